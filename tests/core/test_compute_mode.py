@@ -1,4 +1,4 @@
-"""What mpsd does about a compute mode: each case once, by what is wanted, written down, there, and seen before."""
+"""The decision about a compute mode: each case once, by the wanted, recorded, current and previously seen mode."""
 
 from itertools import product
 
@@ -15,13 +15,14 @@ NOBODY_KNOWS = None
     [
         (None, DEFAULT, False, ComputeModeStep.TAKE),
         (None, THREAD, False, ComputeModeStep.TAKE),
-        (None, EXCLUSIVE, False, ComputeModeStep.NOTHING),  # somebody else's, and stays theirs
+        (None, EXCLUSIVE, False, ComputeModeStep.NOTHING),  # the mode of another program stays
         (None, PROHIBITED, False, ComputeModeStep.NOTHING),
         (None, NOBODY_KNOWS, False, ComputeModeStep.NOTHING),
-        (DEFAULT, DEFAULT, False, ComputeModeStep.TAKE),  # mpsd died in between, or the driver was loaded anew
+        (DEFAULT, DEFAULT, False, ComputeModeStep.TAKE),  # mpsd died in between, or the driver was reloaded
         (DEFAULT, EXCLUSIVE, False, ComputeModeStep.NOTHING),
         (DEFAULT, EXCLUSIVE, True, ComputeModeStep.NOTHING),
-        (DEFAULT, DEFAULT, True, ComputeModeStep.NOTHING),  # somebody changed it: that is told, and not fought
+        # Another program changed it: mpsd reports that, and does not undo it.
+        (DEFAULT, DEFAULT, True, ComputeModeStep.NOTHING),
         (DEFAULT, PROHIBITED, True, ComputeModeStep.NOTHING),
         (None, DEFAULT, True, ComputeModeStep.NOTHING),
     ],
@@ -32,13 +33,13 @@ def test_where_it_is_wanted(
     held: bool,  # noqa: FBT001 - a column of the table
     wanted: ComputeModeStep,
 ) -> None:
-    """It is set where it is not, once; what somebody else set later is left."""
+    """A wanted mode is set once, where it is not in force; a later change by another program is left."""
     assert step(wanted=True, found=found, now=now, held=held) is wanted
 
 
 @pytest.mark.parametrize(("found", "held"), list(product([DEFAULT, THREAD], [False, True])))
 def test_where_it_is_not_wanted(found: ComputeMode, held: bool) -> None:  # noqa: FBT001 - a table
-    """What mpsd set is given back, what somebody set after it is left, and without a record nothing is touched."""
+    """mpsd's own mode is restored, a later foreign mode is left, and without a record nothing is touched."""
     steps = {now: step(wanted=False, found=found, now=now, held=held) for now in (*ComputeMode, NOBODY_KNOWS)}
     assert steps.pop(EXCLUSIVE) is ComputeModeStep.GIVE_BACK
     assert set(steps.values()) == {ComputeModeStep.FORGET}
@@ -47,7 +48,7 @@ def test_where_it_is_not_wanted(found: ComputeMode, held: bool) -> None:  # noqa
 
 
 def test_trouble() -> None:
-    """A mode in which nobody can run is trouble, and so is one that is not as wanted; each has its way out."""
+    """A mode that allows no process is a trouble; another mode than the wanted one is, too. Each has its remedy."""
     for wanted, now, held in product([False, True], [*ComputeMode, NOBODY_KNOWS], [False, True]):
         said = trouble(index=3, wanted=wanted, now=now, held=held)
         if now is PROHIBITED:
@@ -63,6 +64,6 @@ def test_trouble() -> None:
 
 
 def test_command() -> None:
-    """The modes are spelt as nvidia-smi has them."""
+    """The modes are spelled as by nvidia-smi."""
     assert command(0, EXCLUSIVE) == "nvidia-smi -i 0 -c EXCLUSIVE_PROCESS"
     assert command(7, DEFAULT) == "nvidia-smi -i 7 -c DEFAULT"

@@ -1,4 +1,4 @@
-"""What mpsd makes of a GPU: whether it will do, which one is meant, how new its driver is."""
+"""Facts about a GPU: whether it can be used, which GPU a name means, how new its driver is."""
 
 from dataclasses import replace
 from typing import Final
@@ -17,22 +17,22 @@ _GPU: Final = Gpu(3, "GPU-0a", "NVIDIA H100", 80 * GIB, (9, 0), mig=False, drive
 
 @pytest.mark.parametrize("compute_capability", [(3, 5), (5, 0), (7, 0), (9, 0), (12, 1)])
 def test_gpu_will_do_from_3_5_on(compute_capability: tuple[int, int]) -> None:
-    """Any compute capability from the least on will do; 12.1 is more than 3.5, as numbers and not as text."""
+    """Every compute capability from the minimum on is accepted; 12.1 is greater than 3.5, as a number, not as text."""
     assert unsupported(replace(_GPU, compute_capability=compute_capability)) is None
 
 
 def test_gpu_that_is_too_old() -> None:
-    """The refusal names what the GPU has and what MPS needs."""
+    """The refusal names the GPU's compute capability and the one that MPS needs."""
     refusal = unsupported(replace(_GPU, compute_capability=(3, 0), mig=True))
     assert refusal is not None
     because, hint = refusal
     assert "3.0" in because
     assert "3.5" in because
-    assert "nvidia-smi" not in hint  # there is nothing that a person could switch
+    assert "nvidia-smi" not in hint  # there is no setting that an operator could change
 
 
 def test_gpu_in_mig_mode() -> None:
-    """The refusal can be acted on: it holds the command, with this GPU's own index."""
+    """The hint of the refusal has the command, with this GPU's own index."""
     refusal = unsupported(replace(_GPU, mig=True))
     assert refusal is not None
     because, hint = refusal
@@ -43,7 +43,7 @@ def test_gpu_in_mig_mode() -> None:
 _FIRST: Final = replace(_GPU, index=0, uuid="GPU-5ba1e000-0000-4000-8000-00000000000a")
 _SECOND: Final = replace(_GPU, index=1, uuid="GPU-5ba1f000-0000-4000-8000-00000000000b")
 _ELEVENTH: Final = replace(_GPU, index=10, uuid="GPU-10000000-0000-4000-8000-00000000000c")
-_GPUS: Final = (_SECOND, _FIRST, _ELEVENTH)  # an index is what NVML says, not a position
+_GPUS: Final = (_SECOND, _FIRST, _ELEVENTH)  # an index is NVML's number, not a position
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ _GPUS: Final = (_SECOND, _FIRST, _ELEVENTH)  # an index is what NVML says, not a
     ],
 )
 def test_gpu_is_named_by_index_or_uuid(wanted: str, meant: Gpu) -> None:
-    """By its index, its UUID, or as much of that as no other GPU has."""
+    """A GPU is named by its index, its UUID, or a beginning of the UUID that no other GPU has."""
     assert select(_GPUS, wanted) is meant
 
 
@@ -67,21 +67,21 @@ def test_gpu_is_named_by_index_or_uuid(wanted: str, meant: Gpu) -> None:
     "wanted", ["", "any", "2", "-1", "00", "1.0", " 1", "\u0661", "G", "GPU-", "gpu-5ba1e", "5ba1e", "GPU-6"]
 )
 def test_gpu_that_is_not_there(wanted: str) -> None:
-    """Whatever else is written names no GPU, `any` included, and the hint names those that there are."""
+    """Any other text names no GPU, `any` included, and the hint lists the existing ones."""
     with pytest.raises(InvalidRequestError, match="is not a GPU of this node") as refused:
         select(_GPUS, wanted)
     assert all(f"{gpu.index} ({gpu.uuid})" in refused.value.hint for gpu in _GPUS)
 
 
 def test_start_of_a_uuid_is_not_the_start_of_an_index() -> None:
-    """On a node with one GPU, too, a name must name it: neither nothing nor the letters that every UUID starts with."""
+    """Even on a node with one GPU, neither an empty text nor the common beginning of all UUIDs names it."""
     for wanted in ("", "G", "GPU", "GPU-"):
         with pytest.raises(InvalidRequestError):
             select([_FIRST], wanted)
 
 
 def test_start_that_two_uuids_have() -> None:
-    """What could mean two GPUs means none; the hint names those two and no other."""
+    """A beginning that two GPUs share names none; the hint lists these two only."""
     with pytest.raises(InvalidRequestError, match="2 GPUs") as refused:
         select(_GPUS, "GPU-5ba1")
     assert _FIRST.uuid in refused.value.hint
@@ -90,7 +90,7 @@ def test_start_that_two_uuids_have() -> None:
 
 
 def test_node_without_gpus_names_none() -> None:
-    """With no GPU there is nothing to choose from, and the hint says where the reason is."""
+    """A node without GPUs has nothing to choose from, and the hint says where the reason is."""
     with pytest.raises(InvalidRequestError) as refused:
         select([], "0")
     assert "mpsctl gpus" in refused.value.hint
@@ -98,7 +98,7 @@ def test_node_without_gpus_names_none() -> None:
 
 @given(st.sets(st.uuids(version=4), min_size=1, max_size=16), st.data())
 def test_selected_gpu_is_the_one_named(uuids: "set[object]", data: st.DataObject) -> None:
-    """For any node and any start of one of its UUIDs: that GPU, or a refusal when another GPU's UUID starts so, too."""
+    """Any beginning of a UUID on any node selects that GPU, or is refused when another UUID has the same beginning."""
     gpus = [replace(_GPU, index=index, uuid=f"GPU-{uuid}") for index, uuid in enumerate(sorted(map(str, uuids)))]
     meant = data.draw(st.sampled_from(gpus))
     wanted = meant.uuid[: data.draw(st.integers(min_value=len("GPU-") + 1, max_value=len(meant.uuid)))]
@@ -125,12 +125,12 @@ def test_selected_gpu_is_the_one_named(uuids: "set[object]", data: st.DataObject
     ],
 )
 def test_driver_branch(version: str, branch: int | None) -> None:
-    """The branch is the first number of a version; what is no version has none, which counts as unknown, not as old."""
+    """The branch is the first number of a version; text that is no version has none, which means unknown, not old."""
     assert driver_branch(version) == branch
 
 
 def test_recovery() -> None:
-    """What a GPU says that it needs is a reason not to give it out, with what to do; a new word of its own, too."""
+    """A GPU that reports a recovery action is not granted, and the reason has the remedy; so for an unknown action."""
     assert recovery(0, 1) is None
     for action in (*range(1, 8), 99):
         found = recovery(action, 1)
@@ -143,7 +143,7 @@ def test_recovery() -> None:
 
 
 def test_xids() -> None:
-    """What programs bring about condemns no GPU; everything else does, known or not."""
+    """An Xid that programs cause does not condemn a GPU; every other Xid does, known or not."""
     assert not condemns(31)
     assert "page fault" in describe_xid(31)
     assert not condemns(63)

@@ -1,4 +1,4 @@
-"""The names that people read in the paths of control groups."""
+"""The readable names in the paths of control groups."""
 
 import pytest
 
@@ -47,11 +47,11 @@ UNDERSCORED = POD.replace("-", "_")
     ],
 )
 def test_names(path: str, name: GroupName) -> None:
-    """Units, containers of each runtime and pods are known by their paths, and nothing else is."""
+    """Units, containers of each runtime and pods are recognised by their paths, and nothing else is."""
     assert name_of(path) == name
 
 
 def test_facts() -> None:
-    """What an event tells is what there is."""
+    """An event contains only the facts that exist."""
     assert name_of(f"/kubepods/pod{POD}/{ID}").facts() == {"container": SHORT, "pod": POD}
     assert name_of("/slurm/job_7").facts() == {}

@@ -1,4 +1,4 @@
-"""Why a node, a GPU or a control daemon is not healthy: each reason, their order, and what follows from each."""
+"""The reasons why a node, a GPU or a control daemon is not healthy: each reason, their order, and their effects."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -52,12 +52,12 @@ NO_ROOM: Final = "the store cannot be written: disk full"
 
 
 def daemon(**otherwise: Any) -> Daemon:
-    """Return a control daemon that is well but for this."""
+    """Return a control daemon that is healthy except for this."""
     return replace(DAEMON, **otherwise)
 
 
 def gpu(state: Health, because: str = "why", hint: str | None = "what to do") -> GpuView:
-    """Return a GPU of this health."""
+    """Return a GPU with this health."""
     return replace(GPU, health=state, because=because, hint=hint)
 
 
@@ -119,7 +119,7 @@ OF_DAEMONS: Final = [
 
 @pytest.mark.parametrize(("view", "kind", "because"), OF_GPUS, ids=lambda each: getattr(each, "health", None))
 def test_reasons_of_a_gpu(view: GpuView, kind: Kind, because: str) -> None:
-    """Each health that is not ok is one reason, which names the GPU and has the GPU's own hint."""
+    """Each health other than ok is one reason, which names the GPU and has the GPU's own hint."""
     (reason,) = health.of_gpu(view)
     assert (reason.kind, reason.subject, reason.hint) == (kind, "GPU 0", "what to do")
     assert reason.because.startswith(because)
@@ -127,7 +127,7 @@ def test_reasons_of_a_gpu(view: GpuView, kind: Kind, because: str) -> None:
 
 @pytest.mark.parametrize(("found", "kind", "because"), OF_DAEMONS)
 def test_reasons_of_a_control_daemon(found: Daemon, kind: Kind, because: str) -> None:
-    """Each thing that is not well about a control daemon is one reason, which names it and says what to do."""
+    """Each fault of a control daemon is one reason, which names the daemon and the remedy."""
     (reason,) = health.of_daemon(found)
     assert (reason.kind, reason.subject) == (kind, "gpu0")
     assert because in reason.because
@@ -136,13 +136,13 @@ def test_reasons_of_a_control_daemon(found: Daemon, kind: Kind, because: str) ->
 
 
 def test_the_hint_of_the_control_daemon_comes_first() -> None:
-    """What the control daemon itself says to do about its state is the hint."""
+    """The control daemon's own hint about its state takes precedence."""
     (reason,) = health.of_daemon(daemon(state=State.HELD, hint="mpsctl resume gpu0"))
     assert reason.hint == "mpsctl resume gpu0"
 
 
 def test_uids() -> None:
-    """Who crashed control daemons, or may have, is named, with what to do; the node is healthy, and admits others."""
+    """A uid that crashed control daemons, or may have, is named with the remedy; the node stays healthy for others."""
     shut_out = QuarantinedUid(1001, datetime(2026, 11, 22, 3, tzinfo=UTC), "it did")
     node = health.of_node([GPU], [DAEMON], quarantined=[shut_out], suspects=[Suspect(1002, 2, 1)])
     assert node.healthy
@@ -159,7 +159,7 @@ def test_uids() -> None:
 
 
 def test_not_closed() -> None:
-    """A node where a program that misses MPS gets a whole GPU says so in its first line, as long as that is limited."""
+    """The first line warns of a node where a program that misses MPS gets a whole GPU, while clients are limited."""
     others = [
         replace(gpu(Health.UNSUPPORTED), usage=Known(GpuUsage(0))),
         replace(GPU, index=1, usage=Known(GpuUsage(0))),
@@ -174,7 +174,7 @@ def test_not_closed() -> None:
 
 
 def test_open_violations() -> None:
-    """Open violations stand in the first line, the first few in a sentence, and leave the node healthy."""
+    """Open violations are in the first line, the first few in a sentence; the node stays healthy."""
     found = [f"process {pid} is short" for pid in range(1, 6)]
     node = health.of_node([GPU], [DAEMON], violations=found[:1])
     assert (node.healthy, node.because) == (True, WELL)
@@ -187,7 +187,7 @@ def test_open_violations() -> None:
 
 
 def test_every_kind_has_a_case() -> None:
-    """The tables above, and the two tests of a whole node, have every kind."""
+    """The tables above, and the two tests of a whole node, cover every kind."""
     assert {kind for _, kind, _ in (*OF_GPUS, *OF_DAEMONS)} == set(Kind) - {
         Kind.STORE,
         Kind.NO_GPU,
@@ -201,7 +201,7 @@ def test_every_kind_has_a_case() -> None:
 
 
 def test_a_healthy_node() -> None:
-    """Nothing is wrong, and that is said."""
+    """A healthy node has no reasons, and says that it is healthy."""
     node = health.of_node([GPU], [DAEMON])
     assert (node.healthy, node.because, node.reasons, node.warnings) == (True, WELL, (), ())
     assert (node.gpus, node.daemons) == ((GPU,), (DAEMON,))
@@ -209,7 +209,7 @@ def test_a_healthy_node() -> None:
 
 
 def test_a_store_that_is_full() -> None:
-    """Where no lease can be stored, the node is not healthy, and its GPUs are."""
+    """When no lease can be stored, the node is not healthy, but its GPUs are."""
     node = health.of_node([GPU], [DAEMON], store=NO_ROOM)
     assert not node.healthy
     assert [(each.kind, each.subject) for each in node.reasons] == [(Kind.STORE, "leases")]
@@ -219,7 +219,7 @@ def test_a_store_that_is_full() -> None:
 
 @pytest.mark.parametrize("gpus", [[], [gpu(Health.UNSUPPORTED)]])
 def test_no_gpu_that_can_run_mps(gpus: list[GpuView]) -> None:
-    """A node without control daemons is not healthy, also where no GPU is broken."""
+    """A node without control daemons is not healthy, even if no GPU is broken."""
     node = health.of_node(gpus, [])
     assert [(each.kind, each.subject, each.hint) for each in node.reasons] == [
         (Kind.NO_GPU, "node", "see why: mpsctl gpus")
@@ -228,13 +228,13 @@ def test_no_gpu_that_can_run_mps(gpus: list[GpuView]) -> None:
 
 
 def test_no_gpu_is_no_second_reason() -> None:
-    """Where a GPU cannot be read, that is why there is no control daemon."""
+    """A GPU that cannot be read is itself the reason for the missing control daemon."""
     node = health.of_node([gpu(Health.UNKNOWN)], [])
     assert [each.kind for each in node.reasons] == [Kind.GPU_UNKNOWN]
 
 
 def test_warnings_leave_a_node_healthy() -> None:
-    """A GPU that cannot run MPS, and one that works though it was not restored, are told and are no reason."""
+    """A GPU that cannot run MPS, and a working one that was not restored, are warnings and no reasons."""
     found = [GPU, gpu(Health.UNSUPPORTED), gpu(Health.OK)]
     node = health.of_node(found, [DAEMON])
     assert (node.healthy, node.because) == (True, WELL)
@@ -285,7 +285,7 @@ REFUSED: Final = [
 
 @pytest.mark.parametrize(("view", "found", "limit", "kind"), REFUSED)
 def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
-    """Nobody is admitted on a GPU that is not well, or whose control daemon is not; the gravest reason is told."""
+    """An unhealthy GPU or control daemon refuses every request, with the gravest reason."""
     reason = health.refusal(view, found)
     assert reason is not None
     assert (reason.limit, reason.kind) == (limit, kind)
@@ -303,12 +303,12 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
     ],
 )
 def test_what_refuses_nobody(view: GpuView, found: Daemon) -> None:
-    """What is merely untidy keeps nobody out, nor does a moment in which a control daemon is replaced for its user."""
+    """A minor fault refuses no request, and nor does the replacement of a control daemon for its next user."""
     assert health.refusal(view, found) is None
 
 
 def test_kinds_without_a_limit() -> None:
-    """What is not about one GPU refuses nobody there."""
+    """A reason that is not about one GPU refuses no request there."""
     assert not Reason(Kind.STORE, "leases", "", "").limit
     assert not Reason(Kind.NO_GPU, "node", "", "").limit
 
@@ -348,7 +348,7 @@ UNDONE: Final = NOW + timedelta(seconds=1)
     ],
 )
 def test_drift(found: Drift, sentence: str) -> None:
-    """It names the limit, its daemon or server, both values with their units, the command, and when it was undone."""
+    """The sentence names the limit, its daemon or server, both values with units, the command, and the undo."""
     assert health.drifted("gpu0", found) == sentence
 
 

@@ -1,4 +1,4 @@
-"""The life of a control daemon: every pair of state and event has one meaning, and what must not happen cannot."""
+"""The lifecycle of a control daemon: each pair of state and event has one meaning, and impossible ones are bugs."""
 
 from typing import Final
 
@@ -11,17 +11,17 @@ from mpsd.core.lifecycle import ANSWERED, BUG, IGNORE, RUNNING, TABLE, Event, Li
 PAIRS: Final = [(state, event) for state in State for event in Event]
 
 COMES: Final = {Event.STARTED, Event.ADOPTED}
-"""Events by which a process comes to be watched."""
+"""Events after which mpsd watches a process."""
 
 OPERATOR: Final = {Event.HOLD, Event.DRAIN, Event.RESUME, Event.STOP, Event.RESET}
-"""What an operator may say at any moment."""
+"""Commands that an operator may give at any moment."""
 
 WITNESSED: Final = {Event.DIED, Event.SILENT, Event.VERIFIED, Event.UNPROVEN}
-"""What a process that runs may do at any moment."""
+"""Events that a running process may cause at any moment."""
 
 
 def reachable(events: frozenset[Event]) -> set[State]:
-    """Return the states that these events can lead to, from the first one."""
+    """Return the states that these events can lead to from the initial state."""
     found, pending = {State.DOWN}, [State.DOWN]
     while pending:
         state = pending.pop()
@@ -34,7 +34,7 @@ def reachable(events: frozenset[Event]) -> set[State]:
 
 
 def test_the_table_is_total() -> None:
-    """Every state has a row, and every row every event."""
+    """Every state has a row, and every row has every event."""
     assert TABLE.keys() == set(State)
     for state in State:
         assert TABLE[state].keys() == set(Event), state
@@ -42,7 +42,7 @@ def test_the_table_is_total() -> None:
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)
 def test_every_pair(state: State, event: Event) -> None:
-    """A step is what the table says: another state, nothing, or a bug that names both."""
+    """A transition is the one in the table: another state, no change, or a bug that names state and event."""
     outcome = TABLE[state][event]
     if outcome is BUG:
         with pytest.raises(LifecycleBugError, match=f"{event} cannot happen .* {state}"):
@@ -53,23 +53,23 @@ def test_every_pair(state: State, event: Event) -> None:
 
 
 def test_no_word_of_an_operator_is_a_bug() -> None:
-    """An operator may say anything at any moment."""
+    """No operator's command is a bug in any state."""
     assert not [(state, event) for state in State for event in OPERATOR if TABLE[state][event] is BUG]
 
 
 def test_nothing_that_a_process_does_is_a_bug_while_it_runs() -> None:
-    """Nor is anything that a process does, in any state in which there is one."""
+    """No event of a process is a bug in a state that has a process."""
     assert not [(state, event) for state in RUNNING for event in WITNESSED if TABLE[state][event] is BUG]
 
 
 def test_every_death_ends_running() -> None:
-    """Death leads out of every state in which there is a process."""
+    """A death leaves every state that has a process."""
     for state in RUNNING:
         assert TABLE[state][Event.DIED] not in {*RUNNING, IGNORE, BUG}, state
 
 
 def test_a_process_comes_where_there_is_none() -> None:
-    """A second process is a bug wherever there is one, and only `down` takes one."""
+    """A second process is a bug in every state that has one, and only `down` accepts one."""
     takes = {state for state in State for event in COMES if TABLE[state][event] is not BUG}
     assert takes == {State.DOWN}
     assert takes.isdisjoint(RUNNING)
@@ -77,7 +77,7 @@ def test_a_process_comes_where_there_is_none() -> None:
 
 
 def test_readiness_is_proven() -> None:
-    """Only an answer with every limit in force makes a daemon ready, or an operator who lifts a hold on one that is."""
+    """A daemon becomes ready only by an answer with every limit in force, or when a hold on such a daemon is lifted."""
     ways = {(state, event) for state, event in PAIRS if TABLE[state][event] is State.READY}
     assert {event for _, event in ways} == {Event.VERIFIED, Event.RESUME}
     assert {state for state, event in ways if event is Event.RESUME} == {State.HELD, State.DRAINING}
@@ -85,20 +85,20 @@ def test_readiness_is_proven() -> None:
 
 
 def test_a_limit_that_does_not_hold_opens_no_door() -> None:
-    """Nobody is admitted to a daemon whose limits do not hold: it is not ready any more."""
+    """A daemon whose limits do not hold is no longer ready, so no lease is granted on it."""
     assert TABLE[State.READY][Event.UNPROVEN] is State.STARTING
     assert State.READY not in {TABLE[state][Event.UNPROVEN] for state in State}
 
 
 def test_only_an_operator_leaves_failed() -> None:
-    """What failed stays failed, whatever happens, until it is reset."""
+    """A failed daemon stays failed after every event but a reset."""
     leaving = {event for event in Event if isinstance(TABLE[State.FAILED][event], State)}
     assert leaving == {Event.RESET}
     assert TABLE[State.FAILED][Event.RESET] is State.DOWN
 
 
 def test_a_hung_daemon_is_left_alone() -> None:
-    """Silence never leads towards stopping: an unresponsive daemon goes on, or dies, or is stopped by an operator."""
+    """Silence never leads to stopping: an unresponsive daemon recovers, dies, or is stopped by an operator."""
     assert {TABLE[state][Event.SILENT] for state in ANSWERED | {State.STARTING}} == {State.UNRESPONSIVE}
     leaving = {event: target for event, target in TABLE[State.UNRESPONSIVE].items() if isinstance(target, State)}
     assert leaving == {
@@ -110,25 +110,25 @@ def test_a_hung_daemon_is_left_alone() -> None:
 
 
 def test_stopping_is_an_operator_s_word() -> None:
-    """A daemon is stopped by an operator's word alone, and its death is then no reason to start it again."""
+    """Only an operator's command stops a daemon, and its death then does not start it again."""
     assert {event for state, event in PAIRS if TABLE[state][event] is State.STOPPING} == {Event.STOP}
     assert TABLE[State.STOPPING][Event.DIED] is State.DOWN
 
 
 def test_a_reset_touches_no_process() -> None:
-    """A reset changes nothing about a daemon that runs."""
+    """A reset does not change a running daemon."""
     assert {TABLE[state][Event.RESET] for state in RUNNING} == {IGNORE}
 
 
 def test_every_state_is_reachable() -> None:
-    """Every state can be reached, and those of an operator only with an operator."""
+    """Every state is reachable; the operator's states only by an operator."""
     assert reachable(frozenset(Event)) == set(State)
     assert reachable(frozenset(Event) - OPERATOR) == set(State) - {State.HELD, State.DRAINING, State.STOPPING}
 
 
 @pytest.mark.parametrize("state", State)
 def test_every_state_can_be_left_for_ready(state: State) -> None:
-    """There is a way back to `ready` from everywhere."""
+    """From every state there are events that lead back to `ready`."""
     found, pending = {state}, [state]
     while pending:
         for outcome in TABLE[pending.pop()].values():
@@ -147,7 +147,7 @@ def test_every_state_can_be_left_for_ready(state: State) -> None:
         ("adopted silent died cooled started verified", State.READY),
         ("adopted verified unproven verified", State.READY),
         ("started unproven died", State.COOLING),
-        ("started verified hold silent verified", State.READY),  # what is held is a matter of intent, kept elsewhere
+        ("started verified hold silent verified", State.READY),  # a hold is stored with the operator's intent
         ("started verified drain hold resume", State.READY),
         ("started verified drain died cooled started verified", State.READY),
         ("started verified stop silent verified died", State.DOWN),
@@ -155,13 +155,13 @@ def test_every_state_can_be_left_for_ready(state: State) -> None:
         ("started died stop", State.DOWN),
         ("started died gave_up cooled reset started verified", State.READY),
         ("started died reset started verified", State.READY),
-        ("died gave_up", State.FAILED),  # it could not even be started
+        ("died gave_up", State.FAILED),  # the daemon could not even be started
         ("refused reset refused", State.FAILED),
         ("reset hold drain resume stop cooled", State.DOWN),
     ],
 )
 def test_sequences(events: str, ends: State) -> None:
-    """Whole lives, and lives that were interrupted, end where they should."""
+    """Complete and interrupted lifecycles end in the expected state."""
     state = State.DOWN
     for event in events.split():
         state = step(state, Event(event)) or state
@@ -170,7 +170,7 @@ def test_sequences(events: str, ends: State) -> None:
 
 @given(st.lists(st.sampled_from(Event), max_size=60))
 def test_any_life(events: list[Event]) -> None:
-    """In any life that is possible a process comes and goes in turn, and the states in which there is one say so."""
+    """In every possible lifecycle a process comes and goes in turn, and the states agree with that."""
     state, alive = State.DOWN, False
     for event in events:
         if TABLE[state][event] is BUG:

@@ -1,4 +1,4 @@
-"""Nothing that others chose does anything to a terminal."""
+"""No text that others chose has an effect on a terminal."""
 
 import json
 
@@ -23,13 +23,13 @@ JSON = st.recursive(
      ("\x7f", "\\x7f"), ("\u202egnp.exe", "\\u202egnp.exe"), ("\u2028", "\\u2028"), ("\ud800", "\\ud800")],
 )  # fmt: skip
 def test_harmless_text(text: str, printed: str) -> None:
-    """Escape sequences, line breaks, C1 controls and reversals of direction are shown, not carried out."""
+    """Escape sequences, line breaks, C1 controls and changes of direction are displayed, not executed."""
     assert plain(text) == printed
 
 
 @given(JSON)
 def test_harmless_answers(answer: object) -> None:
-    """Whatever a decoded answer holds, and wherever, all of its text prints as itself; the rest stays as it was."""
+    """Every text anywhere in a decoded answer prints harmlessly; the other values are unchanged."""
 
     def walk(before: object, after: object) -> None:
         match before, after:
@@ -51,7 +51,7 @@ def test_harmless_answers(answer: object) -> None:
 
 @given(JSON | st.text(SURROGATE))
 def test_lines_of_json(answer: object) -> None:
-    """A line of JSON stays the same document in one line, without a character that acts; if it has none, as it was."""
+    """A line of JSON stays the same document in one line, without control characters; one without any is unchanged."""
     text = json.dumps(answer, ensure_ascii=False)
     line = harmless_json(text)
     assert json.dumps(json.loads(line)) == json.dumps(answer)

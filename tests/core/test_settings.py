@@ -1,4 +1,4 @@
-"""The one table of settings: what is parsed, what is refused and how, what is printed, and what a reload may change."""
+"""The table of settings: parsing, refusals, printing, and the settings that a reload may change."""
 
 import tomllib
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ ROWS: Final = {each.key: each for each in table.rows()}
 
 
 def as_printed(settings: Settings) -> Settings:
-    """Return the settings as `mpsd check` prints them: with the socket's path written out."""
+    """Return the settings as `mpsd check` prints them, with the socket's path filled in."""
     return replace(settings, api=replace(settings.api, socket=settings.socket))
 
 
@@ -27,13 +27,13 @@ def as_printed(settings: Settings) -> Settings:
 
 
 def test_nothing_asks_for_the_defaults() -> None:
-    """An empty file, and a file of empty sections, ask for the defaults."""
+    """An empty file, and a file of empty sections, result in the defaults."""
     assert table.parse("") == Settings()
     assert table.parse("\n".join(f"[{name}]" for name in ("api", "paths", "limits"))) == Settings()
 
 
 def test_values_are_typed() -> None:
-    """Each value becomes what it means."""
+    """Each value is converted to its type."""
     settings = table.parse(
         """
         [paths]
@@ -60,7 +60,7 @@ def test_values_are_typed() -> None:
 
 
 def test_under_a_root() -> None:
-    """`--root` moves everything that is written, the socket included, also where the file names another place."""
+    """`--root` moves every path that mpsd writes to, the socket included, also where the file names another path."""
     settings = table.parse('[api]\nsocket = "/elsewhere/mpsd.sock"\n[paths]\nlog_dir = "/var/log/x"\n').under(
         Path("/r")
     )
@@ -115,7 +115,7 @@ def test_under_a_root() -> None:
     ],
 )
 def test_what_is_refused(text: str, words: str) -> None:
-    """The refusal says what is wrong, where, and what would do; for a value it names the setting as the limit."""
+    """The refusal states the error, its place, and valid values; for a value its limit is the setting."""
     with pytest.raises(ConfigurationError) as refused:
         table.parse(text)
     error = refused.value
@@ -138,14 +138,14 @@ def test_what_is_refused(text: str, words: str) -> None:
     ],
 )
 def test_what_was_probably_meant(text: str, near: str) -> None:
-    """A name that is nearly one is answered with that one."""
+    """The refusal of an unknown name suggests a similar one."""
     with pytest.raises(ConfigurationError) as refused:
         table.parse(text)
     assert refused.value.hint == f"did you mean {near!r}?"
 
 
 def test_what_was_meant_is_not_guessed() -> None:
-    """A name that is like nothing is answered with all that there are."""
+    """The refusal of a name without a similar one lists all names."""
     with pytest.raises(ConfigurationError) as refused:
         table.parse("[zzz]")
     assert all(field.name in refused.value.hint for field in fields(Settings) if field.name != "names")
@@ -173,7 +173,7 @@ _ANYTHING: Final = _VALUES | st.lists(_VALUES, max_size=3) | st.dictionaries(st.
     )
 )
 def test_any_document_is_taken_or_refused(document: dict[str, object]) -> None:
-    """Whatever a document holds, it becomes settings, or a refusal that can be acted on, and nothing else."""
+    """Any document becomes settings or a refusal with a hint, and nothing else."""
     try:
         settings = table.from_mapping(document)
     except ConfigurationError as error:
@@ -188,7 +188,7 @@ def test_any_document_is_taken_or_refused(document: dict[str, object]) -> None:
 # -- what is printed is what is in force ------------------------------------------------------------------------------
 
 _NAMES: Final = st.text(st.sampled_from("aZ0 .%*'\"\\\n\t\x01\x7f\x85é\u2028\U0001f600"), min_size=1, max_size=8)
-"""Whatever a file may hold between quotes: a NUL is refused."""
+"""Any text that a quoted string of a file can contain; NUL is refused."""
 
 _SETTINGS: Final = st.builds(
     Settings,
@@ -227,13 +227,13 @@ _SETTINGS: Final = st.builds(
 
 @given(_SETTINGS)
 def test_what_is_printed_asks_for_the_same(settings: Settings) -> None:
-    """`mpsd check` prints a document that asks for just the settings that are in force, whatever they are."""
+    """`mpsd check` prints a document that parses to exactly the settings in force."""
     assert table.parse(table.document(settings)) == as_printed(settings)
 
 
 @given(_SETTINGS)
 def test_what_is_told_is_what_is_printed(settings: Settings) -> None:
-    """`/v1/config` and `mpsd check` say the same, but for what is absent."""
+    """`/v1/config` and `mpsd check` agree, except for absent settings."""
     printed = tomllib.loads(table.document(settings))
     for section, values in table.effective(settings).items():
         place = (
@@ -259,7 +259,7 @@ def test_every_setting_has_its_meaning_in_print() -> None:
 
 @given(_SETTINGS, _SETTINGS)
 def test_reload(old: Settings, new: Settings) -> None:
-    """A reload takes what may be reloaded, keeps the rest, and names both; after it, only the rest still differs."""
+    """A reload applies the reloadable settings, keeps the others, and names both; afterwards only the others differ."""
     applied, waiting = reload.changed(old, new)
     assert all(key == "quota" or ROWS[key].reload for key in applied)
     assert not any(ROWS[key].reload for key in waiting)
@@ -269,7 +269,7 @@ def test_reload(old: Settings, new: Settings) -> None:
 
 
 def test_reload_of_the_same() -> None:
-    """What did not change is neither applied nor waiting, and stays the very same."""
+    """An unchanged setting is neither applied nor pending, and stays the same object."""
     settings = table.parse("[daemon]\ndeaths = 3\n")
     assert reload.changed(settings, table.parse("[daemon]\ndeaths = 3\n")) == ((), ())
     assert reload.reloaded(settings, Settings()).daemon.deaths == Settings().daemon.deaths

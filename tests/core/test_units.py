@@ -1,4 +1,4 @@
-"""Sizes, percentages and durations: what is taken, what it comes to, and that nothing else is taken at all."""
+"""Sizes, percentages and durations: the accepted values, their meaning, and the refusal of all others."""
 
 import contextlib
 import re
@@ -16,7 +16,7 @@ from mpsd.core.units import GIB, KIB, MIB, format_size, parse_duration, parse_si
 LARGEST: Final = 2**63 - 1
 
 NUMBERS: Final = st.one_of(st.text(), st.from_regex(r"[-+]?[0-9]*\.?[0-9]*(e[-+]?[0-9]+)? ?[A-Za-z]*"))
-"""Text of any kind, and text that could almost be a number with a unit."""
+"""Any text, and text that is almost a number with a unit."""
 
 NO_NUMBERS: Final = (
     "",
@@ -86,7 +86,7 @@ def test_sizes_as_numbers(size: int) -> None:
 
 @pytest.mark.parametrize("text", NO_SIZES)
 def test_no_sizes(text: str) -> None:
-    """Anything else is refused with a hint: units that do not exist, less than a byte, more than 63 bits."""
+    """Any other text is refused with a hint: unknown units, less than a byte, more than 63 bits."""
     with pytest.raises(InvalidRequestError) as caught:
         parse_size(text)
     assert "8GiB" in caught.value.hint
@@ -94,7 +94,7 @@ def test_no_sizes(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["8G", "8g", "1.5T", "512M", "512 k"])
 def test_ambiguous_sizes(text: str) -> None:
-    """A bare letter is binary to MPS and decimal to Kubernetes: it is refused, and both sizes are offered."""
+    """A bare letter is binary to MPS and decimal to Kubernetes: it is refused, and both sizes are suggested."""
     with pytest.raises(InvalidRequestError, match="ambiguous") as caught:
         parse_size(text)
     number, letter = text.rstrip("GgTMk ").strip(), text[-1].upper()
@@ -103,14 +103,14 @@ def test_ambiguous_sizes(text: str) -> None:
 
 @pytest.mark.parametrize("value", [True, False, 0, -1, 2**63, 1.5, None, b"8GiB", ["8GiB"]])
 def test_values_that_are_no_sizes(value: object) -> None:
-    """A value of another type, or out of range, is refused as text is."""
+    """A value of another type, or out of range, is refused like text."""
     with pytest.raises(InvalidRequestError):
         parse_size(value)  # type: ignore[arg-type]
 
 
 @given(st.one_of(NUMBERS, st.integers()))
 def test_any_size_or_a_typed_error(value: str | int) -> None:
-    """Whatever it is given, the parser returns a size that fits into 63 bits, or raises its own error."""
+    """For any value, the parser returns a size of at most 63 bits, or raises its own error."""
     with contextlib.suppress(InvalidRequestError):
         assert 0 < parse_size(value) <= LARGEST
 
@@ -125,7 +125,7 @@ def test_a_printed_size_is_never_more(size: int) -> None:
 
 @given(st.integers(1, 1023), st.sampled_from([1, KIB, MIB, GIB]))
 def test_whole_sizes_are_printed_exactly(number: int, unit: int) -> None:
-    """A size of so many whole units is printed so that it parses into itself."""
+    """A size of whole units is printed so that it parses to the same size."""
     assert parse_size(format_size(number * unit)) == number * unit
 
 
@@ -156,13 +156,13 @@ NO_PERCENTAGES: Final = (
 
 @pytest.mark.parametrize(("text", "tenths"), PERCENTAGES.items())
 def test_percentages(text: str, tenths: int) -> None:
-    """A percentage is taken down to the tenth, which is the finest step that MPS reports."""
+    """A percentage is rounded down to a tenth, the finest step that MPS reports."""
     assert ActiveThreadPercentage.parse(text).tenths == tenths
 
 
 @pytest.mark.parametrize("value", [*NO_PERCENTAGES, True, False, None, 0, -1, 101, float("nan"), float("inf")])
 def test_no_percentages(value: str | float) -> None:
-    """What is not in (0, 100], or less than a tenth, is refused, and the limit is named."""
+    """A value outside (0, 100], or less than a tenth, is refused, and the limit is named."""
     with pytest.raises(InvalidRequestError) as caught:
         ActiveThreadPercentage.parse(value)
     assert caught.value.limit == "active_thread_percentage"
@@ -171,13 +171,13 @@ def test_no_percentages(value: str | float) -> None:
 
 @pytest.mark.parametrize("tenths", [0, -1, 1001])
 def test_no_tenths(tenths: int) -> None:
-    """Nor can one be made that is out of range."""
+    """The constructor refuses a percentage that is out of range, too."""
     with pytest.raises(InvalidRequestError):
         ActiveThreadPercentage(tenths)
 
 
 def test_every_percentage_round_trips() -> None:
-    """Each of the thousand percentages parses into itself, from its text and from its number."""
+    """Each of the thousand percentages parses to itself, from its text and from its number."""
     for tenths in range(1, 1001):
         percentage = ActiveThreadPercentage(tenths)
         assert ActiveThreadPercentage.parse(str(percentage)) == percentage
@@ -187,14 +187,14 @@ def test_every_percentage_round_trips() -> None:
 
 @given(st.one_of(NUMBERS, st.floats(), st.integers()))
 def test_any_percentage_or_a_typed_error(value: str | float) -> None:
-    """Whatever it is given, the parser returns a percentage, or raises its own error."""
+    """For any value, the parser returns a percentage, or raises its own error."""
     with contextlib.suppress(InvalidRequestError):
         assert 1 <= ActiveThreadPercentage.parse(value).tenths <= 1000
 
 
 @given(st.decimals(min_value="0.1", max_value=100, allow_nan=False))
 def test_percentages_are_floored(value: object) -> None:
-    """What is left over beyond a tenth is dropped, so that nobody gets more than he asked for."""
+    """The remainder beyond a tenth is dropped, so that no client gets more than it requested."""
     tenths = ActiveThreadPercentage.parse(str(value)).tenths
     assert tenths <= float(str(value)) * 10 + 1e-9
     assert tenths > float(str(value)) * 10 - 1 - 1e-9
@@ -205,7 +205,7 @@ def test_percentages_are_floored(value: object) -> None:
 LIMITS: Final = st.integers(1, 2**30 - 1).map(PinnedDeviceMemLimit)
 
 REPORTED: Final = {1: 1, 512: 512, 1023: 1023, 1024: 1024, 1025: 1024, 1536: 1024, 2047: 1024, 2048: 2048, 8191: 7168}
-"""In MiB: what is in force, and what a control daemon reports of it."""
+"""By the limit in force in MiB, the value that a control daemon reports."""
 
 
 @pytest.mark.parametrize(
@@ -213,13 +213,13 @@ REPORTED: Final = {1: 1, 512: 512, 1023: 1023, 1024: 1024, 1025: 1024, 1536: 102
     {"1MiB": 1, "1048576": 1, "1KiB": 1, "1MB": 1, "1.5MiB": 2, "8GiB": 8192, "8GB": 7630, "1GiB": 1024}.items(),
 )
 def test_memory_limits(text: str, mebibytes: int) -> None:
-    """A memory limit is a size, rounded up to whole MiB: MPS takes no finer unit."""
+    """A memory limit is a size, rounded up to whole MiB, the finest unit of MPS."""
     assert PinnedDeviceMemLimit.parse(text).mebibytes == mebibytes
 
 
 @pytest.mark.parametrize("text", ["0", "abc", "10T", "-1G", "8G", "1024TiB", "1048576GiB"])
 def test_no_memory_limits(text: str) -> None:
-    """What MPS would take for another limit or for none is refused: nothing, a sign, its own units, a pebibyte."""
+    """A text that MPS would read as another limit or as none is refused: empty, signed, in MPS's units, a pebibyte."""
     with pytest.raises(InvalidRequestError) as caught:
         PinnedDeviceMemLimit.parse(text)
     assert caught.value.hint
@@ -235,7 +235,7 @@ def test_memory_limits_without_the_unit(value: str | int) -> None:
 
 @pytest.mark.parametrize("mebibytes", [0, -1, 2**30])
 def test_no_mebibytes(mebibytes: int) -> None:
-    """Nor can one be made that is out of range; the limit is named."""
+    """The constructor refuses a limit that is out of range, too; the limit is named."""
     with pytest.raises(InvalidRequestError) as caught:
         PinnedDeviceMemLimit(mebibytes)
     assert caught.value.limit == "pinned_device_mem_limit"
@@ -243,13 +243,13 @@ def test_no_mebibytes(mebibytes: int) -> None:
 
 @pytest.mark.parametrize(("mebibytes", "reported"), REPORTED.items())
 def test_what_is_reported(mebibytes: int, reported: int) -> None:
-    """From one GiB on only whole GiB are reported, rounded down; below, every MiB is."""
+    """From one GiB on a limit is reported in whole GiB, rounded down; below that in MiB."""
     assert PinnedDeviceMemLimit(mebibytes).as_reported.mebibytes == reported
 
 
 @given(LIMITS)
 def test_reports_of_reports(limit: PinnedDeviceMemLimit) -> None:
-    """What is reported of a limit is less by less than a GiB, and is reported of itself too."""
+    """The reported limit is lower by less than a GiB, and is reported as itself."""
     reported = limit.as_reported
     assert reported.as_reported == reported
     assert 0 <= limit.mebibytes - reported.mebibytes < 1024
@@ -263,7 +263,7 @@ def test_reports_keep_the_order(one: PinnedDeviceMemLimit, other: PinnedDeviceMe
 
 @given(LIMITS)
 def test_grammar(limit: PinnedDeviceMemLimit) -> None:
-    """A limit leaves in MPS's own grammar: a whole number of G or M, without a sign, that comes to the same bytes."""
+    """A limit is written in MPS's own grammar: a whole number of G or M, without a sign, of the same bytes."""
     match = re.fullmatch(r"([1-9][0-9]*)([GM])", limit.grammar)
     assert match is not None
     assert int(match[1]) * (GIB if match[2] == "G" else MIB) == limit.bytes
@@ -271,7 +271,7 @@ def test_grammar(limit: PinnedDeviceMemLimit) -> None:
 
 @given(LIMITS)
 def test_printed_limits(limit: PinnedDeviceMemLimit) -> None:
-    """A limit of whole GiB, or below one GiB, is printed so that it parses into itself."""
+    """A limit of whole GiB, or below one GiB, is printed so that it parses to itself."""
     if limit == limit.as_reported:
         assert PinnedDeviceMemLimit.parse(str(limit)) == limit
 
@@ -313,7 +313,7 @@ def test_durations(value: str | float, seconds: float) -> None:
     ],
 )
 def test_no_durations(value: str | float) -> None:
-    """What is no finite number above zero is refused."""
+    """A value that is no finite number above zero is refused."""
     with pytest.raises(InvalidRequestError) as caught:
         parse_duration(value)
     assert caught.value.hint
@@ -321,7 +321,7 @@ def test_no_durations(value: str | float) -> None:
 
 @given(st.one_of(NUMBERS, st.floats(), st.integers()))
 def test_any_duration_or_a_typed_error(value: str | float) -> None:
-    """Whatever it is given, the parser returns a finite number above zero, or raises its own error."""
+    """For any value, the parser returns a finite number above zero, or raises its own error."""
     with contextlib.suppress(InvalidRequestError):
         assert 0 < parse_duration(value) < float("inf")
 

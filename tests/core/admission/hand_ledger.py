@@ -1,6 +1,6 @@
-"""Admission done by hand: what the ledger has to decide, taken anew from the leases each time, with no sums kept.
+"""Admission by hand: the ledger's decisions, computed from the leases each time, without stored sums.
 
-It is written to be compared with, so it is slow and plain, and has of mpsd nothing but the values that it is about.
+The module is a reference for comparisons, so it is slow and simple, and shares only the values with mpsd.
 """
 
 import math
@@ -20,11 +20,11 @@ from mpsd.core.units import MIB
 from tests.core.admission.scenarios import granted_on
 
 Kept: TypeAlias = dict[str, list[tuple[int, Amount, int | None]]]
-"""By GPU what is kept there: for whom, how much, and from whom alone; None: from all."""
+"""By GPU the reservations there: for which uid, how much, and against which uid alone; None means against all."""
 
 
 def taken_on(held: Iterable[Lease], offer: Offer) -> Amount:
-    """Return what cannot be granted on a GPU: what these leases hold, and what clients use that have none."""
+    """Return the amount of a GPU that cannot be granted: what these leases hold, and what unleased clients use."""
     return granted_on(held, offer.gpu) + offer.unleased
 
 
@@ -36,26 +36,26 @@ def each_of(tenths: int, memory: int, request: LeaseRequest) -> tuple[int, int]:
 
 @dataclass
 class HandLedger:
-    """Everything that bears on a decision: what is offered, by which rules, who holds what, who waits, who had what."""
+    """All facts that decisions depend on: offers, rules, leases, waiting requests, and past usage."""
 
     rules: AdmissionRules
     had: Callable[[int], float]
-    """What a user had, as the ledger has it, so that floats fall alike; it is compared with `used`."""
+    """Past usage of a uid by the ledger, so that floats round alike; it is compared with `used`."""
     half_life: float
     offers: dict[str, Offer] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     waiting: dict[str, Lease] = field(default_factory=dict)
     first_since: dict[str, float] = field(default_factory=dict)
     unleased: dict[str, dict[int, Amount]] = field(default_factory=dict)
-    """By GPU and uid, what clients use that have no lease."""
+    """By GPU and uid, what unleased clients use."""
     used: dict[int, float] = field(default_factory=dict)
-    """By user, what it had, in share-seconds."""
+    """Past usage by uid, in share-seconds."""
     now: float = 0.0
 
     # -- amounts -------------------------------------------------------------------------------------------------------
 
     def named(self, request: LeaseRequest) -> list[Offer]:
-        """Return the GPUs that a request may be granted on, as far as names go."""
+        """Return the GPUs that a request may be granted on, by name alone."""
         return [
             offer
             for gpu, offer in self.offers.items()
@@ -64,7 +64,7 @@ class HandLedger:
 
     @staticmethod
     def need(request: LeaseRequest, offer: Offer) -> Amount:
-        """Return what a request comes to on a GPU."""
+        """Return the amount of a request on a GPU."""
         if request.fraction is not None:
             part = Fraction(str(request.fraction))
             memory = max(math.floor(part * offer.memory / MIB), 1) * MIB
@@ -74,7 +74,7 @@ class HandLedger:
         return Amount(request.threads.tenths, request.memory.bytes, request.processes or 1)
 
     def can_ever(self, request: LeaseRequest, offer: Offer) -> bool:
-        """Tell whether an empty GPU could grant it."""
+        """Return whether an empty GPU could grant it."""
         need, limits = self.need(request, offer), offer.limits
         each_threads, each_memory = each_of(need.threads, need.memory, request)
         most_memory = limits.pinned_device_mem_limit
@@ -88,11 +88,11 @@ class HandLedger:
         )
 
     def candidates(self, request: LeaseRequest) -> list[Offer]:
-        """Return the GPUs that could grant it were they empty."""
+        """Return the GPUs that could grant it if they were empty."""
         return [offer for offer in self.named(request) if self.can_ever(request, offer)]
 
     def lacking(self, lease: Lease, offer: Offer, held: Collection[Lease], kept: "Kept | None" = None) -> set[str]:
-        """Name everything that is in the way of a lease on a GPU, beside these leases and what is kept."""
+        """Return the limits that prevent a lease on a GPU, beside these leases and the reservations."""
         if offer.refusal is not None:
             return {offer.refusal.limit}
         need, taken = self.need(lease.request, offer), taken_on(held, offer)
@@ -111,7 +111,7 @@ class HandLedger:
         return found
 
     def charged(self) -> dict[int, Amount]:
-        """Return by uid what clients use that have no lease, on the GPUs that there are."""
+        """Return by uid what unleased clients use on the offered GPUs."""
         charged = dict[int, Amount]()
         for gpu in self.offers:
             for uid, amount in self.unleased.get(gpu, {}).items():
@@ -121,7 +121,7 @@ class HandLedger:
     # -- who goes first ------------------------------------------------------------------------------------------------
 
     def share(self, uid: int) -> float:
-        """Return the part of the node that a user holds."""
+        """Return the share of the node that a user holds."""
         mine = [lease for lease in self.leases.values() if lease.owner.uid == uid]
         held = [granted_on(mine, gpu) for gpu in {share.gpu for lease in mine for share in lease.shares}]
         held += [by_uid[uid] for gpu, by_uid in self.unleased.items() if uid in by_uid and gpu in self.offers]
@@ -133,7 +133,7 @@ class HandLedger:
         )
 
     def pass_time(self, seconds: float) -> None:
-        """Let everybody use what it holds for so long."""
+        """Let all users use what they hold for so many seconds."""
         left = 0.5 ** (seconds / self.half_life)
         known = {lease.owner.uid for lease in self.leases.values()} | self.used.keys() | self.charged().keys()
         for uid in known:
@@ -142,20 +142,20 @@ class HandLedger:
         self.now += seconds
 
     def order(self, lease: Lease) -> tuple[int, float, float, int, str]:
-        """Return a key of the order: priority, patience, what the user had, arrival."""
+        """Return a sort key: priority, patience, past usage, arrival."""
         since = self.first_since.get(lease.id, math.inf)
         due = since if self.now - since >= self.rules.patience else math.inf
-        rank = self.had(lease.owner.uid) + self.share(lease.owner.uid)  # what one holds counts a second ahead
+        rank = self.had(lease.owner.uid) + self.share(lease.owner.uid)  # the current share counts one second in advance
         return -lease.request.priority, due, round(rank, 6), lease.arrival, lease.id
 
     def in_order(self) -> list[Lease]:
-        """Return those who wait, the first one first."""
+        """Return the waiting leases in order."""
         return sorted(self.waiting.values(), key=self.order)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     def places(self, lease: Lease, kept: Kept, held: Collection[Lease] | None = None) -> list[str]:
-        """Return the GPUs that a lease gets now; none if it gets none."""
+        """Return the GPUs that a lease gets now; empty if it gets none."""
         held = self.leases.values() if held is None else held
         fitting = [offer for offer in self.candidates(lease.request) if not self.lacking(lease, offer, held, kept)]
         if len(fitting) < lease.request.gpus:
@@ -176,14 +176,17 @@ class HandLedger:
         return [offer.gpu for offer in sorted(fitting, key=left)[: lease.request.gpus]]
 
     def keeps(self, lease: Lease, kept: Kept, held: Collection[Lease] | None = None) -> bool:
-        """Keep for a lease what it waits for, where that is not kept for another, and tell whether it is the first."""
+        """Reserve for a lease what it waits for, where no other reservation is.
+
+        Return whether there was a place for it.
+        """
         held = self.leases.values() if held is None else held
         uid = lease.owner.uid
         there = [offer for offer in self.candidates(lease.request) if offer.refusal is None]
         free = [offer for offer in there if not any(whose is None for _, _, whose in kept.get(offer.gpu, []))]
         promising = [offer for offer in self.promising(lease, held) if offer in free]
         whose = None
-        if len(promising) < lease.request.gpus <= len(free):  # its user's own leases are in its way
+        if len(promising) < lease.request.gpus <= len(free):  # its own user's leases are in the way
             whose = uid
             promising = [offer for offer in free if not any(each == uid for _, _, each in kept.get(offer.gpu, []))]
         closest = self.closest(lease, promising, held)
@@ -192,18 +195,21 @@ class HandLedger:
         return bool(closest)
 
     def promising(self, lease: Lease, held: Collection[Lease]) -> list[Offer]:
-        """Return the GPUs that a lease could have if all others left: they are in order, and its user leaves enough."""
+        """Return the healthy GPUs that a lease could have if all other users left, by what its own user leaves free."""
         own = [each for each in held if each.owner.uid == lease.owner.uid]
         return [each for each in self.candidates(lease.request) if not self.lacking(lease, each, own)]
 
     def closest(self, lease: Lease, offers: list[Offer], held: Collection[Lease]) -> list[tuple[Fraction, Offer]]:
-        """Return as many GPUs as a lease asks for, those where least is missing first, with what; none if too few."""
+        """Return the requested number of GPUs where least is missing, with the missing part.
+
+        None if there are too few.
+        """
         missing = [(self.missing(lease, offer, held), offer) for offer in offers]
         missing.sort(key=lambda each: each[0])
         return missing[: lease.request.gpus] if len(missing) >= lease.request.gpus else []
 
     def missing(self, lease: Lease, offer: Offer, held: Collection[Lease]) -> Fraction:
-        """Return the part that is missing on a GPU of what a lease needs most of; all of it beside another user."""
+        """Return the greatest part of its need that a lease misses on a GPU; 1 beside another user."""
         need, taken = self.need(lease.request, offer), taken_on(held, offer)
         if "user" in self.lacking(lease, offer, held):
             return Fraction(1)
@@ -215,19 +221,22 @@ class HandLedger:
         )
 
     def lacks(self, lease: Lease) -> list[Fraction]:
-        """Return what is missing on each GPU that is kept for the first lease; none while nothing is promised to it."""
+        """Return what is missing on each GPU that is reserved for the first lease.
+
+        Empty while nothing is reserved for it.
+        """
         held = self.leases.values()
         return [missing for missing, _ in self.closest(lease, self.promising(lease, held), held)]
 
     def can_stand_first(self, lease: Lease, held: Collection[Lease] | None = None) -> bool:
-        """Tell whether something can be promised to a lease."""
+        """Return whether a reservation for a lease is possible."""
         promising = self.promising(lease, self.leases.values() if held is None else held)
         return len(promising) >= lease.request.gpus
 
     def places_of_new(self, lease: Lease) -> tuple[list[str], str | None]:
-        """Return the GPUs that a new request gets when all who come before it have got theirs, and the first of them.
+        """Return the GPUs that a new request gets after all that precede it have got theirs, and the first of these.
 
-        The first is the one to which something is promised, and that is asked before the new request.
+        The first is the lease with a reservation that is considered before the new request.
         """
         kept: Kept = {}
         held, first = list(self.leases.values()), None
@@ -242,18 +251,20 @@ class HandLedger:
         return self.places(lease, kept, held), first
 
     def share_of(self, request: LeaseRequest, gpu: str) -> Share:
-        """Return a place on a GPU, as far as sums are concerned."""
+        """Return a share on a GPU, as far as sums are concerned."""
         need = self.need(request, self.offers[gpu])
         memory = PinnedDeviceMemLimit(need.memory // MIB)
         return Share(gpu, "", ActiveThreadPercentage(need.threads), memory, {})
 
     def settle(self, granted: Iterable[Lease]) -> list[str | None]:
-        """Go through those who wait, and compare who gets what, and when in turn, with what the ledger granted.
+        """Go through the waiting leases, and compare the grants and their order with those of the ledger.
 
-        What is granted changes the order. Where daemons serve many users, those who wait are put in order anew each
-        time; where they serve one, the user whose turn it is gets all it can have first, and then all are asked again.
+        Each grant changes the order. Where daemons serve many users, the waiting leases are sorted again after each
+        grant. Where they serve one user, the user whose turn it is first gets all that it can have, and then all are
+        considered again.
 
-        Return, for each that was granted, who stood first then: who had been asked in vain before it, the first of all.
+        Return, for each granted lease, the first in the queue at that time: the first of those that were considered
+        before it without success.
         """
         decided, stood_first = list(granted), list[str | None]()
         while firsts := self._settle_once(decided):
@@ -262,7 +273,7 @@ class HandLedger:
         return stood_first
 
     def _settle_once(self, decided: list[Lease]) -> list[str | None]:
-        """Go through them once; return who stood first, for each that was granted."""
+        """Go through the queue once; return the first in the queue for each granted lease."""
         kept: Kept = {}
         first, stood_first = None, list[str | None]()
         remaining = self.in_order()
@@ -284,12 +295,12 @@ class HandLedger:
         return stood_first
 
     def enter(self, lease: Lease) -> None:
-        """Note a lease as it is now."""
+        """Record the current state of a lease."""
         self.strike(lease.id)
         (self.waiting if lease.state is LeaseState.WAITING else self.leases)[lease.id] = lease
 
     def strike(self, lease_id: str) -> None:
-        """Forget a lease."""
+        """Remove a lease."""
         for book in (self.waiting, self.leases):
             book.pop(lease_id, None)
         self.first_since.pop(lease_id, None)

@@ -1,4 +1,4 @@
-"""What the tests of admission are made of: offers, requests and leases in few words, and sums that are taken anew."""
+"""The vocabulary of the admission tests: short forms of offers, requests and leases, and sums computed anew."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ def now(seconds: float) -> Now:
 
 
 def offer(index: int = 0, **differences: Any) -> Offer:
-    """Return what a GPU of 80 GiB has to give to many users, with what differs from that."""
+    """Return the offer of an 80 GiB GPU to many users, with these differences."""
     plain = {
         "gpu": gpu(index),
         "daemon": f"gpu{index}",
@@ -48,7 +48,7 @@ def gpu(index: int) -> str:
 
 
 def request(threads: float | None = None, memory: float | None = None, **more: Any) -> LeaseRequest:
-    """Return a request for threads in percent and memory in GiB; 1 GiB unless something is said."""
+    """Return a request for threads in percent and memory in GiB, by default 1 GiB."""
     if "fraction" not in more:
         more["threads"] = ActiveThreadPercentage.parse(1 if threads is None else threads)
         more["memory"] = PinnedDeviceMemLimit(int(1024 * (1 if memory is None else memory)))
@@ -58,7 +58,7 @@ def request(threads: float | None = None, memory: float | None = None, **more: A
 def asked(
     what: LeaseRequest, *, uid: int = 1000, wait: float | None = 0.0, ttl: float | None = None, at: float = 0.0
 ) -> Lease:
-    """Return a lease as it is handed to the ledger: asked for by this user at this moment, to wait for so long."""
+    """Return a lease as the ledger receives it: requested by this user at this moment, with this wait."""
     number = next(_numbers)
     return Lease(
         id=f"lease-{number}",
@@ -75,7 +75,7 @@ def asked(
 
 
 class Desk:
-    """A ledger, and somebody who asks it at a time that passes as it is told."""
+    """A ledger with a user that sends it requests, at a time that the test sets."""
 
     def __init__(self, *offers: Offer, half_life: float = HALF_LIFE, **rules: Any) -> None:
         self.ledger = Ledger(AdmissionRules(**rules), Usage(half_life))
@@ -92,33 +92,33 @@ class Desk:
         ttl: float | None = None,
         **more: Any,
     ) -> Lease:
-        """Ask for a lease."""
+        """Request a lease."""
         lease = asked(request(threads, memory, **more), uid=uid, wait=wait, ttl=ttl, at=self.at)
         return self.ledger.submit(lease, now(self.at))
 
     def waits(self, *args: Any, **more: Any) -> Lease:
-        """Ask for a lease that has to wait, for ever, and does."""
+        """Request a lease that must wait, without a deadline."""
         lease = self.ask(*args, **{"wait": None, **more})
         assert lease.state is LeaseState.WAITING
         return lease
 
     def end(self, *leases: Lease) -> list[str]:
-        """End leases, and return the ids of those that were granted thereupon."""
+        """End leases, and return the ids of the leases that were granted as a result."""
         for lease in leases:
             assert self.ledger.end(lease.id, "released", now(self.at)) is not None
         return self.settle()
 
     def settle(self) -> list[str]:
-        """Let in who can be let in, and return their ids."""
+        """Grant what can be granted, and return the ids."""
         return [lease.id for lease in self.ledger.settle(now(self.at))]
 
     def offers(self, *offers: Offer) -> list[str]:
-        """Offer something else, and return the ids of those that were granted thereupon."""
+        """Replace the offers, and return the ids of the leases that were granted as a result."""
         self.ledger.offer(offers, self.at)
         return self.settle()
 
     def queue(self) -> list[str]:
-        """Return the ids of those who wait, the first one first."""
+        """Return the ids of the waiting leases in order."""
         places = self.ledger.places(self.at)
         assert [place.position for place in places.values()] == list(range(1, len(places) + 1))
         return list(places)
@@ -132,7 +132,7 @@ class Desk:
 
 
 def granted_on(leases: Iterable[Lease], where: str) -> Amount:
-    """Sum up what leases hold on a GPU, from what they say themselves."""
+    """Sum up what leases hold on a GPU, from the leases themselves."""
     threads = memory = clients = 0
     for lease in leases:
         for share in lease.shares:

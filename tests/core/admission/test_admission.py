@@ -1,4 +1,4 @@
-"""What a request comes to on a GPU, and what can never be had there."""
+"""The amount of a request on a GPU, and requests that can never be granted there."""
 
 from decimal import Decimal
 from typing import Any, Final
@@ -22,7 +22,7 @@ sizes = st.integers(MIB, 2**62) | st.integers(1, 2**20).map(lambda mebibytes: me
 
 
 def need(what: LeaseRequest, at: Offer) -> Amount:
-    """Return what a request comes to on one GPU."""
+    """Return the amount of a request on one GPU."""
     check(what)
     ((offered, amount),) = needs(what, [at])
     assert offered is at
@@ -30,7 +30,7 @@ def need(what: LeaseRequest, at: Offer) -> Amount:
 
 
 class TestCheck:
-    """A request has to say what it wants."""
+    """A request must state its amounts."""
 
     @pytest.mark.parametrize(
         ("what", "limit", "words"),
@@ -55,7 +55,7 @@ class TestCheck:
         ],
     )
     def test_refused(self, what: dict[str, Any], limit: str, words: str) -> None:
-        """What it does not say, or says twice, is refused with the name of it and with the number."""
+        """A missing, duplicate or invalid amount is refused with its name and its number."""
         with pytest.raises(InvalidRequestError) as refusal:
             check(LeaseRequest(**what))
         assert refusal.value.limit == limit
@@ -73,15 +73,15 @@ class TestCheck:
         ],
     )
     def test_sound(self, what: dict[str, Any]) -> None:
-        """Everything else is a request, whatever becomes of it."""
+        """Every other combination is a valid request, whether it can be granted or not."""
         check(LeaseRequest(**what))
 
 
 class TestNeeds:
-    """What it comes to: integers, rounded so that nothing is promised twice."""
+    """The amount of a request: integers, rounded so that nothing is promised twice."""
 
     def test_as_it_was_asked(self) -> None:
-        """Threads and memory are what was asked for, on whatever GPU."""
+        """Threads and memory are as requested, on any GPU."""
         small, large = offer(0, memory=GIB), offer(1)
         amount = Amount(333, 5 * GIB, 3)
         what = request(33.3, 5, processes=3)
@@ -101,7 +101,7 @@ class TestNeeds:
         ],
     )
     def test_fraction(self, fraction: float, memory: int, amount: Amount) -> None:
-        """A fraction is that part of the threads and of the memory, in decimals as it was written, rounded down."""
+        """A fraction is that part of the threads and of the memory, computed in decimal as written, rounded down."""
         assert need(LeaseRequest(fraction=fraction), offer(memory=memory)) == amount
 
     def test_fraction_of_each(self) -> None:
@@ -111,7 +111,7 @@ class TestNeeds:
 
     @given(st.integers(1, 1000), sizes)
     def test_parts_of_one_fit(self, parts: int, memory: int) -> None:
-        """As many times the fraction as go into one fit together, and lose less than a MiB and a tenth each."""
+        """All whole multiples of a fraction up to one fit together, and each loses less than a MiB and a tenth."""
         at, part = offer(memory=max(memory, parts * MIB)), need(LeaseRequest(fraction=1 / parts), offer(memory=memory))
         assert part.threads * parts <= at.threads < (part.threads + 1) * parts + parts
         assert part.memory * parts <= at.memory
@@ -121,7 +121,7 @@ class TestNeeds:
 
     @given(fractions, fractions, sizes)
     def test_fractions_that_make_one(self, first: float, second: float, memory: int) -> None:
-        """Two fractions that are one at most fit together, wherever a thousandth is a MiB at least."""
+        """Two fractions that add up to at most one fit together, if a thousandth is at least a MiB."""
         assume(Decimal(str(first)) + Decimal(str(second)) <= 1)
         memory = max(memory, 1000 * MIB)
         one, other = (need(LeaseRequest(fraction=each), offer(memory=memory)) for each in (first, second))
@@ -130,17 +130,17 @@ class TestNeeds:
 
     @given(fractions, sizes)
     def test_monotonic(self, fraction: float, memory: int) -> None:
-        """A larger fraction is no less, and the whole is all, but for the last part of a MiB."""
+        """A larger fraction never gets less, and the whole is everything but the last part of a MiB."""
         part, whole = (need(LeaseRequest(fraction=each), offer(memory=memory)) for each in (fraction, 1.0))
         assert part.threads <= whole.threads == 1000
         assert part.memory <= whole.memory == memory // MIB * MIB
 
 
 class TestShare:
-    """The place on a GPU, and the environment that holds each process to its part."""
+    """A share on a GPU, and the environment that limits each process to its part."""
 
     def test_environment(self) -> None:
-        """It names the pipe directory, the GPU, and limits in MPS's own grammar; the memory's is that of device 0."""
+        """It names the pipe directory, the GPU, and limits in MPS's own grammar; the memory limit is for device 0."""
         what = request(33.3, 1.5)
         at = offer(3)
         place = share(at, need(what, at))
@@ -163,7 +163,7 @@ class TestShare:
         ],
     )
     def test_parts(self, threads: float, memory: float, processes: int, percentage: str, limit: str) -> None:
-        """Of several processes each gets its part, rounded down to what MPS takes."""
+        """Each of several processes gets its part, rounded down to a value that MPS accepts."""
         what = request(threads, memory, processes=processes)
         place = share(offer(), need(what, offer()))
         assert place.env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == percentage
@@ -172,7 +172,7 @@ class TestShare:
 
     @given(st.integers(1, 1000), st.integers(1, 2**20), st.integers(1, 1000))
     def test_parts_are_no_more_than_the_whole(self, tenths: int, mebibytes: int, processes: int) -> None:
-        """However many processes, their limits together are no more than was granted; or there are no such parts."""
+        """The limits of all processes together are at most the granted amount; otherwise there are no such parts."""
         what = LeaseRequest(ActiveThreadPercentage(tenths), PinnedDeviceMemLimit(mebibytes), processes=processes)
         at = offer(memory=2**50, clients=1000)
         amount = need(what, at)
@@ -195,7 +195,7 @@ def limits(threads: float = 100, mebibytes: int | None = None) -> Limits:
 
 
 class TestNever:
-    """What can never be had on a GPU, and why."""
+    """Requests that can never be granted on a GPU, and the reason."""
 
     @pytest.mark.parametrize(
         ("what", "at", "error", "limit", "words"),
@@ -280,7 +280,7 @@ class TestNever:
         ],
     )
     def test_never(self, what: LeaseRequest, at: Offer, error: type[MpsdError], limit: str, words: str) -> None:
-        """The limit and both numbers are named, and the way out."""
+        """The refusal names the limit, both numbers, and the remedy."""
         shortage = never(need(what, at), at)
         assert shortage is not None
         assert (shortage.error, shortage.limit, shortage.gpu) == (error, limit, at.gpu)
@@ -304,11 +304,11 @@ class TestNever:
         ],
     )
     def test_to_the_last_bit(self, what: LeaseRequest, at: Offer) -> None:
-        """What is just as much as there is can be had."""
+        """A request for exactly the whole amount is possible."""
         assert never(need(what, at), at) is None
 
     def test_closest(self) -> None:
-        """Of several GPUs the one is told that comes closest: the largest, and a limit rather than a lack."""
+        """Of several GPUs the refusal describes the closest: the largest, and a configured limit before a lack."""
 
         def why(*offers: Offer) -> Shortage:
             return why_never(needs(request(40, 50), offers))

@@ -1,4 +1,4 @@
-"""Leases that may have any number of processes take a place for each client, and never one of another lease."""
+"""A lease for any number of processes takes a place for each client, and never a place of another lease."""
 
 from typing import Final
 
@@ -17,7 +17,7 @@ picks = st.integers(0, 10**6)
 
 
 class Places(RuleBasedStateMachine):
-    """Leases on one GPU with few places, whose clients come and go; some of them wait for a place."""
+    """Leases on one GPU with few places, whose clients come and go; some leases wait for a place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Places(RuleBasedStateMachine):
 
     @property
     def taken(self) -> int:
-        """The places that these leases hold, by what they say themselves."""
+        """The places that these leases hold, from the leases themselves."""
         return granted_on(self.leases.values(), gpu(0)).clients
 
     def pick(self, which: int) -> Lease:
@@ -40,12 +40,12 @@ class Places(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """Have a lease for any number at least."""
+        """Begin with at least one lease for any number."""
         self.desk.ask(processes=None)
 
     @rule(processes=st.sampled_from((1, 2, None)), uid=st.sampled_from(UIDS), waits=st.booleans())
     def ask(self, processes: int | None, uid: int, waits: bool) -> None:  # noqa: FBT001 - drawn, not passed
-        """Ask for a lease, which is granted if there are places for it, and nobody waits for them."""
+        """Request a lease; it is granted if there are places for it, and no other lease waits for them."""
         is_free = self.taken + (processes or 1) <= PLACES and not self.desk.ledger.waiting
         try:
             lease = self.desk.ask(uid=uid, processes=processes, wait=None if waits else 0.0)
@@ -57,7 +57,7 @@ class Places(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(which=picks)
     def come(self, which: int) -> None:
-        """Have a client come, if its lease may have one more."""
+        """Add a client, if its lease may have one more."""
         lease, taken = self.pick(which), self.taken
         room = self.desk.ledger.has_room(lease)
         if lease.request.processes is None:
@@ -71,7 +71,7 @@ class Places(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(which=picks)
     def go(self, which: int) -> None:
-        """Have a client go, or none where there is none; whoever waits for its place may have it."""
+        """Remove a client, if there is one; a waiting lease may get its place."""
         lease = self.pick(which)
         self.desk.ledger.attach(lease.id, lease.clients[1:])
         self.desk.settle()
@@ -84,7 +84,7 @@ class Places(RuleBasedStateMachine):
 
     @invariant()
     def no_place_is_given_twice(self) -> None:
-        """No more places are taken than there are, and the sums are what the leases and their clients come to."""
+        """At most the existing places are taken, and the sums agree with the leases and their clients."""
         ledger = self.desk.ledger
         assert self.taken <= PLACES
         assert ledger.taken(gpu(0)) == granted_on(self.leases.values(), gpu(0))
@@ -93,7 +93,7 @@ class Places(RuleBasedStateMachine):
             assert ledger.user(uid).holds == granted_on(mine, gpu(0))
 
     def teardown(self) -> None:
-        """Nothing stays behind when all have ended."""
+        """Nothing is left when all leases have ended."""
         for lease in [*self.desk.ledger.all()]:
             self.desk.ledger.end(lease.id, "released", now(self.desk.at))
         assert self.desk.ledger.taken(gpu(0)) == Amount()

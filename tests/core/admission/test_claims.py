@@ -1,4 +1,4 @@
-"""Claims in the ledger: they hold their part for whoever makes them, until they are taken or their time is over."""
+"""Claims in the ledger: they hold their share for their creator until they are taken or expire."""
 
 import pytest
 from msgspec import structs
@@ -13,18 +13,18 @@ TAKER = HoldingProcess(ProcessIdentity(77, 77))
 
 
 def claimed(desk: Desk, *, uid: int = ROOT, seconds: float = 60.0, ttl: float | None = None, at: float = 0.0) -> Lease:
-    """Have a lease claimed, for a quarter of a GPU."""
+    """Request a claim for a quarter of a GPU."""
     wanted = structs.replace(asked(request(25, 20), uid=uid, ttl=ttl, at=at), holders=(Claim(seconds),))
     return desk.ledger.submit(wanted, now(at))
 
 
 def take(desk: Desk, lease: Lease, uid: int, *, ttl: float | None = None, at: float = 1.0) -> Lease:
-    """Have it taken."""
+    """Take the claim."""
     return desk.ledger.take(lease.id, Owner(uid, uid, 77, None), TAKER, ttl, at)
 
 
 def test_it_is_its_takers() -> None:
-    """What it holds moves from whoever made it to its taker, and is neither lost nor counted twice."""
+    """The share moves from the creator to the taker, and is neither lost nor counted twice."""
     desk = Desk(offer())
     lease = claimed(desk)
     part = granted_on(desk.ledger.leases.values(), gpu(0))
@@ -41,7 +41,7 @@ def test_it_is_its_takers() -> None:
 
 
 def test_whose_processes_may_come() -> None:
-    """Until it is taken, it lets nobody in, and has room for no client."""
+    """An untaken claim gives no process access, and has no room for a client."""
     desk = Desk(offer())
     lease = claimed(desk, uid=ANN)
     assert not desk.ledger.has_room(lease)
@@ -55,7 +55,10 @@ def test_whose_processes_may_come() -> None:
 
 @pytest.mark.parametrize(("ttl", "ends"), [(None, 60.0), (100.0, 60.0), (30.0, 30.0)])
 def test_when_it_ends(ttl: float | None, ends: float) -> None:
-    """Its time runs from the grant on, and a longer life does not lengthen it; what is taken has its life left."""
+    """Its deadline runs from the grant, and a longer time to live does not extend it.
+
+    A taken claim keeps its time to live.
+    """
     desk = Desk(offer())
     lease = claimed(desk, ttl=ttl)
     assert desk.ledger.overdue(ends - 0.1) == []
@@ -68,7 +71,7 @@ def test_when_it_ends(ttl: float | None, ends: float) -> None:
 
 
 def test_life_of_its_takers_quota() -> None:
-    """A time to live that its taker's quota sets begins when it is taken."""
+    """A time to live from the taker's quota begins when the claim is taken."""
     desk = Desk(offer())
     taken = take(desk, claimed(desk), ANN, ttl=10.0, at=5.0)
     assert (taken.ttl, taken.expires) == (10.0, 15.0)
@@ -76,7 +79,7 @@ def test_life_of_its_takers_quota() -> None:
 
 
 def test_of_a_gpu_that_is_not_there() -> None:
-    """While its GPU is not offered, nobody knows whom its daemon serves: no second user takes a claim there."""
+    """While its GPU is not offered, the users of its daemon are unknown, so no second user can take a claim there."""
     desk = Desk(offer(many_users=False))
     lease = claimed(desk)
     desk.ask(uid=ROOT)
@@ -88,7 +91,7 @@ def test_of_a_gpu_that_is_not_there() -> None:
 
 
 def test_one_user_at_a_time() -> None:
-    """Where a control daemon serves one user, it is taken by another only if nobody else is there."""
+    """Where a control daemon serves one user, another user can take the claim only if it is alone there."""
     desk = Desk(offer(many_users=False))
     lease, other = claimed(desk), desk.ask(uid=ROOT)
     before = desk.ledger.taken(gpu(0))
@@ -104,7 +107,7 @@ def test_one_user_at_a_time() -> None:
 
 
 def test_one_that_waits() -> None:
-    """The time of a claim that waits in the queue begins with its grant."""
+    """The deadline of a claim that waits in the queue begins with its grant."""
     desk = Desk(offer())
     first = desk.ask(100, 1)
     wanted = structs.replace(asked(request(25, 20), wait=None), holders=(Claim(60.0),))

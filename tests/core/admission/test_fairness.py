@@ -1,7 +1,7 @@
-"""Admission in the long run: eight users who always want more than there is, for a simulated day.
+"""Admission in the long run: eight users that always want more than there is, for a simulated day.
 
-Nothing here waits: a simulated second takes as long as the decisions that fall into it. The seeds are fixed, so that
-a run is the same run everywhere.
+Nothing here waits: a simulated second takes as long as its decisions. The seeds are fixed, so that a run is the same
+everywhere.
 """
 
 import heapq
@@ -22,7 +22,7 @@ from tests.core.admission.scenarios import Desk, gpu, now, offer
 USERS: Final = range(8)
 
 Ask = Callable[[Random, int], dict[str, Any]]
-"""What a user asks for next."""
+"""Returns the next request of a user."""
 
 
 def quarters(_: Random, __: int) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def mixed(random: Random, _: int) -> dict[str, Any]:
 
 
 def large_and_small(random: Random, uid: int) -> dict[str, Any]:
-    """Half of the users want a whole GPU each time, or both, and the others a tenth."""
+    """Half of the users request one whole GPU or both each time, the others a tenth."""
     if uid % 2:
         return {"threads": 10, "memory": 4}
     return {"threads": 100, "memory": 40, "gpus": random.choice((1, 1, 2))}
@@ -48,24 +48,24 @@ def large_and_small(random: Random, uid: int) -> dict[str, Any]:
 
 @dataclass
 class Day:
-    """A node with two GPUs, and users who ask again whenever something of theirs has ended."""
+    """A node with two GPUs, and users that request again whenever one of their leases has ended."""
 
     desk: Desk
     random: Random
     ask: Ask
     mean: float
-    """Seconds that a lease is held, on average."""
+    """Mean seconds that a lease is held."""
     ends: list[tuple[float, int, Lease]] = field(default_factory=list)
     had: dict[int, float] = field(default_factory=lambda: dict.fromkeys(USERS, 0.0))
-    """By user, the greater of its shares of threads and memory, in share-seconds; nothing of it decays here."""
+    """Dominant share-seconds by user: the greater of threads and memory. They do not decay here."""
     served: dict[int, float] = field(default_factory=lambda: dict.fromkeys(USERS, 0.0))
-    """By user, when something was granted to it last."""
+    """The time of the latest grant, by user."""
     gap: float = 0.0
-    """The longest time for which anybody was granted nothing,"""
+    """The longest time without a grant for any user,"""
     lasted: float = 0.0
-    """that any lease was held,"""
+    """the longest time that any lease was held,"""
     stood: float = 0.0
-    """and that anybody stood first in the queue."""
+    """and the longest time that any lease was first in the queue."""
     first: tuple[str | None, float] = None, 0.0
 
     @classmethod
@@ -78,18 +78,18 @@ class Day:
         seed: int,
         placement: Placement = Placement.BEST_FIT,
     ) -> "Day":
-        """Return a day that is about to begin."""
+        """Return a day at its beginning."""
         offers = (offer(index, many_users=many_users) for index in range(2))
         return cls(Desk(*offers, placement=placement), Random(seed), ask, mean)
 
     def check_shares(self) -> None:
-        """Equal users had equal parts, within 10 %."""
+        """Check that equal users had equal shares, within 10 %."""
         mean = sum(self.had.values()) / len(USERS)
         parts = {uid: round(had / mean, 3) for uid, had in self.had.items()}
         assert all(abs(part - 1) <= 0.1 for part in parts.values()), parts
 
     def run(self, until: float, each: int) -> None:
-        """Let every user ask for so many leases at a time."""
+        """Have every user request so many leases at a time."""
         users = [uid for uid in USERS for _ in range(each)]
         self.random.shuffle(users)
         for uid in users:
@@ -103,7 +103,7 @@ class Day:
             self.look_at_first()
 
     def wants(self, uid: int) -> None:
-        """Ask for the next lease of a user, to wait for it as long as it takes."""
+        """Request the next lease of a user, with an unlimited wait."""
         lease = self.desk.ask(uid=uid, wait=None, **self.ask(self.random, uid))
         if lease.state is LeaseState.WAITING:
             self.settle()
@@ -111,12 +111,12 @@ class Day:
             self.begin(lease)
 
     def settle(self) -> None:
-        """Let in who can be let in."""
+        """Grant what can be granted."""
         for lease in self.desk.ledger.settle(now(self.desk.at)):
             self.begin(lease)
 
     def begin(self, lease: Lease) -> None:
-        """Note that a user was served, and decide when the lease will end."""
+        """Record that a user was served, and choose the end of the lease."""
         uid, at = lease.owner.uid, self.desk.at
         self.gap = max(self.gap, at - self.served[uid])
         self.served[uid] = at
@@ -125,13 +125,13 @@ class Day:
         heapq.heappush(self.ends, (at + lasts, lease.arrival, lease))
 
     def pass_time(self, at: float) -> None:
-        """Count what everybody has, until then."""
+        """Count what all users hold until then."""
         for uid, share in shares(self.desk.ledger).items():
             self.had[uid] += share * (at - self.desk.at)
         self.desk.at = at
 
     def look_at_first(self) -> None:
-        """Note for how long the one that stands first in the queue has stood there."""
+        """Record how long the first in the queue has been there."""
         ledger, at = self.desk.ledger, self.desk.at
         lease = next(ledger._queue.in_order(at, ledger.rules.patience), None)
         if (lease.id if lease else None) != self.first[0]:
@@ -140,7 +140,7 @@ class Day:
 
 
 def shares(ledger: Ledger) -> dict[int, float]:
-    """Return what part of the node every user holds, from the leases."""
+    """Return each user's share of the node, from the leases."""
     threads: Counter[int] = Counter()
     memory: Counter[int] = Counter()
     for lease in ledger.leases.values():
@@ -168,23 +168,23 @@ def test_fair(  # noqa: PLR0917
     placement: Placement,
     seed: int,
 ) -> None:
-    """Equal users have equal parts of the node within 10 %, nobody is passed over, and who stands first is served.
+    """Equal users have equal shares of the node within 10 %, and the first in the queue is served.
 
-    Who stands first waits for those who are there already, however long they stay, and for those who overtake it within
-    its patience, and for nobody else.
+    No user is passed over. The first in the queue waits only for leases that were granted before, however long they
+    last, and for those that overtake it within its patience.
     """
     day = Day.of(many_users, ask, mean, placement=placement, seed=seed)
     day.run(hours * 3600, each=6)
     day.check_shares()
     assert day.stood <= day.desk.ledger.rules.patience + day.lasted
-    # Who had the largest lease of all waits until all others have had as much, and nobody waits for longer.
+    # The user of the largest lease waits until all others have had as much, and no user waits longer.
     assert day.gap <= day.lasted * len(USERS) / (sum(day.had.values()) / day.desk.at)
 
 
 @pytest.mark.parametrize("many_users", [True, False], ids=["many", "one"])
 @pytest.mark.parametrize("seed", range(5))
 def test_fair_within_a_minute(many_users: bool, seed: int) -> None:  # noqa: FBT001 - it is what is compared
-    """It does not take hours: of 64 who hold quarters for half a second, users had equal parts after a minute."""
+    """Fairness does not need hours: with 64 leases of a quarter for half a second, shares are equal after a minute."""
     day = Day.of(many_users, quarters, 0.5, seed=seed)
     day.run(60, each=8)
     day.check_shares()

@@ -1,7 +1,7 @@
-"""The ledger, case by case: where a request goes, who goes first, what is kept for whom, and every refusal.
+"""The ledger, case by case: placement, order, reservations, and every refusal.
 
-That no sequence of such cases leads anywhere else is for test_ledger_states.py, and fairness in the long run for
-test_fairness.py.
+test_ledger_states.py shows that no sequence of such cases leads elsewhere, and test_fairness.py tests fairness in the
+long run.
 """
 
 from typing import Any, Final
@@ -39,7 +39,7 @@ def where(lease: Lease) -> list[int]:
 
 
 class TestPlacement:
-    """Which GPU it is to be, of those where it fits."""
+    """The choice of a GPU among those where the request fits."""
 
     @pytest.mark.parametrize(
         ("placement", "taken", "asks", "goes"),
@@ -48,19 +48,19 @@ class TestPlacement:
             (Placement.SPREAD, [], {}, [0]),
             (Placement.BEST_FIT, [(1, 10, 10)], {}, [1]),
             (Placement.SPREAD, [(0, 10, 10)], {}, [1]),
-            # Memory decides before threads, and threads where memory is alike.
+            # Memory decides before threads; threads decide where memory is equal.
             (Placement.BEST_FIT, [(0, 90, 1), (2, 1, 9)], {}, [2]),
             (Placement.SPREAD, [(0, 1, 9), (1, 1, 9), (2, 90, 1)], {}, [2]),
             (Placement.BEST_FIT, [(0, 10, 9), (1, 11, 9)], {}, [1]),
             (Placement.SPREAD, [(0, 10, 9), (1, 11, 9), (2, 12, 9)], {}, [0]),
-            # The best of those where it fits.
+            # The best GPU among those where it fits.
             (Placement.BEST_FIT, [(0, 100, 60), (1, 10, 40)], {}, [1]),
             (Placement.BEST_FIT, [(0, 10, 79.5), (1, 10, 40)], {"memory": 1}, [1]),
-            # Several: the best of them, the best first.
+            # For several GPUs, the best ones, in order.
             (Placement.BEST_FIT, [(1, 10, 10), (2, 10, 20)], {"gpus": 2}, [2, 1]),
             (Placement.SPREAD, [(0, 10, 10), (2, 10, 20)], {"gpus": 2}, [1, 0]),
             (Placement.BEST_FIT, [], {"gpus": 3}, [0, 1, 2]),
-            # A name, and the GPUs that its user may be on, go before what the policy likes.
+            # A name, and the GPUs that the user is restricted to, precede the policy.
             (Placement.BEST_FIT, [(1, 10, 10)], {"gpu": gpu(2)}, [2]),
             (Placement.SPREAD, [(0, 10, 10)], {"gpu": gpu(0)}, [0]),
             (Placement.BEST_FIT, [(0, 10, 10)], {"among": (gpu(2), gpu(1))}, [1]),
@@ -69,7 +69,7 @@ class TestPlacement:
     def test_policy(
         self, placement: Placement, taken: list[tuple[int, float, float]], asks: dict[str, Any], goes: list[int]
     ) -> None:
-        """Best fit takes the fullest GPU that will do, spread the emptiest; between equals it is the first."""
+        """Best fit takes the fullest GPU that suffices, spread the emptiest; between equal GPUs the first."""
         desk = Desk(*(offer(index) for index in range(3)), placement=placement)
         for index, threads, memory in taken:
             desk.ask(threads, memory, gpu=gpu(index))
@@ -88,7 +88,7 @@ class TestPlacement:
         ],
     )
     def test_same_part(self, placement: Placement, asks: dict[str, Any], goes: int) -> None:
-        """Of GPUs with as much left, it is one whose leases all give each process the same as this one would."""
+        """Of equally free GPUs, one is chosen whose leases give each process the same limits as the new one."""
         desk = Desk(*(offer(index) for index in range(3)), placement=placement)
         desk.ask(40, 16, gpu=gpu(0), processes=4)
         desk.ask(40, 16, gpu=gpu(1), processes=2)
@@ -97,7 +97,7 @@ class TestPlacement:
         assert where(desk.ask(**asks)) == [goes]
 
     def test_fraction(self) -> None:
-        """A fraction is of the GPU that it is granted on, and best fit is by bytes that are left."""
+        """A fraction refers to the GPU that it is granted on, and best fit compares the remaining bytes."""
         desk = Desk(offer(0, memory=40 * GIB), offer(1, memory=80 * GIB))
         shares = [desk.ask(fraction=0.5).shares[0] for _ in range(3)]
         assert [(share.gpu, share.memory.bytes // GIB) for share in shares] == [
@@ -107,7 +107,7 @@ class TestPlacement:
         ]
 
     def test_because(self) -> None:
-        """A grant says what was free and where."""
+        """The reason of a grant says what was free, and where."""
         desk = Desk(offer(0), offer(1))
         lease = desk.ask(33.3, 2, gpus=2)
         assert lease.because == "33.3 % of the threads and 2GiB were free on gpu0, gpu1"
@@ -119,7 +119,7 @@ FORTY: Final = Limits(ActiveThreadPercentage(400), PinnedDeviceMemLimit(30 * 102
 
 
 class TestRefusals:
-    """Every no names its limit and its numbers."""
+    """Every refusal names its limit and its numbers."""
 
     @pytest.mark.parametrize(
         ("offers", "asks", "error", "limit", "words"),
@@ -205,7 +205,7 @@ class TestRefusals:
         words: str,
         wait: float | None,
     ) -> None:
-        """What can never be had is refused at once, however long one would wait."""
+        """A request that can never fit is refused at once, whatever its wait."""
         desk = Desk(*offers)
         with pytest.raises(error) as refusal:
             desk.ask(**asks, wait=wait)
@@ -237,7 +237,7 @@ class TestRefusals:
         ],
     )
     def test_not_now(self, taken: dict[str, Any], asks: dict[str, Any], limit: str, words: str) -> None:
-        """What others have is told as what is left; who can wait is told the same, and on which GPU."""
+        """A refusal because of other leases states what is left; a waiting request has the same reason, and the GPU."""
         desk = Desk(offer(0))
         desk.ask(**taken)
         with pytest.raises(DoesNotFitError) as refusal:
@@ -250,7 +250,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("refusal", [ILL, ON_HOLD])
     def test_not_in_order(self, refusal: Any) -> None:
-        """A GPU that is ill or held takes nobody, empty as it may be; one can wait for it."""
+        """An unhealthy or held GPU grants nothing, even if empty; a request can wait for it."""
         desk = Desk(offer(0, refusal=refusal))
         with pytest.raises(DaemonNotReadyError, match=refusal.because) as error:
             desk.ask()
@@ -260,7 +260,7 @@ class TestRefusals:
         assert desk.offers(offer(0)) == [waits.id]
 
     def test_another_user(self) -> None:
-        """Where a daemon serves one uid at a time, the one that has it is named."""
+        """Where a daemon serves one uid at a time, the refusal names the uid that has it."""
         desk = Desk(offer(0, many_users=False))
         desk.ask(uid=ANN)
         with pytest.raises(
@@ -271,7 +271,7 @@ class TestRefusals:
         assert desk.waits_for(desk.waits(uid=BOB)) == ("user", gpu(0))
 
     def test_not_its_turn(self) -> None:
-        """Room that is kept for another is no room."""
+        """Free resources that are reserved for another request are not granted."""
         desk = Desk(offer(0))
         desk.ask(60)
         desk.waits(50)
@@ -283,7 +283,7 @@ class TestRefusals:
         assert desk.waits_for(desk.waits(40)) == ("turn", None)
 
     def test_too_many(self) -> None:
-        """The queue has an end, and so has the number of leases."""
+        """The number of waiting requests and the number of leases are bounded."""
         desk = Desk(offer(0), queue_length=2, leases=4)
         held = desk.ask(100)
         waiting = [desk.waits(), desk.waits()]
@@ -291,7 +291,7 @@ class TestRefusals:
             desk.ask(wait=None)
         assert full.value.limit == "queue"
         with pytest.raises(DoesNotFitError):
-            desk.ask()  # who does not want to wait is told what is missing
+            desk.ask()  # a request without a wait is refused for the lack
         assert desk.end(held) == [lease.id for lease in waiting]
         desk.ask()
         desk.ask()
@@ -302,14 +302,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("first", "second", "told"),
         [
-            # The one of which the least part is missing.
+            # The GPU with the smallest missing part.
             ({"threads": 90}, {"threads": 60}, ("threads", gpu(1))),
             ({"threads": 60}, {"memory": 79}, ("threads", gpu(0))),
             ({"threads": 90}, {"memory": 76}, ("memory", gpu(1))),
         ],
     )
     def test_closest(self, first: dict[str, Any], second: dict[str, Any], told: tuple[str, str]) -> None:
-        """Of several GPUs the one is told that comes closest to granting it."""
+        """Of several GPUs the refusal describes the closest one."""
         desk = Desk(offer(0), offer(1))
         desk.ask(**first, gpu=gpu(0))
         desk.ask(**second, gpu=gpu(1))
@@ -324,7 +324,7 @@ class TestRefusals:
         ],
     )
     def test_closest_of_a_kind(self, offers: list[Offer], told: tuple[str, str]) -> None:
-        """One that is full is closer than one that another uid has, and than one that takes nobody."""
+        """A full GPU is closer than one that another uid has, and that is closer than one that grants nothing."""
         desk = Desk(offer(0, many_users=False), offer(1))
         desk.ask(1, uid=ANN, gpu=gpu(0))
         desk.ask(60, uid=ANN, gpu=gpu(1))
@@ -332,7 +332,7 @@ class TestRefusals:
         assert desk.waits_for(desk.waits(50, uid=BOB)) == told
 
     def test_several_gpus(self) -> None:
-        """A request for two is told about one that it cannot have, and not about one that it could."""
+        """The refusal of a request for two GPUs describes one that it cannot have, not one that it could."""
         desk = Desk(offer(0), offer(1), offer(2))
         desk.ask(80, gpu=gpu(0))
         desk.ask(90, gpu=gpu(1))
@@ -340,10 +340,10 @@ class TestRefusals:
 
 
 class TestOrder:
-    """Who goes first: priority, what the user had, arrival."""
+    """The order of grants: priority, past usage, arrival."""
 
     def test_arrival(self) -> None:
-        """Between equals, who came first goes first."""
+        """Equal requests are served in the order of their arrival."""
         desk = Desk(offer(0))
         held = desk.ask(100)
         waiting = [desk.waits(100, uid=uid) for uid in (CAT, ANN, BOB, ANN)]
@@ -351,7 +351,7 @@ class TestOrder:
         assert desk.end(held) == [waiting[0].id]
 
     def test_priority(self) -> None:
-        """A higher priority goes before everything else."""
+        """A higher priority precedes everything else."""
         desk = Desk(offer(0))
         held = desk.ask(100, uid=ANN)
         low, plain, high = desk.waits(uid=BOB, priority=-1), desk.waits(uid=CAT), desk.waits(uid=ANN, priority=1)
@@ -360,7 +360,7 @@ class TestOrder:
         assert desk.end(held) == [high.id, plain.id, low.id]
 
     def test_usage(self) -> None:
-        """Who had less goes first, however late it came; and all that was had counts less with time."""
+        """The user with less past usage is served first, however late it came; past usage decays with time."""
         desk = Desk(offer(0))
         for uid, seconds in ((ANN, 300), (BOB, 200)):
             held = desk.ask(100, uid=uid)
@@ -372,18 +372,18 @@ class TestOrder:
         assert desk.end(held) == [cats.id]
         desk.at += 150
         assert desk.end(cats) == [bobs.id]
-        desk.at += 3 * HALF_LIFE  # Bob has it all this while
+        desk.at += 3 * HALF_LIFE  # Bob holds it all this time
         again = desk.waits(100, uid=CAT)
         assert desk.queue() == [anns.id, again.id]
 
     def test_dominant_share(self) -> None:
-        """What a user had is the greater of its parts: much memory and few threads is as much as the reverse."""
+        """A user's past usage is the greater of its shares: much memory and few threads equal the reverse."""
         desk = Desk(offer(0), offer(1))
         held = [desk.ask(10, 60, uid=ANN), desk.ask(50, 8, uid=BOB), desk.ask(60, 10, uid=CAT)]
         desk.at = 100
         usage = [desk.ledger.usage.of(uid, desk.at) for uid in (ANN, BOB, CAT)]
         assert usage == pytest.approx([37.5, 25, 30], rel=0.02)
-        # Leases that complement one another are no more than the larger of both sums.
+        # Leases that complement each other count as the larger of both sums.
         held.append(desk.ask(20, 1, uid=ANN))
         desk.at = 200
         assert desk.ledger.usage.of(ANN, desk.at) == pytest.approx(37.5 + 61 / 160 * 100, rel=0.03)
@@ -391,21 +391,21 @@ class TestOrder:
         assert all(account.rate == 0 for account in desk.ledger.usage.accounts(desk.at).values())
 
     def test_equals_are_equal(self) -> None:
-        """Two who had as much, in another order of adding up, are equals: the one that came first goes first."""
+        """Two users with the same usage, summed in another order, are equal: the earlier arrival is served first."""
         desk = Desk(offer(0))
         for uid, thirds in ((ANN, (1, 1, 1)), (BOB, (3,)), (CAT, (0.5, 2.5))):
             for third in thirds:
                 held = desk.ask(100, uid=uid)
                 desk.at += third
                 desk.end(held)
-            desk.at += 1000 * HALF_LIFE  # what is left of it is a hair
+            desk.at += 1000 * HALF_LIFE  # next to nothing is left of it
         held = desk.ask(100, uid=4)
         waiting = [desk.waits(100, uid=uid) for uid in (CAT, ANN, BOB)]
         assert desk.queue() == [lease.id for lease in waiting]
         desk.end(held)
 
     def test_several_places_at_once(self) -> None:
-        """What comes free at one moment goes round among those who had as much, and not all to who came first."""
+        """Resources that become free at once are shared among users of equal usage, not all given to the first."""
         desk = Desk(offer(0), offer(1))
         held = desk.ask(100, uid=4, gpus=2)
         waiting = [desk.waits(25, uid=uid) for uid in (ANN, BOB, CAT) for _ in range(8)]
@@ -415,7 +415,7 @@ class TestOrder:
         assert len(waiting) - len(granted) == len(desk.queue())
 
     def test_several_places_one_after_another(self) -> None:
-        """The same where they come free one by one within a moment."""
+        """The same holds when they become free one after the other within a moment."""
         desk = Desk(offer(0))
         held = [desk.ask(25, uid=4) for _ in range(4)]
         for uid in (ANN, BOB):
@@ -425,7 +425,7 @@ class TestOrder:
         assert [desk.ledger.leases[lease_id].owner.uid for lease_id in granted] == [ANN, BOB, ANN, BOB]
 
     def test_newcomer_goes_before(self) -> None:
-        """Somebody who had less and comes late does not have to queue behind those who had more."""
+        """A late user with less past usage does not queue behind those with more."""
         desk = Desk(offer(0))
         held = desk.ask(60, uid=ANN)
         desk.at = 10
@@ -436,7 +436,7 @@ class TestOrder:
         desk.end(held)
 
     def test_time_alone_changes_the_order(self) -> None:
-        """Who stands first now is who had less by now, and what was kept for another is free: settle sees to it."""
+        """Time alone changes the first in the queue, and frees its reservation: settle grants accordingly."""
         desk = Desk(offer(0), offer(1))
         desk.ask(100, gpu=gpu(0), uid=ANN, priority=0)
         desk.ask(50, gpu=gpu(1), uid=CAT)
@@ -452,10 +452,13 @@ class TestOrder:
 
 
 class TestPatience:
-    """Who stands first is overtaken for a while, and not for ever."""
+    """The first in the queue can be overtaken for a while, but not forever."""
 
     def light_user(self, desk: Desk) -> float | None:
-        """Let Ann, who had a lot, wait for a whole GPU of which Bob always has a little; return how long she waits."""
+        """Have Ann, with much past usage, wait for a whole GPU of which Bob always has a little.
+
+        Return how long she waits.
+        """
         had = desk.ask(100, uid=ANN)
         desk.at += 36_000
         desk.end(had)
@@ -472,11 +475,14 @@ class TestPatience:
     @pytest.mark.parametrize("many_users", [True, False])
     @pytest.mark.parametrize(("patience", "waited"), [(0.0, 20), (300.0, 310), (1e9, None)])
     def test_light_user(self, many_users: bool, patience: float, waited: float | None) -> None:  # noqa: FBT001
-        """Who always has a little of a GPU, and so had less, does not keep out for hours who needs the whole of it."""
+        """A user that always holds a little of a GPU does not delay a request for the whole GPU for hours.
+
+        Such a user has less past usage, and so precedes the request.
+        """
         assert self.light_user(Desk(offer(0, many_users=many_users), patience=patience)) == waited
 
     def test_overtaken_within_patience(self) -> None:
-        """Until then the order is what it is."""
+        """Within its patience the order is unchanged."""
         desk = Desk(offer(0), patience=300)
         held = desk.ask(100, uid=ANN)
         desk.at = 10
@@ -490,7 +496,7 @@ class TestPatience:
         assert desk.end(held) == [first.id]
 
     def test_not_before_priority(self) -> None:
-        """A higher priority goes before patience."""
+        """A higher priority precedes patience."""
         desk = Desk(offer(0), patience=300)
         held = desk.ask(100, uid=ANN)
         first = desk.waits(100, uid=ANN)
@@ -501,7 +507,7 @@ class TestPatience:
         assert desk.end(held) == [second.id]
 
     def test_begins_at_the_front(self) -> None:
-        """It is no use to have waited long behind others: then all would be served in the order of their coming."""
+        """Time spent behind others does not count; otherwise all would be served in the order of their arrival."""
         desk = Desk(offer(0), patience=300)
         held = desk.ask(100, uid=ANN)
         desk.at = 1
@@ -514,21 +520,21 @@ class TestPatience:
 
 
 class TestReservations:
-    """What the first in the queue waits for is kept for it, and no more than that."""
+    """The resources that the first in the queue waits for are reserved for it, and no more."""
 
     @pytest.mark.parametrize(
         ("head", "late", "goes"),
         [
-            # On the GPU that it waits for, nobody gets in, large or small.
+            # On the GPU that it waits for, no other request is granted, large or small.
             ({"threads": 50, "gpu": gpu(0)}, {"threads": 1, "gpu": gpu(0)}, None),
             ({"threads": 50, "gpu": gpu(0)}, {"threads": 40, "gpu": gpu(0)}, None),
-            # On one that it cannot use, whoever comes.
+            # On a GPU that it cannot use, every request is granted.
             ({"threads": 50, "gpu": gpu(0)}, {"threads": 40}, [1]),
             ({"threads": 50, "among": (gpu(0),)}, {"threads": 40}, [1]),
-            # Where it would take any GPU, it is kept on the one that comes closest.
+            # If any GPU suffices, the reservation is on the closest one.
             ({"threads": 50}, {"threads": 1}, [0]),
             ({"threads": 50}, {"threads": 21}, None),
-            # Of one that it can have already, what it leaves of it.
+            # On a GPU that already has enough, the surplus is free.
             ({"threads": 30, "gpus": 2}, {"threads": 10, "gpu": gpu(1)}, [1]),
             ({"threads": 30, "gpus": 2}, {"threads": 11, "gpu": gpu(1)}, None),
             ({"threads": 30, "memory": 70, "gpus": 2}, {"threads": 1, "memory": 9, "gpu": gpu(1)}, [1]),
@@ -538,7 +544,7 @@ class TestReservations:
         ],
     )
     def test_back_fill(self, head: dict[str, Any], late: dict[str, Any], goes: list[int] | None) -> None:
-        """One GPU has 20 % left, and the other 40."""
+        """One GPU has 20 % left, the other 40 %."""
         desk = Desk(offer(0), offer(1))
         holding = [desk.ask(80, 1, gpu=gpu(0)), desk.ask(60, 1, gpu=gpu(1))]
         first = desk.waits(**head)
@@ -550,7 +556,10 @@ class TestReservations:
         assert desk.end(*holding) == [first.id]
 
     def test_as_many_gpus_as_it_asks_for(self) -> None:
-        """Of several GPUs it is kept on those that come closest; what comes closer later is kept in their place."""
+        """A reservation for several GPUs is on the closest ones.
+
+        A GPU that becomes closer later replaces one of them.
+        """
         desk = Desk(*(offer(index) for index in range(4)))
         held = [desk.ask(threads, gpu=gpu(index), uid=BOB) for index, threads in enumerate((90, 40, 60, 80))]
         head = desk.waits(90, gpus=2, uid=ANN)
@@ -575,7 +584,7 @@ class TestReservations:
         ],
     )
     def test_in_one_s_own_way(self, holds: dict[str, Any], wants: dict[str, Any]) -> None:
-        """Who holds a little everywhere, and waits for more than the rest, keeps nothing from others, however long."""
+        """A request that its own user's leases obstruct reserves nothing against other users, however long it waits."""
         desk = Desk(offer(0), offer(1), patience=10)
         mine = [desk.ask(**holds, gpu=gpu(index), uid=ANN) for index in range(2)]
         wanted = desk.waits(**wants, uid=ANN)
@@ -584,14 +593,14 @@ class TestReservations:
             others = [desk.ask(90, 70, gpu=gpu(index), uid=BOB) for index in range(2)]
             assert [where(each) for each in others] == [[0], [1]]
             desk.end(*others)
-        # It goes before what its own user asks for later, or one who works alone would never have a whole GPU.
+        # It precedes later requests of its own user; otherwise a user that works alone would never get a whole GPU.
         with pytest.raises(DoesNotFitError) as refusal:
             desk.ask(1, gpu=gpu(0), uid=ANN)
         assert refusal.value.limit == "turn"
         assert desk.end(*mine) == [wanted.id]
 
     def test_each_gpu_has_its_first(self) -> None:
-        """Who waits for a GPU that the first in the queue cannot use is not overtaken there by those behind it."""
+        """A request for a GPU that the first in the queue cannot use is not overtaken there by later ones."""
         desk = Desk(offer(0), offer(1))
         desk.ask(100, gpu=gpu(0))
         small = desk.ask(10, gpu=gpu(1))
@@ -603,7 +612,7 @@ class TestReservations:
         assert desk.end(small) == [second.id]
 
     def test_nothing_idles_for_what_cannot_be(self) -> None:
-        """While one of two GPUs is out, the other is not kept for a request for both."""
+        """While one of two GPUs is out of service, the other is not reserved for a request for both."""
         desk = Desk(offer(0, refusal=ON_HOLD), offer(1))
         both = desk.waits(100, gpus=2)
         small = desk.ask(50)
@@ -611,11 +620,11 @@ class TestReservations:
         assert desk.waits_for(both) == ("threads", gpu(1))
         assert desk.offers(offer(0), offer(1)) == []
         with pytest.raises(DoesNotFitError):
-            desk.ask(50)  # from now on it is kept
+            desk.ask(50)  # from now on it is reserved
         assert desk.end(small) == [both.id]
 
     def test_nor_behind_another_first(self) -> None:
-        """Nor is it while another stands first on the GPU that is missing."""
+        """Nor is it reserved while another request is first on the missing GPU."""
         desk = Desk(offer(0), offer(1))
         holding = desk.ask(100, gpu=gpu(0))
         first = desk.waits(100, gpu=gpu(0))
@@ -629,14 +638,14 @@ class TestReservations:
         assert desk.end(first) == [both.id]
 
     def test_it_gives_up(self) -> None:
-        """When the first in the queue leaves, what was kept for it is free."""
+        """When the first in the queue leaves, its reservation is free."""
         desk = Desk(offer(0))
         desk.ask(60)
         first, second, third = desk.waits(50), desk.waits(20), desk.waits(20)
         assert desk.end(first) == [second.id, third.id]
 
     def test_newcomer_before_it(self) -> None:
-        """A newcomer that goes before others takes their place at the front, and what was kept for them with it."""
+        """A new request that precedes the others becomes the first, and gets the reservation."""
         desk = Desk(offer(0), offer(1))
         desk.ask(100, gpu=gpu(0), uid=ANN)
         desk.at = 1
@@ -650,7 +659,7 @@ class TestOneUser:
     """Daemons that serve one uid at a time."""
 
     def test_turn_ends(self) -> None:
-        """While another waits for the GPU, nobody joins the uid that has it, so that it comes free."""
+        """While another user waits for the GPU, the uid that has it gets no further lease, so that it becomes free."""
         desk = Desk(offer(0, many_users=False))
         held = [desk.ask(10, uid=ANN), desk.ask(10, uid=ANN)]
         bobs = desk.waits(10, uid=BOB)
@@ -665,7 +674,7 @@ class TestOneUser:
         assert desk.end(bobs) == [anns.id]
 
     def test_turn_is_full(self) -> None:
-        """Who has the turn gets all that it waits for at once: nobody else could use the rest."""
+        """The user whose turn it is gets everything that it waits for at once: no other user could use the rest."""
         desk = Desk(offer(0, many_users=False))
         held = desk.ask(10, uid=4)
         anns = [desk.waits(25, uid=ANN) for _ in range(5)]
@@ -696,10 +705,10 @@ class TestOneUser:
 
 
 class TestOffers:
-    """What the GPUs have to give changes."""
+    """Changes of the GPUs' offers."""
 
     def test_less_than_was_granted(self) -> None:
-        """What was granted stays; nobody gets in until there is room again in what is left."""
+        """Granted shares stay; nothing is granted until there is room in the smaller offer."""
         desk = Desk(offer(0))
         held = [desk.ask(25, 10) for _ in range(4)]
         assert desk.offers(offer(0, threads=500)) == []
@@ -712,14 +721,14 @@ class TestOffers:
         assert desk.end(held[2]) == [waiting.id]
 
     def test_more(self) -> None:
-        """More is given out at once."""
+        """A larger offer is granted at once."""
         desk = Desk(offer(0))
         desk.ask(100)
         waiting = desk.waits(100)
         assert desk.offers(offer(0, threads=2000)) == [waiting.id]
 
     def test_lost_and_back(self) -> None:
-        """What is granted on a GPU that disappears is still granted when it is back."""
+        """Shares on a GPU that disappears are still granted when it is back."""
         desk = Desk(offer(0), offer(1))
         held = desk.ask(60, gpu=gpu(1))
         waiting = desk.waits(50, gpu=gpu(1))
@@ -733,7 +742,10 @@ class TestOffers:
         assert desk.end(held) == [waiting.id]
 
     def test_impossible(self) -> None:
-        """What can never be had any more is told with the limit; a GPU that is merely not there is not never."""
+        """A request that became impossible is refused with the limit.
+
+        A GPU that is merely missing does not make it impossible.
+        """
         desk = Desk(offer(0), offer(1))
         desk.ask(100, gpu=gpu(0))
         desk.ask(100, gpu=gpu(1))
@@ -749,7 +761,7 @@ class TestOffers:
         assert desk.waits_for(small) == ("threads", gpu(0))
 
     def test_the_same_again(self) -> None:
-        """Offers of the same values are nothing new, whichever objects they are."""
+        """Offers with equal values change nothing, even as new objects."""
         desk = Desk(offer(0), offer(1))
         assert not desk.ledger.offer([offer(0), offer(1)], 0)
         assert desk.ledger.offer([offer(0), offer(1, refusal=ILL)], 0)
@@ -757,7 +769,7 @@ class TestOffers:
         assert not desk.ledger.offer(iter([offer(0)]), 0)
 
     def test_none(self) -> None:
-        """Without a GPU there is nothing to have, to wait for, or to divide by."""
+        """Without a GPU there are no grants and no waiting, and no division by zero."""
         desk = Desk(offer(0))
         held, waiting = desk.ask(100), desk.waits()
         desk.offers()
@@ -769,7 +781,7 @@ class TestOffers:
 
     @pytest.mark.parametrize("count", [1, 64])
     def test_huge(self, count: int) -> None:
-        """Integers do not care how large they are: a hundredfold oversubscription, an exbibyte, a million clients."""
+        """Integers of any size work: hundredfold oversubscription, an exbibyte, a million clients."""
         desk = Desk(*(offer(index, threads=10**5, memory=2**60, clients=10**6) for index in range(count)))
         held = [desk.ask(100, 2**20 - 1, gpus=count) for _ in range(100)]
         assert desk.ledger.taken(gpu(0)) == Amount(10**5, 100 * (2**20 - 1) * GIB, 100)
@@ -781,7 +793,7 @@ class TestTime:
     """Deadlines of waiting and of holding."""
 
     def test_waiting_ends(self) -> None:
-        """A finite wait is overdue at its end; one for ever never."""
+        """A finite wait is overdue at its end, an unlimited one never."""
         desk = Desk(offer(0))
         desk.ask(100)
         desk.at = 100
@@ -791,7 +803,7 @@ class TestTime:
         assert desk.ledger.overdue(130) == [finite]
 
     def test_time_to_live_begins_with_the_grant(self) -> None:
-        """The time to wait is over with the grant, and the time to live begins."""
+        """With the grant the wait ends, and the time to live begins."""
         desk = Desk(offer(0))
         held = desk.ask(100)
         waiting = desk.waits(wait=30.0, ttl=60)
@@ -804,7 +816,7 @@ class TestTime:
 
     @pytest.mark.parametrize("ttl", [5.0, 1e9])
     def test_renewal(self, ttl: float) -> None:
-        """It counts from now, be it longer or shorter, also for a lease that had no end."""
+        """A renewal counts from now, longer or shorter, also for a lease that had no end."""
         desk = Desk(offer(0))
         for lease in (desk.ask(ttl=60), desk.ask()):
             renewed = desk.ledger.renew(lease.id, ttl, 40)
@@ -814,7 +826,7 @@ class TestTime:
             assert renewed not in desk.ledger.overdue(39.9 + ttl)
 
     def test_what_ended_is_not_overdue(self) -> None:
-        """Nobody is reminded of what is over."""
+        """An ended lease is never overdue."""
         desk = Desk(offer(0))
         held = desk.ask(100, ttl=60)
         waiting = desk.waits(wait=30.0)
@@ -823,7 +835,7 @@ class TestTime:
 
 
 class TestRestore:
-    """What an earlier mpsd left."""
+    """The state that an earlier mpsd left."""
 
     def again(self, desk: Desk, *, offers: bool = True) -> Desk:
         """Return another mpsd's ledger, with what the first one stored."""
@@ -834,7 +846,7 @@ class TestRestore:
         return other
 
     def test_all_is_there(self) -> None:
-        """Who held something holds it, and who waited waits at the same place; who comes now comes later."""
+        """Leases are still held, waiting requests keep their places, and new requests come later."""
         desk = Desk(offer(0), offer(1))
         held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
         active = desk.ledger.attach(held[1].id, (ProcessIdentity(7, 7),))
@@ -850,7 +862,7 @@ class TestRestore:
         assert other.ledger.usage.of(ANN, 10) == pytest.approx(3, rel=0.01)
 
     def test_once(self) -> None:
-        """One that is there already is not entered a second time, nor does it come back as it was."""
+        """A lease that is already there is not entered a second time, and keeps its newer state."""
         desk = Desk(offer(0))
         held, waiting = desk.ask(60), desk.waits(60)
         renewed = desk.ledger.renew(held.id, 60, 0)
@@ -862,7 +874,7 @@ class TestRestore:
         assert desk.ledger.user(1000).amount == Amount(1200, 2 * GIB, 2)
 
     def test_before_the_offers(self) -> None:
-        """Where the GPUs become known later, everything is weighed then."""
+        """If the GPUs become known later, everything is computed then."""
         desk = Desk(offer(0), offer(1))
         desk.ask(50, uid=ANN, gpu=gpu(0))
         desk.ask(100, uid=ANN, gpus=1, gpu=gpu(1))
@@ -876,7 +888,7 @@ class TestRestore:
         assert other.ledger.usage.of(ANN, 10) == pytest.approx(7.5, rel=0.01)
 
     def test_usage_goes_on(self) -> None:
-        """What everybody had before counts on beside what is held now."""
+        """Past usage continues beside what is held now."""
         ledger = Ledger(AdmissionRules(), Usage(HALF_LIFE, {ANN: Account(100.0, 0.0, 0.0)}))
         ledger.offer([offer(0)], 0)
         ledger.restore(Desk(offer(0)).ask(100, uid=ANN), 0)
@@ -884,10 +896,10 @@ class TestRestore:
 
 
 class TestAnyNumber:
-    """Leases that may have any number of client processes."""
+    """Leases for any number of client processes."""
 
     def test_each_gets_the_whole(self) -> None:
-        """Each process is held to the whole of it, and it takes one place as long as nobody is there."""
+        """Each process may use the whole share, and without clients the lease takes one place."""
         desk = Desk(offer(clients=2))
         lease = desk.ask(25, 2, processes=None)
         assert lease.shares[0].env["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
@@ -895,7 +907,7 @@ class TestAnyNumber:
         assert desk.ledger.taken(gpu(0)) == Amount(250, 2 * GIB, 1)
 
     def test_places(self) -> None:
-        """Its clients take a place each, while others have not been granted it, and leave it when they go."""
+        """Each client takes a place, as long as no other lease has been granted it, and frees it when it ends."""
         desk = Desk(offer(clients=4))
         lease, other = desk.ask(25, 2, processes=None), desk.ask(uid=ANN)
         clients = tuple(ProcessIdentity(pid, pid) for pid in (7, 8, 9))
@@ -917,7 +929,7 @@ class TestAnyNumber:
         assert desk.ledger.taken(gpu(0)) == Amount()
 
     def test_restored(self) -> None:
-        """After a restart of mpsd it takes as many places as it has clients."""
+        """After a restart of mpsd the lease takes as many places as it has clients."""
         desk = Desk(offer(clients=4))
         lease = desk.ask(25, 2, processes=None)
         lease = desk.ledger.attach(lease.id, tuple(ProcessIdentity(pid, pid) for pid in (7, 8)))
@@ -927,7 +939,7 @@ class TestAnyNumber:
 
 
 class TestUsers:
-    """What a user has, waiting leases included: what quotas are about."""
+    """A user's amounts, waiting leases included: the basis of quotas."""
 
     @pytest.mark.parametrize(
         ("asks", "worth"),
@@ -943,11 +955,11 @@ class TestUsers:
         ],
     )
     def test_worth(self, asks: LeaseRequest, worth: Amount) -> None:
-        """A request counts what it comes to where that is the most."""
+        """A request counts its amount on the GPU where that is greatest."""
         assert Desk(offer(0, memory=20 * GIB), offer(1)).ledger.worth(asks) == worth
 
     def test_sums(self) -> None:
-        """They count from the request to the end, and a grant on a smaller GPU counts what it is there."""
+        """The amounts count from the request to the end; after a grant on a smaller GPU, the amount there counts."""
         desk = Desk(offer(0, memory=20 * GIB), offer(1))
         held = desk.ask(100, 1, gpus=2, uid=BOB)
         waiting = desk.waits(fraction=0.5, uid=ANN)
@@ -959,7 +971,7 @@ class TestUsers:
         assert desk.ledger.user(ANN) == UserTotals()
 
     def test_nothing_stays_behind(self) -> None:
-        """When all leases have ended there is nothing left of them but what their users had."""
+        """When all leases have ended, only their users' past usage is left."""
         desk = Desk(offer(0))
         for number in range(50):
             desk.ask(25, uid=number % 7, wait=None, ttl=60)
@@ -973,7 +985,7 @@ class TestUsers:
         assert vars(desk.ledger._queue)["_first_since"] == {}
 
     def test_place_of_none(self) -> None:
-        """Who does not wait has no place."""
+        """A lease that does not wait has no position."""
         desk = Desk(offer(0))
         assert desk.ledger.place(desk.ask().id, 0) is None
         assert desk.ledger.place("lease-0", 0) is None

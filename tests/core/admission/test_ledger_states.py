@@ -1,7 +1,7 @@
-"""Everything that can happen to a ledger, in any order, compared after each step with books that are kept by hand.
+"""Every operation on a ledger, in any order, compared after each step with a reference that is computed by hand.
 
-Three nodes: one whose daemons serve many users, one whose daemons serve one user at a time, and a crowded one. By
-default more than 10,000 steps are taken in all. For more, say how many times as many, and lift each test's time limit:
+There are three nodes: one whose daemons serve many users, one whose daemons serve one user at a time, and a crowded
+one. By default more than 10,000 steps are taken in all. For more, set the factor, and lift each test's time limit:
 
     MPSD_LEDGER_TIMES=100 pytest --timeout=0 tests/core/admission/test_ledger_states.py
 """
@@ -53,7 +53,7 @@ TIMES: Final = int(os.environ.get("MPSD_LEDGER_TIMES", "1"))
 STEPS: Final = 60
 
 picks = st.integers(0, 10**6)
-"""Which of those there are; their number changes from step to step."""
+"""An index into the existing ones, whose number changes from step to step."""
 
 requests = st.builds(
     LeaseRequest,
@@ -81,7 +81,7 @@ limits = st.sampled_from(
 
 
 class Node(RuleBasedStateMachine):
-    """A ledger, what it has said so far, and the books beside it."""
+    """A ledger, its decisions so far, and the reference beside it."""
 
     gpus = 2
     many_users = True
@@ -94,13 +94,13 @@ class Node(RuleBasedStateMachine):
         self.books = HandLedger(self.first_rules, lambda uid: self.ledger.usage.of(uid, self.books.now), HALF_LIFE)
         self.ended: set[str] = set()
         self.untaken: dict[str, Lease] = {}
-        """By lease that was a claim, what it was."""
+        """For each taken claim, the lease before that."""
         self.head: str | None = None
-        """Who has stood first since nobody was let in before it,"""
+        """The first in the queue since the last grant before it,"""
         self.behind: set[str] = set()
-        """and who was let in behind it meanwhile,"""
+        """the leases that were granted behind it meanwhile,"""
         self.lacked: list[Fraction] | None = None
-        """and what it lacked on the GPUs that are kept for it, when that was looked at last."""
+        """and what it lacked on its reserved GPUs at the last check."""
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -123,14 +123,14 @@ class Node(RuleBasedStateMachine):
     def submit(
         self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None, claim: Claim | None = None
     ) -> None:
-        """Ask for something, or claim it."""
+        """Send a request, or a claim."""
         self.submit_one(request, uid, wait, ttl, claim)
         self.settle()
 
     def submit_one(
         self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None, claim: Claim | None = None
     ) -> None:
-        """Ask for something; be granted it, wait for it, or be refused for a reason that is true."""
+        """Send a request; it must be granted, wait, or be refused for a true reason."""
         books = self.books
         lease = asked(request, uid=self.pick(self.users, uid), wait=wait, ttl=ttl, at=books.now)
         if claim is not None:
@@ -161,14 +161,14 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.books.leases or self.books.waiting)
     @rule(which=picks, because=st.sampled_from(("released", "its holder is gone", "revoked", "its caller hung up")))
     def end(self, which: int, because: str) -> None:
-        """End a lease, for whatever reason, and once more, which does nothing."""
+        """End a lease for any reason, and once more, which does nothing."""
         self.end_one(self.pick(self.all(), which), because)
         self.settle()
 
     @precondition(lambda self: self.books.leases or self.books.waiting)
     @rule(which=st.lists(picks, min_size=1, max_size=6), newcomer=st.none() | requests | fractions, uid=picks)
     def end_several(self, which: list[int], newcomer: LeaseRequest | None, uid: int) -> None:
-        """End several before anybody is let in; somebody may come just then."""
+        """End several leases before anything is granted; a new request may arrive just then."""
         for each in which:
             if self.all():
                 self.end_one(self.pick(self.all(), each), "released")
@@ -195,7 +195,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.books.leases)
     @rule(which=picks, ttl=st.sampled_from((1.0, 60.0, 1e9)))
     def renew(self, which: int, ttl: float) -> None:
-        """Give a lease more time, or less."""
+        """Set a longer or shorter time to live."""
         lease = self.pick(list(self.books.leases.values()), which)
         renewed = self.ledger.renew(lease.id, ttl, self.books.now)
         assert renewed == structs.replace(lease, ttl=ttl, expires=self.books.now + ttl)
@@ -203,7 +203,7 @@ class Node(RuleBasedStateMachine):
 
     @rule(request=requests | fractions, uid=picks, taker=picks, ttl=st.sampled_from((None, 5.0)))
     def claim(self, request: LeaseRequest, uid: int, taker: int, ttl: float | None) -> None:
-        """Claim something, and have the newest claim taken: whoever made it may have other leases there."""
+        """Create a claim, and take the newest one; its creator may have other leases there."""
         self.submit_one(request, uid, None, None, Claim(1e9))
         if self.claimed():
             self.take_one(self.claimed()[-1], taker, ttl)
@@ -212,11 +212,11 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.claimed())
     @rule(which=picks, uid=picks, ttl=st.sampled_from((None, None, 5.0)))
     def take(self, which: int, uid: int, ttl: float | None) -> None:
-        """Have a claim taken by somebody, unless the daemons of its GPUs serve another user."""
+        """Take a claim as some user, unless the daemons of its GPUs serve another user."""
         self.take_one(self.pick(self.claimed(), which), uid, ttl)
 
     def take_one(self, claim: Lease, uid: int, ttl: float | None) -> None:
-        """Have this claim taken."""
+        """Take this claim."""
         books, user = self.books, self.pick(self.users, uid)
         where = {share.gpu for share in claim.shares}
         others = {
@@ -243,7 +243,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.untaken)
     @rule(which=picks)
     def put_back(self, which: int) -> None:
-        """Have a claim as it was before it was taken, as where it could not be opened to its taker."""
+        """Undo the taking of a claim, as when its daemon could not be opened to the taker."""
         before = self.untaken.pop(self.pick(list(self.untaken), which))
         lease = self.books.leases.get(before.id)
         if lease is not None and not lease.clients and claim_of(lease) is None:
@@ -254,7 +254,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.books.leases)
     @rule(which=picks, seconds=st.sampled_from((20.0, 1e9)))
     def leave(self, which: int, seconds: float) -> None:
-        """Have a lease claimed for its own user, so that it outlives its holder."""
+        """Turn a lease into a claim for its own user, so that it outlives its holder."""
         lease = self.pick(list(self.books.leases.values()), which)
         claim = Claim(seconds, lease.owner.uid, self.books.now + seconds)
         left = structs.replace(lease, state=LeaseState.GRANTED, holders=(claim,), clients=())
@@ -264,7 +264,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.books.leases)
     @rule(which=picks, pids=st.lists(picks, min_size=1, max_size=3, unique=True))
     def hand_over(self, which: int, pids: list[int]) -> None:
-        """Have a lease held by others: that changes nothing else, and a claim that somebody holds is none."""
+        """Give a lease other holders: that changes nothing else, and a claim with a holder is no claim any more."""
         lease = self.pick(list(self.books.leases.values()), which)
         if claim_of(lease) is None:
             others = tuple(HoldingProcess(ProcessIdentity(pid, pid)) for pid in pids)
@@ -273,11 +273,11 @@ class Node(RuleBasedStateMachine):
             self.books.enter(handed)
 
     def claimed(self) -> list[Lease]:
-        """Return the leases that nobody holds yet."""
+        """Return the leases without a holder."""
         return [lease for lease in self.books.leases.values() if claim_of(lease) is not None]
 
     def enter_again(self, lease: Lease) -> None:
-        """Note a lease that is somebody else's now, or nobody's: that may change who stands first."""
+        """Record a lease that has gained or lost its user, which may change the first in the queue."""
         self.books.leases.pop(lease.id)
         self.books.enter(lease)
         self.forget_head()
@@ -286,7 +286,7 @@ class Node(RuleBasedStateMachine):
     @precondition(lambda self: self.books.leases)
     @rule(which=picks, pids=st.sampled_from(((), (7,), (7, 8))))
     def attach(self, which: int, pids: tuple[int, ...]) -> None:
-        """Let clients come and go; none of a lease that nobody holds."""
+        """Let clients come and go, but none of a lease without a holder."""
         lease = self.pick(list(self.books.leases.values()), which)
         if claim_of(lease) is not None:
             assert not self.ledger.has_room(lease)
@@ -302,7 +302,7 @@ class Node(RuleBasedStateMachine):
         self.books.enter(attached)
 
     def attach_any(self, lease: Lease, coming: int) -> None:
-        """Let clients of a lease come that may have any number, while that takes nobody's place; or one go."""
+        """Let clients of a lease for any number come, without taking another lease's place; or let one go."""
         books = self.books
         if not coming:
             books.enter(self.ledger.attach(lease.id, lease.clients[:-1]))
@@ -316,12 +316,12 @@ class Node(RuleBasedStateMachine):
             if self.ledger.has_room(lease):
                 number = max((each.pid for each in lease.clients), default=0) + 1
                 books.enter(self.ledger.attach(lease.id, (*lease.clients, ProcessIdentity(number, number))))
-        self.forget_head()  # whoever has a lease already comes before those who wait for one
+        self.forget_head()  # a client of an existing lease precedes waiting leases
         self.settle()
 
     @rule(which=picks, refusal=st.sampled_from((None, None, ILL, ON_HOLD)))
     def fall_ill(self, which: int, refusal: Any) -> None:
-        """Let a GPU fall ill, be held, or recover."""
+        """Make a GPU unhealthy or held, or let it recover."""
         self.change_offer(which, lambda at: structs.replace(at, refusal=refusal))
 
     @rule(which=picks, threads=st.sampled_from((1000, 1000, 400, 1500)), memory=st.sampled_from((*SIZES, 0)))
@@ -331,12 +331,12 @@ class Node(RuleBasedStateMachine):
 
     @rule(which=picks, clients=st.sampled_from((16, 16, 3)), to=limits)
     def limit(self, which: int, clients: int, to: Limits) -> None:
-        """Change what a control daemon gives any client, and how many."""
+        """Change a control daemon's limits for each client, and its number of clients."""
         self.change_offer(which, lambda at: structs.replace(at, clients=clients, limits=to))
 
     @rule(which=picks, uid=picks, threads=st.sampled_from((1, 250, 1000)), memory=st.sampled_from((0, 333 * MIB + 5)))
     def use_without_a_lease(self, which: int, uid: int, threads: int, memory: int) -> None:
-        """Let a client come that has no lease, or all of them go from a GPU, if its user has one there."""
+        """Add an unleased client, or remove all from a GPU, if its user has one there."""
         if not self.books.offers:
             return
         at, user = self.pick(list(self.books.offers), which), self.pick(self.users, uid)
@@ -351,7 +351,7 @@ class Node(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 2), memory=st.sampled_from(SIZES))
     def lose_or_find(self, index: int, memory: int) -> None:
-        """Let a GPU disappear with all that was granted on it, or come back."""
+        """Let a GPU disappear with its granted leases, or come back."""
         if self.books.offers.pop(gpu(index), None) is None and index < self.gpus:
             unleased = sum(self.books.unleased.get(gpu(index), {}).values(), Amount())
             at = offer(index, memory=memory, clients=16, many_users=self.many_users, unleased=unleased)
@@ -370,15 +370,15 @@ class Node(RuleBasedStateMachine):
     def reload(self, placement: Placement, queue_length: int, leases: int, patience: float, queue_per_uid: int) -> None:
         """Change the rules.
 
-        Patience is above zero, as the settings demand: with none at all, standing first would change the order at the
-        very moment when it is noted, and the same moment's next look at the queue could let in one more.
+        Patience is above zero, as the settings demand: with none at all, becoming the first would change the order at
+        the very moment when it is recorded, and another settle at that moment could grant one more.
         """
         self.change_rules(AdmissionRules(placement, queue_length, leases, patience, queue_per_uid))
         self.settle()
 
     @rule(order=st.randoms(use_true_random=False), offers_first=st.booleans(), settles=st.booleans())
     def restart(self, order: Any, offers_first: bool, settles: bool) -> None:  # noqa: FBT001 - drawn, not passed
-        """Start anew with what was stored: the leases, in any order, and what everybody had."""
+        """Start anew from the stored state: the leases, in any order, and the past usage."""
         books = self.books
         before = self.ledger.usage.accounts(books.now)
         accounts = {uid: Account(account.value, 0.0, books.now) for uid, account in before.items()}
@@ -387,7 +387,7 @@ class Node(RuleBasedStateMachine):
         order.shuffle(stored)
         if offers_first:
             self.offer()
-        for lease in [*stored, *stored]:  # one that is there already is not entered twice
+        for lease in [*stored, *stored]:  # a lease that is already there is not entered twice
             self.ledger.restore(lease, books.now)
         self.offer()
         books.first_since.clear()  # patience begins anew
@@ -398,7 +398,7 @@ class Node(RuleBasedStateMachine):
     # -- what is checked whenever something is decided -----------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let in who can be let in: those whom the books let in, in that order, and nobody after that."""
+        """Grant what can be granted: exactly the leases of the reference, in its order, and no others."""
         for lease, shortage in self.ledger.impossible():
             self.check_impossible(lease, shortage.error)
             self.end_one(lease, "it can never be had any more")
@@ -413,7 +413,7 @@ class Node(RuleBasedStateMachine):
         assert self.ledger.settle(now(self.books.now)) == []
 
     def check_grant(self, lease: Lease) -> None:
-        """Hold a lease that was just granted against what was asked for."""
+        """Compare a new grant with its request."""
         request, books = lease.request, self.books
         asked_for = books.waiting.get(lease.id)
         if asked_for is not None:
@@ -436,7 +436,7 @@ class Node(RuleBasedStateMachine):
             assert Amount(share.threads.tenths, share.memory.bytes, request.processes or 1) == books.need(request, at)
 
     def check_refusal(self, refusal: MpsdError, lease: Lease, gpus: list[str]) -> None:
-        """A refusal is of the right kind, names a limit that is one, and says how to go on."""
+        """Check that a refusal is of the right kind, names a true limit, and has a hint."""
         request, books = lease.request, self.books
         named, candidates = books.named(request), books.candidates(request)
         assert refusal.hint
@@ -460,7 +460,7 @@ class Node(RuleBasedStateMachine):
         assert len(named) >= len(candidates)
 
     def check_impossible(self, lease: Lease, error: type[MpsdError]) -> None:
-        """Only what cannot be granted on as many GPUs as it needs, were they empty, is called so."""
+        """Check that the request could not be granted on as many GPUs as it needs, even if they were empty."""
         named, request = self.books.named(lease.request), lease.request
         assert len(self.books.candidates(request)) < request.gpus
         if request.gpus > 1 and request.gpu != "any":
@@ -473,7 +473,7 @@ class Node(RuleBasedStateMachine):
             assert error is (NeverFitsError if named else DaemonNotReadyError)
 
     def check_lack(self, lease: Lease, limit: str, where: str | None = None) -> None:
-        """What a lease is said to wait for is what it lacks, on that GPU, or on one of those that it is about."""
+        """Check that the stated limit of a waiting lease is lacking on the stated GPU, or on one that it could use."""
         books = self.books
         candidates = books.candidates(lease.request)
         lacks = {at.gpu: books.lacking(lease, at, books.leases.values()) for at in candidates}
@@ -487,22 +487,23 @@ class Node(RuleBasedStateMachine):
     # -- the head is never delayed by whoever comes later --------------------------------------------------------------
 
     def note_head(self) -> None:
-        """Note who stands first now. What was promised to another is over."""
+        """Record the current first in the queue, which ends the reservation of another."""
         first = next(iter(self.books.in_order()), None)
         if first is None or first.id != self.head:
             self.forget_head()
             self.head = None if first is None else first.id
 
     def forget_head(self) -> None:
-        """Begin anew to note who is let in behind the one that stands first."""
+        """Start a new record of the leases that are granted behind the first in the queue."""
         self.head, self.behind, self.lacked = None, set(), None
 
     def note_let_in(self, lease: Lease, first: str | None) -> None:
-        """Note who was let in, and who stood first when that was decided; begin anew unless it is the one noted.
+        """Record a grant, and the first in the queue when it was decided; start anew if that is another one.
 
-        The order does not tell it afterwards, since what is granted counts against its user at once. One who had less
-        than the head's user overtakes the head, and may come after it from then on: that is no delay. And what is let
-        in behind the head for the head's own user may put another first, with whom whoever is next reckons instead.
+        The order afterwards does not show the first, since a grant counts against its user at once. A user with less
+        past usage than the head's user overtakes the head, and may come after it from then on: that is no delay. A
+        grant behind the head to the head's own user may make another lease the first, which then counts for the next
+        decision.
         """
         if first is not None and first == self.head:
             self.behind.add(lease.id)
@@ -511,10 +512,10 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def head_is_not_delayed(self) -> None:
-        """What the one that stands first lacks, on as many GPUs as it asks for, never becomes more by others.
+        """Check that other grants never increase what the first in the queue lacks, on as many GPUs as it requests.
 
-        Those who are let in behind it take nothing of what it waits for: without them it would still have to wait for
-        these GPUs.
+        The leases granted behind it take nothing that it waits for: without them it would still have to wait for these
+        GPUs.
         """
         head = self.books.waiting.get(self.head or "")
         lacks = self.books.lacks(head) if head is not None else []
@@ -531,7 +532,10 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        """The ledger has the leases that it told of, as it told of them, each in one place, and none that ended."""
+        """Check that the ledger has exactly the leases that it returned, unchanged, each in one place.
+
+        It has no lease that ended.
+        """
         books, ledger = self.books, self.ledger
         assert dict(ledger.leases) == books.leases
         assert dict(ledger.waiting) == books.waiting
@@ -545,7 +549,7 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def sums_are_sums(self) -> None:
-        """What the ledger says is taken, and what each user has, is what the leases come to."""
+        """Check that the ledger's sums of resources, and each user's amounts, agree with the leases."""
         books, ledger = self.books, self.ledger
         for index in range(3):
             assert ledger.taken(gpu(index)) == granted_on(books.leases.values(), gpu(index))
@@ -563,7 +567,7 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def usage_is_what_was_used(self) -> None:
-        """What users are compared by is what they held over time."""
+        """Check that the past usage of users is the integral of what they held."""
         for uid in UIDS:
             had, share = self.books.used.get(uid, 0.0), self.books.share(uid)
             assert abs(self.ledger.usage.of(uid, self.books.now) - had) <= 1e-3 + 1e-6 * had
@@ -571,7 +575,7 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def places_are_in_order(self) -> None:
-        """Everybody who waits is told its place in the order, and something that it lacks indeed."""
+        """Check that each waiting lease has its position in the order, and a limit that it really lacks."""
         places = self.ledger.places(self.books.now)
         assert list(places) == [lease.id for lease in self.books.in_order()]
         for position, (lease_id, place) in enumerate(places.items(), start=1):
@@ -586,7 +590,7 @@ class Node(RuleBasedStateMachine):
     # -- in short ------------------------------------------------------------------------------------------------------
 
     def all(self) -> list[Lease]:
-        """Return every lease that was told of and has not ended."""
+        """Return every lease that was returned and has not ended."""
         return [*self.books.leases.values(), *self.books.waiting.values()]
 
     @staticmethod
@@ -605,7 +609,7 @@ class Node(RuleBasedStateMachine):
         self.behind.discard(lease.id)
 
     def change_offer(self, which: int, to: Callable[[Offer], Offer]) -> None:
-        """Offer something else on one GPU."""
+        """Change the offer of one GPU."""
         if self.books.offers:
             before = self.pick(list(self.books.offers.values()), which)
             self.books.offers[before.gpu] = to(before)
@@ -614,11 +618,11 @@ class Node(RuleBasedStateMachine):
             self.settle()
 
     def change_rules(self, rules: AdmissionRules) -> None:
-        """Change the rules, here and there."""
+        """Change the rules in the ledger and in the reference."""
         self.ledger.rules = self.books.rules = rules
 
     def offer(self) -> None:
-        """Hand in the offers; the same ones again are nothing new."""
+        """Pass the offers to the ledger; equal offers change nothing."""
         charged, at = self.books.charged(), self.books.now
         self.ledger.offer(list(self.books.offers.values()), at, charged)
         assert not self.ledger.offer([structs.replace(each) for each in self.books.offers.values()], at, {**charged})
@@ -632,7 +636,7 @@ class OneUser(Node):
 
     @invariant()
     def one_user_at_a_time(self) -> None:
-        """Nobody is ever let in beside another user; a claim lets nobody in before it is taken."""
+        """Check that no user is ever admitted beside another; an untaken claim admits no user."""
         for index in range(self.gpus):
             holders = {
                 lease.owner.uid
@@ -644,7 +648,7 @@ class OneUser(Node):
 
 
 class Crowded(Node):
-    """A node with one GPU and two users, where hardly anybody ever gets in at once."""
+    """A node with one GPU and two users, where requests rarely fit at once."""
 
     gpus = 1
     users = UIDS[:2]
@@ -658,24 +662,24 @@ class Three(Node):
 
 
 class TestOvertaken:
-    """What is let in before the head, or when another stands first, may take what the head waits for."""
+    """Leases granted before the head, or while another is first, may take what the head waits for."""
 
     def node(self, gpus: int) -> Node:
-        """Return a node of GPUs that are alike."""
+        """Return a node of equal GPUs."""
         node = Node()
         node.gpus = gpus
         node.start(memory=[1000 * MIB] * gpus, placement=Placement.BEST_FIT)
         return node
 
     def ask(self, node: Node, uid: int, fraction: float, **more: Any) -> str:
-        """Ask for a lease for one of the users, and return its id."""
+        """Request a lease for one of the users, and return its id."""
         before = {lease.id for lease in node.all()}
         node.submit(LeaseRequest(fraction=fraction, **more), UIDS.index(uid), wait=None, ttl=None)
         (lease_id,) = {lease.id for lease in node.all()} - before
         return lease_id
 
     def end(self, node: Node, *lease_ids: str) -> None:
-        """End leases before anybody is let in, and let the head be looked after."""
+        """End leases before anything is granted, and check the head."""
         for lease in [lease for lease in node.all() if lease.id in lease_ids]:
             node.end_one(lease, "released")
         node.settle()
@@ -683,7 +687,10 @@ class TestOvertaken:
 
     @pytest.mark.parametrize(("held", "overtakes"), [(0.1, True), (0.0, False)])
     def test_by_one_who_had_less(self, held: float, overtakes: bool) -> None:  # noqa: FBT001 - a row of the table
-        """Who had less goes first, also if it has more from then on; who did not waits for the head."""
+        """A user with less past usage is served first, even if it has more from then on.
+
+        Any other waits for the head.
+        """
         node = self.node(1)
         other = self.ask(node, 1002, 0.5)
         if held:
@@ -696,7 +703,7 @@ class TestOvertaken:
         assert (head in node.books.waiting) == overtakes
 
     def test_by_one_who_stands_first_meanwhile(self) -> None:
-        """What the head's user is granted puts it behind another, and then only that other's GPU is kept."""
+        """A grant to the head's user can put the head behind another lease; only that lease's GPU is then reserved."""
         node = self.node(2)
         long, short = self.ask(node, 1002, 1.0, gpu=gpu(0)), self.ask(node, 1003, 0.9, gpu=gpu(1))
         head = self.ask(node, 1001, 0.75, gpus=2)

@@ -1,4 +1,4 @@
-"""What a user's own leases stand in the way of keeps nothing from others: with it or without it, they get the same."""
+"""A request that its own user's leases obstruct reserves nothing: other users get the same with it or without it."""
 
 from typing import Any, Final
 
@@ -34,7 +34,7 @@ steps = st.lists(
 
 
 class Node:
-    """A desk, and what others than Mallory were granted there so far, by number."""
+    """A desk, and the grants of users other than Mallory so far, by number."""
 
     def __init__(self, *, many_users: bool, placement: Placement) -> None:
         self.desk = Desk(
@@ -43,7 +43,7 @@ class Node:
         self.asked: list[Lease] = []
 
     def take(self, step: tuple[str, Any, Any]) -> None:
-        """Let something happen, and those in who can be let in."""
+        """Carry out a step, and grant what can be granted."""
         what, value, uid = step
         if what == "ask":
             self.asked.append(self.desk.ask(**value, uid=uid, wait=None))
@@ -54,13 +54,13 @@ class Node:
         self.desk.settle()
 
     def places(self) -> list[list[str] | None]:
-        """Return where each of the others' requests is granted; None for one that waits, or has ended."""
+        """Return where each of the others' requests was granted; None for one that waits, or has ended."""
         found = [self.desk.ledger.leases.get(each.id) for each in self.asked]
         return [None if each is None else [share.gpu for share in each.shares] for each in found]
 
 
 def is_in_its_own_way(node: Node, lease: Lease) -> bool:
-    """Tell whether a request of Mallory's could not be granted if everybody else were gone."""
+    """Return whether a request of Mallory's could not be granted even if all other users were gone."""
     mine = [each for each in node.desk.ledger.leases.values() if each.owner.uid == MALLORY]
     request, fits = lease.request, 0
     assert request.threads is not None
@@ -90,7 +90,7 @@ def test_others_get_the_same(  # noqa: PLR0917
     wants: list[dict[str, Any]],
     after: list[Any],
 ) -> None:
-    """Mallory holds something, and waits for what that stands in the way of; others are granted what they would be."""
+    """Mallory holds leases that obstruct its own waiting request; other users get the same grants as without that."""
     without, beside = (Node(many_users=many_users, placement=placement) for _ in range(2))
     for node in (without, beside):
         for step in before:

@@ -1,4 +1,4 @@
-"""Quotas: whose is whose, and what each of them says no to, by name and number."""
+"""Quotas: which quota applies to a user, and what each of its limits refuses, by name and number."""
 
 from typing import Final
 
@@ -22,7 +22,7 @@ QUARTER: Final = Amount(250, 8 * GIB, 1)
 
 
 class TestWhose:
-    """A person's own quota goes before its groups', and these before everybody's; each by name or number."""
+    """A user's own quota precedes its groups', and these precede the general one; each is named by name or number."""
 
     OWN, STAFF, PHYSICS, ALL = Quota(leases=1), Quota(leases=2), Quota(leases=3), Quota(leases=4)
 
@@ -45,7 +45,7 @@ class TestWhose:
         ],
     )
     def test_quota_of(self, quotas: dict[str, Quota], whose: Quota) -> None:
-        """Of several groups the one that is listed first counts, and a group is not a user of its name."""
+        """Of several groups the one that is listed first counts, and a group does not apply to a user of its name."""
         assert quota_of(ANN, Settings(quota=quotas, names=NAMES)) == whose
 
     @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ class TestWhose:
         ],
     )
     def test_is_among(self, names: tuple[str, ...], *, is_among: bool) -> None:
-        """A list may name a person, one of its groups, or everybody."""
+        """A list may name a user, one of its groups, or all users."""
         assert ANN.is_among(names, NAMES) is is_among
 
 
@@ -111,7 +111,7 @@ class TestWhose:
     ],
 )
 def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words: str) -> None:
-    """What exceeds a quota is refused with its name, with what was asked, and with what there is of it."""
+    """A request above a quota is refused with the quota's name, the requested amount, and the amount left."""
     with pytest.raises(QuotaError) as refusal:
         check(quota, has, LeaseRequest(priority=priority), QUARTER)
     assert refusal.value.limit == limit
@@ -133,7 +133,7 @@ def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words
     ],
 )
 def test_within(quota: Quota, has: UserTotals, priority: int) -> None:
-    """A quota may be used up to its last bit, and where nothing is said there is no limit but that of priority."""
+    """A quota may be used up completely; where a limit is not set there is none, except for priority."""
     check(quota, has, LeaseRequest(priority=priority), QUARTER)
 
 
@@ -158,7 +158,7 @@ def test_is_free(quotas: dict[str, Quota], priority: int, *, free: bool) -> None
 
 
 def test_any_number_of_processes() -> None:
-    """Where a quota bounds the clients of a user, a request for any number of them is beyond it."""
+    """If a quota bounds the clients of a user, a request for any number of them exceeds it."""
     with pytest.raises(QuotaError) as refusal:
         check(Quota(clients=8), UserTotals(), LeaseRequest(processes=None), QUARTER)
     assert refusal.value.limit == "quota.clients"
@@ -167,7 +167,7 @@ def test_any_number_of_processes() -> None:
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000))
 def test_tenths_are_exact(tenths: int, has: int) -> None:
-    """A quota in percent is as many tenths as it says, however the float falls: 16.1 * 10 is not 161.00000000000003."""
+    """A quota in percent is exact in tenths, whatever the float: 16.1 * 10 is not 161.00000000000003."""
     quota = Quota(threads=float(f"{(has + tenths) / 10:.1f}"))
     check(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths, 1, 1))
     with pytest.raises(QuotaError):
@@ -185,7 +185,7 @@ def test_tenths_are_exact(tenths: int, has: int) -> None:
     ],
 )
 def test_time_to_live(quota: Quota, asked: float | None, ttl: float | None) -> None:
-    """Who asks for no time to live gets the longest that its quota allows, if it says anything."""
+    """A request without a time to live gets the longest that its quota allows, if the quota sets one."""
     assert time_to_live(quota, asked) == ttl
 
 
@@ -193,12 +193,12 @@ def test_time_to_live(quota: Quota, asked: float | None, ttl: float | None) -> N
     ("ttl", "before"), [(1, 0.5), (100, 50), (120, 60), (600, 60), (3600, 360), (9000, 900), (86_400, 900)]
 )
 def test_notice(ttl: float, before: float) -> None:
-    """A holder learns of the end of its lease while it can act on it, and not so early that it is forgotten."""
+    """The notice of a lease's end comes while its holder can act on it, and not so early that it is forgotten."""
     assert notice(ttl) == before
 
 
 def test_too_long_a_time_to_live() -> None:
-    """A longer one is refused, and not cut."""
+    """A longer time to live is refused, and not shortened."""
     with pytest.raises(QuotaError, match=r"61 s was requested, but your quota allows 60 s at most") as refusal:
         time_to_live(Quota(ttl=60), 61)
     assert (refusal.value.limit, refusal.value.hint) == (

@@ -1,4 +1,4 @@
-"""What each request_id was given, where a claim is taken by another uid."""
+"""The lease of each request_id, when another uid takes a claim."""
 
 import pytest
 from msgspec import structs
@@ -15,7 +15,7 @@ TAKER = HoldingProcess(ProcessIdentity(77, 77))
 
 
 def known(*leases: Lease) -> RequestIds:
-    """Return the request_ids of some leases, of which none has ended."""
+    """Return the request_ids of some leases, none of which has ended."""
     by_id = {each.id: each for each in leases}
     found = RequestIds(by_id.get)
     for lease in leases:
@@ -24,18 +24,18 @@ def known(*leases: Lease) -> RequestIds:
 
 
 def claimed() -> Lease:
-    """Return a claim of the administrator, for anybody."""
+    """Return an administrator's claim for any user."""
     return structs.replace(asked(WANTED, uid=ROOT), holders=(CLAIM,), claimed_for=ROOT)
 
 
 def taken(lease: Lease) -> Lease:
-    """Return a claim once it was taken."""
+    """Return a claim after it was taken."""
     return structs.replace(lease, owner=Owner(ANN, ANN, 77, None), holders=(TAKER,))
 
 
 @pytest.mark.parametrize("claim", [CLAIM, Claim(5.0)])
 def test_it_stays_whoever_takes_it(claim: Claim) -> None:
-    """Its request is answered with the same lease, also by the next mpsd; its taker's requests are others."""
+    """A claim's request is answered with the same lease, also by the next mpsd; its taker's requests are separate."""
     lease = taken(claimed())
     assert known(lease).earlier(WANTED, ROOT, claim) == lease
     assert known(lease).earlier(WANTED, ANN, None) is None
@@ -44,13 +44,13 @@ def test_it_stays_whoever_takes_it(claim: Claim) -> None:
 @pytest.mark.parametrize("lease", [claimed(), taken(claimed())])
 @pytest.mark.parametrize(("named", "said"), [(None, "its caller"), (TAKER, "pid 77")])
 def test_a_request_with_a_holder(lease: Lease, named: Holder | None, said: str) -> None:
-    """One for a holder is another request than one for a claim, taken or not."""
+    """A request with a holder differs from a request for a claim, taken or not."""
     with pytest.raises(RequestIdReusedError, match=f"the holder was a claim, and is {said}"):
         known(lease).earlier(WANTED, ROOT, named)
 
 
 def test_a_claim_instead_of_a_holder() -> None:
-    """One for a claim is another request than one for a holder; that it is only claimed by now is none."""
+    """A request for a claim differs from one with a holder; a lease that became a claim later makes no difference."""
     lease = asked(WANTED, uid=ROOT)
     with pytest.raises(RequestIdReusedError, match="and is a claim"):
         known(lease).earlier(WANTED, ROOT, CLAIM)
@@ -59,7 +59,7 @@ def test_a_claim_instead_of_a_holder() -> None:
 
 
 def test_only_its_own_end_forgets_it() -> None:
-    """The end of a lease leaves a newer one with its request_id alone."""
+    """The end of a lease does not remove a newer one with its request_id."""
     older, newer = claimed(), claimed()
     found = known(older, newer)
     found.forget(taken(older))

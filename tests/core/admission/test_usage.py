@@ -1,4 +1,4 @@
-"""What every user has had lately: an integral that decays."""
+"""The recent usage of each user: an integral that decays."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ histories = st.lists(st.tuples(st.floats(0, 1e5), shares), max_size=12)
 
 
 def after(history: list[tuple[float, float]], half_life: float = HOUR, *, scale: float = 1.0) -> tuple[Usage, float]:
-    """Let a user live through a history, holding so many times what it says, and return when it is over."""
+    """Replay a history for a user, multiplied by a factor; return the usage and its end."""
     usage, at = Usage(half_life), 0.0
     for passed, share in history:
         at += passed
@@ -28,7 +28,7 @@ def after(history: list[tuple[float, float]], half_life: float = HOUR, *, scale:
 
 
 def slices(history: list[tuple[float, float]], until: float, half_life: float) -> float:
-    """Return the same by the definition: what was used in each stretch of time, decayed since."""
+    """Return the same by the definition: the usage in each interval, decayed since then."""
     moments = [sum(passed for passed, _ in history[: index + 1]) for index in range(len(history))]
     total, grow = 0.0, half_life / math.log(2)
     for (start, end), (_, share) in zip(pairwise([*moments, until]), history, strict=True):
@@ -38,19 +38,19 @@ def slices(history: list[tuple[float, float]], until: float, half_life: float) -
 
 @given(histories, st.floats(0, 1e5), st.floats(10, 1e6))
 def test_definition(history: list[tuple[float, float]], passed: float, half_life: float) -> None:
-    """It is the integral of what was held, in which every moment counts half as much after each half-life."""
+    """It is the integral of the held share, in which every moment counts half as much after each half-life."""
     usage, at = after(history, half_life)
     assert usage.of(7, at + passed) == pytest.approx(slices(history, at + passed, half_life), rel=1e-6, abs=1e-3)
 
 
 def test_halves() -> None:
-    """After a half-life without anything, what a user had counts half."""
+    """After a half-life without leases, past usage counts half."""
     usage = Usage(HOUR, {7: Account(100.0, 0.0, 50.0)})
     assert [usage.of(7, 50.0 + each * HOUR) for each in (0, 1, 2, 3)] == pytest.approx([100, 50, 25, 12.5])
 
 
 def test_grows() -> None:
-    """Half a node for a second is half a share-second; for ever, it comes to rest where as much decays as is added."""
+    """Half a node for a second is half a share-second; held forever, usage converges where decay equals growth."""
     usage = Usage(HOUR)
     usage.hold(7, 0.5, 0.0)
     assert usage.of(7, 1.0) == pytest.approx(0.5, rel=1e-3)
@@ -58,25 +58,25 @@ def test_grows() -> None:
 
 
 def test_stranger() -> None:
-    """Who never had anything had nothing."""
+    """A user that never held anything has no usage."""
     assert Usage(HOUR).of(7, 1e9) == 0.0
 
 
 @given(histories, half_lives, times)
 def test_reading_changes_nothing(history: list[tuple[float, float]], half_life: float, passed: float) -> None:
-    """Neither looking nor writing down on the way, nor saying again what is held, changes the sum."""
+    """Neither reading nor storing in between, nor setting the same share again, changes the sum."""
     usage, at = after(history, half_life)
     disturbed, _ = after(history, half_life)
     disturbed.of(7, at + passed / 3)
     kept = Usage(half_life, disturbed.accounts(at + passed / 3))
     kept.hold(7, history[-1][1] if history else 0.0, at + passed / 2)
-    # What is not worth keeping was left out, a thousandth of a share-second at most.
+    # Negligible amounts were left out, at most a thousandth of a share-second.
     assert kept.of(7, at + passed) == pytest.approx(usage.of(7, at + passed), rel=1e-9, abs=1.1e-3)
 
 
 @given(histories, st.floats(0.01, 100), half_lives, times)
 def test_additive(history: list[tuple[float, float]], scale: float, half_life: float, passed: float) -> None:
-    """Who always holds so many times as much has had so many times as much: two halves of a user are one user."""
+    """A user that always holds n times as much has n times the usage: two halves of a user are one user."""
     usage, at = after(history, half_life)
     scaled, _ = after(history, half_life, scale=scale)
     assert scaled.of(7, at + passed) == pytest.approx(scale * usage.of(7, at + passed), rel=1e-9)
@@ -84,7 +84,7 @@ def test_additive(history: list[tuple[float, float]], scale: float, half_life: f
 
 @given(histories, st.floats(0, 64), half_lives, times)
 def test_monotonic(history: list[tuple[float, float]], more: float, half_life: float, passed: float) -> None:
-    """Who always holds more has never had less, and it is never less than nothing."""
+    """A user that always holds more never has less usage, and usage is never negative."""
     usage, at = after(history, half_life)
     other, _ = after([(each, share + more) for each, share in history], half_life)
     assert 0 <= usage.of(7, at + passed) <= other.of(7, at + passed) * (1 + 1e-12)
@@ -92,7 +92,7 @@ def test_monotonic(history: list[tuple[float, float]], more: float, half_life: f
 
 @given(histories, half_lives, times, times)
 def test_decays(history: list[tuple[float, float]], half_life: float, sooner: float, later: float) -> None:
-    """Once nothing is held, it only gets less."""
+    """Without leases, usage only decreases."""
     usage, at = after([*history, (1.0, 0.0)], half_life)
     sooner, later = sorted((sooner, later))
     assert usage.of(7, at + later) <= usage.of(7, at + sooner)
@@ -100,7 +100,7 @@ def test_decays(history: list[tuple[float, float]], half_life: float, sooner: fl
 
 @given(histories, half_lives, times)
 def test_bounded(history: list[tuple[float, float]], half_life: float, passed: float) -> None:
-    """Nobody has had more than the most that it held, for as long as there was, nor more than decay leaves of that."""
+    """Usage is at most the greatest held share times the elapsed time, and at most what decay leaves of that."""
     usage, at = after(history, half_life)
     most = max((share for _, share in history), default=0.0)
     bound = most * min(at + passed, half_life / math.log(2))
@@ -110,7 +110,7 @@ def test_bounded(history: list[tuple[float, float]], half_life: float, passed: f
 @pytest.mark.parametrize("half_life", [5e-324, 1e-300, 1e-9, 1e9, 1e300, 1.7e308])
 @pytest.mark.parametrize("passed", [0.0, 5e-324, 1e-9, 1.0, 1e9, 1e18])
 def test_extremes(half_life: float, passed: float) -> None:
-    """However long or short the half-life and the time, the sum is a number, and one that makes sense."""
+    """For any length of half-life and time, the sum is a finite and plausible number."""
     usage = Usage(half_life, {7: Account(10.0, 1.0, 0.0)})
     usage.hold(7, 0.5, passed)
     value = usage.of(7, 2 * passed)
@@ -120,7 +120,7 @@ def test_extremes(half_life: float, passed: float) -> None:
 
 
 def test_small_steps_add_up() -> None:
-    """A million glances within a second lose nothing to rounding."""
+    """A million readings within a second lose nothing to rounding."""
     usage, at = Usage(1e9), 0.0
     for step in range(100_000):
         at = step * 1e-5
@@ -129,7 +129,7 @@ def test_small_steps_add_up() -> None:
 
 
 def test_clock_that_went_back() -> None:
-    """A moment before the last one counts as that one: nothing grows, nothing is lost, and no time is counted twice."""
+    """A moment before the last one counts as the last one: nothing grows, nothing is lost, no time counts twice."""
     usage = Usage(HOUR)
     usage.hold(7, 1.0, 100.0)
     usage.hold(7, 0.0, 50.0)
@@ -139,7 +139,7 @@ def test_clock_that_went_back() -> None:
 
 
 def test_users_are_apart() -> None:
-    """One user's use is no other's."""
+    """The usage of one user does not affect another."""
     usage = Usage(HOUR)
     usage.hold(7, 1.0, 0.0)
     usage.hold(8, 0.25, 0.0)
@@ -150,7 +150,7 @@ def test_users_are_apart() -> None:
 
 
 def test_forgotten() -> None:
-    """An account that has decayed to nothing is not kept; one that is small and in use is."""
+    """An account that has decayed to nothing is dropped; a small one in use is kept."""
     usage = Usage(HOUR)
     usage.hold(7, 1.0, 0.0)
     usage.hold(7, 0.0, 1.0)

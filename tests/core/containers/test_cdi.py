@@ -1,4 +1,4 @@
-"""The CDI device of a lease: the document as runtimes read it, and which files are known as mpsctl's own."""
+"""The CDI device of a lease: the document as runtimes read it, and which files are recognised as mpsctl's own."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -92,11 +92,11 @@ REQUIRED: Final[Mapping[str, tuple[str, ...]]] = {
     "hook": ("hookName", "path"),
 }
 HOOKS: Final = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
-"""The CDI specification 0.3.0: its fields with their types, and those that are required; it allows no others."""
+"""The CDI specification 0.3.0: its fields with their types, and which are required; it allows no others."""
 
 
 def wrong_fields(kind: str, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a part of a document has that the specification does not allow, and what it lacks."""
+    """Yield the fields of a part of a document that the specification does not allow, and those that are missing."""
     yield from (f"{kind}: unknown field {name}" for name in found if name not in FIELDS[kind])
     yield from (f"{kind}: no {name}" for name in REQUIRED[kind] if name not in found)
     types = FIELDS[kind]
@@ -104,7 +104,7 @@ def wrong_fields(kind: str, found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def broken_rules(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where a document breaks the specification."""
+    """Yield the places where a document breaks the specification."""
     yield from wrong_fields("document", found)
     vendor, _, kind = found["kind"].partition("/")
     if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_.-]*[A-Za-z0-9])?", vendor):
@@ -115,14 +115,14 @@ def broken_rules(found: Mapping[str, Any]) -> Iterator[str]:
         yield "no device"
     for device in found["devices"]:
         yield from wrong_fields("device", device)
-        # Before 0.5.0 the name of a device began with a letter.
+        # Before 0.5.0 the name of a device had to begin with a letter.
         if not NAME.fullmatch(device["name"]) or not device["name"][0].isalpha():
             yield f"name {device['name']}"
         yield from broken_edits(device["containerEdits"])
 
 
 def broken_edits(edits: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where the edits of a device break the specification."""
+    """Yield the places where the edits of a device break the specification."""
     yield from wrong_fields("edits", edits)
     yield from (f"variable {each}" for each in edits["env"] if not re.fullmatch(r"[^=]+=.*", each))
     for mount in edits["mounts"]:
@@ -140,19 +140,19 @@ def document(*, shared_memory: bool = False) -> Any:
 
 
 class TestDocument:
-    """What a container runtime reads."""
+    """The document that a container runtime reads."""
 
     def test_golden(self) -> None:
         """A container gets the lease's variables, its pipe directory and the hook, and nothing else of the node."""
         assert cdi.encode(document()).decode() == GOLDEN
 
     def test_specification(self) -> None:
-        """It has the fields that the specification has, of their types, and keeps its rules."""
+        """It has the fields of the specification with their types, and follows its rules."""
         assert list(broken_rules(document())) == []
         assert list(broken_rules(document(shared_memory=True))) == []
 
     def test_shared_memory(self) -> None:
-        """/dev/shm is mounted where it is wanted, and can be written to."""
+        """/dev/shm is mounted on request, and is writable."""
         (device,) = document(shared_memory=True)["devices"]
         directory, shared = device["containerEdits"]["mounts"]
         assert directory["containerPath"] == "/run/mpsd/mps/gpu0"
@@ -160,23 +160,23 @@ class TestDocument:
         assert "rw" in shared["options"]
 
     def test_the_token_is_no_argument(self) -> None:
-        """Every user can read the arguments of a process, and only root and its own user the environment."""
+        """Every user can read the arguments of a process, but only root and its own user can read its environment."""
         (device,) = document()["devices"]
         (hook,) = device["containerEdits"]["hooks"]
         assert not [each for each in hook["args"] if "5ec12e7" in each]
 
 
 class TestFile:
-    """Which files mpsctl knows for its own."""
+    """The files that mpsctl recognises as its own."""
 
     def test_read_back(self) -> None:
-        """A file that was written tells its lease and its mpsd."""
+        """A file that was written names its lease and its mpsd."""
         assert cdi.decode(cdi.file_name(LEASE), cdi.encode(document())) == DEVICE
         assert cdi.device_name(LEASE) == "mpsd/lease=lease-0123456789"
 
     @pytest.mark.parametrize("lease", ["", "../x", "a/b", "-x", "a b", "läse", "a\n", "."])
     def test_no_name(self, lease: str) -> None:
-        """What is no id of a lease names no file, so that none is written or removed elsewhere."""
+        """A text that is no lease id names no file, so that no file elsewhere is written or removed."""
         with pytest.raises(InvalidRequestError):
             cdi.file_name(lease)
 
@@ -199,10 +199,10 @@ class TestFile:
 
     @pytest.mark.parametrize("name", ["nvidia.json", "mpsd-lease_lease-1.json", f".mpsd-lease_{LEASE}.json.17"])
     def test_under_another_name(self, name: str) -> None:
-        """A device of mpsctl's that lies under a name that is not its own is not touched."""
+        """A device of mpsctl's under a wrong file name is not touched."""
         assert cdi.decode(name, GOLDEN.encode()) is None
 
     @pytest.mark.parametrize("raw", [b"", b"\xff", b"null", b"[]", b"{}", b'{"devices":[]}', b"[" * 100_000])
     def test_any_bytes(self, raw: bytes) -> None:
-        """Whatever a file holds, reading it fails for nobody."""
+        """Reading a file never fails, whatever bytes it contains."""
         assert cdi.decode(cdi.file_name(LEASE), raw) is None

@@ -1,4 +1,4 @@
-"""What a hook reads of a container: its state, its configuration, and the uid that its program will have."""
+"""A hook's view of a container: its state, its configuration, and the uid of its program."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ class TestState:
     """The container that is being created."""
 
     def test_read(self) -> None:
-        """It is the runtime's process, and where the configuration lies."""
+        """The state has the runtime's process, and the path of the configuration."""
         found = oci.state(raw({"ociVersion": "1.0.2", "id": "c", "status": "creating", "pid": 17, "bundle": "/b"}))
         assert found == oci.State(17, "/b")
 
@@ -31,22 +31,22 @@ class TestState:
         ],
     )  # fmt: skip
     def test_none(self, content: Any) -> None:
-        """What is not the state of a container is refused."""
+        """A document that is not the state of a container is refused."""
         with pytest.raises(InvalidRequestError):
             oci.state(raw(content))
 
     @pytest.mark.parametrize("junk", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
     def test_junk(self, junk: bytes) -> None:
-        """So is what is no JSON."""
+        """Bytes that are no JSON are refused."""
         with pytest.raises(InvalidRequestError):
             oci.state(junk)
 
 
 class TestContainer:
-    """What its program will be."""
+    """The program of a container."""
 
     def test_read(self) -> None:
-        """Uid and gid, variables, and mounts, as the container has them; what comes last on a path is what it sees."""
+        """Uid, gid, variables and mounts are read; of several mounts on a path, the last one is visible."""
         found = oci.container(
             raw(
                 {
@@ -62,7 +62,7 @@ class TestContainer:
         assert found == oci.Container(1000, 100, {"A": "2", "B": "x=y"}, {"/p": "", "/d": "/two"})
 
     def test_root(self) -> None:
-        """Without a user it is root; it may have neither variables nor mounts."""
+        """Without a user it is root; variables and mounts are optional."""
         assert oci.container(raw({"process": {"env": None}, "mounts": None})) == oci.Container(0, 0, {}, {})
 
     @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ class TestContainer:
         ],
     )  # fmt: skip
     def test_none(self, content: Any) -> None:
-        """What is not the configuration of a container is refused."""
+        """A document that is not the configuration of a container is refused."""
         with pytest.raises(InvalidRequestError):
             oci.container(raw(content))
 
@@ -98,5 +98,5 @@ class TestOutside:
         ],
     )
     def test_ids(self, id_map: str, inside: int, expected: int | None) -> None:
-        """It is found in the line that has it; what no line has is nobody's outside."""
+        """A uid is mapped by the line that contains it; a uid without a line has no uid outside."""
         assert oci.outside(id_map, inside) == expected

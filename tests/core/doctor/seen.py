@@ -1,4 +1,4 @@
-"""A node on which all is well, as doctor sees it, and ways to make one thing of it otherwise."""
+"""A healthy node as doctor sees it, and functions that change one thing about it."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -48,7 +48,7 @@ DEVICE: Final = 25
 
 
 def process(pid: int, part: str, **otherwise: Any) -> ProcessSeen:
-    """Return a process that is well."""
+    """Return a healthy process."""
     variables = {"CUDA_MPS_PIPE_DIRECTORY": DIRECTORY, "CUDA_MPS_LOG_DIRECTORY": "/var/log/mpsd/gpu0"}
     usual: dict[str, Any] = {
         "uid": 0,
@@ -75,7 +75,7 @@ CONDITION: Final = Condition(True, 0, False, False, False)
 
 
 def directory(setting: str, path: str, **otherwise: Any) -> DirectorySeen:
-    """Return one of mpsd's directories, that is well."""
+    """Return one of mpsd's directories, healthy."""
     usual: dict[str, Any] = {"there": Path(path), "file_system": "ext4", "free": 9 * GIB, "free_files": 10**6}
     return DirectorySeen(**{"setting": setting, "path": Path(path), "exists": True, **usual, **otherwise})
 
@@ -160,12 +160,12 @@ WELL: Final = Observed(
 
 
 def clients(*found: ClientSeen) -> Observed:
-    """Return it with these processes of leases."""
+    """Return the node with these processes of leases."""
     return replace(WELL, clients=Known(found))
 
 
 def client(pid: int = 500, **otherwise: Any) -> ClientSeen:
-    """Return a process of a lease of 8 GiB that is well."""
+    """Return a healthy process of a lease of 8 GiB."""
     usual: dict[str, Any] = {
         "arguments": ("python", "train.py"),
         "variables": Known({"CUDA_VISIBLE_DEVICES": GPU.uuid}),
@@ -175,44 +175,44 @@ def client(pid: int = 500, **otherwise: Any) -> ClientSeen:
 
 
 def service(**otherwise: Any) -> Observed:
-    """Return that node with something about mpsd otherwise."""
+    """Return the node with a change in mpsd."""
     return replace(WELL, service=replace(WELL.service, **otherwise))
 
 
 def files(**otherwise: Any) -> Observed:
-    """Return it with something on its disk otherwise."""
+    """Return the node with a change on its disk."""
     return replace(WELL, files=replace(WELL.files, **otherwise))
 
 
 def host(**otherwise: Any) -> Observed:
-    """Return it with something about the machine otherwise."""
+    """Return the node with a change in the machine."""
     return replace(WELL, host=replace(WELL.host, **otherwise))
 
 
 def answers(**otherwise: Any) -> Observed:
-    """Return it with something that mpsd says otherwise."""
+    """Return the node with a change in mpsd's answers."""
     return service(answers=Known(replace(ANSWERS, **otherwise)))
 
 
 def reason(kind: Kind, because: str) -> Observed:
-    """Return it with a reason that mpsd gives."""
+    """Return the node with a reason that mpsd reports."""
     subject = "GPU 0" if kind.startswith("gpu") else "gpu0"
     return answers(reasons=(Reason(kind, subject, because, "what to do"),))
 
 
 def daemon_answer(**otherwise: Any) -> Observed:
-    """Return it with something that mpsd says of its control daemon otherwise."""
+    """Return the node with a change in mpsd's answer about its control daemon."""
     return answers(daemons=(replace(ANSWERS.daemons[0], **otherwise),))
 
 
 def unit(**otherwise: str) -> Observed:
-    """Return it with something about mpsd's unit otherwise."""
+    """Return the node with a change in mpsd's unit."""
     assert isinstance(WELL.service.units, Known)
     return service(units=Known({"mpsd.service": {**WELL.service.units.value["mpsd.service"], **otherwise}}))
 
 
 def processes(*more: ProcessSeen) -> Observed:
-    """Return it with these processes besides, or in the place of those with their pids."""
+    """Return the node with these processes added, or in place of those with the same pids."""
     there = {each.pid: each for each in (MPSD, DAEMON, SERVER, *more)}
     return replace(WELL, processes=Known(tuple(there.values())))
 
@@ -220,7 +220,7 @@ def processes(*more: ProcessSeen) -> Observed:
 def gpu(
     *, usage: GpuUsage | None = None, condition: Condition | None = None, driver: str = DRIVER, **otherwise: Any
 ) -> Observed:
-    """Return it with something about its GPU otherwise."""
+    """Return the node with a change in its GPU."""
     seen = GpuSeen(
         replace(GPU, driver_version=driver, **otherwise), Known(usage or USAGE), Known(condition or CONDITION)
     )
@@ -228,7 +228,7 @@ def gpu(
 
 
 def settings(text: str, observed: Observed = WELL) -> Observed:
-    """Return a node with other settings, which mpsd has as well."""
+    """Return a node with other settings, which its mpsd has as well."""
     new: Settings = parse(text)
     return replace(
         observed,
@@ -239,7 +239,7 @@ def settings(text: str, observed: Observed = WELL) -> Observed:
 
 
 def look(check: str, observed: Observed) -> list[Finding]:
-    """Put one check to a node."""
+    """Run one check on a node."""
     return [each.finding for each in examine([CHECKS[check]], observed)]
 
 

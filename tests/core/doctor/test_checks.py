@@ -1,4 +1,4 @@
-"""Each check of doctor: ok on a node that is well, and what it says of one that is not, with evidence and remedy."""
+"""Each check of doctor: ok on a healthy node, and its verdict on one that is not, with evidence and remedy."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,7 +67,7 @@ VLLM: Final = ("python", "/opt/bin/vllm", "serve", "some-model")
 
 
 def node() -> NodeGpus:
-    """Return what NVML told of a node that is well."""
+    """Return NVML's report about a healthy node."""
     assert isinstance(WELL.gpus.node, Known)
     return WELL.gpus.node.value
 
@@ -99,28 +99,28 @@ XID: Final = "NVRM: Xid (PCI:0000:3b:00): {}, pid=7, name=python"
 
 
 def at(observed: Observed, **otherwise: Any) -> Observed:
-    """Return a node with something about its mpsd otherwise."""
+    """Return a node with a change in its mpsd."""
     return replace(observed, service=replace(observed.service, **otherwise))
 
 
 def shm(**otherwise: Any) -> Observed:
-    """Return one with another /dev/shm, and a driver that needs it."""
+    """Return a node with another /dev/shm, and a driver that needs it."""
     assert isinstance(WELL.host.shared_memory, Known)
     return older(host(shared_memory=Known(replace(WELL.host.shared_memory.value, **otherwise))))
 
 
 def older(observed: Observed) -> Observed:
-    """Return a node with a driver whose servers share memory by /dev/shm."""
+    """Return a node with a driver whose servers share memory through /dev/shm."""
     return replace(observed, gpus=gpu(driver="550.163.01").gpus)
 
 
 def used(*pids: int, mps: bool, mode: ComputeMode = ComputeMode.DEFAULT) -> GpuUsage:
-    """Return that these processes use the GPU."""
+    """Return a reading in which these processes use the GPU."""
     return GpuUsage(0, {pid: GpuProcess(Known(MIB), mps=mps) for pid in pids}, mode)
 
 
 def left(found: Any, **otherwise: Any) -> Observed:
-    """Return a node without mpsd whose record of compute modes is this."""
+    """Return a node without mpsd and with this record of compute modes."""
     seen = at(gpu(usage=replace(USAGE, compute_mode=otherwise.pop("mode", USAGE.compute_mode))), **SILENT)
     return replace(seen, gpus=replace(seen.gpus, left=Left(LEFT, found, **otherwise)))
 
@@ -428,10 +428,10 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("kernel", host(kernel="5.14.0", first_pid_namespace=False), "warn", "SO_PEERPIDFD"),
     ("kernel", host(kernel="strange"), "unknown", "strange"),
 )
-"""Check, node, verdict, and what it says of that."""
+"""Check, node, verdict, and the reason."""
 
 FINE: Final[tuple[tuple[str, Observed], ...]] = (
-    ("orphans", replace(WELL, processes=Known((MPSD, SERVER)))),  # mpsd says that its parent is a control daemon
+    ("orphans", replace(WELL, processes=Known((MPSD, SERVER)))),  # by mpsd's answer its parent is a control daemon
     ("foreign-daemon", processes(APART)),
     ("pid-namespace", processes(APART)),
     ("shm-shared", processes(APART, process(101, "mpsd", shared_memory=Known(7)))),
@@ -471,7 +471,7 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
 
 
 def test_a_node_that_is_well() -> None:
-    """Every check is ok: nothing is wrong, and nothing unknown."""
+    """Every check is ok: nothing is wrong, and nothing is unknown."""
     results = examine(CHECKS.values(), WELL)
     assert [(each.check.id, each.finding) for each in results if each.finding.verdict is not Verdict.OK] == []
     assert [each.check.id for each in results] == list(CHECKS)
@@ -484,7 +484,7 @@ def _name(value: object) -> str:
 
 @pytest.mark.parametrize(("check", "observed", "verdict", "because"), CASES, ids=_name)
 def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: str) -> None:
-    """It is found, with the value that shows it, and with what to do about it."""
+    """The check finds the fault, with the value that shows it, and with a remedy."""
     found = [each for each in look(check, observed) if because in each.because]
     assert [each.verdict for each in found] == [verdict], look(check, observed)
     assert found[0].remedy or verdict == Verdict.UNKNOWN
@@ -493,12 +493,12 @@ def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: st
 
 @pytest.mark.parametrize(("check", "observed"), FINE, ids=_name)
 def test_what_is_fine(check: str, observed: Observed) -> None:
-    """What only looks like it is not taken for it."""
+    """A case that only looks like a fault is not reported."""
     assert [each.verdict for each in look(check, observed)] == [Verdict.OK]
 
 
 def test_what_cannot_be_seen_is_never_well() -> None:
-    """Without processes, without NVML and without mpsd's answers, each check that goes by them is unknown, or fails."""
+    """Without processes, NVML and mpsd's answers, each check that depends on them is unknown, or fails."""
     blind: dict[str, tuple[Observed, set[str]]] = {
         "processes": (replace(WELL, processes=Unknown("hidden")), set()),
         "surroundings": (replace(WELL, processes=Unknown("hidden")), {"capabilities", "user-namespace"}),
@@ -511,25 +511,25 @@ def test_what_cannot_be_seen_is_never_well() -> None:
 
 
 def test_every_check_has_a_case() -> None:
-    """There is no check of which no test shows that it finds what it looks for."""
+    """Every check has a test which shows that it finds its fault."""
     assert {check for check, _, verdict, _ in CASES if verdict in {"note", "warn", "fail"}} == CHECKS.keys()
 
 
 def test_what_fix_may_do() -> None:
-    """Only checks that say so have anything mended, and each of them has."""
+    """Only checks that declare a fix have anything fixed, and each of them has."""
     mended = {check: each.mend for check, observed, _, _ in CASES for each in look(check, observed) if each.mend}
     assert mended.keys() == {check.id for check in CHECKS.values() if check.mends}
     assert {each.means for each in mended.values()} == set(Means)
 
 
 def test_only_own_directories_are_opened() -> None:
-    """A directory above mpsd's own is for its owner to open."""
+    """A directory above mpsd's own must be opened by its owner."""
     assert look("traverse", files(closed=Path("/run/mpsd")))[0].mend is not None
     assert look("traverse", files(closed=Path("/run")))[0].mend is None
 
 
 def test_nothing_is_mended_on_a_guess() -> None:
-    """Where not every process can be seen, nothing is called left over."""
+    """When some processes are not visible, nothing counts as left over."""
     left_over = files(
         own=(pipe_directory("gpu7", "/x", "control"),),
         shared_memory=(SharedMemorySeen("cuda.shm.0.1f4.1", 0, 500, MIB),),

@@ -1,4 +1,4 @@
-"""What the driver decides: quantities, allocations, configurations, slices, and what is next about claims."""
+"""The decisions of the driver: quantities, allocations, configurations, slices, and the next action for claims."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -37,25 +37,25 @@ UID = "0af54f2c-0000-4000-8000-00000000beef"
 
 
 class TestQuantities:
-    """Quantities as Kubernetes writes them."""
+    """Quantities in the syntax of Kubernetes."""
 
     @pytest.mark.parametrize(
         ("text", "number"),
         [("25", 25), ("8Gi", 8 * 2**30), ("7936Mi", 7936 * 2**20), ("1500m", 1.5), ("12e6", 12_000_000), ("1k", 1000)],
     )
     def test_examples(self, text: str, number: float) -> None:
-        """Each form is read."""
+        """Each form is parsed."""
         assert quantities.parse(text) == Decimal(str(number))
 
     @pytest.mark.parametrize("text", ["", "8GiB", "Gi", "1e999", "-", "0x1", "٣", "1 Gi", True, None, [], "9" * 99])
     def test_others(self, text: object) -> None:
-        """Anything else is refused."""
+        """Any other text is refused."""
         with pytest.raises(InvalidRequestError, match="is not a quantity of Kubernetes"):
             quantities.parse(text)
 
     @given(st.integers(0, 2**24))
     def test_written_and_read(self, mebibytes: int) -> None:
-        """What is written is read as the same."""
+        """A written quantity parses to the same value."""
         assert quantities.mebibytes(quantities.of_mebibytes(mebibytes)) == mebibytes
 
 
@@ -65,7 +65,7 @@ class TestQuantities:
     step=st.sampled_from([1, 16, 256, 1000, 1024, 4096]),
 )
 def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, percent: int, step: int) -> None:
-    """As its validation has it: min <= default <= max <= value, min + step <= value, and multiples of the step."""
+    """Kubernetes requires min <= default <= max <= value, min + step <= value, and multiples of the step."""
     gpu = Gpu("GPU-1", mebibytes, "gpu0", "/run", 550, "", 0, "M" * 200, "550.1")
     document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step), 1)
     for device in document["spec"]["devices"]:
@@ -81,7 +81,7 @@ def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, perce
 
 
 def test_what_may_not_start_is_left_out() -> None:
-    """A GPU with a reason is no device; the generation alone makes no difference."""
+    """A GPU with a reason against new leases is no device; the generation alone makes no difference."""
     node, steps = Node("n", "", "mpsd", "strict"), Steps(1, 256)
     held = [Gpu("GPU-1", 8192, "gpu0", "/run", 550, "held"), Gpu("GPU-2", 8192, "gpu1", "/run", 550)]
     document: Any = slices.document(node, held, steps, 1)
@@ -89,7 +89,7 @@ def test_what_may_not_start_is_left_out() -> None:
     assert slices.same(slices.document(node, held, steps, 7), document)
     assert not slices.same(slices.document(node, [], steps, 1), document)
     empty = json.loads(json.dumps(slices.document(node, [], steps, 1)))
-    del empty["spec"]["devices"]  # as the API server gives it back
+    del empty["spec"]["devices"]  # as the API server returns it
     assert slices.same(empty, slices.document(node, [], steps, 2))
 
 
@@ -107,7 +107,7 @@ def test_what_may_not_start_is_left_out() -> None:
     )
 )
 def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
-    """Whatever is written there, the answer is a configuration or a sentence with what to do."""
+    """Any parameters result in a configuration, or in a sentence with a hint."""
     if isinstance(parameters, dict):
         parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **parameters}
     try:
@@ -120,14 +120,14 @@ def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
 
 
 def test_a_subrequest_has_the_configuration_of_its_request() -> None:
-    """A request that was allocated by one of its alternatives is named with that."""
+    """A request that was allocated by one of its alternatives is named together with that alternative."""
     parameters = {"apiVersion": "mpsd/v1", "kind": "Share", "user": 7}
     found = configuration.for_request([Configuration(["r"], Opaque("mpsd", parameters))], "r/small", "mpsd")
     assert found.user == 7
 
 
 class TestNext:
-    """What is next about claims and leases."""
+    """The next action for claims and leases."""
 
     def claim(self, stage: Stage, shares: int = 1) -> PreparedClaim:
         """Return a claim."""
@@ -139,21 +139,21 @@ class TestNext:
         return ShareLease(f"lease-{number}", UID, number, pod, GROUP if pod else "", 0, left)
 
     def test_prepared(self) -> None:
-        """A claim of mpsd's is renewed and taken, and what is missing is claimed again."""
+        """A prepared claim's open leases are renewed and taken, and a missing lease is claimed again."""
         claim, lease = self.claim(Stage.PREPARED, 2), self.lease(left=100)
         assert next_actions([claim], [lease], lambda _: True, 300) == [Replace(claim), Renew(lease), Take(lease, claim)]
         held = [self.lease(0, POD)._replace(has_clients=True), self.lease(1, POD)._replace(has_clients=True)]
         assert next_actions([claim], held, lambda _: True, 300) == []
 
     def test_begun_and_over(self) -> None:
-        """What was only begun is kubelet's; what is over is taken back."""
+        """A claim that was only begun is left to kubelet; a finished one is undone."""
         begun, over = self.claim(Stage.BEGUN), self.claim(Stage.OVER)
         assert next_actions([begun], [self.lease(left=1)], lambda _: True, 300) == []
         assert next_actions([begun], [], lambda _: True, 300) == [Forget(begun)]
         assert next_actions([over], [self.lease()], lambda _: True, 300) == [Finish(over)]
 
     def test_a_lease_that_no_claim_has(self) -> None:
-        """It is released, unless a pod with processes holds it."""
+        """A lease without a claim is released, unless a pod with processes holds it."""
         claimed, held = self.lease(), self.lease(1, POD)
         assert next_actions([], [claimed, held], lambda _: True, 300) == [
             Release(claimed, "no claim is prepared that has it")
@@ -161,7 +161,7 @@ class TestNext:
         assert [type(each) for each in next_actions([], [held], lambda _: False, 300)] == [Release]
 
     def test_which_leases_count(self) -> None:
-        """A request_id is anybody's to choose: a lease counts where root alone can have had it held."""
+        """Any user can choose a request_id, so a lease counts only if root alone can have given it its holder."""
         now = datetime.now(UTC)
         claim = Holder("claim", "", (now + timedelta(seconds=60)).isoformat())
         found = share_lease("lease-1", request_id(UID, 3), 0, [claim], now)
@@ -176,7 +176,7 @@ class TestNext:
 
 
 def test_devices() -> None:
-    """The names of devices do not depend on leases, and the hook is there where it was asked for."""
+    """The names of devices do not depend on leases, and the hook is present if it was requested."""
     variables = {"MPSD_LEASE": "lease-1", "MPSD_LEASE_TOKEN": "secret", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps/gpu0"}
     raw = cdi_devices.encoded(
         UID, [variables], shared_memory=[True], more=[{"A": "b"}], socket="/run/mpsd.sock", hook="/usr/bin/mpsctl"

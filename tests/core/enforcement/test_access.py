@@ -1,4 +1,4 @@
-"""Who is let in to a control daemon."""
+"""Pipe access to a control daemon."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,12 +11,12 @@ _UIDS = st.integers(0, 2**32 - 2)
 
 @given(holders=st.sets(_UIDS), own=_UIDS)
 def test_denied(holders: set[int], own: int) -> None:
-    """Whoever holds a lease is let in, and nobody else; root and mpsd's own uid need nobody's leave."""
+    """Holders of leases have access, and no other uid; root and mpsd's own uid need no permission."""
     assert admitted(Unadmitted.DENY, holders, own) == frozenset(holders) - {0, own}
 
 
 @given(holders=st.sets(_UIDS), own=_UIDS)
 def test_not_denied(holders: set[int], own: int) -> None:
-    """Where processes without a lease are let in, everybody is, whoever holds one."""
+    """Where processes without a lease are admitted, all uids have access, whichever hold leases."""
     for unadmitted in (Unadmitted.DEFAULTS, Unadmitted.ALLOW):
         assert admitted(unadmitted, holders, own) is None

@@ -1,4 +1,4 @@
-"""Ceilings: what the next client of a control daemon gets at most is what the leases need that are still to attach."""
+"""Ceilings: the next client of a control daemon gets at most what the leases need whose clients are still to attach."""
 
 from typing import Final
 
@@ -40,12 +40,12 @@ QUARTER, HALF = limits(25, 1024), limits(50, 512)
 
 
 def open_to(expected: ExpectedClients) -> set[str]:
-    """Return the leases that it is open to, as it was settled last."""
+    """Return the leases that it is open to since the last settle."""
     return {each for each in (*"ab", *map(str, range(1000))) if expected.is_open_to(each)}
 
 
 def fits(one: Limits, other: Limits) -> bool:
-    """Tell whether nothing of the one is more than the other's."""
+    """Return whether neither limit of the one exceeds that of the other."""
     return widest_limits(one, other) == other
 
 
@@ -53,7 +53,7 @@ ANYTIME: Final = CeilingRules(SMALLEST, Attach.ANYTIME, WINDOW)
 
 
 def held(processes: int | None, *pids: int) -> Lease:
-    """Return a lease for so many processes that has these clients."""
+    """Return a lease for so many processes with these clients."""
     clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
     lease = asked(LeaseRequest(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), processes=processes))
     share = Share("GPU-0", "gpu0", ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), {})
@@ -80,14 +80,17 @@ SHOWN, MISSING, UNKNOWN = ContextProof.SHOWN, ContextProof.MISSING, ContextProof
     ],
 )
 def test_awaited(lease: Lease, proofs: list[ContextProof], expected: Awaited) -> None:
-    """It closes behind a lease whose processes are all seen on the GPU, or after the window; never in `anytime`."""
+    """It closes behind a lease whose processes are all seen on the GPU, or after the window.
+
+    In `anytime` it never closes.
+    """
     for attach in Attach:
         wanted = Awaited.ALWAYS if attach is Attach.ANYTIME else expected
         assert awaited(lease, attach, proofs) is wanted
 
 
 def test_part() -> None:
-    """A part is what is granted, divided by the processes; all of it where there may be any number of them."""
+    """A part is the granted share divided by the number of processes, or all of it for any number of them."""
     parts = [each_process(lease, lease.shares[0]) for lease in (held(1), held(7), held(None))]
     assert parts == [
         Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000)),
@@ -97,16 +100,16 @@ def test_part() -> None:
 
 
 class TestTogether:
-    """In shared mode."""
+    """The ceiling in shared mode."""
 
     def test_closed(self) -> None:
-        """With nobody to come, a process gets what it gets that nobody let in."""
+        """Without expected clients, a process gets the limits of unadmitted ones."""
         assert ExpectedClients().settle(SHARED, 0.0) == Ceiling(SMALLEST)
         defaults = CeilingRules(QUARTER, attach=Attach.SHARED, window=WINDOW)
         assert ExpectedClients().settle(defaults, 0.0).limits == QUARTER
 
     def test_largest(self) -> None:
-        """It is as far open as the largest of those who are to come needs, each limit by itself."""
+        """It opens as far as the largest expected lease needs, each limit by itself."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
@@ -118,20 +121,20 @@ class TestTogether:
         assert expected.settle(SHARED, 2.0).limits == SMALLEST
 
     def test_never_below_what_anybody_gets(self) -> None:
-        """Where an operator gives something to everybody, a small lease takes nothing of it."""
+        """Where an operator gives all processes something, a small lease does not reduce it."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.SHARED, window=WINDOW), 0.0).limits == UNLIMITED
 
     def test_no_process_is_there_yet(self) -> None:
-        """Its first process is waited for as long as the lease lives."""
+        """The first process of a lease is awaited as long as the lease lives."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
         assert open_to(expected) == {"a"}
 
     def test_the_others_have_a_window(self) -> None:
-        """Those that do not come with the first are waited for, from the last that came, and can be asked for again."""
+        """Later processes are awaited for a window after the last one, and a new window can be requested."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
         expected.expect("a", QUARTER, Awaited.WINDOW, now=20.0)
@@ -142,7 +145,7 @@ class TestTogether:
         assert open_to(expected) == {"a"}
 
     def test_a_look_begins_no_window_anew(self) -> None:
-        """A window that is over stays so, and one that goes on is no longer for it, until something happens."""
+        """A repeated check neither reopens a window that has ended nor extends an open one, until something happens."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("a", QUARTER, Awaited.WINDOW, now=10.0, anew=False)
@@ -155,7 +158,7 @@ class TestTogether:
         assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
 
     def test_as_long_as_a_lease_lives(self) -> None:
-        """In `anytime` it is as far open as the largest lease that lives, whatever its clients do."""
+        """In `anytime` it opens as far as the largest living lease, whatever its clients do."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
@@ -165,10 +168,10 @@ class TestTogether:
 
 
 class TestStrictly:
-    """In strict mode."""
+    """The ceiling in strict mode."""
 
     def test_one_at_a_time(self) -> None:
-        """Each has its turn, in the order in which they came, under exactly its own limits."""
+        """Each lease has its turn, in order of arrival, under exactly its own limits."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
@@ -181,13 +184,16 @@ class TestStrictly:
         assert expected.settle(STRICT, 11.0) == Ceiling(SMALLEST)
 
     def test_exactly(self) -> None:
-        """Also where everybody gets more."""
+        """This holds also where all processes get more."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.STRICT, window=WINDOW), 0.0).limits == QUARTER
 
     def test_who_does_not_come_has_another_turn(self) -> None:
-        """It goes behind all others, and comes again; one that has some of its processes has to ask."""
+        """A lease whose client does not come moves to the end and gets another turn.
+
+        One with some processes has to ask.
+        """
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.WINDOW, now=0.0)
@@ -203,12 +209,12 @@ class TestStrictly:
         assert expected.settle(STRICT, 61.0) == Ceiling(SMALLEST)
 
     def test_a_turn_is_held(self) -> None:
-        """It passes no more while its lease waits for another GPU, and begins when that was told, once."""
+        """A held turn does not pass while its lease waits for another GPU; the window begins with the first answer."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
         expected.settle(STRICT, 0.0)
-        expected.hold("b")  # not its turn: there is nothing to be held
+        expected.hold("b")  # it is not its turn, so there is nothing to hold
         expected.hold("a")
         assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER)
         expected.answer("a", Awaited.ALWAYS, now=1000.0)
@@ -219,7 +225,7 @@ class TestStrictly:
         assert expected.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
 
     def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
-        """Whoever is next has the next."""
+        """The turn passes to the next lease."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
@@ -229,7 +235,7 @@ class TestStrictly:
         assert expected.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
 
     def test_who_asks_is_not_forgotten(self) -> None:
-        """While somebody waits to be told, neither mode forgets the lease; its window begins when it is told."""
+        """While a caller waits for its answer, no mode drops the lease; its window begins with the answer."""
         for rules in (SHARED, STRICT):
             expected = ExpectedClients()
             expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
@@ -249,7 +255,7 @@ COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER,
 
 @given(COMINGS)
 def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> None:
-    """Who comes or goes and is said to need no other limits than are needed already leaves them as they are."""
+    """A lease that comes or goes and is reported to need no other limits leaves the limits unchanged."""
     expected = ExpectedClients()
     for number, size, comes in comings:
         before = expected.settle(SHARED, 0.0)
@@ -263,7 +269,7 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
     st.sampled_from([SMALLEST, QUARTER, UNLIMITED]),
 )
 def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
-    """In shared mode nobody gets more than somebody needs or anybody gets, in either limit, and nobody less."""
+    """In shared mode each limit is the greatest that any lease needs or all processes get."""
     expected = ExpectedClients()
     for number, each in enumerate(asked):
         expected.expect(str(number), each, Awaited.ALWAYS, now=0.0)
@@ -275,19 +281,19 @@ def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
 
 
 class Attachment(RuleBasedStateMachine):
-    """Leases come, attach and end, in strict mode; nobody is forgotten, and nobody gets what is another's."""
+    """Leases come, attach and end in strict mode; no lease is forgotten, and none gets another's limits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.expected = ExpectedClients()
         self.now = 0.0
         self.waiting: dict[str, Limits] = {}
-        """Leases of which no process is there yet."""
+        """Leases without a process yet."""
         self.number = 0
 
     @rule(percent=st.integers(1, 100), mebibytes=st.integers(1, 4096))
     def grant(self, percent: int, mebibytes: int) -> None:
-        """A lease is granted."""
+        """Grant a lease."""
         self.number += 1
         self.waiting[str(self.number)] = limits(percent, mebibytes)
         self.expected.expect(str(self.number), limits(percent, mebibytes), Awaited.ALWAYS, now=self.now)
@@ -295,20 +301,20 @@ class Attachment(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(pick=st.integers(0, 100))
     def leave(self, pick: int) -> None:
-        """One attaches, or ends."""
+        """Attach a process of a lease, or end the lease."""
         lease_id = list(self.waiting)[pick % len(self.waiting)]
         del self.waiting[lease_id]
         self.expected.forget(lease_id)
 
     @rule(seconds=st.floats(0.0, 100.0))
     def wait(self, seconds: float) -> None:
-        """Time passes."""
+        """Let time pass."""
         self.now += seconds
 
     @precondition(lambda self: self.waiting)
     @rule()
     def everybody_has_a_turn(self) -> None:
-        """Within as many windows as there are leases, each has been let in."""
+        """Check that within as many windows as there are leases, each has had its turn."""
         seen: set[str] = set()
         for _ in range(len(self.waiting) + 1):
             self.expected.settle(STRICT, self.now)
@@ -318,7 +324,7 @@ class Attachment(RuleBasedStateMachine):
 
     @invariant()
     def exactly_one(self) -> None:
-        """It is open to one of them, under its limits; and closed when nobody is to come."""
+        """Check that it is open to exactly one lease, under its limits, and closed when none is expected."""
         ceiling = self.expected.settle(STRICT, self.now)
         if not self.waiting:
             assert ceiling == Ceiling(SMALLEST)

@@ -45,7 +45,10 @@ def test_what_drifted(found: ReadBack, expected: list[tuple[str, float, float | 
 
 
 def test_own_limits() -> None:
-    """What mpsd itself set is no drift, limit by limit: it may have been killed between two of them."""
+    """A value that mpsd itself set is no drift.
+
+    This holds for each limit separately: mpsd may have been killed between two of them.
+    """
     own = (ReadBack(100, GIB), ReadBack(250, 2 * GIB))
     assert drift(WANTED, ReadBack(100, 2 * GIB), (), (), NOW, own=own) == ()
     (found,) = drift(WANTED, ReadBack(100, 4 * GIB), (), (), NOW, own=own)
@@ -53,7 +56,7 @@ def test_own_limits() -> None:
 
 
 def test_limit_where_none_is_wanted() -> None:
-    """A memory limit that nobody configured is drift; that there is none is not."""
+    """A memory limit that is not configured is drift; its absence is not."""
     wanted = Limits(ActiveThreadPercentage(1000), None)
     assert drift(wanted, ReadBack(1000, None), (), (), NOW) == ()
     (found,) = drift(wanted, ReadBack(1000, GIB), (), (), NOW)
@@ -84,14 +87,14 @@ def test_command_is_named() -> None:
 
 
 def test_what_is_known_already_stays_known() -> None:
-    """Drift that goes on keeps its time and its command."""
+    """Continuing drift keeps its time and its command."""
     first = drift(WANTED, ReadBack(100, 8 * GIB), (), (SET_10,), NOW)
     assert drift(WANTED, ReadBack(100, 8 * GIB), first, (), LATER) == first
     assert drift(WANTED, ReadBack(100, 8 * GIB), first, (SET_1G,), LATER) == first
 
 
 def test_drift_that_goes_further() -> None:
-    """Drift to another value keeps the time since when it is drift, and has the command that led there, if known."""
+    """Drift to another value keeps its first time, and has the command that caused the new value, if known."""
     first = drift(WANTED, ReadBack(100, 8 * GIB), (), (SET_10,), NOW)
     (known,) = drift(WANTED, ReadBack(200, 8 * GIB), first, ("set_default_active_thread_percentage 20",), LATER)
     assert (known.since, known.found, known.command) == (NOW, 20.0, "set_default_active_thread_percentage 20")
@@ -100,14 +103,14 @@ def test_drift_that_goes_further() -> None:
 
 
 def test_command_that_comes_late() -> None:
-    """A command that the log showed only after the limit was read is named all the same."""
+    """A command that appears in the log only after the limit was read is still named."""
     first = drift(WANTED, ReadBack(100, 8 * GIB), (), (), NOW)
     (named,) = drift(WANTED, ReadBack(100, 8 * GIB), first, (SET_10,), LATER)
     assert (named.since, named.command) == (NOW, SET_10)
 
 
 def test_drift_that_is_over() -> None:
-    """What reads back as set is drift no more, also when commands were seen; new drift is since then."""
+    """A limit that reads back as set is no longer drift, even after foreign commands; new drift has a new time."""
     first = drift(WANTED, ReadBack(100, GIB), (), (SET_10, SET_1G), NOW)
     half = drift(WANTED, ReadBack(500, GIB), first, ("set_default_active_thread_percentage 50",), LATER)
     assert [each.limit for each in half] == [MEMORY]
@@ -124,7 +127,10 @@ def test_drift_that_is_over() -> None:
     st.lists(st.sampled_from([SET_10, SET_1G, "quit", "bogus"]), max_size=4),
 )
 def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int | None, foreign: list[str]) -> None:
-    """There is drift exactly where what is reported is not what such a limit reports, and asking again adds nothing."""
+    """Drift exists exactly where the reported value is not the one that the set limit reports.
+
+    A second comparison adds nothing.
+    """
     limit = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
     wanted, read = Limits(ActiveThreadPercentage(tenths), limit), ReadBack(found, memory)
     result: tuple[Drift, ...] = drift(wanted, read, (), tuple(foreign), NOW)
@@ -141,11 +147,11 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
         ("set_active_thread_percentage 8 80", NOTHING, NOTHING),
         ("set_device_pinned_mem_limit 7 0 3G", ReadBack(0, 3 * GIB), ReadBack(0, 3 * GIB)),
         ("set_device_pinned_mem_limit 7 0 0", ReadBack(0, None), ReadBack(0, None)),
-        # A server has got the defaults of the moment at which it started.
+        # A server has the defaults of the moment at which it started.
         ("set_default_active_thread_percentage 80", ReadBack(800, 0), NOTHING),
         ("set_default_device_pinned_mem_limit 0 512M", ReadBack(0, 512 * MIB), NOTHING),
         ("\tset_active_thread_percentage\v7\f80", ReadBack(800, 0), ReadBack(800, 0)),
-        # What MPS makes of these is not known, or is nothing that anybody would expect.
+        # MPS's reading of these is unknown, or unexpected.
         ("set_active_thread_percentage 7 1_0", ReadBack(1000, 0), ReadBack(1000, 0)),
         ("set_active_thread_percentage 7 \u0663", ReadBack(1000, 0), ReadBack(1000, 0)),
         ("set_active_thread_percentage \u0663 80", ReadBack(800, 0), ReadBack(800, 0)),
@@ -162,13 +168,13 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
     ],
 )
 def test_what_others_opened(command: str, fresh: ReadBack, old: ReadBack) -> None:
-    """A command counts for the server that it names, or may name, and one about the defaults for a fresh server."""
+    """A command counts for the server that it names or may name; one that sets defaults counts for a fresh server."""
     assert opened([command], 7, fresh=True).most == fresh
     assert opened([command], 7, fresh=False).most == old
 
 
 def test_the_widest_and_the_narrowest_count() -> None:
-    """Of several commands each limit counts where it was the widest, and where it was the narrowest."""
+    """Of several commands, each limit counts at its widest and at its narrowest."""
     commands = ["set_active_thread_percentage 7 80", "set_active_thread_percentage 7 25"]
     assert opened(commands, 7, fresh=False) == Bounds(ReadBack(250, None), ReadBack(800, 0))
     none = opened([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False)

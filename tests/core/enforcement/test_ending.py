@@ -1,4 +1,4 @@
-"""What is next about a process that is ended: by table; and that no order of events harms who shares its server."""
+"""The next step in ending a process, by table; and no order of events harms clients of the same server."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -22,17 +22,17 @@ PENDING = PendingAnswer("gpu0", SERVER, FRONT_END, "nonce", 100.0)
 
 
 def ending(**other: Any) -> Ending:
-    """Return an end of which nothing was done yet."""
+    """Return an end without any step yet."""
     return structs.replace(Ending(CLIENT, 1000, (CAUSE,), "boot", THEN), **other)
 
 
 def seen(*places: Place, **other: Any) -> Seen:
-    """Return what is known about the process: it is there, and a client of these servers."""
+    """Return the facts about a process that exists and is a client of these servers."""
     return Seen(**{"gone": False, "places": places, "unknown": "", "now": 10.0, **other})
 
 
 def refused(attempts: int, again: float = 0.0) -> tuple[Refused, ...]:
-    """Return what the server refused so often."""
+    """Return so many refusals of a server."""
     return (Refused(SERVER, "it answered 1", attempts, again),)
 
 
@@ -63,19 +63,22 @@ def refused(attempts: int, again: float = 0.0) -> tuple[Refused, ...]:
     ],
 )
 def test_next_move(stands: Ending, sees: Seen, act: Act) -> None:
-    """Each step follows from what is on disk and from what is seen."""
+    """Each step follows from the stored end and from the facts."""
     assert endings.next_move(stands, sees).act is act
 
 
 def test_suspect() -> None:
-    """A signal to a client whose only server has not ended its contexts leaves that server suspect; others do not."""
+    """A signal to a client whose only server has not ended its contexts makes that server suspect.
+
+    Other signals do not.
+    """
     assert endings.next_move(ending(refused=refused(1)), seen(ALONE)).suspects == (ALONE,)
     assert endings.next_move(ending(released=(SERVER,)), seen(ALONE)).suspects == ()
     assert endings.next_move(ending(), seen()).suspects == ()
 
 
 def test_let_go() -> None:
-    """Whoever takes back the only cause lets a process go to which nothing was done, and no other."""
+    """Withdrawing the only cause spares a process that was not touched yet, and no other."""
     assert endings.let_go(ending(), CAUSE.by) is None
     both = endings.joined(ending(), EndCause("drain of gpu0", "an operator drains it"))
     left = endings.let_go(both, CAUSE.by)
@@ -91,7 +94,7 @@ def test_let_go() -> None:
 
 
 def test_what_a_server_refused() -> None:
-    """A client that no server has touched can be let go again; one that a server may still end can not."""
+    """A client that no server has touched can be spared; one that a server may still end cannot."""
     asking = endings.asking(ending(), PENDING)
     assert asking.has_begun
     answered = endings.refused(asking, SERVER, "it answered 1", final=False, settled=True, again=11.0)
@@ -100,9 +103,9 @@ def test_what_a_server_refused() -> None:
     assert late.has_begun
     unknown = endings.refused(asking, SERVER, "it has no such command", final=True, settled=True, again=11.0)
     assert unknown.refused[0].attempts == ATTEMPTS
-    # Whoever wants it ended for another cause has the server asked again.
+    # A new cause has the server asked again.
     assert endings.joined(unknown, EndCause("end of lease-1", "uid 0 ended it")).refused == ()
-    # A program that was told to stop is not told so a second time.
+    # No program gets a second SIGTERM that was commanded to stop by a first one.
     polite = endings.asking(ending(stop=Stop.SIGTERM, step=EndStep.SIGTERM_FIRST), PENDING)
     assert endings.unheard(polite).step is EndStep.SIGTERM_FIRST
 
@@ -117,9 +120,9 @@ EVENTS = st.lists(
 
 @given(EVENTS, st.sampled_from(list(Stop)), st.booleans())
 def test_no_signal_before_the_contexts_are_ended(events: list[str], stop: Stop, shared: bool) -> None:  # noqa: FBT001
-    """Whatever servers answer, and whoever comes and goes: no signal to a client that others would pay for.
+    """No signal is sent to a client while others would suffer, whatever servers answer, whichever clients come and go.
 
-    But for the SIGTERM that its lease asks for, which comes once, and first.
+    The exception is the SIGTERM that its lease requests, which comes once, and first.
     """
     now, silent, asked, sent = 0.0, False, 0, list[Act]()
     stands = ending(stop=stop)

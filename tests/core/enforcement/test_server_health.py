@@ -1,4 +1,4 @@
-"""Whether servers serve, as their logs and their state words say."""
+"""The health of servers, from their logs and their state words."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Final
@@ -27,11 +27,11 @@ def after(seconds: float) -> datetime:
 
 
 def test_fault_by_its_log() -> None:
-    """A fault begins with its line, and is over when the server has new contexts."""
+    """A fault begins with its line in the log, and ends when the server has new contexts."""
     serving = ServerHealth()
     serving.note([ServerFaulted(7)], T)
     assert serving.faults == {7: T}
-    # A driver without a state word says nothing against it, and neither does a server that is busy with it.
+    # A driver without a state word does not contradict the log, and neither does a server that is busy with the fault.
     serving.statuses({7: None}, (), after(1))
     serving.statuses({}, (), after(1))
     assert serving.faults == {7: T}
@@ -40,7 +40,7 @@ def test_fault_by_its_log() -> None:
 
 
 def test_fault_by_its_word() -> None:
-    """The state word counts for more than a log that says nothing, or cannot be read."""
+    """The state word precedes a log that is silent, or cannot be read."""
     serving = ServerHealth()
     serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), T)
     serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), after(5))
@@ -62,7 +62,10 @@ def test_server_that_is_gone(gone_by: str) -> None:
 
 
 def test_servers_that_cannot_start() -> None:
-    """As many failures in a row as NVIDIA has for one client are a reason, for a minute, with the last words."""
+    """As many failures in a row as NVIDIA tolerates for one client are a reason for a minute.
+
+    The reason has the last messages.
+    """
     serving = ServerHealth()
     for second in range(5):
         serving.note([ServerExited(second + 1, 1)], after(second))
@@ -73,9 +76,9 @@ def test_servers_that_cannot_start() -> None:
         because == "6 servers in a row failed to start within 5 s, and the last one logged 'MPS server failed to start'"
     )
     assert serving.cannot_start(after(66)) is None
-    # The clock was set back: nobody is kept out until it is then again.
+    # The clock was set back: nothing is refused until the old time is reached again.
     assert serving.cannot_start(after(-3600)) is None
-    # One that starts is the end of it.
+    # A successful start clears it.
     serving.note([ServerExited(7, 1)], after(67))
     assert serving.cannot_start(after(67)) is not None
     serving.note([ServerReady(8), ServerExited(8, 0)], after(68))
@@ -83,7 +86,7 @@ def test_servers_that_cannot_start() -> None:
 
 
 def test_what_servers_give() -> None:
-    """What each server says that it gives is kept until it is compared, limit by limit."""
+    """The limits that each server reports are stored until they are compared, for each limit separately."""
     serving = ServerHealth()
     serving.note([LimitGiven(7, ACTIVE_THREAD_PERCENTAGE, 333), LimitGiven(8, PINNED_DEVICE_MEM_LIMIT, MIB)], T)
     serving.note([LimitGiven(7, PINNED_DEVICE_MEM_LIMIT, 5 * GIB), LimitGiven(8, ACTIVE_THREAD_PERCENTAGE, 1)], T)

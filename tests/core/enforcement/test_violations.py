@@ -1,4 +1,4 @@
-"""What a client can use at most, and what of it breaks its lease."""
+"""The most that a client can use, and which of it violates its lease."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -54,7 +54,7 @@ WIDE: Final = ReadBack(1000, None)
 def lease(
     percent: int = 25, gibibytes: int = 2, *, processes: int = 1, clients: tuple[ProcessIdentity, ...] = ()
 ) -> Lease:
-    """Return a granted lease of this much."""
+    """Return a granted lease of these amounts."""
     request = LeaseRequest(
         ActiveThreadPercentage(percent * 10), PinnedDeviceMemLimit(gibibytes * 1024), processes=processes
     )
@@ -109,7 +109,7 @@ _ENTRIES = st.sampled_from(
     entries=st.lists(_ENTRIES, max_size=2).map(",".join),
 )
 def test_as_mps_decides(tenths: int, memory: int | None, percentage: str, entries: str) -> None:
-    """What is said of a client is what MPS gives it: never less, and more by rounding alone."""
+    """The bounds computed for a client include MPS's own values: never less, and more by rounding alone."""
     environment = {ACTIVE_THREAD_PERCENTAGE.variable: percentage, PINNED_DEVICE_MEM_LIMIT.variable: entries}
     bounds = can_use(client(ceiling=ReadBack(tenths, memory), environment=environment))
     found = bounds.most
@@ -121,20 +121,20 @@ def test_as_mps_decides(tenths: int, memory: int | None, percentage: str, entrie
 
 
 def test_what_nobody_saw() -> None:
-    """Of one that connected before mpsd could see it, everything was open but what its own environment closes."""
+    """For a client that connected before mpsd could see it, everything but its own environment's limits was open."""
     assert can_use(client(ceiling=None)) == ANYTHING
     assert can_use(client(of=lease(), ceiling=None)) == Bounds(NOTHING, PART)
 
 
 def test_both_readings() -> None:
-    """What is open after a client has connected counts too: MPS may take it over with each context that it makes."""
+    """Limits that opened after a client connected count too: MPS may apply them with each further context."""
     assert can_use(client(ceiling=PART, since=WIDE)) == Bounds(PART, WIDE)
     assert can_use(client(ceiling=PART, since=CLOSED)) == Bounds(CLOSED, PART)
     assert can_use(client(of=lease(), ceiling=PART, since=WIDE)) == Bounds(PART, PART)
 
 
 def test_what_was_open() -> None:
-    """It is what two conversations say, and what others set in between; unknown at first, it stays unknown."""
+    """It combines two readings and the foreign commands in between; an unknown beginning stays unknown."""
     nobody = Bounds(EVERYTHING, NOTHING)
     assert between(None, PART, nobody) is None
     assert between(PART, CLOSED, nobody) == Bounds(CLOSED, PART)
@@ -147,7 +147,7 @@ def test_what_was_open() -> None:
     assert later == Opened(fixed, wide)
     assert opened(first, None, new=False) == Opened(fixed, ANYTHING)
     assert opened(None, wide, new=False) is None
-    # Its first context has no less than was open until it was seen; a further one may have more.
+    # Its first context has at least what was open until it was seen; a later one may have more.
     assert later is not None
     assert with_context(first, later) == Opened(fixed, Bounds(PART, WIDE))
 
@@ -156,12 +156,12 @@ def test_what_was_open() -> None:
 
 
 def has_room(of: Lease) -> bool:
-    """Tell whether a lease may have one more client, as the ledger does."""
+    """Return whether a lease may have one more client, by the rule of the ledger."""
     return of.request.processes is None or len(of.clients) < of.request.processes
 
 
 def test_nearest_with_room() -> None:
-    """A client belongs to its nearest ancestor's lease that has room; if none has, it is the nearest's all the same."""
+    """A client belongs to its nearest ancestor's lease with room; if none has room, to the nearest one."""
     near, far = lease(25, clients=(OTHER,)), lease(50)
     found = attribution.by_circles(client(THIRD), [[], [near], [far]], has_room)
     assert (found.lease, found.counted) == (far, True)
@@ -171,7 +171,7 @@ def test_nearest_with_room() -> None:
 
 
 def test_by_its_environment() -> None:
-    """Where a holder has several leases, a client belongs to the one whose environment it has, else to the oldest."""
+    """If a holder has several leases, a client belongs to the one whose environment it has, else to the oldest."""
     old, new = lease(25), lease(50)
     for own, expected in ((dict(new.shares[0].env), new), (dict(old.shares[0].env), old), ({}, old)):
         found = attribution.by_circles(client(HOLDER, environment=own), [[new, old]], has_room)
@@ -191,12 +191,12 @@ def test_by_its_environment() -> None:
     ],
 )
 def test_control_groups(cgroup: str, *, telling: bool) -> None:
-    """The control group of a job says whose a process is, that of a login session or of everything does not."""
+    """The control group of a job identifies a process's lease; that of a login session, or the root group, does not."""
     assert attribution.is_telling(cgroup) is telling
 
 
 def test_only_one_in_the_control_group() -> None:
-    """A client without a family is that lease's which alone has processes in its control group."""
+    """A client without a family belongs to the lease that alone has processes in its control group."""
     one, other = lease(25), lease(50)
     assert attribution.by_cgroup(client(OTHER), [one], has_room).lease is one
     assert attribution.by_cgroup(client(OTHER), [one, other], has_room).lease is None
@@ -204,7 +204,7 @@ def test_only_one_in_the_control_group() -> None:
 
 
 def test_another_uid_has_no_part_in_a_lease() -> None:
-    """A client of another uid is no lease's, in its family or in its control group; and one lease hides no other."""
+    """A client of another uid belongs to no lease, by family or control group; and one lease hides no other."""
     near, far = lease(25), lease(50)
     bobs = structs.replace(far, owner=Owner(1000, 1000, THIRD.pid, None))
     assert attribution.by_circles(client(THIRD, uid=1000), [[near], [near]], has_room).lease is None
@@ -219,7 +219,7 @@ def test_another_uid_has_no_part_in_a_lease() -> None:
 
 
 def kinds(attached: AttributedClient, *, denied: bool = True, memory: bool = True) -> list[ViolationKind]:
-    """Return which violations a client is."""
+    """Return the kinds of a client's violations."""
     return [each.kind for each in of_client(attached, denied=denied, memory=memory)]
 
 
@@ -237,20 +237,23 @@ def kinds(attached: AttributedClient, *, denied: bool = True, memory: bool = Tru
     ],
 )
 def test_what_only_might_be(opened: ReadBack | None, environment: dict[str, str] | None, word: str) -> None:
-    """A client whose environment does not show that it is held, beside more, is unknown, and breaks nothing."""
+    """A client that is not visibly limited, while more is open, is unknown, and no violation."""
     granted = lease()
     found = replace(client(ceiling=opened), environment=environment)
     assert kinds(AttributedClient(found, granted, counted=True)) == []
     said = unknown(found, granted, granted.shares[0], memory=True)
     assert (word in said) if word else (said == "")
-    # So it is where more was open later only.
+    # The same holds where more was open later only.
     if opened == WIDE:
         later = replace(client(ceiling=PART, since=WIDE), environment=environment)
         assert unknown(later, granted, granted.shares[0], memory=True) == said
 
 
 def test_variable_trap() -> None:
-    """An entry for a GPU that the client does not see has MPS drop every memory limit; it is reported, and no proof."""
+    """An entry for a GPU that the client does not see makes MPS drop every memory limit.
+
+    It is reported, but is no proof.
+    """
     granted, variable = lease(), PINNED_DEVICE_MEM_LIMIT.variable
     for text, entry in (("0=2G,1=4G", "1=4G"), ("GPU-ffff=1G", "GPU-ffff=1G"), ("2G", "2G"), ("7=1G", "7=1G")):
         attached = AttributedClient(client(environment={variable: text}), granted, counted=True)
@@ -264,7 +267,7 @@ def test_variable_trap() -> None:
 
 
 def test_short() -> None:
-    """A client that attached while less was open than its part is told of, with what to type, and ended for nothing."""
+    """A client that attached while less than its share was open is reported, with a remedy, and never ended."""
     granted, late = lease(), lease(processes=2)
     (found,) = of_client(AttributedClient(client(ceiling=CLOSED), granted, counted=True), denied=True, memory=True)
     assert (found.kind, found.own) == (ViolationKind.SHORT, False)
@@ -273,7 +276,7 @@ def test_short() -> None:
     other = client(OTHER, ceiling=CLOSED)
     (found,) = of_client(AttributedClient(other, late, counted=True), denied=True, memory=True)
     assert f"mpsctl attach {late.id}" in found.hint
-    # One that lowered itself, or of which nobody saw it, is not short; nor is memory that reads back in whole GiB.
+    # A client that lowered itself, or was not seen, is not short; nor is one whose memory reads back in whole GiB.
     own = client(environment={ACTIVE_THREAD_PERCENTAGE.variable: "1"})
     assert kinds(AttributedClient(own, granted, counted=True)) == []
     assert kinds(AttributedClient(client(ceiling=None), granted, counted=True)) == []
@@ -284,7 +287,10 @@ def test_short() -> None:
 
 
 def test_short_by_one_reading() -> None:
-    """Where more was open once it had connected, MPS may have fixed it before; and if it was not always, who knows."""
+    """Where more was open after it connected, MPS may have fixed the limits before.
+
+    Where only at times, it is unknown.
+    """
     granted, share = lease(), lease().shares[0]
     found = client(of=granted, ceiling=CLOSED, since=PART)
     (short,) = of_client(AttributedClient(found, granted, counted=True), denied=True, memory=True)
@@ -297,13 +303,13 @@ def test_short_by_one_reading() -> None:
 
 
 def test_fault_that_a_log_tells() -> None:
-    """A fault that stands in a server's log alone may be anybody's writing; what its daemon says is not."""
+    """A fault in a server's log alone may be forged; one that the control daemon reports is not."""
     attached = AttributedClient(client(), None, counted=False)
     assert [of_lingering(attached, 1, proven=each).own for each in (False, True)] == [False, True]
 
 
 def test_clients() -> None:
-    """A client is a violation without a lease, and beyond the number of its lease."""
+    """A client without a lease is a violation; one beyond its lease's number is, too."""
     granted = lease()
     assert kinds(AttributedClient(client(of=granted, ceiling=WIDE), granted, counted=True)) == []
     assert kinds(AttributedClient(client(of=granted), granted, counted=False)) == [ViolationKind.PROCESSES]
@@ -312,7 +318,7 @@ def test_clients() -> None:
 
 
 def test_memory() -> None:
-    """The processes of a lease hold its memory together; the one that holds most is named."""
+    """The processes of a lease share its memory limit; the one that holds most is named."""
     granted = lease(gibibytes=2, processes=2)
     held = {HOLDER: GpuProcess(Known(GIB), mps=True), OTHER: GpuProcess(Known(GIB), mps=True)}
     assert of_memory(granted, held, granted.shares[0], {}) is None
@@ -326,7 +332,7 @@ def test_memory() -> None:
 
 
 def test_outside() -> None:
-    """Whoever has a lease and runs outside MPS is a violation."""
+    """A process with a lease that runs outside MPS is a violation."""
     granted = lease()
     (found,) = of_outside(granted, granted.shares[0], [OTHER])
     assert (found.kind, found.process, found.lease) == (ViolationKind.OUTSIDE, OTHER, granted.id)
@@ -336,12 +342,12 @@ def test_outside() -> None:
 
 
 def test_verify() -> None:
-    """A lease is well when a process of it is attached and none of them is wrong."""
+    """A lease is well when one of its processes is attached and none is in violation."""
     granted = lease(clients=(HOLDER,))
     held = {GPU: {HOLDER: GpuProcess(Known(GIB), mps=True)}}
     well = verify(granted, [client(of=granted)], held, (), memory=True)
     assert (well.verdict, [each.held for each in well.processes]) == (Verdict.OK, [GIB])
-    # It is well whatever was open, as long as its own environment holds it; and nobody knows where that does not.
+    # It is well with anything open, as long as its own environment limits it; otherwise it is unknown.
     assert verify(granted, [client(of=granted, ceiling=None)], held, (), memory=True).ok
     for what in (client(ceiling=None), client(ceiling=WIDE), client(ceiling=PART, since=WIDE)):
         doubt = verify(granted, [what], held, (), memory=True)
@@ -364,7 +370,7 @@ def test_verify() -> None:
 
 
 def test_verify_what_is_not_known() -> None:
-    """What could not be asked now is not well, and what is wrong all the same is told first."""
+    """A lease that cannot be checked now is not well; a violation found all the same takes precedence."""
     granted = lease(clients=(HOLDER,))
     told = verify(granted, [client(of=granted)], {}, (), memory=True, unknown=["gpu0 is unresponsive"])
     assert (told.verdict, told.because) == (Verdict.UNKNOWN, "gpu0 is unresponsive")
@@ -374,7 +380,7 @@ def test_verify_what_is_not_known() -> None:
 
 
 def test_verify_without_processes() -> None:
-    """One that nobody is attached to is not well, and says how far it is."""
+    """A lease without attached clients is not well, and says how far it is."""
     granted = lease()
     verdict = verify(granted, [], {}, (), memory=True)
     assert (verdict.ok, [each.mps for each in verdict.processes]) == (False, [None])

@@ -1,4 +1,4 @@
-"""What is next about the lease of a container, by what mpsd, kubelet and the kernel say."""
+"""The next action for the lease of a container, by the facts of mpsd, kubelet and the kernel."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -30,40 +30,40 @@ def actions(
     group: bool = True,
     settings: Settings = Settings(),  # noqa: B008 - it is frozen
 ) -> list[Action]:
-    """Return what is next about a lease."""
+    """Return the next actions for a lease."""
     return claims.next_actions(
         [lease], containers, is_populated=lambda _: populated, has_group=lambda _: group, settings=settings
     )
 
 
 class TestNext:
-    """What is next."""
+    """The next action."""
 
     def test_a_claim(self) -> None:
-        """One that kubelet lists is held for the program of its container, and renewed in time."""
+        """A claim that kubelet lists is held for the container's program, and renewed in time."""
         assert actions(CLAIM, CONTAINER) == [Open("lease-1", CONTAINER, None)]
         assert Renew("lease-1") in actions(CLAIM._replace(left=100), CONTAINER)
 
     def test_an_orphan(self) -> None:
-        """One that kubelet does not list is released after a while, and not before."""
+        """A claim that kubelet does not list is released after a while, and not before."""
         assert actions(CLAIM) == []
         (released,) = actions(CLAIM._replace(age=21))
         assert isinstance(released, Release)
         assert released.is_claim
 
     def test_a_pod_that_was_deleted(self) -> None:
-        """kubelet lists it until it allocates something else; the kernel knows that it is gone."""
+        """kubelet lists a deleted pod until its next allocation; the kernel knows that the pod is gone."""
         assert actions(CLAIM, CONTAINER, group=False) == [Open("lease-1", CONTAINER, None)]
         (released,) = actions(CLAIM._replace(age=21), CONTAINER, group=False)
         assert isinstance(released, Release)
 
     def test_a_pod_that_runs(self) -> None:
-        """Nothing is done about it, whatever kubelet's record says, while a process of it lives."""
+        """Nothing is done while a process of the pod lives, whatever kubelet's record says."""
         for containers in ([CONTAINER], [], [CONTAINER._replace(pod=OTHER)]):
             assert actions(HELD, *containers) == []
 
     def test_a_pod_without_a_process(self) -> None:
-        """It has its lease while kubelet lists it: its container is being started again."""
+        """A pod without a process keeps its lease while kubelet lists it: its container is being restarted."""
         assert actions(HELD, CONTAINER, populated=False) == []
         for containers in ([], [CONTAINER._replace(pod=OTHER)]):
             (released,) = actions(HELD, *containers, populated=False)
@@ -71,7 +71,7 @@ class TestNext:
             assert not released.is_claim
 
     def test_the_user(self) -> None:
-        """Until a client of it shows up, the user of its program may be another, unless the node is set to one."""
+        """Until a client of the pod appears, its program may change its user, unless the node is set to one user."""
         early = HELD._replace(has_clients=False)
         assert actions(early, CONTAINER) == [Open("lease-1", CONTAINER, 0)]
         assert actions(early, CONTAINER, settings=Settings(uid=1000)) == []
@@ -80,27 +80,27 @@ class TestNext:
         ("uids", "user"), [({0}, 0), ({1000}, 1000), ({0, 1000}, 1000), ({0, 1000, 1001}, 0), ({1000, 1001}, 1000)]
     )
     def test_of_a_container(self, uids: set[int], user: int) -> None:
-        """A program that was started as root and has become somebody is theirs."""
+        """A program that was started as root and became another user belongs to that user."""
         assert claims.user_of(uids) == user
 
 
 def seen(holders: list[Holder], labels: dict[str, str] | None = None) -> Claimed | None:
-    """Return a lease as mpsd shows it, as one for a container."""
+    """Return a lease in mpsd's format, parsed as one for a container."""
     labels = claims.labels(NUMBERS) if labels is None else labels
     at = (NOW - timedelta(seconds=5)).isoformat()
     return claims.claimed("lease-1", "GPU-1", labels, granted=at, holders=holders, now=NOW)
 
 
 class TestWhose:
-    """Which leases are those of containers."""
+    """Which leases belong to containers."""
 
     def test_a_claim(self) -> None:
-        """A claim has the time that is left of it."""
+        """A claim has its remaining time."""
         until = (NOW + timedelta(seconds=200)).isoformat()
         assert seen([Holder("claim", "", until)]) == CLAIM._replace(age=5)
 
     def test_a_pod(self) -> None:
-        """The control group that holds it names the pod."""
+        """The control group that holds the lease names the pod."""
         found = seen([Holder("cgroup", GROUP, None)])
         assert found is not None
         assert (found.pod, found.group) == (POD, GROUP)
@@ -115,12 +115,12 @@ class TestWhose:
         ],
     )
     def test_of_others(self, holder: Holder) -> None:
-        """What anybody could have made so is none of them, whatever its labels are."""
+        """A lease that any user could have made does not count, whatever its labels."""
         assert seen([holder]) is None
 
     @pytest.mark.parametrize("labels", [{}, {"kubernetes/slice": ""}, {"kubernetes/slice": "zz"}, {"a": "b"}])
     def test_other_labels(self, labels: dict[str, str]) -> None:
-        """Without devices it is none of them."""
+        """A lease without devices does not count."""
         assert seen([Holder("claim", "", None)], labels) is None
 
 
@@ -130,13 +130,13 @@ class TestPods:
     @pytest.mark.parametrize("root", ["/", "/kubelet", "/a/b"])
     @pytest.mark.parametrize("uid", [POD, "0123456789abcdef0123456789abcdef"])
     def test_round_trip(self, root: str, uid: str) -> None:
-        """Each path at which a pod's group can be names the pod."""
+        """Each possible path of a pod's group names the pod."""
         paths = pods.groups(uid, root)
         assert len(paths) == 6
         assert {pods.pod_of(path) for path in paths} == {uid}
 
     def test_paths(self) -> None:
-        """They are where kubelet makes them, with either driver."""
+        """The paths are kubelet's, for both drivers."""
         paths = pods.groups(POD, "/")
         assert f"/kubepods/besteffort/pod{POD}" in paths
         name = POD.replace("-", "_")
@@ -146,7 +146,7 @@ class TestPods:
 
     @pytest.mark.parametrize("uid", ["", "..", "../../x", "a b", POD.upper(), f"{POD}/x"])
     def test_no_uid(self, uid: str) -> None:
-        """What is no uid of a pod makes no path."""
+        """A text that is no uid of a pod makes no path."""
         assert pods.groups(uid, "/") == []
 
 
@@ -165,12 +165,12 @@ class TestCheckpoint:
 
     @pytest.mark.parametrize("ids", [["GPU-1::0", "GPU-1::1"], {"-1": ["GPU-1::0"], "1": ["GPU-1::1"]}])
     def test_both_forms(self, ids: Any) -> None:
-        """Devices are in a list, and by NUMA node since 1.20."""
+        """The devices are a list, or by NUMA node since 1.20."""
         (found,) = checkpoint.parse(written(record(ids)), Settings())
         assert found == CONTAINER._replace(answers={Kind.SLICE: "eA=="})
 
     def test_both_resources(self) -> None:
-        """A container is one, whatever number of resources it has; those of other plugins are left out."""
+        """A container is one entry, whatever number of resources it has; resources of other plugins are left out."""
         core, memory = record(["GPU-1::3"], "nvidia.com/mps-core"), record(["GPU-1::4"], "nvidia.com/mps-memory")
         others = record(["nic0"], "example.com/nic")
         settings = Settings(resources=Offer.THREADS_AND_MEMORY)
@@ -178,7 +178,7 @@ class TestCheckpoint:
         assert found.numbers == {Kind.CORE: frozenset({3}), Kind.MEMORY: frozenset({4})}
 
     def test_of_another_plugin(self) -> None:
-        """Devices that an earlier plugin had under the same name are no containers of this one's."""
+        """Devices that an earlier plugin had under the same name do not count as this one's containers."""
         assert checkpoint.parse(written(record(["gpu-0-slot-1"])), Settings()) == []
 
     def test_empty(self) -> None:
@@ -189,13 +189,13 @@ class TestCheckpoint:
         "raw", [b"", b"{", b"[]", b"{}", b'{"Data": []}', b'{"Data": {"PodDeviceEntries": [1]}}', written(record(5))]
     )
     def test_no_record(self, raw: bytes) -> None:
-        """What has another form says so, and nothing else."""
+        """A record in another format raises an error that says so, and no other."""
         with pytest.raises(ValueError, match=r"."):
             checkpoint.parse(raw, Settings())
 
 
 class TestHealth:
-    """Which devices are healthy."""
+    """The health of devices."""
 
     SEEN: Final = Seen("GPU-1", 81408, "ok", "", "gpu0", "ready", "", "/run/mpsd/mps/gpu0", 555)
 
@@ -208,11 +208,11 @@ class TestHealth:
         ],
     )
     def test_by_mpsd(self, change: dict[str, Any], because: str) -> None:
-        """mpsd's own words say why nothing new may start."""
+        """mpsd's own reasons say why nothing new may start."""
         assert health.offered([self.SEEN._replace(**change)], {})["GPU-1"].because == because
 
     def test_gone(self) -> None:
-        """A GPU that mpsd shows no more stays, unhealthy: kubelet would forget its devices otherwise."""
+        """A GPU that mpsd no longer lists stays, unhealthy: otherwise kubelet would forget its devices."""
         before: dict[str, Gpu] = health.offered([self.SEEN], {})
         after = health.offered([], before)
         assert after["GPU-1"].because

@@ -1,4 +1,4 @@
-"""What a set of devices comes to, which ones kubelet should take, and what is refused."""
+"""The share of a set of devices, the devices that kubelet should take, and refusals."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -47,7 +47,7 @@ def test_half_a_part(counts: Mapping[Kind, int], lacking: str) -> None:
 
 
 def test_too_little() -> None:
-    """What rounds down to nothing is refused: MPS would take it for no limit."""
+    """An amount that rounds down to nothing is refused: MPS would take it for no limit."""
     with pytest.raises(InvalidRequestError, match="less than MPS can limit"):
         devices.part_of({Kind.SLICE: 1}, ONE._replace(mebibytes=50), SLICES)
 
@@ -59,7 +59,7 @@ def test_too_little() -> None:
     st.sampled_from([Kind.SLICE, Kind.MEMORY]),
 )
 def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind: Kind) -> None:
-    """However the devices of a GPU are shared out, what they come to is no more than the GPU has."""
+    """However the devices of a GPU are distributed, their shares add up to at most the GPU."""
     gpu = ONE._replace(mebibytes=mebibytes)
     offer = Offer.SLICES if kind is Kind.SLICE else Offer.MEMORY
     settings = Settings(resources=offer, slices=slices, memory_unit=max(1, mebibytes // slices))
@@ -78,22 +78,22 @@ def ids(gpu: str, *numbers: int) -> list[str]:
 
 
 class TestPreferred:
-    """Which devices kubelet is advised to take."""
+    """The devices that kubelet is advised to take."""
 
     def test_best_fit(self) -> None:
-        """The fullest GPU on which they fit, so that large requests find room elsewhere."""
+        """They are on the fullest GPU that has enough, so that large requests find room elsewhere."""
         available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
         assert devices.preferred(available, [], 3) == ids("GPU-2", 0, 1, 2)
         assert devices.preferred(available, [], 5) == ids("GPU-1", 0, 1, 2, 3, 4)
 
     def test_with_some(self) -> None:
-        """Those that kubelet has chosen already are among them, and decide the GPU."""
+        """They include the devices that kubelet has chosen already, which decide the GPU."""
         available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
         assert devices.preferred(available, ids("GPU-1", 7), 3) == ids("GPU-1", 7, 0, 1)
         assert devices.preferred(available, [*ids("GPU-1", 7), *ids("GPU-2", 1)], 3) == []
 
     def test_none(self) -> None:
-        """No advice is given where no GPU has enough, and Allocate says why."""
+        """No advice is given where no GPU has enough; Allocate then gives the reason."""
         available = [*ids("GPU-1", 0, 1), *ids("GPU-2", 0, 1)]
         assert devices.preferred(available, [], 3) == []
         with pytest.raises(DoesNotFitError, match=r"2 on GPU-1, 1 on GPU-2"):
@@ -101,7 +101,7 @@ class TestPreferred:
 
     @given(st.sets(st.integers(0, 30), min_size=1), st.sets(st.integers(0, 30)), st.integers(1, 31))
     def test_always_of_one_gpu(self, one: set[int], two: set[int], size: int) -> None:
-        """It is just as many as are asked for, available, and of one GPU; or none, where no GPU has them."""
+        """The advice is exactly the requested number of available devices of one GPU; or none, if no GPU has them."""
         available = [*ids("GPU-1", *one), *ids("GPU-2", *two)]
         chosen = devices.preferred(available, [], size)
         if size > max(len(one), len(two)):
@@ -114,14 +114,14 @@ class TestPreferred:
 
 @pytest.mark.parametrize("text", ["", "GPU-1", "GPU-1::", "GPU-1::x", "GPU-1::99999", "GPU/1::1", "::1", "GPU-1::512"])
 def test_no_device(text: str) -> None:
-    """What is no id of this plugin's is refused, whoever sends it."""
+    """An id that is not this plugin's is refused, whichever caller sends it."""
     with pytest.raises(InvalidRequestError):
         devices.by_gpu([text])
 
 
 @given(st.sets(st.integers(0, MOST_DEVICES - 1), min_size=1))
 def test_as_a_label(numbers: set[int]) -> None:
-    """The label of a lease has room for any devices of a GPU, and reads back as they were."""
+    """The label of a lease has room for any devices of a GPU, and parses to the same devices."""
     text = devices.encode(numbers)
     assert len(text) <= 128
     assert devices.decode(text) == frozenset(numbers)
@@ -129,7 +129,7 @@ def test_as_a_label(numbers: set[int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "1" * 129, "-1", "0x1", " 1"])
 def test_no_label(text: str) -> None:
-    """What was not written here says nothing."""
+    """A label that this code did not write is ignored."""
     assert devices.decode(text) is None
 
 
@@ -143,6 +143,6 @@ def test_two_resources_need_one_gpu() -> None:
 
 @pytest.mark.parametrize("unit", [100, 10**6])
 def test_units_that_do_not_fit(unit: int) -> None:
-    """A unit of memory is neither larger than a GPU nor so small that no label has room for them."""
+    """A unit of memory is neither larger than a GPU nor too small for a label of its devices."""
     with pytest.raises(ConfigurationError, match=f"units of {unit} MiB"):
         devices.check_node([ONE], Settings(resources=Offer.MEMORY, memory_unit=unit))

@@ -7,7 +7,7 @@ from mpsd.core.kubernetes.settings import Offer, Settings, parse
 
 
 def test_order() -> None:
-    """The command line is above the environment, and that above the file."""
+    """The command line precedes the environment, and that precedes the file."""
     found = parse(
         'node = "file"\nslices = 4\nresources = "memory"',
         {"MPSD_KUBERNETES_NODE": "variable", "MPSD_KUBERNETES_SLICES": "8", "PATH": "x"},
@@ -22,7 +22,7 @@ def test_order() -> None:
 
 
 def test_defaults() -> None:
-    """Nothing given is every default."""
+    """Without any input every setting has its default."""
     assert parse("", {}, {}) == Settings()
 
 
@@ -54,13 +54,13 @@ def test_refused(document: str, wrong: str) -> None:
 
 
 def test_near() -> None:
-    """A setting that does not exist is refused with the one that it is nearest to, in the environment too."""
+    """An unknown setting is refused with the nearest known one, in the environment too."""
     with pytest.raises(ConfigurationError) as refused:
         parse("", {"MPSD_KUBERNETES_SLICE": "4"}, {})
     assert refused.value.hint == "did you mean slices?"
 
 
 def test_absent_and_any() -> None:
-    """What is absent by default can be set, and what is a number can be any."""
+    """A setting that is absent by default can be set, and a number can be `any`."""
     found = parse('uid = 1000\nprocesses = "any"\nmemory_unit = "512MiB"', {}, {})
     assert (found.uid, found.processes, found.memory_unit) == (1000, None, 512)

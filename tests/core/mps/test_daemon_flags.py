@@ -1,4 +1,4 @@
-"""The flags of a control daemon: what mpsd starts is known again, and nothing else is taken for it."""
+"""The flags of a control daemon: mpsd recognises its own daemons by them, and no others."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PROGRAMS = (("/usr/bin/nvidia-cuda-mps-control",), ("/usr/bin/python3", "-I", "-
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("users", Users)
 def test_what_mpsd_starts(program: tuple[str, ...], users: Users) -> None:
-    """Whomever it serves, a control daemon of mpsd's is one by its flags, and tells whom."""
+    """A control daemon of mpsd's is recognised by its flags, which also say whether it serves one user or many."""
     arguments = (*program, *BY_USERS[users])
     assert is_daemon(arguments)
     assert users_of(arguments) is users
@@ -30,6 +30,6 @@ def test_what_mpsd_starts(program: tuple[str, ...], users: Users) -> None:
     ],
 )
 def test_what_others_start(flags: tuple[str, ...]) -> None:
-    """A control daemon with other flags, and a front-end, are none of mpsd's."""
+    """A control daemon with other flags, and a front-end, are not mpsd's."""
     assert users_of((*PROGRAMS[0], *flags)) is None
     assert is_daemon((*PROGRAMS[0], *flags)) == bool({FOREGROUND, BACKGROUND} & {*flags})

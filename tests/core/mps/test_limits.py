@@ -1,4 +1,4 @@
-"""The table of limits: complete, true of each driver, and the only place that knows a limit's names."""
+"""The table of limits: complete, true for each driver, and the only place with a limit's names."""
 
 import dataclasses
 import re
@@ -57,7 +57,7 @@ def commands_of(limit: Limit) -> tuple[str, str, str, str]:
 
 
 def test_every_setter_is_in_the_table() -> None:
-    """Each command that sets a limit is in just one row, and each row's commands are in the table of commands."""
+    """Each command that sets a limit is in exactly one row, and each row's commands are in the table of commands."""
     setters = [name for limit in LIMITS for name in (limit.default_setter, limit.server_setter)]
     assert sorted(setters) == sorted({row.name for row in ROWS if row.name.startswith("set_")} - NO_LIMITS)
     assert {name for limit in LIMITS for name in commands_of(limit)} <= TABLE.keys()
@@ -65,7 +65,7 @@ def test_every_setter_is_in_the_table() -> None:
 
 @EACH
 def test_a_setter_has_its_getter(limit: Limit) -> None:
-    """What a setter changes, its getter reads; both came with the same driver, and take the same but for the value."""
+    """A setter and its getter came with the same driver, and take the same arguments but for the value."""
     for setter, getter in ((limit.default_setter, limit.default_getter), (limit.server_setter, limit.server_getter)):
         sets, gets = TABLE[setter], TABLE[getter]
         assert getter == setter.replace("set_", "get_", 1)
@@ -76,7 +76,7 @@ def test_a_setter_has_its_getter(limit: Limit) -> None:
 
 
 def test_every_limit_has_its_fields() -> None:
-    """What mpsd wants and what it reads back have a field for each limit, and for nothing else."""
+    """The wanted and the read-back limits have a field for each limit, and no other."""
     assert Limits.__struct_fields__ == tuple(limit.name for limit in LIMITS)
     for limit, field in zip(LIMITS, dataclasses.fields(ReadBack), strict=True):
         assert field.name.startswith(limit.name)
@@ -104,7 +104,7 @@ def test_its_names_stand_nowhere_else() -> None:
 
 
 def test_what_is_said() -> None:
-    """A limit is set, asked for and handed to a client in NVIDIA's grammar."""
+    """A limit is set, queried and given to a client in NVIDIA's grammar."""
     percentage, memory = ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
     assert percentage.default_setting(QUARTER).script == (
         "set_default_active_thread_percentage 25.0",
@@ -132,7 +132,7 @@ def test_what_is_said() -> None:
 @EACH
 @given(wanted=WANTED)
 def test_what_is_wanted_is_understood(limit: Limit, wanted: Limits) -> None:
-    """What mpsd writes is read as it is meant, also where a stranger writes it, and lowers a client to no less."""
+    """mpsd's commands parse to the intended value, also as foreign commands, and do not lower a client further."""
     reported, said = limit.wanted(wanted), limit.foreign(limit.default_setting(wanted).setter.split()[1:])
     exact = said if limit is ACTIVE_THREAD_PERCENTAGE or said is None else said // GIB * GIB if said >= GIB else said
     assert exact == reported
@@ -171,12 +171,12 @@ def test_answers(limit: Limit, lines: list[str], expected: LimitValue | type[Exc
         (ACTIVE_THREAD_PERCENTAGE, "Active Threads Percentage set to 33.3", 333),
         (ACTIVE_THREAD_PERCENTAGE, "Active Threads Percentage set to 0.100000", 1),
         (PINNED_DEVICE_MEM_LIMIT, "Device pinned memory limit for device 0 set to 0x100000 bytes", MIB),
-        # As the pipe reports it: whole GiB from 1 GiB on.
+        # In the pipe's format: whole GiB from 1 GiB on.
         (PINNED_DEVICE_MEM_LIMIT, "Device pinned memory limit for device 0 set to 0x140100000 bytes", 5 * GIB),
     ],
 )
 def test_log_lines(limit: Limit, text: str, expected: int) -> None:
-    """What a server's log tells of a limit is an event, and reads as the pipe reports it."""
+    """A server's log line about a limit is an event, with the value that the pipe reports."""
     assert LogReader().read([f"[2026-11-21 02:59:14.618 Server 77] {text}"]) == [LimitGiven(77, limit, expected)]
 
 
@@ -207,7 +207,7 @@ def test_the_wider_of_what_is_read_back(one: ReadBack, other: ReadBack) -> None:
 
 @given(WANTED, WANTED)
 def test_the_wider_of_what_is_wanted(one: Limits, other: Limits) -> None:
-    """What is wide enough for two reads back as the wider of what each of them reads back as."""
+    """The wider of two wanted limits reads back as the wider of their read-back values."""
     both = widest_limits(one, other)
     assert both == widest_limits(other, one)
     for limit in LIMITS:

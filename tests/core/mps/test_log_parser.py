@@ -34,12 +34,12 @@ SET: Final = "set_default_active_thread_percentage 10"
 
 
 def line(text: str) -> str:
-    """Return a line as control daemons write it (seen on 470.256.02, 535.261.03, 550.163.01 and 555.58.02)."""
+    """Return a line in the format of control daemons (seen on 470.256.02, 535.261.03, 550.163.01 and 555.58.02)."""
     return f"[2026-11-21 02:59:14.618 Control 10975] {text}"
 
 
 def conversation(*commands: str, whole: bool = True) -> list[str]:
-    """Return what a conversation leaves in the log."""
+    """Return the log lines of a conversation."""
     said = [line("Accepting connection..."), line("NEW UI")]
     for command in commands:
         said += [line(f"Cmd:{command}"), line("100.0")]
@@ -71,48 +71,54 @@ def foreign(lines: list[str], reader: LogReader | None = None) -> tuple[str, ...
     ],
 )
 def test_lines(text: str, expected: LogLine | None) -> None:
-    """A line of the usual form is a value; anything else is none."""
+    """A line of the usual form is a value; any other is none."""
     assert parse(text) == expected
 
 
 @given(st.text(max_size=200))
 def test_any_line(text: str) -> None:
-    """Whatever stands in the log, it is a value or none."""
+    """Any line is a value or none."""
     parsed = parse(text)
     assert parsed is None or parsed.text in text
 
 
 def test_stranger() -> None:
-    """A stranger's changing commands are seen, in their order, and its questions are not."""
+    """A stranger's changing commands are seen, in order, and its queries are not."""
     commands = ["get_server_list", SET, "ps", "quit", "bogus 1", "set_default_device_pinned_mem_limit 0 1G"]
     assert foreign(conversation(*commands)) == (SET, "quit", "set_default_device_pinned_mem_limit 0 1G")
 
 
 @pytest.mark.parametrize("spoken", [f"\t{SET}", f" \v{SET}", SET.replace(" ", "\t"), SET.replace(" ", "\r\f")])
 def test_stranger_with_other_spaces(spoken: str) -> None:
-    """A command is seen behind and between whatever a control daemon takes for space (measured, all versions)."""
+    """A command is seen after and between all characters that a control daemon treats as space.
+
+    Measured on all versions.
+    """
     assert foreign(conversation(spoken)) == (spoken,)
 
 
 @pytest.mark.parametrize("space", ["\x1c", "\x85", "\xa0", "\u3000"])
 def test_what_is_no_space(space: str) -> None:
-    """What only Unicode takes for space makes an unknown command, which changes nothing (measured, all versions)."""
+    """A character that only Unicode treats as space makes an unknown command, without effect.
+
+    Measured on all versions.
+    """
     assert foreign(conversation(SET.replace(" ", space))) == ()
 
 
 def test_mpsd_itself() -> None:
-    """What mpsd says, whose conversations open with a mark, is nobody's foreign hand."""
+    """mpsd's own conversations, which begin with a mark, are not foreign."""
     assert foreign(conversation(mark("abcd", 0), SET, mark("abcd", 1))) == ()
 
 
 def test_mark_behind_the_first_command() -> None:
-    """A mark that comes later makes nobody mpsd, and one that is no mark does not either."""
+    """A mark after the first command, and an invalid mark, do not make a conversation mpsd's."""
     assert foreign(conversation("get_server_list", mark("abcd", 0), SET)) == (SET,)
     assert foreign(conversation("mpsdx", SET)) == (SET,)
 
 
 def test_mark_without_the_key() -> None:
-    """Whoever writes what looks like a mark, and does not know the key, stays a stranger."""
+    """A conversation with an imitated mark, without the key, stays foreign."""
     for first in ("mpsd-", "mpsd-0123-0", mark("other", 0)):
         assert foreign(conversation(first, SET), LogReader("secret")) == (SET,)
     assert foreign(conversation(mark("secret77", 0), SET), LogReader("secret")) == ()
@@ -125,7 +131,7 @@ def test_one_after_the_other() -> None:
 
 
 def test_broken_off() -> None:
-    """A conversation that ended with the life of its daemon has no end in the log, and is judged no less."""
+    """A conversation that ended with its daemon has no end in the log, and is judged all the same."""
     log = [
         *conversation(mark("a", 0), whole=False),
         *conversation(SET),
@@ -136,12 +142,12 @@ def test_broken_off() -> None:
 
 
 def test_read_from_the_middle() -> None:
-    """Where a conversation's beginning was not seen, its changes count as a stranger's: what is unknown is not ours."""
+    """A conversation whose beginning was not seen counts as foreign: unknown is not mpsd's."""
     assert foreign([line(f"Cmd:{SET}"), line("10.0"), line("UI closed")]) == (SET,)
 
 
 def test_answers_are_no_commands() -> None:
-    """What a daemon answers is no command, whatever it looks like."""
+    """A daemon's answer is no command, whatever it looks like."""
     assert foreign([line("NEW UI"), line(f'Unknown command "{SET}"'), line(SET), f"Cmd:{SET}"]) == ()
 
 
@@ -150,7 +156,7 @@ def test_answers_are_no_commands() -> None:
     st.data(),
 )
 def test_in_pieces(conversations: list[tuple[bool, list[str]]], data: st.DataObject) -> None:
-    """However the log comes in pieces, just the changing commands of others are seen."""
+    """However the log is cut into pieces, exactly the changing commands of others are seen."""
     log: list[str] = []
     expected: list[str] = []
     changing = {row.name for row in ROWS if row.effect is Effect.CHANGES}
@@ -259,7 +265,7 @@ _DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
     ],
 )
 def test_known_lines(line: str, events: list[LogEvent]) -> None:
-    """Each line that is known says what it says, by itself and within somebody's conversation."""
+    """Each known line is parsed to its event, alone and within a conversation."""
     for origin in CommandOrigin:
         reader = LogReader(origin=origin)
         assert reader.read([line]) == events
@@ -267,7 +273,7 @@ def test_known_lines(line: str, events: list[LogEvent]) -> None:
 
 
 def test_what_mpsd_asks_is_no_news() -> None:
-    """What comes of a question is no news, so that asking never makes mpsd ask again; what others do is."""
+    """Lines caused by mpsd's own queries are no reason to query again; those caused by others are."""
     asked = [*ROWS, "Server 5 not found", "Server 5 is <busy>", "5", "100.0", 'Unknown command "x"']
     events = LogReader("k").read(conversation(mark("k", 0), *map(str, asked)) + [line(f"{each}") for each in asked])
     assert not any(isinstance(event, REASONS_TO_ASK) for event in events)
@@ -287,7 +293,7 @@ def test_what_mpsd_asks_is_no_news() -> None:
     ],
 )
 def test_unknown_lines(unknown: str) -> None:
-    """A line in other words is counted and kept, and says nothing; one without a stamp may be a part of a command."""
+    """An unknown line is counted and kept, and means nothing; one without a timestamp may be a part of a command."""
     reader = LogReader()
     assert reader.read([unknown]) == ([] if unknown.startswith("[") else [Unaccounted(unknown)])
     assert reader.unknown == 1
@@ -295,7 +301,7 @@ def test_unknown_lines(unknown: str) -> None:
 
 
 def test_unknown_lines_are_bounded() -> None:
-    """All of them are counted; the latest are kept, and of each no more than a person would read."""
+    """All unknown lines are counted; the latest are kept, each cut to a readable length."""
     reader = LogReader()
     reader.read([f"{number} {'x' * 10_000}" for number in range(1000)])
     assert reader.unknown == 1000
@@ -304,7 +310,7 @@ def test_unknown_lines_are_bounded() -> None:
 
 
 def test_answers_are_not_unknown() -> None:
-    """Whatever a daemon answers within a conversation is its answer, and outside of one it is not."""
+    """A daemon's answer within a conversation is no unknown line; outside of one it is."""
     reader = LogReader()
     reader.read([*conversation("bogus", whole=False), line("Server 999 not found"), line("PID ID SERVER")])
     assert reader.unknown == 0
@@ -313,7 +319,7 @@ def test_answers_are_not_unknown() -> None:
 
 
 def test_a_daemon_that_died() -> None:
-    """What a daemon was in the middle of when it died is nobody's after the next one has begun."""
+    """An unfinished conversation of a dead daemon ends when the next daemon starts."""
     reader = LogReader("k")
     log = [*conversation(mark("k", 0), whole=False), said("Starting control daemon using socket /run/p/control")]
     assert foreign([*log, line("a line that is new")], reader) == ()
@@ -321,7 +327,7 @@ def test_a_daemon_that_died() -> None:
 
 
 def test_goes_on_where_another_stopped() -> None:
-    """A reader that is told where another stopped judges the rest of a conversation as that one would have."""
+    """A reader that starts at another's position judges the rest of a conversation as that one would have."""
     log = conversation(mark("k", 0), SET, SET)
     for size in range(len(log)):
         first = LogReader("k")
@@ -333,14 +339,14 @@ def test_goes_on_where_another_stopped() -> None:
 
 @pytest.mark.parametrize("text", ["get_server_list", "bogus", "", "get_server_list 1"])
 def test_what_others_ask(text: str) -> None:
-    """Nothing in another's conversation is taken for a mere question: there may be more in it than shows."""
+    """Nothing in a foreign conversation counts as a mere query: there may be more in it than is visible."""
     reader = LogReader("k")
     assert reader.read(conversation(text)) == [Unaccounted(text)]
     assert reader.read(conversation(mark("k", 0), text)) == []
 
 
 def test_key_of_each_daemon() -> None:
-    """A new key counts from then on; that of the daemon before it, until the next has written its first line."""
+    """A new key is valid from then on; the former daemon's key, until the next daemon has written its first line."""
     reader = LogReader("a")
     reader.renew("b")
     assert reader.read([*conversation(mark("a", 0), SET), *conversation(mark("b1", 0), SET)]) == []
@@ -352,7 +358,7 @@ def test_key_of_each_daemon() -> None:
 
 @given(st.lists(st.text(max_size=60) | st.sampled_from([text for text, _ in (*_DAEMONS, *_SERVERS)]).map(said)))
 def test_any_log(lines: list[str]) -> None:
-    """Whatever stands in the log, every line of it is an event, or known to say nothing, or counted."""
+    """In any log, every line is an event, or known to be meaningless, or counted."""
     reader = LogReader()
     events = reader.read(lines)
     assert len([each for each in events if not isinstance(each, Unaccounted)]) + reader.unknown <= len(lines)

@@ -1,4 +1,4 @@
-"""What is to be done next of what an operator wants: by table, and whatever happens in between."""
+"""The next step for an operator's command: by table, and with any events in between."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ EARLY, LATE = 5.0, 15.0
 
 
 def desired(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
-    """Return the wish of an operator, with a deadline at 10."""
+    """Return an operator's desired state, with a deadline at 10."""
     defaults = {
         "operation": "op-1",
         "boot": "b",
@@ -30,7 +30,7 @@ def desired(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
 
 
 def observed(**other: Any) -> ObservedState:
-    """Return how it stands: nobody is there, and the daemon answers."""
+    """Return the observed state: no clients, and the daemon answers."""
     return ObservedState(**{"process": OLD, "answers": True, "blockers": (), "tried": False, "now": EARLY, **other})
 
 
@@ -70,7 +70,7 @@ def observed(**other: Any) -> ObservedState:
     ],
 )
 def test_next_step(wanted: DesiredState, stands: ObservedState, step: DrainStep) -> None:
-    """Each step follows from what is wanted and from what is so."""
+    """Each step follows from the desired and the observed state."""
     assert drain.next_step(wanted, stands) is step
 
 
@@ -93,9 +93,11 @@ DESIRED = st.builds(
 
 @given(DESIRED, SCENES)
 def test_nobody_is_harmed_before_time(wanted: DesiredState, stands: ObservedState) -> None:
-    """Without a deadline, or before it, nobody is ended and nothing forced; only a restart stops a daemon before that.
+    """Without a deadline, or before it, no client is ended and nothing forced.
 
-    A drain does where its time is over, and all else was tried.
+    Only a restart stops a daemon before that.
+
+    A drain stops it after its deadline, when everything else was tried.
     """
     step = drain.next_step(wanted, stands)
     if not wanted.is_late(stands.now):
@@ -107,7 +109,7 @@ def test_nobody_is_harmed_before_time(wanted: DesiredState, stands: ObservedStat
 
 @given(DESIRED, SCENES)
 def test_a_successor_is_left_alone(wanted: DesiredState, stands: ObservedState) -> None:
-    """What came in the place of the daemon that was to be replaced is not stopped, however often it is asked."""
+    """The successor of a replaced daemon is not stopped, however often the step is computed."""
     if stands.process != wanted.replaced:
         assert (
             drain.next_step(wanted, stands) not in {DrainStep.QUIT, DrainStep.FORCE, DrainStep.END}
@@ -129,15 +131,15 @@ def test_a_successor_is_left_alone(wanted: DesiredState, stands: ObservedState) 
 def test_met(
     wanted: DesiredState, process: ProcessIdentity | None, started: float, replaced: ProcessIdentity | None
 ) -> None:
-    """A restart is of the process that ran when it was wanted, also where that was found only later."""
+    """A restart refers to the process that ran when it was requested, also where that was found only later."""
     assert drain.identify(wanted, process, started) == replace(wanted, replaced=replaced)
 
 
 class TestAnotherBoot:
-    """What was wanted before a reboot."""
+    """A command from before a reboot."""
 
     def test_restart(self) -> None:
-        """There is nobody to wait for, and nothing to replace: what runs is new."""
+        """A restart is complete: no client is left, and the running daemon is new."""
         found = drain.take_up(desired(quitting=True, at=5.0), "another")
         assert (found.deadline, found.replaced, found.quitting, found.boot) == (None, None, False, "another")
         assert drain.identify(found, OLD, 4.0) == found
@@ -145,44 +147,44 @@ class TestAnotherBoot:
 
     @pytest.mark.parametrize("intent", Intent)
     def test_what_is_wanted(self, intent: Intent) -> None:
-        """It is wanted still; and in the same boot nothing has changed."""
+        """Other desired states stay; and in the same boot nothing changes."""
         assert drain.take_up(desired(intent), "another").intent is intent
         assert drain.take_up(desired(intent), "b") == desired(intent)
 
 
 class TestRevising:
-    """One wish after another."""
+    """One command after another."""
 
     def test_the_same_again(self) -> None:
-        """It is the same operation, with the latest deadline and the latest reason."""
+        """The same command is the same operation, with the latest deadline and the latest reason."""
         again = replace(desired(operation="op-2"), deadline=99.0, because="uid 1 wants it")
         assert drain.revise(desired(), again) == replace(desired(), deadline=99.0, because="uid 1 wants it")
 
     def test_a_successor_that_is_silent(self) -> None:
-        """It is replaced as well where an operator says so once more, and only then."""
+        """A silent successor is replaced too if an operator repeats the command, and only then."""
         before, again = desired(quitting=True), desired(operation="op-2", replaced=NEW)
         assert drain.revise(before, again) == before
         assert drain.revise(before, again, silent=True) == desired(replaced=NEW)
         assert drain.revise(before, replace(again, replaced=OLD), silent=True) == before
 
     def test_a_drain_that_is_over(self) -> None:
-        """It is begun anew."""
+        """A completed drain starts again."""
         assert drain.revise(desired(Intent.DRAIN, operation=""), desired(Intent.DRAIN)) == desired(Intent.DRAIN)
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_before_it_is_beyond_recall(self, intent: Intent) -> None:
-        """A restart is given up for what is wanted then."""
+        """Until the daemon is being stopped, another command cancels a restart."""
         assert drain.revise(desired(), desired(intent)) == desired(intent)
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_beyond_recall(self, intent: Intent) -> None:
-        """A restart goes on, and what is wanted then, and why, holds when it is over."""
+        """After that the restart continues, and the new command with its reason applies afterwards."""
         why = "" if intent is Intent.RUN else "uid 0 wants it"
         after = desired(quitting=True, then=intent, then_because=why)
         assert drain.revise(desired(quitting=True), desired(intent)) == after
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_restart(self, intent: Intent) -> None:
-        """After it there holds what held before, for the same reason."""
+        """After a restart, the former desired state applies again, with its reason."""
         why = "" if intent is Intent.RUN else "uid 0 wants it"
         assert drain.revise(desired(intent), desired()) == desired(then=intent, then_because=why)

@@ -1,4 +1,4 @@
-"""The death tally: at once, later, or not again."""
+"""The death tally: restart at once, later, or not at all."""
 
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +19,7 @@ def deaths(*times: float) -> list[Death]:
 
 
 def test_dated() -> None:
-    """A daemon that is given up says when it died first, and last, by the wall clock; other decisions say no times."""
+    """A daemon that is given up has the wall-clock times of its first and last death; other decisions have no times."""
     wall, died = datetime(2026, 11, 22, 3, 0, 10, tzinfo=UTC), deaths(96, 97, 98, 99, 100)
     given_up = decide(died, POLICY, 101, 0.5)
     assert dated(given_up, died, 101, wall) == replace(
@@ -54,7 +54,7 @@ def test_table(times: list[float], now: float, verdict: RestartVerdict, least: f
 
 
 def test_because_tells_the_tally() -> None:
-    """The reason names how many deaths in which time, how the last one came, and what follows."""
+    """The reason has the number of deaths and their period, the last cause, and the consequence."""
     assert decide(deaths(100), POLICY, 100, 0).because == (
         "1 death within 60 s, the last one: death at 100; restarting at once"
     )
@@ -68,7 +68,7 @@ def test_because_tells_the_tally() -> None:
 
 
 def test_what_others_bring_about_is_no_reason_to_give_up() -> None:
-    """Deaths that do not count towards giving up delay the start as others do, up to the longest delay."""
+    """Deaths that do not count towards giving up delay the start like others, up to the longest delay."""
     theirs = [Death(100.0, "killed by SIGSEGV", (1001,), counts=False)] * 50
     decision = decide(theirs, POLICY, 100, 0.999)
     assert decision.verdict is RestartVerdict.LATER
@@ -83,7 +83,7 @@ def test_one_death_can_be_too_many() -> None:
 
 
 def test_delay_has_a_bound() -> None:
-    """However many deaths a policy allows, no delay is longer than it says, and none overflows."""
+    """However many deaths a policy allows, no delay exceeds its bound, and none overflows."""
     policy = RestartPolicy(deaths=10_000, window=1e9)
     decision = decide(deaths(*range(5000)), policy, 5000, 0.999)
     assert decision.verdict is RestartVerdict.LATER
@@ -97,7 +97,7 @@ def test_delay_has_a_bound() -> None:
     st.floats(0, 1, exclude_max=True),
 )
 def test_any_tally(times: list[float], window: float, count: int, jitter: float) -> None:
-    """Giving up is a matter of how many deaths the window holds, whatever was before; no delay exceeds its bound."""
+    """Giving up depends only on the number of deaths in the window; no delay exceeds its bound."""
     policy = RestartPolicy(deaths=count, window=window)
     now = times[-1] if times else 1000.0
     tally = deaths(*times)

@@ -1,4 +1,4 @@
-"""Who may have crashed a control daemon: all who were let in are named, and one who was there alone is shut out."""
+"""Suspects of a crash: all uids that had access are named, and one that was there alone is quarantined."""
 
 from typing import Final
 
@@ -23,12 +23,12 @@ POLICY: Final = QuarantinePolicy(crashes=2, window=100.0)
 
 
 def crash(*uids: int, at: float = 100.0, everybody: bool = False, others: bool = False) -> Crash:
-    """Return a crash at which these were let in."""
+    """Return a crash at which these uids had access."""
     return Crash("gpu0", at, LetIn(tuple(sorted(uids)), everybody=everybody, others=others))
 
 
 def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POLICY) -> list[int]:
-    """Return who is to be shut out."""
+    """Return the uids to quarantine."""
     return [each.uid for each in to_quarantine(crashes, policy, now)]
 
 
@@ -41,14 +41,14 @@ def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POL
         ("SIGABRT", True),
         ("SIGFPE", True),
         ("SIGTRAP", True),
-        ("SIGKILL", False),  # root's, or the kernel's for want of memory
+        ("SIGKILL", False),  # by root, or by the kernel for lack of memory
         ("SIGTERM", False),
         ("signal 40", False),
         (None, False),
     ],
 )
 def test_which_deaths_are_suspect(signal: str | None, *, suspect: bool) -> None:
-    """Those by a fault of the program's own are."""
+    """Deaths by a fault of the program itself are suspect."""
     assert is_suspect(signal) is suspect
 
 
@@ -74,25 +74,25 @@ def test_which_deaths_are_suspect(signal: str | None, *, suspect: bool) -> None:
     ],
 )
 def test_who_is_shut_out(crashes: list[Crash], uids: list[int]) -> None:
-    """Who was let in at as many crashes as are too many, within the window, and at least once alone."""
+    """A uid is quarantined that had access at the given number of crashes within the window, at least once alone."""
     assert shut_out(*crashes) == uids
 
 
 def test_policy() -> None:
-    """How many are too many, and for how long they count, is a setting."""
+    """The number and the window are settings."""
     assert shut_out(crash(ANN), policy=QuarantinePolicy(crashes=1)) == [ANN]
     assert shut_out(crash(ANN), crash(ANN), policy=QuarantinePolicy(crashes=3)) == []
     assert shut_out(crash(ANN, at=1.0), crash(ANN), policy=QuarantinePolicy(window=10)) == []
 
 
 def test_who_is_named() -> None:
-    """Everybody who was let in, the one that was let in most first."""
+    """All uids with access are named, the most frequent first."""
     found = suspects([crash(ANN, BOB), crash(ANN), crash(CAT, everybody=True)])
     assert found == (Suspect(ANN, 2, 1), Suspect(BOB, 1, 0), Suspect(CAT, 1, 0))
 
 
 def test_what_is_explained_speaks_against_nobody() -> None:
-    """Crashes at which one was let in who is shut out, or pardoned, are forgotten, and the others stay."""
+    """Crashes with a uid that was quarantined or pardoned are forgotten; the others stay."""
     assert without([crash(ANN), crash(ANN, BOB), crash(BOB)], [ANN]) == (crash(BOB),)
 
 
@@ -108,12 +108,12 @@ def test_what_is_explained_speaks_against_nobody() -> None:
     ],
 )
 def test_let_in(let_in: LetIn, words: str, *, anybody: bool) -> None:
-    """It says who they were, and whether there were any."""
+    """The text names the uids, and whether there were any."""
     assert (let_in.anybody, str(let_in)) == (anybody, words)
 
 
 def test_more_are_let_in() -> None:
-    """Nobody is forgotten, and once everybody was let in, that stays so."""
+    """No uid is forgotten, and once all users had access, that is remembered."""
     assert LetIn((BOB,)).and_({ANN}) == LetIn((ANN, BOB))
     assert LetIn((BOB,), others=True).and_(None).and_({ANN}) == LetIn((ANN, BOB), everybody=True, others=True)
 
@@ -133,7 +133,7 @@ _CRASHES: Final = st.lists(
 
 @given(_CRASHES, st.integers(1, 5))
 def test_never_one_who_was_always_accompanied(crashes: list[Crash], most: int) -> None:
-    """Whoever is shut out was there at that many recent crashes, once alone; whoever else was there always stays."""
+    """A quarantined uid was present at that many recent crashes, once alone; a uid that was never alone is spared."""
     policy = QuarantinePolicy(crashes=most, window=100.0)
     counting = recent(crashes, policy, 200.0)
     for each in to_quarantine(crashes, policy, 200.0):

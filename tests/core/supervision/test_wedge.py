@@ -1,4 +1,4 @@
-"""What makes a server suspect, when it is examined, and what canaries prove."""
+"""The signs that make a server suspect, the time of its examination, and the evidence of canaries."""
 
 from typing import Final
 
@@ -25,7 +25,7 @@ ALIVE: Final = ProcessIdentity(100, 5000)
 
 
 def ends(*proofs: Proof) -> list[CanaryEnd]:
-    """Return canaries that ended so."""
+    """Return canaries with these ends."""
     return [CanaryEnd(each, "") for each in proofs]
 
 
@@ -47,12 +47,15 @@ def lost(uid: int | None = 1000, cause: Cause = Cause.LOST) -> Suspicion:
     ],
 )
 def test_one_canary(proof: Proof, expected: Verdict | None) -> None:
-    """An answer decides at once; silence has another canary sent."""
+    """An answer decides at once; silence requires another canary."""
     assert verdict(ends(proof)) is expected
 
 
 def test_silence_in_a_row() -> None:
-    """So many without an answer in a row are a wedge, and one fewer is none; any answer in between clears it."""
+    """So many canaries without an answer in a row prove a wedge, and one fewer does not.
+
+    Any answer in between clears it.
+    """
     assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1))) is None
     assert verdict(ends(*[Proof.SILENCE] * FAILURES)) is Verdict.WEDGED
     assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.CONTEXT)) is Verdict.OK
@@ -63,7 +66,7 @@ def test_silence_in_a_row() -> None:
 
 
 def test_first_suspicion_is_looked_into_at_once() -> None:
-    """The first of a uid is due at once, and one like it is no further one."""
+    """The first suspicion of a uid is due at once, and an equal one adds nothing."""
     suspicions = Suspicions()
     assert suspicions.due(10.0) is None
     assert suspicions.add(lost(), 10.0)
@@ -72,7 +75,7 @@ def test_first_suspicion_is_looked_into_at_once() -> None:
 
 
 def test_no_uid_has_more_than_its_share() -> None:
-    """A uid brings about one examination in so many seconds, whatever it does; others are not kept waiting by that."""
+    """A uid causes one examination per interval, whatever it does; other uids are not delayed by it."""
     suspicions = Suspicions()
     examined = []
     for second in range(300):
@@ -86,7 +89,7 @@ def test_no_uid_has_more_than_its_share() -> None:
 
 
 def test_examination_answers_all() -> None:
-    """What one examination proves answers every open suspicion, those included that were not due."""
+    """The result of one examination answers every open suspicion, including those that were not due."""
     suspicions = Suspicions()
     suspicions.add(lost(1), 0.0)
     suspicions.settle(0.0, proven=True)
@@ -97,7 +100,7 @@ def test_examination_answers_all() -> None:
 
 
 def test_strong_suspicion_stays_where_nothing_was_proven() -> None:
-    """A server that lists the dead is examined again later where no canary could be sent; weaker signs are dropped."""
+    """A server that lists dead clients is examined again later if no canary could be sent; weaker signs are dropped."""
     suspicions = Suspicions()
     suspicions.add(lost(1), 0.0)
     suspicions.add(lost(1, Cause.STILL_LISTED), 0.0)
@@ -113,7 +116,7 @@ def test_strong_suspicion_stays_where_nothing_was_proven() -> None:
 
 
 def test_client_that_lives_is_not_suspect() -> None:
-    """A client that lives and holds memory is nobody's suspicion, however long it is listed."""
+    """A living client that holds memory is no suspicion, however long it is listed."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
     clients.keep([HERE])
@@ -123,7 +126,7 @@ def test_client_that_lives_is_not_suspect() -> None:
 
 @pytest.mark.parametrize("ticks", [None, 6000])
 def test_client_that_is_kept(ticks: int | None) -> None:
-    """A client that ended and is still listed is suspect once, also where another process has its pid by now."""
+    """A client that ended and is still listed is suspect once, also when another process reuses its pid."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
     assert clients.dead([HERE], {100: ticks}.get) == [HERE]
@@ -133,7 +136,7 @@ def test_client_that_is_kept(ticks: int | None) -> None:
 
 
 def test_client_that_was_dead_before() -> None:
-    """One that mpsd never saw alive, as after its own restart, is suspect as well, and nobody's."""
+    """A client that mpsd never saw alive, as after its own restart, is suspect as well, without a uid."""
     clients = ListedClients()
     assert clients.dead([HERE], {100: None}.get) == [HERE]
     assert clients.still_listed(HERE) == Suspicion(
@@ -142,7 +145,7 @@ def test_client_that_was_dead_before() -> None:
 
 
 def test_client_that_is_silent() -> None:
-    """A client that is listed for long without memory is suspect once; a successor with its pid has its own time."""
+    """A client that is listed for long without memory is suspect once; a successor with its pid has its own period."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
     assert clients.silent([], LONG - 1) is None

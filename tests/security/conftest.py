@@ -1,4 +1,4 @@
-"""Nodes for the tests of what strangers can do: real ones, with callers of every uid in front of them."""
+"""Nodes for the tests of strangers' possibilities: real ones, with callers of every uid."""
 
 from tests.daemon.conftest import make_node, node_for_all
 from tests.daemon.leases.conftest import MakeLine, make_line

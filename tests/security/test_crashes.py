@@ -1,6 +1,6 @@
-"""What a uid that is let in gains by crashing a control daemon: little power, and not the GPU of the others.
+"""A uid with access that crashes a control daemon gains little power, and does not take the GPU from other users.
 
-The subjects are NVIDIA's own control daemons. A signal of root's stands in for what bytes on their socket can do: the
+The subjects are NVIDIA's own control daemons. A signal of root's stands in for the effect of bytes on their socket: the
 kernel reports both in the same way.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["make_node"]
 pytestmark = [needs_root, pytest.mark.slow]
 
 ANN, BOB = 61001, 61002
-"""Two uids that have no rights and no name."""
+"""Two uids without rights and without a name."""
 
 
 def status_of(pid: int) -> dict[str, str]:
@@ -69,10 +69,10 @@ def server_for(node: Node, uid: int) -> int:
 
 @pytest.mark.parametrize("real", branches())
 class TestCapabilities:
-    """On each of NVIDIA's control daemons, started by mpsd."""
+    """Capabilities of each of NVIDIA's control daemons, started by mpsd."""
 
     def test_control_daemon(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
-        """It and its servers never have more than the listed capabilities; mpsd loses none, and all of it works."""
+        """It and its servers never have more than the listed capabilities; mpsd keeps its own, and everything works."""
         node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin")).start()
         before = sets(node.pid)
         listed = sum(1 << each for each in DAEMON)
@@ -82,13 +82,13 @@ class TestCapabilities:
         assert status_of(server)["Uid"].split() == [str(ANN)] * 4
         assert sets(server) == {"CapInh": 0, "CapPrm": 0, "CapEff": 0, "CapBnd": listed, "CapAmb": 0}
         assert sets(node.pid) == before
-        # With force, since the stand-in waits for ever: the daemon ends it, and so itself.
+        # With force, since the stand-in never ends: the daemon ends it, and then itself.
         assert node.mpsctl("restart", "gpu0", "--timeout", "0").returncode == 0
         wait_until(lambda: (found := look_at(server)) is None or found.zombie, what="the server to be ended")
         assert sets(node.wait_for_state("gpu0", "ready")["pid"])["CapBnd"] == listed
 
     def test_setting(self, make_node: Start, real: RealDaemon) -> None:
-        """An operator can give them more, of what mpsd has."""
+        """An operator can give them more of mpsd's capabilities."""
         config = '[daemon]\ncapabilities = ["CAP_SYS_PTRACE", "SYS_NICE"]\n'
         node = make_node(simulate=1, control=real.control, config=config).start()
         more = DAEMON | {Capability.SYS_PTRACE, Capability.SYS_NICE}
@@ -101,7 +101,7 @@ CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT)
 
 
 def granted(caller: Caller, **asked: Any) -> str:
-    """Take out a lease, which is let in when this returns."""
+    """Request a lease; its user has pipe access when this returns."""
     answer = wait_until(
         lambda: found if (found := caller.admit(**{**SMALL, **asked})).status == 201 else None,
         what="a lease to be granted",
@@ -111,7 +111,7 @@ def granted(caller: Caller, **asked: Any) -> str:
 
 
 def let_in(node: Node, uid: int, name: str = "gpu0") -> bool:
-    """Tell whether a uid can go through the pipe directory of a control daemon."""
+    """Return whether a uid may traverse the pipe directory of a control daemon."""
     done = subprocess.run(
         ["test", "-S", str(node.pipe_directory(name) / "control")],
         check=False, timeout=20, user=uid, group=uid, extra_groups=[], cwd="/",
@@ -140,11 +140,11 @@ os.setresgid(uid, uid, uid)
 os.setresuid(uid, uid, uid)
 sys.exit(main())
 """
-"""A client that becomes another user's; what it was started with stays in /proc/PID/environ."""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
 
 
 def leased(node: Node, uid: int, **asked: Any) -> DrivenProgram:
-    """Start a client of a uid with a lease, whose holder is this very process, as it was that user."""
+    """Start a client of a uid with a lease whose holder is this process, acting as that user."""
     with Talk(node.socket, uid=uid) as talk:
         answer = talk.ask("POST", "/v1/leases", {**SMALL, **asked})
     assert answer.status == 201, answer.body
@@ -153,7 +153,7 @@ def leased(node: Node, uid: int, **asked: Any) -> DrivenProgram:
 
 
 def warnings(node: Node) -> dict[str, str]:
-    """Return the warnings of the status about uids: which kind for which."""
+    """Return the status's warnings about uids: the kind by uid."""
     found = node.get("/v1/status").json["warnings"]
     return {each["subject"]: each["kind"] for each in found if each["subject"].startswith("uid ")}
 
@@ -181,10 +181,10 @@ print(sent)
 
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
-    """On each of NVIDIA's control daemons."""
+    """Crashes of each of NVIDIA's control daemons."""
 
     def test_arbitrary_bytes(self, make_node: Start, real: RealDaemon) -> None:
-        """Whatever a holder sends to the socket, the GPU is not given up, and a crash names the holder alone."""
+        """Whatever bytes a holder sends to the socket, the GPU is not given up, and a crash names the holder alone."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann:
             granted(ann)
@@ -202,7 +202,7 @@ class TestEveryDriver:
             assert not node.events("daemon_state", state="failed")
 
     def test_alone_twice(self, make_node: Start, real: RealDaemon) -> None:
-        """Who is let in alone at two crashes is shut out; the next one goes on at once, and the GPU is not given up."""
+        """A uid with sole access at two crashes is quarantined; the next user continues at once, on the same GPU."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease = granted(ann)
@@ -212,7 +212,7 @@ class TestEveryDriver:
             assert warnings(node) == {f"uid {ANN}": "suspect"}
             wait_until(lambda: let_in(node, ANN), what="the lease to be let in again")
 
-            # It lets its lease go before what it sent has its effect.
+            # It releases its lease before the bytes that it sent take effect.
             assert ann.request("DELETE", f"/v1/leases/{lease}").status == 204
             second = crash(node, number=signal.SIGABRT)
             assert (second["suspects"], second["verdict"], second["delay"]) == ([ANN], "at_once", 0.0)
@@ -227,7 +227,7 @@ class TestEveryDriver:
             )
             assert refused.json["hint"] == f"ask an administrator: mpsctl pardon {ANN}"
 
-            # The others get on, as if there had been no death.
+            # Other users continue, as if there had been no death.
             node.wait_for_state("gpu0", "ready")
             granted(bob)
             third = crash(node)
@@ -235,7 +235,7 @@ class TestEveryDriver:
             assert "gpu0 is failed" not in node.get("/v1/status").json["because"]
 
     def test_one_after_the_other(self, make_node: Start, real: RealDaemon) -> None:
-        """With one user at a time, the control daemon of the next one is another: nobody answers for the last."""
+        """With one user at a time, the next user has a new control daemon, without the last user's crash."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             for caller in (bob, ann):
@@ -244,7 +244,7 @@ class TestEveryDriver:
             assert warnings(node) == {f"uid {ANN}": "suspect"}
 
     def test_nobody_let_in(self, make_node: Start, real: RealDaemon) -> None:
-        """Deaths with nobody let in but root count as before, and so do those that are nobody's fault but root's."""
+        """Deaths while only root has access count as before, and so do deaths that only root can cause."""
         node = make_node(simulate=1, control=real.control, config="[daemon]\ndeaths = 3\n").start()
         assert crash(node)["suspects"] == []
         node.wait_for_state("gpu0", "ready")
@@ -259,7 +259,7 @@ class TestEveryDriver:
         node.wait_for_state("gpu0", "failed")
 
     def test_across_restarts(self, make_node: Start, real: RealDaemon) -> None:
-        """Who was let in, at which crashes, and who is shut out for it, survives any death of mpsd."""
+        """The crashes, the uids with access, and the quarantines survive any death of mpsd."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann:
             lease = granted(ann)
@@ -270,7 +270,7 @@ class TestEveryDriver:
         node.end(signal.SIGKILL)
         node.start()
         assert node.daemons()["gpu0"]["pid"] == before
-        # It was adopted: how it ended is not for its parent's, which mpsd is not, to know alone.
+        # The daemon was adopted: its end must be known also to an mpsd that is not its parent.
         died = crash(node)
         assert died["suspects"] == [ANN]
         assert "SIGSEGV" in died["how"]
@@ -285,7 +285,7 @@ class TestEveryDriver:
 
 
 def quarantined(make_node: Start, **options: Any) -> Node:
-    """Start a node where Ann crashed a control daemon twice, and is quarantined for it."""
+    """Start a node on which Ann crashed a control daemon twice, and is quarantined for that."""
     node = make_node(**{"simulate": 1, **options}).start()
     with calling(node.socket, uid=ANN) as ann:
         for _ in range(2):
@@ -297,7 +297,7 @@ def quarantined(make_node: Start, **options: Any) -> Node:
 
 @pytest.mark.parametrize("real", branches(555))
 def test_always_accompanied(make_node: Start, real: RealDaemon) -> None:
-    """Where two are let in at each crash nobody is shut out, both are named, and the GPU goes on with delays."""
+    """When two uids have access at each crash, both are named, none is quarantined, and restarts are delayed."""
     config = '[daemon]\ndeaths = 3\nusers = "many"\n'
     node = make_node(simulate=1, control=real.control, config=config).start()
     with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
@@ -321,10 +321,10 @@ def test_always_accompanied(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.real_daemon(535)
 class TestOneDriver:
-    """What does not depend on the driver, with that of 535."""
+    """Behaviour that does not depend on the driver, on driver 535."""
 
     def test_lease_that_it_has(self, make_node: Start) -> None:
-        """By default a lease of a uid that is quarantined stays; it gets no more time."""
+        """By default a lease of a quarantined uid stays, but cannot be renewed."""
         node = make_node(simulate=1).start()
         with calling(node.socket, uid=ANN) as ann:
             lease = granted(ann, ttl=600)
@@ -336,7 +336,7 @@ class TestOneDriver:
             assert ann.request("GET", f"/v1/leases/{lease}").json["state"] == "granted"
 
     def test_claims(self, make_node: Start) -> None:
-        """A uid that is quarantined takes no claim, also through an administrator; it stays open for another."""
+        """A quarantined uid takes no claim, also not through an administrator; the claim stays open for another uid."""
         node = quarantined(make_node)
         claim = wait_until(
             lambda: (
@@ -364,7 +364,7 @@ class TestOneDriver:
             assert let_in(node, BOB)
 
     def test_pardon(self, make_node: Start) -> None:
-        """An administrator lifts a quarantine, for good and with a clean slate; nobody else does."""
+        """Only an administrator lifts a quarantine, for good and with a clean slate."""
         node = quarantined(make_node)
         with calling(node.socket, uid=ANN) as ann:
             assert ann.request("DELETE", f"/v1/quarantines/{ANN}").status == 403
@@ -382,7 +382,7 @@ class TestOneDriver:
             assert warnings(node) == {f"uid {ANN}": "suspect"}
 
     def test_status(self, make_node: Start) -> None:
-        """`mpsctl status` names who is quarantined, and what lifts that."""
+        """`mpsctl status` names the quarantined uids, and the command that lifts a quarantine."""
         node = quarantined(make_node)
         shown = node.mpsctl("status")
         assert shown.returncode == 0
@@ -390,7 +390,7 @@ class TestOneDriver:
         assert f"mpsctl pardon {ANN}" in shown.stdout
 
     def test_pardon_that_cannot_be_stored(self, make_node: Start) -> None:
-        """A pardon that is not on disk is none."""
+        """A pardon that cannot be stored has no effect."""
         node = quarantined(make_node)
         state = node.root / "state"
         (state / "quarantines.json").unlink()
@@ -404,7 +404,7 @@ class TestOneDriver:
             hidden.rename(state)
 
     def test_damaged_file(self, make_node: Start) -> None:
-        """What cannot be read keeps no mpsd from starting: it is set aside, and that is told."""
+        """A damaged file does not prevent mpsd's start: it is set aside, and reported."""
         node = quarantined(make_node)
         node.end()
         path = node.root / "state" / "quarantines.json"
@@ -414,7 +414,7 @@ class TestOneDriver:
         assert warnings(node) == {}
 
     def test_reboot(self, make_node: Start) -> None:
-        """A reboot ends no quarantine; the crashes before it count no more."""
+        """A reboot ends no quarantine; crashes before it no longer count."""
         node = quarantined(make_node)
         node.end()
         path = node.root / "state" / "quarantines.json"
@@ -424,7 +424,7 @@ class TestOneDriver:
         assert warnings(node) == {f"uid {ANN}": "quarantine"}
 
     def test_who_waits(self, make_node: Start) -> None:
-        """A request of a uid that waits when the uid is quarantined is refused, and keeps nobody waiting."""
+        """A waiting request of a uid that is quarantined meanwhile is refused, and delays no other request."""
         node = make_node(simulate=2).start()
         own = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json["id"]
         with (
@@ -444,7 +444,7 @@ class TestOneDriver:
 
     @pytest.mark.parametrize("policy", ["report", "terminate"])
     def test_leases(self, make_node: Start, policy: str) -> None:
-        """Access is closed on all GPUs at once; the leases end where policy terminates, and stay where it reports."""
+        """Access is closed on all GPUs at once; the leases end if policy terminates, and stay if it reports."""
         config = f'[violations]\nquarantined = "{policy}"\n'
         node = make_node(simulate=2, config=config).start()
         with calling(node.socket, uid=ANN) as ann:
@@ -464,7 +464,7 @@ class TestOneDriver:
                 assert let_in(node, ANN, "gpu1")
 
     def test_policy_that_changes(self, make_node: Start) -> None:
-        """A reload that makes policy terminate ends the leases of who is quarantined by then."""
+        """A reload to the policy terminate ends the leases of uids that are already quarantined."""
         node = make_node(simulate=2, config="").start()
         with calling(node.socket, uid=ANN) as ann:
             lease = granted(ann, gpu="1")
@@ -476,7 +476,7 @@ class TestOneDriver:
             wait_until(lambda: node.events("lease_ended", lease=lease), what="the lease to end")
 
     def test_everybody(self, make_node: Start) -> None:
-        """Where every local user is let in nobody is named, and the GPU is not given up either."""
+        """Where every local user has access, no uid is named, and the GPU is not given up either."""
         config = '[enforcement]\nunadmitted = "defaults"\n[daemon]\ndeaths = 2\n'
         node = make_node(simulate=1, config=config).start()
         with calling(node.socket, uid=ANN) as ann:
@@ -498,7 +498,7 @@ class TestOneDriver:
 
 
 def test_clients(short_tmp: Path) -> None:
-    """Policy ends the clients of a uid that is quarantined on the other GPUs, too, and nobody else's."""
+    """Policy ends the clients of a quarantined uid on the other GPUs, too, and no other clients."""
     short_tmp.chmod(0o711)
     config = '[enforcement]\ngrace = 0.3\n[violations]\nquarantined = "terminate"\n[daemon]\nusers = "many"\n'
     node = Node(root=short_tmp, simulate=2, config=config)

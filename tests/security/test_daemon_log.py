@@ -1,4 +1,4 @@
-"""A control daemon's log, which others can write to and end: what it says decides nothing by itself, nor does silence.
+"""Others can write to a control daemon's log, and stop it: its text decides nothing by itself, nor does its silence.
 
 The subjects are NVIDIA's own control daemons.
 """
@@ -24,10 +24,10 @@ from tests.real import RealDaemon
 from tests.simulated_clients import WAITS, SimulatedClient, variables
 
 ANN: Final = 61201
-"""A uid that has no rights and no name."""
+"""A uid without rights and without a name."""
 
 QUIET: Final = '[daemon]\nprobe_interval = 600\n[enforcement]\nunadmitted = "deny"\n'
-"""A daemon of which nothing happens is not asked for the time of a test."""
+"""During the test mpsd does not probe a daemon without a reason."""
 
 STAMP: Final = b"[2026-11-22 01:02:03.004 Control     1] "
 
@@ -50,7 +50,7 @@ def write(uid: int, fifo: Path, what: bytes) -> None:
 
 
 def granted(caller: Caller) -> str:
-    """Ask for a small lease, and return its id."""
+    """Request a small lease, and return its id."""
     answer = caller.admit(threads=10, memory="1GiB", gpu="0")
     assert answer.status == 201, answer.body
     lease: str = answer.json["id"]
@@ -63,13 +63,13 @@ def reasons(node: Node) -> list[str]:
 
 
 def is_put_back(node: Node) -> bool:
-    """Tell whether the limit that was changed is as mpsd wants it again, in the daemon's own words."""
+    """Return whether the daemon itself reports the changed limit as mpsd wants it."""
     wanted = node.daemons()["gpu0"]["limits_wanted"]["active_thread_percentage"]
     return node.ask("gpu0", "get_default_active_thread_percentage") == [str(wanted)]
 
 
 def is_free(node: Node) -> bool:
-    """Tell whether nobody holds the lock of the runtime directory."""
+    """Return whether the lock of the runtime directory is free."""
     with (node.root / "run/mpsd.lock").open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,7 +79,7 @@ def is_free(node: Node) -> bool:
 
 
 def conversations(node: Node) -> int:
-    """Count the conversations of mpsd's in the log."""
+    """Count mpsd's conversations in the log."""
     key = json.loads((node.root / "run/gpu0.reading.json").read_text())["key"]
     return node.control_log("gpu0").read_text(errors="replace").count(f"Cmd:mpsd-{key}")
 
@@ -87,15 +87,15 @@ def conversations(node: Node) -> int:
 @needs_root
 @pytest.mark.parametrize("real", branches())
 class TestSilence:
-    """A holder ends the log of its control daemon."""
+    """A lease holder stops the log of its control daemon."""
 
     def test_it_is_noticed(self, make_node: Start, real: RealDaemon) -> None:
-        """It is told, limits are put back all the same, grants go on, and a restart heals it."""
+        """The silence is reported, limits are still restored, grants continue, and a restart repairs it."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
         with calling(node.socket, uid=ANN) as ann:
             lease = granted(ann)
             write(ANN, node.pipe_directory("gpu0") / "log", b"x")
-            # The last that anybody could have seen of it.
+            # The last command that the log could have shown.
             node.ask("gpu0", SETS)
             silent = event(node, "log_silent", daemon="gpu0")
             assert silent["suspects"] == [ANN]
@@ -113,7 +113,7 @@ class TestSilence:
         wait_until(lambda: not reasons(node), what="the node to be healthy")
 
     def test_it_never_waits_for_itself(self, make_node: Start, real: RealDaemon) -> None:
-        """What nobody reads is moved out of its way, so that a daemon without a log answers as long as one likes."""
+        """mpsd empties the FIFO that has no reader, so that a daemon without a log answers for any length of time."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
         log = node.control_log("gpu0")
         with calling(node.socket, uid=ANN) as ann:
@@ -133,7 +133,7 @@ class TestSilence:
 
 @pytest.mark.parametrize("real", branches(535))
 def test_front_end_that_ends_late(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
-    """A log that showed a conversation before its front-end had ended is not silent, as on a busy machine."""
+    """A log that shows a conversation before its front-end has ended is not silent; that happens on a busy machine."""
     late = f'[ "$1" = -f ] && exec {real.control} "$@"\n{real.control} "$@"\nstatus=$?\nsleep 0.3\nexit $status'
     config = "[daemon]\nprobe_interval = 600\n"
     node = make_node(simulate=1, control=program(short_tmp / "late", late), config=config).start()
@@ -145,10 +145,10 @@ def test_front_end_that_ends_late(make_node: Start, short_tmp: Path, real: RealD
 
 @pytest.mark.parametrize("real", branches())
 class TestWhatItSays:
-    """Lines that anybody can have written."""
+    """Lines that any process can have written."""
 
     def hidden(self, node: Node, change: Callable[[], Any], line: bytes) -> None:
-        """Change something, and have the log show only this line of it."""
+        """Change a limit, and have the log show only this line of it."""
         log = node.control_log("gpu0")
         wait_until(lambda: log.read_bytes().endswith(b"UI closed\n"), what="the log to be whole")
         with stopped(node.pid):
@@ -168,14 +168,14 @@ class TestWhatItSays:
         ids=["no stamp", "a question"],
     )
     def test_more_than_shows(self, make_node: Start, real: RealDaemon, line: bytes) -> None:
-        """Behind a conversation of others, or a part of a line, can be any command: the daemon is asked at once."""
+        """A foreign conversation, or a part of a line, can hide any command, so mpsd queries the daemon at once."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
         self.hidden(node, lambda: node.front_end("gpu0", f"{SETS}\n"), line)
         wait_until(lambda: is_put_back(node), what="the limit to be put back")
         assert event(node, "limit_drift")["command"] is None
 
     def test_ends_of_servers(self, make_node: Start, real: RealDaemon) -> None:
-        """Servers that nobody but the log knows of close no GPU, by whatever is said of them."""
+        """Lines about the ends of servers that only the log knows close no GPU."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
         forged = [f"Server {server} exited with status 1" for server in (1, os.getpid(), 4194305, 77, 78, 79, 80)]
         forged += ["Starting new server 1 for user 0", "Server 1 exited with status 1"]
@@ -190,7 +190,7 @@ class TestWhatItSays:
         assert answer.status == 201, answer.body
 
     def test_a_key_for_each(self, make_node: Start, real: RealDaemon) -> None:
-        """Who knows how mpsd's conversations with one daemon are marked knows nothing about the next."""
+        """The marks of mpsd's conversations with one daemon do not reveal those with the next."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
         reading = node.root / "run/gpu0.reading.json"
         key, pid = json.loads(reading.read_text())["key"], node.daemons()["gpu0"]["pid"]
@@ -200,7 +200,7 @@ class TestWhatItSays:
         assert json.loads(reading.read_text())["key"] != key
         node.ask("gpu0", f"mpsd-{key}00000000-0\n{SETS}")
         assert event(node, "foreign_command")["command"] == SETS
-        # The next mpsd knows it again: it finds nobody else's commands but that one, which may be read twice.
+        # The next mpsd recognises its marks: it finds only that one foreign command, which may be read twice.
         node.end(signal.SIGKILL)
         wait_until(lambda: is_free(node), what="a front-end of the dead mpsd's to begin, which has its lock until then")
         node.start()
@@ -209,7 +209,7 @@ class TestWhatItSays:
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
-    """What a client got that connected while others said anything is unknown: it is not verified, nor to blame."""
+    """The limits of a client that connected during a foreign conversation are unknown: no proof of a violation."""
     node = make_node(simulate=1, control=None, config='[violations]\nlimits = "terminate"\n').start()
     with SimulatedClient(variables(node), before=WAITS) as client:
         answer = node.request("POST", "/v1/leases", {"threads": 20, "memory": "1GiB", "pid": client.pid})

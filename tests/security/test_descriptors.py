@@ -1,7 +1,7 @@
-"""A control daemon whose descriptors a lease holder has used up: it answers nobody, and who was let in is named.
+"""A lease holder uses up the descriptors of a control daemon, which answers no more: the suspects are named.
 
-NVIDIA's control daemon keeps the sockets of some connections that were closed at once, for good (measured, all
-versions). The subjects are those; they get few descriptors here, so that it takes less time.
+NVIDIA's control daemon keeps the sockets of some connections that were closed at once, forever (measured, all
+versions). The subjects are these daemons; they get few descriptors here, so that it takes less time.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from tests.real import RealDaemon
 pytestmark = [needs_root, pytest.mark.slow]
 
 ANN: Final = 61401
-"""A uid that has no rights and no name."""
+"""A uid without rights and without a name."""
 
 MOST: Final = 64
-"""Descriptors that the control daemon may have; it needs some 15."""
+"""Descriptors that the control daemon may have; it needs about 15."""
 
 CLOSES: Final = f"""
 import os, socket, sys
@@ -43,12 +43,12 @@ while True:
         except OSError:
             pass
 """
-"""Connects, says something, and is gone, again and again."""
+"""Connects, sends something, and disconnects, again and again."""
 
 
 @contextlib.contextmanager
 def used_up(node: Node) -> Iterator[dict[str, Any]]:
-    """Have the holder of a lease use up the descriptors of its control daemon; give that as it is then."""
+    """Have a lease holder use up the descriptors of its control daemon; yield the daemon's state then."""
     daemon = node.daemons()["gpu0"]["pid"]
     resource.prlimit(daemon, resource.RLIMIT_NOFILE, (MOST, MOST))
     with calling(node.socket, uid=ANN) as ann:
@@ -61,7 +61,7 @@ def used_up(node: Node) -> Iterator[dict[str, Any]]:
                 deadline=60,
             )
             stranger.kill()
-        ann.admit(threads=2, memory="1GiB")  # so that it is asked
+        ann.admit(threads=2, memory="1GiB")  # so that the daemon is queried
         found = node.wait_for_state("gpu0", "unresponsive", deadline=30)
         assert found["pid"] == daemon
         yield found
@@ -69,16 +69,16 @@ def used_up(node: Node) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("real", branches())
 def test_used_up(make_node: Start, real: RealDaemon) -> None:
-    """Why it does not answer is told, with who was let in and what helps."""
+    """The reason for the silence is reported, with the uids that have access and with a remedy."""
     with used_up(make_node(simulate=1, control=real.control, config=BRISK).start()) as found:
         assert f"all of its {MOST} descriptors are in use" in found["because"]
         assert f"had pipe access: uid {ANN}" in found["because"]
         assert "mpsctl restart gpu0" in found["hint"]
 
 
-@pytest.mark.parametrize("real", branches(535))  # each takes a processor until it is gone
+@pytest.mark.parametrize("real", branches(535))  # each takes a processor until it ends
 def test_replaced(make_node: Start, real: RealDaemon) -> None:
-    """With the last lease of that user it is replaced, since nobody can be there."""
+    """When the last lease of that user ends, the daemon is replaced, since no client can be left."""
     node = make_node(simulate=1, control=real.control, config=BRISK).start()
     with used_up(node) as found:
         pass

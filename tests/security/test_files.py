@@ -1,4 +1,4 @@
-"""Files and directories: with their final modes whoever starts mpsd, and nothing of a stranger's is ever followed."""
+"""Files and directories have their final modes under any umask, and mpsd never follows a stranger's files."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from tests.node import Node
 pytestmark = pytest.mark.real_daemon(535)
 
 KINDS: Final = [pytest.param(kind, marks=needs_root) for kind in ("link", "fifo", "file")] + ["hard link"]
-"""What a stranger may plant; the last of these whoever runs the tests can make by himself."""
+"""Kinds of files that a stranger may plant; every user who runs the tests can make the last one."""
 
 ANN: Final = 2601
 OWNER, USER, OWNING_GROUP, GROUP, MASK, OTHERS = Tag
@@ -58,7 +58,7 @@ MODES: Final = {
     "run/mpsd.lock": "-rw-------",
     "run/mpsd.sock": "srw-rw-rw-",
 }
-"""Every path that mpsd and driver 535's control daemon make; the last of these are in a directory that is closed."""
+"""Every path that mpsd and driver 535's control daemon make; the last ones are in a closed directory."""
 
 PATHS: Final = """
 [paths]
@@ -81,12 +81,12 @@ os.setresuid(*[int(sys.argv[1])] * 3)
 
 
 def plant(kind: str, path: Path, victim: Path) -> None:
-    """Have a stranger put something where mpsd has a file, while he may write there."""
+    """Have a stranger put a file in place of one of mpsd's, while the stranger may write there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = path.parent.stat().st_mode
     path.parent.chmod(0o777)
     if kind == "hard link":
-        path.hardlink_to(victim)  # the kernel lets strangers do so only where fs.protected_hardlinks is 0
+        path.hardlink_to(victim)  # the kernel allows this to strangers only where fs.protected_hardlinks is 0
     else:
         command = [sys.executable, "-I", "-c", PLANT, str(ANN), kind, str(path), str(victim)]
         subprocess.run(command, check=True, timeout=30)
@@ -95,7 +95,7 @@ def plant(kind: str, path: Path, victim: Path) -> None:
 
 @pytest.fixture
 def victim(short_tmp: Path) -> Iterator[Path]:
-    """Give a file of one's own, which is what it was when the test is over."""
+    """Yield a file of the tests' own user, which must be unchanged after the test."""
     short_tmp.chmod(0o711)
     path = short_tmp / "victim"
     path.write_bytes(b"precious")
@@ -107,7 +107,7 @@ def victim(short_tmp: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def umask(mask: int) -> Iterator[None]:
-    """Have this umask, which every process that is started meanwhile inherits."""
+    """Use this umask, which every process started meanwhile inherits."""
     before = os.umask(mask)
     try:
         yield
@@ -117,7 +117,7 @@ def umask(mask: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077, 0o777], ids=oct)
 def test_modes(make_node: Start, mask: int) -> None:
-    """Whatever the umask of whoever starts mpsd, each path has the mode and the owner that it is to have."""
+    """Under any umask of mpsd's starter, each path has its specified mode and owner."""
     node = make_node(simulate=1, rooted=False)
     node.config = PATHS.format(root=node.root)
     node.command  # noqa: B018 - it writes the configuration, which is not mpsd's to make
@@ -137,11 +137,11 @@ def test_modes(make_node: Start, mask: int) -> None:
 
 
 class TestPlanted:
-    """What a stranger left behind where mpsd has its files, while he could write there."""
+    """Files that a stranger left in place of mpsd's, while the directory was writable."""
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_file(self, short_tmp: Path, victim: Path, kind: str) -> None:
-        """No file of mpsd's is opened that a stranger put there: the claim is refused, and says which it is."""
+        """mpsd opens no file that a stranger put there: the claim is refused, and names the file."""
         settings = Settings().under(short_tmp / "root")
         run, state = settings.paths.runtime_dir, settings.paths.state_dir
         RunDir.claim(settings).close()
@@ -173,7 +173,7 @@ class TestPlanted:
         ],
     )
     def test_start(self, make_node: Start, victim: Path, kind: str, path: str, words: str) -> None:
-        """An mpsd that finds such a thing says so and ends with 78; once it is removed, it starts."""
+        """An mpsd that finds such a file says so and exits with 78; once the file is removed, mpsd starts."""
         node = make_node(simulate=1)
         planted = node.root / path
         plant(kind, planted, victim)
@@ -190,22 +190,22 @@ class TestPlanted:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("name", ["control", "control_lock", "log", "nvidia-cuda-mps-control.pid"])
     def test_what_a_control_daemon_makes(self, make_node: Start, victim: Path, name: str, kind: str) -> None:
-        """Each control daemon makes its own: what has the name of one of its files is removed before it starts."""
+        """Each control daemon makes its own files: an old file with such a name is removed before it starts."""
         node = make_node(simulate=1)
         planted = node.root / "run/mps/gpu0" / name
         plant(kind, planted, victim)
         was = planted.lstat()
         node.start()
-        if os.path.lexists(planted):  # not each driver makes each of them
+        if os.path.lexists(planted):  # not every driver makes each of them
             found = planted.lstat()
-            # An inode's number may be given again.
+            # An inode number may be reused.
             assert (found.st_ino, found.st_ctime_ns) != (was.st_ino, was.st_ctime_ns)
             assert not stat.S_ISLNK(found.st_mode)
             assert found.st_nlink == 1
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_pipe_directory(self, make_node: Start, victim: Path, kind: str) -> None:
-        """No control daemon is started beside anything else: it might write to it."""
+        """No control daemon starts in a directory with other files: it might write to them."""
         node, path = make_node(simulate=1), "run/mps/gpu0/control_lock.new"
         planted = node.root / path
         plant(kind, planted, victim)
@@ -220,17 +220,17 @@ class TestPlanted:
 
 
 class TestPathComponents:
-    """What leads to mpsd's directories."""
+    """The components of the paths to mpsd's directories."""
 
     def refused(self, node: Node) -> str:
-        """Return what an mpsd says that does not start, with its hint; it has made nothing."""
+        """Return the output of an mpsd that does not start, with its hint; it must have made nothing."""
         status, said = node.refuse()
         assert status == 78, said
         assert not (node.root / "run").exists()
         return said
 
     def test_parent_that_everybody_may_write(self, make_node: Start) -> None:
-        """Where everybody may rename mpsd's directories, it does not start, and says what to do; that helps."""
+        """Where all users may rename mpsd's directories, mpsd does not start; its hint is a remedy that works."""
         node = make_node(simulate=1)
         node.root.chmod(0o777)
         said = self.refused(node)
@@ -241,7 +241,7 @@ class TestPathComponents:
 
     @needs_root
     def test_parent_of_another(self, make_node: Start) -> None:
-        """Nor does it where one user may."""
+        """It does not start where one other user may rename them, either."""
         node = make_node(simulate=1)
         os.chown(node.root, ANN, ANN)
         said = self.refused(node)
@@ -250,7 +250,7 @@ class TestPathComponents:
 
     @needs_root
     def test_stranger_s_link(self, make_node: Start, short_tmp: Path) -> None:
-        """A stranger's symbolic link on the way is not followed, wherever it leads: nothing is made behind it."""
+        """A stranger's symbolic link in the path is not followed, wherever it leads: nothing is made behind it."""
         node = make_node(simulate=1, rooted=False)
         shared, target = node.root / "shared", short_tmp / "target"
         target.mkdir()
@@ -263,7 +263,7 @@ class TestPathComponents:
         assert list(target.iterdir()) == []
 
     def test_root_s_link(self, short_tmp: Path) -> None:
-        """One of root's own is followed, and what it leads to is looked at as well; a circle ends."""
+        """A symbolic link of root is followed, and its target is checked as well; a loop ends."""
         (short_tmp / "open" / "below").mkdir(parents=True)
         (short_tmp / "link").symlink_to("./open/../open/below")
         path_safety.check_path(short_tmp / "link" / "run")
@@ -276,7 +276,7 @@ class TestPathComponents:
             path_safety.check_path(short_tmp / "a" / "run")
 
     def test_own_directory_that_another_may_write(self, short_tmp: Path) -> None:
-        """An access list that lets another user or group write to a directory of mpsd's own is seen too."""
+        """An access list that lets another user or group write to mpsd's own directory is detected too."""
         settings = Settings().under(short_tmp / "root")
         RunDir.claim(settings).close()
         owner, group, mask, others = Entry(OWNER, 7), Entry(OWNING_GROUP, 5), Entry(MASK, 7), Entry(OTHERS, 5)
@@ -292,7 +292,7 @@ class TestPathComponents:
 
     @needs_root
     def test_own_directory_of_another_group(self, short_tmp: Path) -> None:
-        """And a group that is neither root's nor mpsd's."""
+        """A directory of a group that is neither root's nor mpsd's is detected too."""
         settings = Settings().under(short_tmp / "root")
         RunDir.claim(settings).close()
         os.chown(settings.paths.log_dir, 0, ANN)

@@ -1,4 +1,4 @@
-"""mpsctl at a socket where somebody else listens: it believes nobody whom the kernel does not show to be trusted."""
+"""mpsctl at a socket where another process listens: it trusts only processes that the kernel identifies as trusted."""
 
 import json
 import os
@@ -40,7 +40,7 @@ while True:
             connection.sendall(b"HTTP/1.1 201 Created\\r\\nContent-Length: %d\\r\\n" % len(body))
             connection.sendall(b"Connection: close\\r\\n\\r\\n" + body)
 """
-"""Listens as a user, and answers as a hostile mpsd would."""
+"""Listens as a user, and answers like a hostile mpsd."""
 
 ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}
 
@@ -48,7 +48,7 @@ Listening = Callable[..., Path]
 
 
 def lease(**environment: str) -> dict[str, Any]:
-    """Return a lease as the API has it, with this environment besides."""
+    """Return a lease in the API's format, with this environment added."""
     variables = {**ENVIRONMENT, **environment}
     return {
         "id": "lease-1",
@@ -79,7 +79,7 @@ def listening(path: Path, uid: int, answers: dict[str, Any]) -> Iterator["subpro
 
 
 class TestAnother:
-    """A user's own program at the socket that root is told of."""
+    """A user's own program at the socket that root was given."""
 
     @pytest.fixture
     def listener(self, short_tmp: Path) -> Iterator["subprocess.Popen[bytes]"]:
@@ -101,7 +101,10 @@ class TestAnother:
         ids=lambda arguments: arguments[0],
     )
     def test_is_asked_nothing(self, listener: "subprocess.Popen[bytes]", short_tmp: Path, arguments: list[str]) -> None:
-        """It is sent nothing at all; mpsctl says whose process listens, and how to trust it, and ends with 77."""
+        """mpsctl sends nothing.
+
+        It names the listening process and its user, says how to trust it, and exits with 77.
+        """
         done = run_mpsctl(short_tmp / "s", *arguments)
         assert done.returncode == 77, done
         assert f"uid {ANN}" in done.stderr
@@ -115,7 +118,7 @@ class TestAnother:
     @pytest.mark.parametrize("how", ["option", "variable"])
     @pytest.mark.usefixtures("listener")
     def test_is_trusted_where_that_is_said(self, short_tmp: Path, how: str) -> None:
-        """One that is named, by an option or a variable, is asked and believed."""
+        """A user that an option or a variable names is trusted."""
         options = ("--trust-uid", str(ANN)) if how == "option" else ()
         environment = {**os.environ, **({"MPSD_TRUST_UID": f"17 {ANN}"} if how == "variable" else {})}
         arguments = ("run", "--threads", "5", "--memory", "1GiB", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES")
@@ -124,7 +127,7 @@ class TestAnother:
 
     @pytest.mark.usefixtures("listener")
     def test_a_user_at_his_own(self, short_tmp: Path) -> None:
-        """A user believes what listens as himself: that is his own mpsd."""
+        """A user trusts a listener of the same user: that is the user's own mpsd."""
         short_tmp.chmod(0o711)
         become = f"import os; os.setresgid(*[{ANN}] * 3); os.setresuid(*[{ANN}] * 3)"
         ask = f"print(Client({str(short_tmp / 's')!r}).get('/v1/leases/lease-1')['id'])"
@@ -135,12 +138,12 @@ class TestAnother:
 
 
 class TestEnvironment:
-    """What is taken out of a lease, whoever gave it."""
+    """The variables that are taken from a lease, whichever mpsd granted it."""
 
     @pytest.mark.parametrize("name", ["LD_PRELOAD", "PATH", "BASH_ENV", "CUDA_INJECTION64_PATH", "CUDA\nX", "XCUDA_A"])
     @pytest.mark.parametrize("command", ["run", "admit", "show"])
     def test_other_names(self, short_tmp: Path, name: str, command: str) -> None:
-        """A name that MPS, the driver and mpsd do not have is refused aloud, and with it the lease."""
+        """A name that MPS, the driver and mpsd do not use is refused with a message, and with it the lease."""
         odd = lease(**{name: "/tmp/evil.so"})
         arguments = {
             "run": ("run", "--threads", "5", "--", "true"),
@@ -154,7 +157,7 @@ class TestEnvironment:
         assert "evil" not in done.stdout
 
     def test_names_of_mps(self, short_tmp: Path) -> None:
-        """Those of CUDA, NVIDIA and mpsd are taken."""
+        """Names of CUDA, NVIDIA and mpsd are accepted."""
         odd = lease(NVIDIA_VISIBLE_DEVICES="0", MPSD_NEW="1")
         with listening(short_tmp / "s", 0, {"/v1/leases": odd}):
             done = run_mpsctl(short_tmp / "s", "run", "--threads", "5", "--", "env")
@@ -162,15 +165,15 @@ class TestEnvironment:
 
 
 class TestDoctor:
-    """`mpsctl doctor --fix` of root, where another user says what the node is like."""
+    """`mpsctl doctor --fix` as root, where another user's mpsd describes the node."""
 
     def config(self, path: Path) -> dict[str, Any]:
-        """Return what that user says its settings are."""
+        """Return the settings that this user's mpsd reports."""
         return {"config": {"paths": {"runtime_dir": str(path), "state_dir": f"{path}/s", "log_dir": f"{path}/l"}}}
 
     @pytest.mark.parametrize("trusted", [False, True])
     def test_opens_nothing_of_its_choice(self, short_tmp: Path, trusted: bool) -> None:  # noqa: FBT001 - a parameter
-        """No path of its choice is opened, made or written, even where it is trusted to be asked."""
+        """No path of its choice is opened, made or written, even where that mpsd is trusted."""
         secret = short_tmp / "secret"
         secret.mkdir(mode=0o700)
         own = short_tmp / "own.toml"
@@ -196,7 +199,7 @@ class TestDoctor:
             assert (check["verdict"], f"uid {ANN}" in check["because"]) == ("fail", True)
 
     def test_opens_its_own(self, make_node: Start) -> None:
-        """A directory of mpsd's own is opened as ever."""
+        """A directory of mpsd's own is opened as usual."""
         node = make_node(simulate=1, control=None).start()
         run = node.root / "run" / "mps"
         run.chmod(0o700)

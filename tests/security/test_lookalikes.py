@@ -1,4 +1,4 @@
-"""Processes that call themselves control daemons, front-ends or servers: none is believed, and none is in the way."""
+"""Look-alikes of control daemons, front-ends and servers: mpsd believes none, and none hinders it."""
 
 import contextlib
 import json
@@ -27,14 +27,14 @@ CONTROL: Final = ("nvidia-cuda-mps-control", "-f")
 SERVER: Final = ("nvidia-cuda-mps-server", "-f")
 
 WAITS: Final = "/usr/bin/tail"
-"""A program that takes `-f`, and waits for what comes on its stdin."""
+"""A program that takes `-f`, and waits for its stdin."""
 
 
 @contextlib.contextmanager
 def disguised(
     *arguments: str, env: Mapping[str, str], program: bytes | str = WAITS, uid: int = ANN
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process of another user under another name, with an environment of its own making."""
+    """Run a process of another user under another name, with an invented environment."""
     process = subprocess.Popen(
         arguments,
         executable=program,
@@ -55,7 +55,7 @@ def disguised(
 
 
 def record(node: Node) -> Path:
-    """Say where mpsd writes down which process it started."""
+    """Return the path where mpsd records which process it started."""
     return node.root / "run" / "gpu0.process.json"
 
 
@@ -67,7 +67,7 @@ def environment(node: Node, name: str = "gpu0") -> dict[str, str]:
 
 
 def setuid(directory: Path) -> Path:
-    """Make a program that anybody runs as root, as su is: effective uid 0, and the environment of who started it."""
+    """Make a setuid program, like su: effective uid 0, and the environment of the user that started it."""
     program = directory / "su"
     shutil.copyfile(WAITS, program)
     program.chmod(0o4755)
@@ -81,7 +81,7 @@ class TestStranger:
     """A user without a lease, and without a role."""
 
     def test_control_daemon(self, make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
-        """Processes in the disguise of control daemons keep mpsd from nothing, however exactly they imitate one."""
+        """Look-alikes of control daemons do not hinder mpsd, however exactly they imitate one."""
         node = make_node(control=real.control, simulate=1).start()
         exact, program, before = environment(node), setuid(short_tmp), node.daemons()["gpu0"]["pid"]
         node.end()
@@ -105,7 +105,7 @@ class TestStranger:
             assert node.get("/v1/status").json["healthy"] is True
 
     def test_server(self, make_node: Start, real: RealDaemon) -> None:
-        """Processes in the disguise of servers are no orphans: nobody waits for them, before a restart or after it."""
+        """Look-alikes of servers are no orphans: mpsd does not wait for them, before or after a restart."""
         node = make_node(control=real.control, simulate=1).start()
         before, env = node.daemons()["gpu0"]["pid"], environment(node)
         with disguised(*SERVER, env=env), disguised(str(real.control.with_name(SERVER[0])), "-f", env=env):
@@ -123,14 +123,14 @@ class TestStranger:
 @needs_root
 @pytest.mark.real_daemon(535)
 def test_doctor(make_node: Start) -> None:
-    """The doctor mentions who looks like a part of MPS, and finds nothing wrong for it."""
+    """The doctor mentions look-alikes of MPS, and reports no fault for them."""
     node = make_node(simulate=1).start()
     env = environment(node)
     checks = ("foreign-daemon", "orphans", "front-end", "other-daemon", "stopped", "look-alikes")
     with disguised(*CONTROL, env=env) as control, disguised(*SERVER, env=env) as server:
         os.kill(server.pid, signal.SIGSTOP)
         done = node.mpsctl("doctor", "-o", "json", *(each for check in checks for each in ("--only", check)))
-        # Others on this machine may run control daemons of their own, beside these tests.
+        # Other users of this machine may run their own control daemons beside these tests.
         pids = {control.pid, server.pid}
         found = [each for each in json.loads(done.stdout)["checks"] if each["evidence"].get("pid") in pids]
         assert {each["evidence"]["pid"] for each in found} == pids
@@ -144,7 +144,7 @@ class TestAnyBytes:
     """A stranger's executable at a path that is not UTF-8."""
 
     def test_start(self, make_node: Start, short_tmp: Path) -> None:
-        """It keeps mpsd from nothing: neither from a start, nor from an answer."""
+        """It hinders neither mpsd's start nor an answer."""
         node = make_node(simulate=1).start()
         env = environment(node)
         program = os.fsencode(short_tmp) + b"/\xff\xed\xb0\x80"
@@ -160,17 +160,17 @@ class TestAnyBytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("real", branches())
 class TestRecord:
-    """What mpsd wrote down of the process that it started."""
+    """mpsd's record of the process that it started."""
 
     def test_killed_before_it_was_written(self, make_node: Start, real: RealDaemon) -> None:
-        """An mpsd killed between the start of a daemon and the note of its pid leaves one that the next one finds."""
+        """When mpsd is killed between a daemon's start and the record of its pid, the next mpsd finds the daemon."""
         node = make_node(control=real.control, simulate=1).start()
         before = node.daemons()["gpu0"]["pid"]
         node.end(signal.SIGKILL)
         text = json.loads(record(node).read_text())
         text["start"]["process"] = None
         record(node).write_text(json.dumps(text))
-        # It is found by the token even where it does not listen, as one does not that was started a moment ago.
+        # The token identifies it even while it does not listen, as just after its start.
         (node.pipe_directory("gpu0") / "control").rename(node.pipe_directory("gpu0") / "away")
         node.start(ready=False)
         wait_until(lambda: node.daemons()["gpu0"]["pid"] == before, what="it to be found")
@@ -180,7 +180,7 @@ class TestRecord:
 
     @pytest.mark.parametrize("damage", [None, b"", b"\xff\xfe{", b"[" * 100_000, b'{"boot_id": 1}'])
     def test_lost(self, make_node: Start, real: RealDaemon, damage: bytes | None) -> None:
-        """Without the record, or with one that is damaged, a daemon is found as the one that listens there."""
+        """Without the record, or with a damaged one, the daemon is found as the process that listens there."""
         node = make_node(control=real.control, simulate=1).start()
         before = node.daemons()["gpu0"]["pid"]
         node.end(signal.SIGKILL)
@@ -196,7 +196,7 @@ class TestRecord:
 @pytest.mark.slow
 @pytest.mark.parametrize("real", branches())
 def test_seat(make_node: Start, real: RealDaemon) -> None:
-    """Who keeps a daemon's only seat by a connection that says nothing is named, though it is no front-end."""
+    """A process that occupies a daemon's only connection silently is named, though it is no front-end."""
     node = make_node(control=real.control, simulate=1, config=BRISK).start()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as held:
         held.connect(os.fspath(node.pipe_directory("gpu0") / "control"))
@@ -208,14 +208,14 @@ def test_seat(make_node: Start, real: RealDaemon) -> None:
 @needs_root
 @pytest.mark.real_daemon(535)
 class TestOthers:
-    """Processes of root's, or of mpsd's own uid, that are not what they look like."""
+    """Processes of root, or of mpsd's own uid, that are look-alikes."""
 
     def lookalike(self, env: Mapping[str, str]) -> Any:
-        """Run one of the same uid as mpsd."""
+        """Run a look-alike of the same uid as mpsd."""
         return disguised(*CONTROL, env=env, uid=os.geteuid())
 
     def test_of_mpsd_s_own_uid(self, make_node: Start) -> None:
-        """Who does not listen on the directory's socket does not have it, whatever it is called."""
+        """A process that does not listen on the directory's socket is no control daemon of it, whatever its name."""
         node = make_node(simulate=1).start()
         before, env = node.daemons()["gpu0"]["pid"], environment(node)
         node.end()
@@ -227,7 +227,7 @@ class TestOthers:
             assert node.daemons()["gpu0"]["pid"] not in {before, other.pid}
 
     def test_reused_pid(self, make_node: Start) -> None:
-        """A process that has the pid that is written down, and another start time, is another process."""
+        """A process with the recorded pid and another start time is another process."""
         node = make_node(simulate=1).start()
         before = node.daemons()["gpu0"]["pid"]
         node.end()

@@ -1,7 +1,7 @@
-"""A holder's own file systems, which any user can mount in a user namespace: mpsd asks them nothing, and never waits.
+"""File systems that a holder mounts in its own user namespace: mpsd sends them no request, and never waits.
 
-With FUSE alone root is turned away. With overlayfs above it the kernel asks FUSE in the name of whoever mounted it, and
-whoever looks at such a path waits until that user answers, deaf even to SIGKILL.
+FUSE by itself refuses root. With overlayfs above it, the kernel asks FUSE in the name of the mounting user, and a
+process that looks at such a path waits until that user answers; not even SIGKILL ends the wait.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.tools import lacking
 pytestmark = needs_root
 
 EVE: Final = 61301
-"""A uid that has no rights and no name."""
+"""A uid without rights and without a name."""
 
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 
@@ -80,9 +80,9 @@ silent.set()
 
 
 def script(tmp: Path, *, where: Path | None, then: str = "") -> str:
-    """Return what mounts a file system that never answers, as a user of its own."""
+    """Return a script that mounts a file system that never answers, as an ordinary user."""
     device, work = tmp / "fuse", tmp / "work"
-    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(10, 229))  # as /dev/fuse is where users may mount
+    os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(10, 229))  # as /dev/fuse is on systems where users may mount
     device.chmod(0o666)
     work.mkdir()
     try:
@@ -95,18 +95,18 @@ def script(tmp: Path, *, where: Path | None, then: str = "") -> str:
 
 
 def asked(node: Node, tmp: Path, *, where: Path | None, then: str = "") -> Answer:
-    """Ask for a lease from a process that has mounted a file system that never answers, and return the answer."""
+    """Request a lease from a process that has mounted a file system that never answers; return the answer."""
     before = script(tmp, where=where, then=then)
     with ThreadPoolExecutor(1) as pool, calling("mpsd.sock", cwd=node.socket.parent, before=before) as caller:
         answer = pool.submit(caller.admit, **SMALL)
-        # Before it is waited for: in a defect, mpsd answers nobody.
+        # Before waiting for it: with a defect, mpsd would answer no caller.
         assert node.get("/healthz").status == 200
         return answer.result(timeout=30)
 
 
 @pytest.mark.parametrize("over", ["pipe directories", "root"])
 def test_file_system_that_never_answers(make_node: Start, short_tmp: Path, over: str) -> None:
-    """A holder's file system that never answers, over the pipe directories or as its root, keeps nobody waiting."""
+    """A holder's file system that never answers, over the pipe directories or as its root, delays no caller."""
     node = make_node(control=None).start()
     if over == "root":
         answer = asked(node, short_tmp, where=None, then="os.chroot(work + '/both')")
@@ -117,14 +117,14 @@ def test_file_system_that_never_answers(make_node: Start, short_tmp: Path, over:
 
 
 def test_doctor(make_node: Start, short_tmp: Path) -> None:
-    """Of what calls itself a part of MPS, `mpsctl doctor` touches neither the file systems nor a path that it names."""
+    """`mpsctl doctor` touches neither the file systems of look-alikes nor a path that they name."""
     node = make_node(control=None, simulate=1).start()
     program = short_tmp / "nvidia-cuda-mps-server"
     program.write_text(f"{script(short_tmp, where=Path('/dev/shm'))}print(flush=True)\nsys.stdin.read()\n")
     with (
         subprocess.Popen(
             [sys.executable, program],
-            env={"CUDA_MPS_PIPE_DIRECTORY": "/" + "x" * 300},  # no name can be as long
+            env={"CUDA_MPS_PIPE_DIRECTORY": "/" + "x" * 300},  # no file name can be as long
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         ) as stranger,

@@ -1,4 +1,4 @@
-"""A control daemon that serves one user at a time is new for each: nothing that the last one has open reaches it.
+"""A control daemon that serves one user at a time is new for each: no descriptor of the last user leads to it.
 
 The subjects are NVIDIA's own control daemons.
 """
@@ -18,7 +18,7 @@ from tests.real import RealDaemon
 from tests.simulated_clients import SimulatedClient, variables
 
 ANN, BOB = 61401, 61402
-"""Two uids that have no rights and no name."""
+"""Two uids without rights and without a name."""
 
 STAYS: Final = """
 import os, socket, sys
@@ -37,7 +37,7 @@ while True:
         sys.stdin.readline()
         break
 """
-"""Keeps the FIFO open that a lease opened, and once it is told to, fills it for as long as anybody can read it."""
+"""Keeps the FIFO open that a lease opened, and fills it on command, for as long as it has a reader."""
 
 
 SITS: Final = """
@@ -51,11 +51,11 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as seat:
     print("open", flush=True)
     sys.stdin.read()
 """
-"""Connects, and says nothing: a control daemon answers nobody else meanwhile."""
+"""Connects and sends nothing: a control daemon answers no other process meanwhile."""
 
 
 def granted(caller: Caller, **more: Any) -> str:
-    """Ask for a small lease, and return its id."""
+    """Request a small lease, and return its id."""
     answer = caller.admit(**{"threads": 10, "memory": "1GiB", "gpu": "0", **more})
     assert answer.status == 201, answer.body
     lease: str = answer.json["id"]
@@ -76,10 +76,10 @@ def pid(node: Node) -> int:
 @needs_root
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
-    """On each of NVIDIA's control daemons."""
+    """The change of users on each of NVIDIA's control daemons."""
 
     def test_next_user(self, make_node: Start, real: RealDaemon) -> None:
-        """The next user gets a new control daemon, also among many requests at once; the same user keeps it."""
+        """The next user gets a new control daemon, also among many concurrent requests; the same user keeps it."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             first = pid(node)
@@ -93,7 +93,7 @@ class TestEveryDriver:
             assert pid(node) == second
             assert not node.events("daemon_death")
             assert "its next user is uid" in event(node, "daemon_state", state="stopping")["because"]
-            # Who comes later waits for its turn, and gets a new one as well.
+            # A later user waits for its turn, and gets a new one as well.
             assert ann.admit(threads=10, memory="1GiB").json["limit"] == "user"
             for each in node.get("/v1/leases").json["leases"]:
                 end(bob, each["id"])
@@ -102,7 +102,7 @@ class TestEveryDriver:
             assert pid(node) not in {first, second}
 
     def test_what_the_last_one_keeps_open(self, make_node: Start, real: RealDaemon) -> None:
-        """Who fills the FIFO of its log after its lease has ended writes to nobody, and the next user has the GPU."""
+        """A user that fills the log's FIFO after its lease has ended has no reader, and the next user has the GPU."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease = granted(ann)
@@ -121,7 +121,7 @@ class TestEveryDriver:
             assert not node.events("log_silent")
 
     def test_whose_servers_end(self, make_node: Start, real: RealDaemon) -> None:
-        """Who has its own servers end, until none can be expected to start, has the GPU closed to itself alone."""
+        """A user whose servers end until none can be expected to start has the GPU closed to itself alone."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease, small = granted(ann), {"threads": 10, "memory": "1GiB"}
@@ -142,7 +142,7 @@ class TestEveryDriver:
 
     @pytest.mark.slow
     def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
-        """Who keeps the only seat after its lease has ended keeps it of a daemon that is replaced for that."""
+        """A user that keeps the only connection after its lease has ended keeps that of a daemon being replaced."""
         node = make_node(simulate=1, control=real.control, config=BRISK).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease, first = granted(ann), pid(node)
@@ -150,7 +150,7 @@ class TestEveryDriver:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sits:
                 assert sits.stdout is not None
                 assert sits.stdout.readline() == "open\n"
-                # Its own lease has it do so with its own GPU.
+                # With its own lease it can do this to its own GPU.
                 node.wait_for_state("gpu0", "unresponsive")
                 assert pid(node) == first
                 end(ann, lease)
@@ -164,7 +164,7 @@ class TestEveryDriver:
 @needs_root
 @pytest.mark.parametrize("real", branches(555))
 def test_many_users(make_node: Start, real: RealDaemon) -> None:
-    """A control daemon that serves many users at a time serves the next one as well."""
+    """A control daemon that serves many users at a time also serves the next one."""
     node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "many"\n').start()
     with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
         first = pid(node)
@@ -175,7 +175,7 @@ def test_many_users(make_node: Start, real: RealDaemon) -> None:
 
 @needs_root
 def test_clients_that_are_left(make_node: Start) -> None:
-    """While a client of the last user is there, its control daemon is left alone."""
+    """While a client of the last user runs, its control daemon is left alone."""
     node = make_node(simulate=1, control=None, config='[enforcement]\nunadmitted = "deny"\n').start()
     first = pid(node)
     with SimulatedClient(variables(node)) as client, calling(node.socket, uid=ANN) as ann:

@@ -1,4 +1,4 @@
-"""The Debian package's scripts, beside sockets of strangers that the kernel lists as it does a control daemon's."""
+"""The Debian package's scripts, beside sockets of strangers that the kernel lists like those of a control daemon."""
 
 import re
 import socket
@@ -14,7 +14,7 @@ _FUNCTION: Final = re.compile(r"^listens\(\) \{\n.*?^\}\n", re.MULTILINE | re.DO
 
 
 def listens(script: str, pipe_directories: Path) -> bool:
-    """Ask the script's own function whether a control daemon listens below this directory."""
+    """Call the script's own function that tells whether a control daemon listens below this directory."""
     found = _FUNCTION.search((_DEBIAN / script).read_text())
     assert found is not None
     text = found[0].replace("/run/mpsd/mps", str(pipe_directories))
@@ -23,7 +23,7 @@ def listens(script: str, pipe_directories: Path) -> bool:
 
 @pytest.mark.parametrize("script", ["mpsd.prerm", "mpsd.postrm"])
 def test_listens(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """A stranger's socket whose path only ends as a control daemon's keeps nothing; that of a control daemon does."""
+    """A stranger's socket whose path merely ends like a control daemon's does not count; a control daemon's does."""
     mps = short_tmp / "mps"
     assert not listens(script, mps)
     monkeypatch.chdir(short_tmp)
@@ -38,5 +38,5 @@ def test_listens(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, script: str) 
         assert listens(script, mps)
         theirs.close()
         ours.close()
-        # What it leaves is a file that nobody listens on.
+        # It leaves a file without a listener.
         assert not listens(script, mps)

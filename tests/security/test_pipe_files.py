@@ -1,4 +1,4 @@
-"""What a control daemon makes in its pipe directory, and opens to everybody: nobody but mpsd's daemon has use of it.
+"""Files that a control daemon makes in its pipe directory with access for all: only mpsd's daemon can use them.
 
 The subjects are NVIDIA's own control daemons.
 """
@@ -22,7 +22,7 @@ from tests.real import RealDaemon
 pytestmark = needs_root
 
 ANN, BOB = 61101, 61102
-"""Two uids that have no rights and no name."""
+"""Two uids without rights and without a name."""
 
 TRY: Final = """
 import os, sys
@@ -67,11 +67,11 @@ if arguments[:1] == ["-f"] and not os.path.exists(noted):
     os.read(ready, 1)
 os.execv(control, [control, *arguments])
 """
-"""A control program that is late the first time: when it starts, somebody else has the lock."""
+"""A control program that is late the first time: when it starts, another process has the lock."""
 
 
 def opens(uid: int, path: Path, flags: int) -> bool:
-    """Tell whether a uid can open a file in this way; nothing but a want of permission keeps it from that."""
+    """Return whether a uid may open a file in this way; only a lack of permission prevents it."""
     command = [sys.executable, "-I", "-c", TRY, str(uid), str(path), str(flags)]
     tried = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert tried.stderr.strip() in {"", "Permission denied"}
@@ -79,7 +79,7 @@ def opens(uid: int, path: Path, flags: int) -> bool:
 
 
 def granted(caller: Caller) -> str:
-    """Ask for a small lease, and return its id."""
+    """Request a small lease, and return its id."""
     answer = caller.admit(threads=10, memory="1GiB", gpu="0")
     assert answer.status == 201, answer.body
     lease: str = answer.json["id"]
@@ -87,7 +87,7 @@ def granted(caller: Caller) -> str:
 
 
 def holding(path: Path, uid: int) -> "subprocess.Popen[str]":
-    """Start a process of a uid that has a lock open, and wants to have it."""
+    """Start a process of a uid that has a lock file open, and waits for the lock."""
     command = [sys.executable, "-I", "-c", HOLD, str(path), str(uid)]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
@@ -97,10 +97,10 @@ def holding(path: Path, uid: int) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize("real", branches())
 class TestEveryDriver:
-    """On each of NVIDIA's control daemons."""
+    """The files of each of NVIDIA's control daemons."""
 
     def test_one_user(self, make_node: Start, real: RealDaemon) -> None:
-        """A holder, whose server writes the log, can write to the FIFO; it reads nothing there, and has no lock."""
+        """A holder, whose server writes the log, can write to the FIFO; it can read nothing there, and has no lock."""
         node = make_node(simulate=1, control=real.control).start()
         directory = node.pipe_directory("gpu0")
         with calling(node.socket, uid=ANN) as ann:
@@ -114,7 +114,7 @@ class TestEveryDriver:
             assert not opens(BOB, directory / "log", os.O_WRONLY)
 
     def test_made_new(self, make_node: Start, real: RealDaemon) -> None:
-        """Somebody who waits for the lock of a daemon does not get that of the next one, which starts at once."""
+        """A process that waits for a daemon's lock does not get that of the next daemon, which starts at once."""
         node = make_node(simulate=1, control=real.control).start()
         before = node.daemons()["gpu0"]["pid"]
         directory = node.pipe_directory("gpu0")
@@ -127,7 +127,7 @@ class TestEveryDriver:
             assert len(node.events("daemon_death")) == 1
             for name in ("control", "control_lock", "log"):
                 found = directory / name
-                # An inode number may be given again once it is free; who has the file open keeps it from that.
+                # A free inode number may be reused; a process with the file open prevents that.
                 assert found.stat().st_ino != made[name] or name == "control"
             with pytest.raises(BrokenPipeError):
                 os.write(fifo, b"x")
@@ -139,12 +139,12 @@ class TestEveryDriver:
 
 @pytest.mark.parametrize("real", branches(555))
 def test_many_users(make_node: Start, real: RealDaemon) -> None:
-    """Where one server, root's, serves all users, none of them can write into the log."""
+    """Where one server of root serves all users, none of them can write into the log."""
     node = make_node(simulate=1, control=real.control, config='[daemon]\nusers = "many"\n').start()
     with calling(node.socket, uid=ANN) as ann:
         granted(ann)
         assert not opens(ANN, node.pipe_directory("gpu0") / "log", os.O_WRONLY)
-        # The next mpsd knows that of the daemon that it adopts.
+        # The next mpsd knows the log of the daemon that it adopts.
         assert node.end() == 0
         node.start()
         assert not opens(ANN, node.pipe_directory("gpu0") / "log", os.O_WRONLY)
@@ -153,7 +153,7 @@ def test_many_users(make_node: Start, real: RealDaemon) -> None:
 
 @pytest.mark.parametrize("real", branches(535))
 def test_lock_that_is_held(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
-    """Whoever holds the lock that a control daemon needs is named, and no death is counted, however often."""
+    """The holder of the lock that a control daemon needs is named, and no death is counted, however often."""
     script = short_tmp / "held.py"
     script.write_text(OCCUPIED)
     control = program(short_tmp / "control", f'exec {sys.executable} -I {script} {real.control} {ANN} "$@"')

@@ -1,6 +1,7 @@
-"""What of root's power mpsd needs: with these capabilities all of it works, and without one of them something does not.
+"""The capabilities that mpsd needs: with these everything works, and without any one of them something fails.
 
-The control daemons, servers and clients are the simulator's: what NVIDIA's server and driver need beyond takes a GPU.
+The control daemons, servers and clients are the simulator's: measuring what NVIDIA's server and driver need in addition
+takes a GPU.
 """
 
 import os
@@ -26,7 +27,7 @@ pytestmark = [needs_root, pytest.mark.slow]
 ANN: Final = 2601
 
 NEEDED: Final = ("chown", "kill", "setpcap", "setuid", "sys_ptrace")
-"""Of capabilities(7), in the spelling of setpriv(1)."""
+"""Names of capabilities(7), in the spelling of setpriv(1)."""
 
 CONFIG: Final = """
 [api]
@@ -46,26 +47,26 @@ os.setresgid({ANN}, {ANN}, {ANN})
 os.setresuid({ANN}, {ANN}, {ANN})
 sys.exit(main())
 """
-"""A client that becomes another user's; what it was started with stays in /proc/PID/environ."""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
 
 
 @dataclass
 class Bounded(Node):
-    """An mpsd that is root, and has no more than these capabilities."""
+    """An mpsd that is root, and has only these capabilities."""
 
     capabilities: Sequence[str] = field(default=NEEDED)
     more: Sequence[str] = ()
 
     @property
     def command(self) -> list[str]:
-        """How mpsd is called."""
+        """Return the command that starts mpsd."""
         bounding_set = ",".join(("-all", *(f"+{each}" for each in self.capabilities)))
         return ["setpriv", f"--bounding-set={bounding_set}", "--inh-caps=-all", *self.more, *super().command]
 
 
 @pytest.fixture
 def make(short_tmp: Path) -> "Callable[..., Bounded]":
-    """Give a maker of such an mpsd."""
+    """Return a maker of such an mpsd."""
     short_tmp.chmod(0o711)
     return lambda **options: Bounded(root=short_tmp, simulate=1, config=CONFIG, **options)
 
@@ -82,7 +83,7 @@ def client_of(node: Node, environment: Mapping[str, str]) -> DrivenProgram:
 
 
 def leased(node: Node) -> DrivenProgram:
-    """Start another user's client with a lease, whose holder is this very process, as it was that user."""
+    """Start another user's client with a lease whose holder is this process, acting as that user."""
     with Talk(node.socket, uid=ANN) as talk:
         answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
     assert answer.status == 201, answer.body
@@ -90,7 +91,7 @@ def leased(node: Node) -> DrivenProgram:
 
 
 def serves(node: Node) -> bool:
-    """Tell whether another user's client gets a server, which is that user's."""
+    """Return whether another user's client gets a server, which is that user's."""
     with Talk(node.socket, uid=ANN) as talk:
         answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
     if answer.status != 201:
@@ -102,7 +103,7 @@ def serves(node: Node) -> bool:
 
 
 def knows_limits(node: Node) -> bool:
-    """Tell whether the next mpsd knows what a client can use that another user's lease let in before it came."""
+    """Return whether the next mpsd knows what an older client of another user's lease can use."""
     with leased(node) as client:
         assert client.hello["ok"]
         node.end(signal.SIGKILL)
@@ -115,7 +116,7 @@ def knows_limits(node: Node) -> bool:
 
 
 def ends(node: Node) -> bool:
-    """Tell whether a client of another user is ended that its lease, which has one, has no room for."""
+    """Return whether a client of another user is ended for which its lease has no room."""
     with leased(node) as first:
         wait_until(
             lambda: any(each["pid"] == first.pid and each["lease"] for each in node.get("/v1/clients").json["clients"]),
@@ -131,7 +132,7 @@ def ends(node: Node) -> bool:
 
 
 def finds_orphans(node: Node) -> bool:
-    """Tell whether an mpsd finds the server of another user whose control daemon died, as mpsd did, before it came."""
+    """Return whether a new mpsd finds another user's server whose control daemon died together with the last mpsd."""
     with leased(node) as client:
         server = client.hello["server"]
         pid = node.daemons()["gpu0"]["pid"]
@@ -144,7 +145,7 @@ def finds_orphans(node: Node) -> bool:
 
 @pytest.mark.parametrize("look", [serves, knows_limits, ends, finds_orphans])
 def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> None:
-    """With these alone all of it works; the rest, as of the bounding set, can never be had."""
+    """With these alone everything works; the others, absent from the bounding set too, can never be gained."""
     node = make()
     try:
         node.start()
@@ -162,7 +163,7 @@ def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> N
     [("setuid", serves), ("sys_ptrace", knows_limits), ("kill", ends)],
 )
 def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable[[Node], bool]) -> None:
-    """Without one of them something does not work for other users than root."""
+    """Without any one of them something fails for users other than root."""
     node = make(capabilities=[each for each in NEEDED if each != lacks])
     try:
         node.start()
@@ -173,7 +174,7 @@ def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable
 
 
 def test_group_needs_chown(make: Callable[..., Bounded]) -> None:
-    """Nor can the socket be given to a group."""
+    """Without CHOWN the socket cannot be given to a group, either."""
     node = make(capabilities=[each for each in NEEDED if each != "chown"])
     status, said = node.refuse()
     assert status == 78
@@ -182,7 +183,7 @@ def test_group_needs_chown(make: Callable[..., Bounded]) -> None:
 
 
 def test_no_new_privileges(make: Callable[..., Bounded]) -> None:
-    """`no_new_privs` reaches the control daemon and its servers: mpsd does not ask for it, and works under it."""
+    """`no_new_privs` reaches the control daemon and its servers: mpsd does not set it, and works under it."""
     node = make(more=["--no-new-privs"])
     try:
         node.start()

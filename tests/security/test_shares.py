@@ -1,4 +1,4 @@
-"""What one user can take of what all share: the queue, what is kept, GPUs that lie idle, and lines of the log."""
+"""The part that one user can take of common resources: the queue, reservations, idle GPUs, and lines of the log."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ MANY: Final = '[daemon]\nusers = "many"\n'
 
 @pytest.fixture
 def make(make_node: Start, make_line: MakeLine) -> "Any":
-    """Give a maker of nodes whose daemons serve many users, with more of a configuration, and a line in front."""
+    """Return a maker of nodes whose daemons serve many users, with more configuration, and a line in front."""
     return lambda config, **more: make_line(
         make_node(config=MANY + config, control=real_daemons()[555], **more).start()
     )
@@ -30,7 +30,10 @@ def make(make_node: Start, make_line: MakeLine) -> "Any":
 
 @pytest.mark.parametrize("wants", [{"threads": 100}, {"threads": 10, "processes": 47}])
 def test_own_leases_in_the_way(make: Any, wants: dict[str, Any]) -> None:
-    """Who holds a little of each GPU, and waits for all of one, keeps neither from others, also beyond patience."""
+    """A user that holds a little of each GPU, and waits for all of one, withholds neither from others.
+
+    This holds beyond patience, too.
+    """
     line: Line = make("[admission]\npatience = 0.1\n")
     mine = [line.granted(uid=MALLORY, **SMALL, gpu=gpu) for gpu in ("0", "1")]
     call, waiting = line.waits(uid=MALLORY, memory="1GiB", **wants)
@@ -44,7 +47,7 @@ def test_own_leases_in_the_way(make: Any, wants: dict[str, Any]) -> None:
 
 
 def test_queue(make: Any) -> None:
-    """Requests whose caller hung up count, and one user's share of the queue leaves places to the others."""
+    """Requests of disconnected callers count, and one user's share of the queue leaves places to others."""
     line: Line = make("[admission]\nqueue_length = 12\nqueue_per_uid = 10\nhang_ups_per_uid = 100\n", simulate=1)
     line.granted(threads=100, memory="1GiB")
     for number in range(10):
@@ -60,7 +63,7 @@ def test_queue(make: Any) -> None:
 
 
 def test_what_is_kept_for_those_who_hung_up(make: Any) -> None:
-    """Of one user so many requests are kept for callers that hung up, and one more of them ends at once."""
+    """A number of one user's requests is kept for disconnected callers, and any further one ends at once."""
     line: Line = make("[admission]\nhang_ups_per_uid = 2\n", simulate=1)
     line.granted(threads=100, memory="1GiB")
     calls = [line.waits(uid=uid, **SMALL, request_id=f"r{n}") for n in range(3) for uid in (MALLORY, ANN)]
@@ -75,12 +78,12 @@ def test_what_is_kept_for_those_who_hung_up(make: Any) -> None:
     wait_until(lambda: not again.answered, what="it to stand in its place again")
     call, lease = line.waits(uid=MALLORY, **SMALL, request_id="r9")
     call.hang_up()
-    line.waits(uid=ANN, **SMALL)  # by then mpsd has seen that the other one hung up
+    line.waits(uid=ANN, **SMALL)  # by then mpsd has noticed that the other one disconnected
     assert line.lease(lease)["state"] == "waiting"
 
 
 def test_lines(make: Any) -> None:
-    """Who asks and releases, or is refused, without end fills neither the log nor the events; others are told of."""
+    """A user that endlessly requests and releases, or is refused, fills neither the log nor the events."""
     line: Line = make("[api]\nlines_per_uid = 1\n", simulate=1)
     node = line.node
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Who may not, cannot, from wherever it asks: another user, a container's root, and one who was at the socket first."""
+"""Callers without permission: another user, a container's root, and a process that took the socket's path first."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ if child:
 libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whoever ends the one that the test knows ends this one
 assert (os.getuid(), os.getpid()) == (0, 1)
 """
-"""Becomes root, and process 1, of namespaces of its own, as the root of a container that some user started."""
+"""Becomes root and process 1 of its own namespaces, like the root of a container that a user started."""
 
 OWN_PIDS, OWN_USERS, OWN_MOUNTS = 0x20000000, 0x10000000, 0x00020000
 """CLONE_NEWPID, CLONE_NEWUSER, CLONE_NEWNS."""
@@ -77,7 +77,7 @@ if child:
 libc.prctl(1, signal.SIGKILL)
 os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
 """
-"""Becomes a user of namespaces of its own in which each uid is itself, as in a container that an operator started."""
+"""Becomes a user of its own namespaces in which each uid is itself, as in a container that an operator started."""
 
 LEFT_BEHIND: Final = """
 import os, socket, sys
@@ -89,7 +89,7 @@ with socket.socket(socket.AF_UNIX) as connection:
     connection.sendall(b"POST /v1/daemons/gpu0/hold HTTP/1.1\\r\\nHost: mpsd\\r\\nConnection: close\\r\\n\\r\\n")
     sys.stdout.write(connection.makefile("rb").read().decode())
 """
-"""Connects as root, and lets a child go on with the connection alone."""
+"""Connects as root, and leaves the connection to a child alone."""
 
 PATHS: Final = """
 [paths]
@@ -114,28 +114,28 @@ with socket.socket(socket.AF_UNIX) as listener:
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of this module share; the events of each are told apart by their facts."""
+    """Start the node that the tests of this module share; each test's events are distinguished by their facts."""
     return node_for_all(simulate=1).start()
 
 
 @pytest.fixture
 def line(node: Node, make_line: MakeLine) -> Line:
-    """Stand in front of it."""
+    """Return a line in front of it."""
     return make_line(node)
 
 
 @pytest.fixture
 def container(node: Node) -> Iterator[Caller]:
-    """Give a caller that is root in a container, and ANN outside."""
+    """Yield a caller that is root in a container, and ANN outside."""
     with calling(node.socket, before=CONTAINER) as caller:
         yield caller
 
 
 class TestRefusalLog:
-    """Whoever asks for what it may not have is told of in mpsd's log, in one line for each."""
+    """A request without permission is reported in mpsd's log, in one line each."""
 
     def test_break_ins(self, make_node: Start, make_line: MakeLine) -> None:
-        """What an operator may, what a lease's owner may, and what one's own process may: who tried, and what."""
+        """Requests reserved to operators, lease owners and a process's own user are logged with their callers."""
         node = make_node(simulate=1).start()
         line = make_line(node)
         lease = line.granted(uid=BOB, **SMALL)
@@ -158,12 +158,15 @@ class TestRefusalLog:
         assert line.lease(lease) == lease
 
     def test_no_flood(self) -> None:
-        """Of one uid not more than 16 in a minute, of whatever length; how many were left out is told, and others."""
+        """At most 16 lines a minute of any length are logged for one uid.
+
+        The number left out is logged, and other uids are unaffected.
+        """
         asyncio.run(self.flood())
 
     @staticmethod
     async def flood() -> None:
-        """Ask for what one may not have, more often than is told."""
+        """Send more requests without permission than are logged."""
         with TemporaryFile("w+", encoding="utf-8") as stream:
             refusals = RefusalLog(configure(LogFormat.JSON, stream=stream))
             for _ in range(20):
@@ -178,10 +181,10 @@ class TestRefusalLog:
 
 
 class TestContainer:
-    """A caller in a container with the socket: root there, in user and pid namespaces of its own."""
+    """A caller in a container with the socket: root there, in its own user and pid namespaces."""
 
     def test_is_no_administrator(self, node: Node, line: Line, container: Caller) -> None:
-        """It is the user that it is outside: it operates nothing, and sees and ends no lease but its own."""
+        """Its role is that of its outside user: it operates nothing, and sees and ends only its own leases."""
         lease = line.granted(uid=BOB, **SMALL)
         for method, path in (("POST", "/v1/daemons/gpu0/hold"), ("DELETE", f"/v1/leases/{lease['id']}")):
             answer = container.request(method, path)
@@ -191,7 +194,7 @@ class TestContainer:
         assert node.daemons()["gpu0"]["state"] == "ready"
 
     def test_is_known_by_its_process(self, container: Caller, line: Line) -> None:
-        """Its lease is tied to its process as mpsd sees it, not to the number that it has inside; and ends with it."""
+        """Its lease is bound to its process as mpsd sees it, not to its pid inside, and ends with it."""
         lease = container.admit(**SMALL).json
         assert lease["owner"]["uid"] == ANN
         found = look_at(lease["owner"]["pid"])
@@ -201,7 +204,7 @@ class TestContainer:
         assert "has exited" in line.gone(lease)["because"]
 
     def test_cannot_name_another(self, node: Node, container: Caller) -> None:
-        """A pid that it names is one of its own namespace, and so is refused: outside it may be anybody's."""
+        """A pid that it names belongs to its own namespace, and is refused: outside, it may be another process's."""
         for pid in (2, node.pid):
             answer = container.admit(**SMALL, pid=pid)
             assert (answer.status, answer.json["limit"]) == (422, "pid")
@@ -209,17 +212,17 @@ class TestContainer:
 
 
 class TestRootOfAContainer:
-    """Uid 0 in a container is uid 0 to the kernel; what it is not, is the administrator of the node."""
+    """Uid 0 in a container is uid 0 to the kernel, but it is no administrator of the node."""
 
     @pytest.fixture
     def node(self, make_node: Start) -> Node:
-        """Start a node with an administrator and an operator who are not root."""
+        """Start a node with an administrator and an operator that are not root."""
         return make_node(simulate=1, config=f'[roles]\nadmins = ["{BOB}"]\noperators = ["{ANN}"]\n').start()
 
     @pytest.mark.parametrize("flags", [OWN_PIDS, OWN_USERS, OWN_PIDS | OWN_USERS | OWN_MOUNTS])
     @pytest.mark.parametrize("uid", [0, BOB])
     def test_is_a_user(self, node: Node, line: Line, flags: int, uid: int) -> None:
-        """With a pid or user namespace of its own it has a user's role, whatever its uid, and is told why."""
+        """With its own pid or user namespace it has a user's role, whatever its uid, and the refusal says why."""
         lease = line.granted(uid=2603, **SMALL)
         with calling(node.socket, before=ROOT_OF.format(flags=flags, uid=uid)) as contained:
             for method, path in (
@@ -240,13 +243,13 @@ class TestRootOfAContainer:
 
     @pytest.mark.parametrize("uid", [0, BOB])
     def test_mounts_say_nothing(self, node: Node, uid: int) -> None:
-        """A service of the machine has mounts of its own, and is no container."""
+        """A service of the machine has its own mounts, and is no container."""
         with calling(node.socket, before=ROOT_OF.format(flags=OWN_MOUNTS, uid=uid)) as service:
             for verb in ("hold", "resume"):
                 assert service.request("POST", f"/v1/daemons/gpu0/{verb}").status == 202
 
     def test_operator(self, node: Node) -> None:
-        """Whom the configuration makes an operator holds, drains and resumes from a container, and no more."""
+        """A uid that the configuration makes an operator holds, drains and resumes from a container, and no more."""
         with calling(node.socket, before=ROOT_OF.format(flags=OWN_PIDS | OWN_USERS, uid=ANN)) as agent:
             for verb in ("hold", "drain", "resume"):
                 assert agent.request("POST", f"/v1/daemons/gpu0/{verb}", {}).status == 202
@@ -255,7 +258,7 @@ class TestRootOfAContainer:
         node.wait_for_state("gpu0", "ready")
 
     def test_a_process_that_is_gone(self, node: Node) -> None:
-        """Where a process was that left its connection to another, nobody can tell: it is no administrator."""
+        """A process that left its connection to another has unknown namespaces: the caller is no administrator."""
         with subprocess.Popen(
             [sys.executable, "-I", "-c", LEFT_BEHIND, str(node.socket)],
             stdin=subprocess.PIPE,
@@ -269,16 +272,16 @@ class TestRootOfAContainer:
 
 @dataclass
 class Contained(Node):
-    """An mpsd in a pid namespace of its own, as in a container without hostPID."""
+    """An mpsd in its own pid namespace, as in a container without hostPID."""
 
     @property
     def command(self) -> list[str]:
-        """How mpsd is called there."""
+        """Return the command that starts mpsd there."""
         return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *super().command]
 
 
 def test_mpsd_in_a_container(short_tmp: Path) -> None:
-    """An mpsd that cannot see its caller's process (pid 0) ties no lease to anything, and says what it needs."""
+    """An mpsd that cannot see its caller's process (pid 0) binds no lease, and says what it needs."""
     (short_tmp / "n").mkdir()
     short_tmp.chmod(0o711)
     node = Contained(root=short_tmp / "n", simulate=1, control=real_daemons()[535])
@@ -295,7 +298,7 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
         assert node.events("host_requirement_missing", missing="pid namespace")
         assert node.mpsctl("status").returncode == 0
         assert node.request("POST", "/v1/daemons/gpu0/hold").status == 403
-        # As `podman exec` and `kubectl exec` do: the process is in the container's own pid namespace.
+        # As with `podman exec` and `kubectl exec`: the process is in the container's own pid namespace.
         (inside,) = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text().split()
         entered = ["nsenter", f"--target={inside}", "--pid", sys.executable, "-m", "mpsd.cli.main"]
         done = subprocess.run(
@@ -308,7 +311,7 @@ def test_mpsd_in_a_container(short_tmp: Path) -> None:
 
 
 class TestImpostor:
-    """One who was at the socket's place first."""
+    """A process that took the socket's path first."""
 
     def impostor(self, path: Path) -> "subprocess.Popen[bytes]":
         """Have another user listen there."""
@@ -320,7 +323,10 @@ class TestImpostor:
         return process
 
     def test_socket_is_replaced(self, make_node: Start) -> None:
-        """Where each may remove only his own, mpsd takes the place; callers reach mpsd, and its log names the other."""
+        """Where users may remove only their own files, mpsd takes the path.
+
+        Callers reach mpsd, and its log names the other process.
+        """
         node = make_node(simulate=1, rooted=False)
         shared = node.root / "shared"
         shared.mkdir()
@@ -341,7 +347,7 @@ class TestImpostor:
             impostor.communicate(timeout=10)
 
     def test_place_that_everybody_may_write(self, make_node: Start) -> None:
-        """Where anybody could take the place again, mpsd does not start."""
+        """Where any user could take the path again, mpsd does not start."""
         node = make_node(simulate=1, rooted=False)
         shared = node.root / "shared"
         shared.mkdir()

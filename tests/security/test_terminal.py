@@ -1,4 +1,4 @@
-"""What strangers choose, such as names and commands, does nothing to a terminal, and forges no line of a log."""
+"""Names and commands that strangers choose have no effect on a terminal, and forge no line of a log."""
 
 import json
 import sys
@@ -21,13 +21,13 @@ from tests.simulated_clients import leased, variables
 pytestmark = pytest.mark.real_daemon(535)
 
 NAME: Final = "\x1b[2J\x9b31m\u202ex"
-"""The name of a program, which has 15 bytes at most: clear the screen, turn it red, turn the line around."""
+"""A program's name, of at most 15 bytes: it clears the screen, turns it red, and reverses the line."""
 
 TURNED: Final = "\u202e\u2066\u200bgnp.exe"
-"""A lease's name: it may hold these, but no control character."""
+"""A lease's name: it may contain these characters, but no control character."""
 
 COMMAND: Final = "set_default_active_thread_percentage 10 \x1b[2J\x9b31m\u202e\u2028{} forged"
-"""What somebody says to a control daemon; lines end there at \\n, and nowhere else."""
+"""A command to a control daemon, whose lines end at \\n, and nowhere else."""
 
 CLIENT: Final = "import sys; sys.argv[0] = ''; from mpsd.simulator.client import main; sys.exit(main())"
 
@@ -40,7 +40,7 @@ def node(make_node: Start, request: pytest.FixtureRequest) -> Node:
 
 @pytest.fixture
 def client(node: Node, short_tmp: Path) -> Iterator[DrivenProgram]:
-    """Start a client with such a name, which no lease let in."""
+    """Start a client with such a name, and without a lease."""
     program = short_tmp / NAME
     program.write_text(f"#!{sys.executable}\n{CLIENT}\n", encoding="utf-8")
     program.chmod(0o755)
@@ -51,7 +51,7 @@ def client(node: Node, short_tmp: Path) -> Iterator[DrivenProgram]:
 
 
 def harmless(text: str) -> bool:
-    """Tell whether nothing in a text acts on a terminal, but for the ends of its lines."""
+    """Return whether no part of a text acts on a terminal, except for its line ends."""
     return text.replace("\n", "").isprintable()
 
 
@@ -61,7 +61,7 @@ def names(node: Node) -> dict[int, str]:
 
 
 def test_names(node: Node, client: DrivenProgram) -> None:
-    """A program's name and a lease's, in every table, as JSON, as events and in the log."""
+    """The names of programs and leases are harmless in every table, in JSON, in events and in the log."""
     with leased(node, "--threads", "10", "--memory", "1GiB", "--name", TURNED, "--label", f"team={TURNED}") as holder:
         found = wait_until(
             lambda: (
@@ -95,7 +95,7 @@ def test_names(node: Node, client: DrivenProgram) -> None:
 
 @pytest.mark.parametrize("asked", [{"name": "\x1b[2J"}, {"labels": {"a": "\n"}}, {"labels": {"\u202e": ""}}])
 def test_control_characters(make_node: Start, asked: dict[str, object]) -> None:
-    """A lease's name, its labels and its request_id cannot hold control characters, nor a label's name anything odd."""
+    """A lease's name, labels and request_id cannot contain control characters; a label's name is restricted further."""
     node = make_node(simulate=1, control=None).start()
     for more in (asked, {"request_id": "\u202e"}, {"request_id": "a\nb"}, {"gpu": "\x9b"}):
         answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", **more})
@@ -106,7 +106,7 @@ def test_control_characters(make_node: Start, asked: dict[str, object]) -> None:
 
 
 def test_commands(make_node: Start) -> None:
-    """A stranger's command, as NVIDIA's control daemon logs it, is one line of mpsd's log, and one event."""
+    """A stranger's command in the log of NVIDIA's control daemon is one line of mpsd's log, and one event."""
     node = make_node(simulate=1).start()
     node.ask("gpu0", COMMAND.format('"event":"node_stopping"'))
     told = event(node, "foreign_command")
@@ -121,7 +121,7 @@ def test_commands(make_node: Start) -> None:
 
 
 def test_commands_as_text(make_node: Start) -> None:
-    """Nor is it any more in a log that is text."""
+    """The same holds for a log in text form."""
     node = make_node(simulate=1, config='[log]\nformat = "text"\n').start()
     node.ask("gpu0", COMMAND.format("node_stopping"))
     wait_until(lambda: "foreign_command" in node.stderr.read_text(), what="the command to be told")
@@ -130,7 +130,7 @@ def test_commands_as_text(make_node: Start) -> None:
 
 
 def test_defects_as_text() -> None:
-    """The traceback of a defect keeps its lines, and nothing in them acts on a terminal, whatever structlog shows."""
+    """The traceback of a defect keeps its lines, and none acts on a terminal, whatever structlog prints."""
     with TemporaryFile("w+", encoding="utf-8") as stream:
         configure(LogFormat.TEXT, stream=stream).defect(EventName.API_DEFECT, ValueError(f"no {NAME}\nin"), path=NAME)
         stream.seek(0)

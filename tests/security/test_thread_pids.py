@@ -1,4 +1,7 @@
-"""Numbers that are a thread's and no process's, in a request and in the store: gone is gone, and mpsd starts."""
+"""The number of a thread in place of a pid, in a request and in the store.
+
+The process counts as gone, and mpsd starts.
+"""
 
 import concurrent.futures
 import contextlib
@@ -37,7 +40,7 @@ release.set()
 
 @contextlib.contextmanager
 def thread_of_another() -> Iterator[tuple[int, int]]:
-    """Run a process with a second thread, and give the number of that, and its own pid."""
+    """Run a process with a second thread; yield the thread's number, and the process's pid."""
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _THREADED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as threaded:
@@ -47,7 +50,7 @@ def thread_of_another() -> Iterator[tuple[int, int]]:
 
 
 def change(node: Node, how: Callable[[str], str]) -> None:
-    """Change the leases that an mpsd left behind, as only a defect, or damage that has its checksum right, could."""
+    """Change the stored leases in a way that only a defect, or damage with a correct checksum, could."""
     with closing(sqlite3.connect(node.root / "run" / "leases.db")) as store:
         store.create_function("checksum", -1, checksum)
         rows = store.execute("SELECT number, boot, told, data, news FROM leases WHERE data != ''").fetchall()
@@ -74,10 +77,10 @@ def holder() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 class TestFind:
-    """A thread's number, asked of the kernel."""
+    """The kernel's answers for the number of a thread."""
 
     def test_is_no_process(self) -> None:
-        """No process is found by it, whatever the kernel calls that, nor by what no process can have."""
+        """No process is found by it, whatever the kernel reports, nor by a number that no process can have."""
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             thread = pool.submit(threading.get_native_id).result()
             ticks = proc.start_ticks(thread)
@@ -89,10 +92,10 @@ class TestFind:
 
 @pytest.mark.real_daemon(535)
 class TestRequest:
-    """A thread's number as the holder in a request."""
+    """The number of a thread as the holder in a request."""
 
     def test_is_refused(self, make_node: Start) -> None:
-        """The refusal names the process, and the log has no defect."""
+        """The refusal says that there is no such process, and the log has no defect."""
         node = make_node(simulate=1).start()
         with thread_of_another() as (thread, pid):
             answer = node.request("POST", "/v1/leases", {**SMALL, "pid": thread})
@@ -105,10 +108,10 @@ class TestRequest:
 
 @pytest.mark.real_daemon(535)
 class TestStored:
-    """What stands in the store when mpsd starts."""
+    """The contents of the store when mpsd starts."""
 
     def test_holder_s_number_is_a_thread_s(self, make_node: Start) -> None:
-        """A lease whose holder died while mpsd was away, and whose number a thread has by now, has ended."""
+        """A lease whose holder died while mpsd was down has ended, even if a thread has the holder's number by now."""
         node = make_node(simulate=1).start()
         with holder() as held:
             lease = node.request("POST", "/v1/leases", {**SMALL, "pid": held.pid}).json
@@ -131,7 +134,10 @@ class TestStored:
         ids=["time", "request", "surrogate"],
     )
     def test_one_that_makes_no_sense(self, make_node: Start, how: Callable[[str], str]) -> None:
-        """It is set aside and told, its GPU is held while its processes live, and the other leases are as they were."""
+        """An invalid lease is set aside and reported, and its GPU is held while its processes live.
+
+        Other leases are unaffected.
+        """
         node = make_node(simulate=2, config=BRISK).start()
         kept = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json
         with holder() as held:
@@ -161,7 +167,7 @@ class TestStored:
         assert not [each for each in node.log()[seen:] if each["event"].startswith("lease_not_restored")]
 
     def test_operator_s_word(self, make_node: Start) -> None:
-        """An operator who knows better ends the hold; the lease's process is not touched."""
+        """An operator can end the hold; the lease's process is not touched."""
         node = make_node(simulate=1).start()
         with holder() as held:
             lease = node.request("POST", "/v1/leases", {**SMALL, "pid": held.pid}).json
@@ -177,7 +183,7 @@ class TestStored:
 
     @pytest.mark.parametrize("text", ["{", "[]", "\x00", '{"id":1}'])
     def test_one_of_which_nothing_is_known(self, make_node: Start, text: str) -> None:
-        """All GPUs are held for it, until it is seen that nobody without a lease is on them."""
+        """For a lease without readable facts all GPUs are held, until they are seen to have no unleased processes."""
         node = make_node(simulate=2).start()
         assert node.request("POST", "/v1/leases", SMALL).status == 201
         node.end(signal.SIGKILL)
@@ -196,7 +202,7 @@ class TestFiles:
     @pytest.mark.real_daemon(535)
     @pytest.mark.parametrize("damage", DAMAGE, ids=range(len(DAMAGE)))
     def test_damaged(self, make_node: Start, damage: bytes) -> None:
-        """None of them keeps mpsd from starting, however it is damaged; an operator's wish that is lost holds."""
+        """A damaged file never prevents mpsd's start; a desired state that is lost counts as a hold."""
         node = make_node(simulate=1).start()
         pid = node.daemons()["gpu0"]["pid"]
         node.end()

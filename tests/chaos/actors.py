@@ -1,4 +1,4 @@
-"""Who is on a node under chaos: processes that take leases and become clients, and requests that are on their way."""
+"""The actors on a node under chaos: processes that take leases and become clients, and pending requests."""
 
 import contextlib
 import json
@@ -30,14 +30,14 @@ while waits and (said := os.read(0, 1)) != b"\\n":
         sys.exit()
 sys.exit(client.main())
 """
-"""A client that becomes another user's before all else, who need not be able to read what it was started from."""
+"""A client that first becomes another user, which may be unable to read the program."""
 
 
 class Member(DrivenProgram):
-    """A process that may hold a lease, and becomes a client when it is told to; each end of it has its reason."""
+    """A process that may hold a lease, and becomes a client on command; each end of it needs a reason."""
 
     def __init__(self, node: Node, daemon: str, *, goes: bool, uid: int | None = None) -> None:
-        """Start it, as this user; one that `goes` is a client at once, and others wait to be told."""
+        """Start it as this user. With `goes` it is a client at once; otherwise it waits for a command."""
         before = () if goes else WAITS
         if uid is None:
             command = [*before, *client.program()]
@@ -50,21 +50,21 @@ class Member(DrivenProgram):
         self.lease = ""
         self.went = goes
         self.may_end = ""
-        """Why nobody is to wonder when it ends; empty: somebody is."""
+        """Why its end would be no error; empty if it would."""
 
     def go(self) -> None:
-        """Have it go for the GPU, and do not wait until it has it."""
+        """Tell it to connect to the GPU, without waiting until it has."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(b"\n")
         self.went = True
 
     def say(self, line: str) -> None:
-        """Tell it something, wherever it is, and wait for nothing."""
+        """Send it a line, whatever its state, without waiting."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(f"{line}\n".encode())
 
     def leave(self) -> None:
-        """Have it end by its own will, which takes a signal where CUDA has it wait."""
+        """Have it exit by itself, which takes a signal while CUDA blocks it."""
         self.may_end = "its own will"
         if self.went and self.has_answered:
             self.say("exit")
@@ -72,7 +72,7 @@ class Member(DrivenProgram):
             self.process.send_signal(signal.SIGTERM)
 
     def cut_down(self) -> None:
-        """End it by SIGKILL."""
+        """Kill it by SIGKILL."""
         self.may_end = "it was killed"
         self.process.kill()
 
@@ -83,33 +83,33 @@ class Member(DrivenProgram):
 
     @property
     def could_not_attach(self) -> bool:
-        """Whether it ended because CUDA let it not in, as it says: its server was gone, or its control daemon."""
+        """Whether it ended because CUDA refused it, by its own report: its server or its control daemon was gone."""
         return not self.has_answered or not self.hello["ok"]
 
     def close(self) -> None:
-        """End it whatever happens."""
+        """End it in any case."""
         with self:
             pass
 
 
 def is_user(pid: int, uid: int) -> bool:
-    """Tell whether a process is this user's, wholly."""
+    """Return whether a process is entirely this user's."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     return f"\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n" in text
 
 
 class Request:
-    """A request on its way, whose caller can hang up, and outlives mpsd."""
+    """A pending request, whose caller can disconnect, and outlives mpsd."""
 
     def __init__(self, node: Node, method: str, path: str, body: object = None) -> None:
-        """Send it. Raises OSError when nobody listens."""
+        """Send it. Raises OSError when no process listens."""
         raw = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(raw)}\r\n\r\n"
         self.what = f"{method} {path} {body}"
         self._said = b""
         self._socket = socket.socket(socket.AF_UNIX)
         self.over = False
-        """Whether nothing more is to come."""
+        """Whether no more is expected."""
         try:
             self._socket.settimeout(10)
             self._socket.connect(os.fspath(node.socket))
@@ -119,7 +119,7 @@ class Request:
             raise
 
     def look(self, seconds: float = 0) -> None:
-        """Take in what was answered, for so long at most."""
+        """Read the answer so far, for at most so long."""
         while not self.over and select.select([self._socket], [], [], seconds)[0]:
             try:
                 more = self._socket.recv(1 << 16)
@@ -141,7 +141,7 @@ class Request:
         return Answer(int(lines[0].split()[1]), headers, content)
 
     def hang_up(self) -> None:
-        """Go away."""
+        """Disconnect."""
         self._socket.close()
         self.over = True
 
@@ -154,7 +154,7 @@ def front_ends(node: Node) -> list[int]:
 
 
 def signalled(pid: int | None, number: signal.Signals) -> bool:
-    """Send a signal to a process that may be gone; tell whether it was there."""
+    """Send a signal to a process that may be gone; return whether it existed."""
     if pid is None or not is_running(pid):
         return False
     with contextlib.suppress(ProcessLookupError):
@@ -164,17 +164,17 @@ def signalled(pid: int | None, number: signal.Signals) -> bool:
 
 
 def figures(pid: int) -> tuple[Counter[str], int]:
-    """Return what descriptors a process has, each by the kind of it, and how many MiB of memory."""
+    """Return a process's descriptors by kind, and its memory in MiB."""
     kinds: Counter[str] = Counter()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the descriptor was closed meanwhile
             kinds[os.readlink(link).partition("[")[0]] += 1  # noqa: PTH115 - most of these are no paths
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return kinds, pages * os.sysconf("SC_PAGESIZE") >> 20
 
 
 def watched(pid: int) -> list[str]:
-    """Return the processes that a process has a pidfd of, and what each of them is; -1 is one that is gone."""
+    """Return the processes of which a process has a pidfd, with a description; -1 means ended."""
     found = []
     for each in Path(f"/proc/{pid}/fdinfo").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""A node under chaos: what befalls it, at random, and what has to be so whenever it is left in peace."""
+"""A node under chaos: the random steps, and the conditions that must hold when it is left in peace."""
 
 import contextlib
 import http.client
@@ -25,24 +25,24 @@ death_window = 0.1
 [enforcement]
 grace = 0.3
 """
-"""No death counts for long, so that the next start waits for nothing."""
+"""No death counts for long, so that the next start is not delayed."""
 
 REFUSALS: Final = frozenset({"does_not_fit", "daemon_not_ready", "invalid_request", "stopping"})
-"""What a request for a lease is answered: it is full, held, or its control daemon was killed; or its holder was."""
+"""Valid refusals of a request for a lease: the GPU is full or held, or its control daemon or the holder was killed."""
 
 MOST: Final = 6
-"""Leases at a time on one GPU: as many as always fit."""
+"""The most leases at a time on one GPU; so many always fit."""
 
 LONG: Final = 3.0
-"""Seconds of one thing that are worth a word."""
+"""Seconds from which on a single step is reported."""
 
 PEACE: Final = 60.0
-"""Seconds within which all of it settles, on a machine with much else to do; some tenths are usual."""
+"""Seconds within which everything settles on a busy machine; some tenths are usual."""
 
 
 @dataclass
 class Chaos:
-    """A node, everybody on it, and the dice."""
+    """A node, all processes on it, and the source of random numbers."""
 
     node: Node
     dice: random.Random
@@ -53,19 +53,19 @@ class Chaos:
     daemons: tuple[str, ...] = ("gpu0", "gpu1")
     members: list[Member] = field(default_factory=list)
     waiting: list[tuple[Request, Member]] = field(default_factory=list)
-    """Requests that wait in the queue, and whom each is for."""
+    """Requests in the queue, each with its intended holder."""
     frozen: list[int] = field(default_factory=list)
     kills: int = 0
     """How often mpsd was killed."""
     ends: tuple[str, ...] = ("admission", "drain", "restart", "nothing", "ask it to end")
-    """What mpsd may be at when it is killed."""
+    """The actions during which mpsd may be killed."""
     between: int = 8
-    """Things that happen at most before it is left in peace."""
+    """The most steps before the node is left in peace."""
     outlaws: frozenset[int] = frozenset()
-    """Uids whose leases nobody owes anything, and who tell nobody what they were granted."""
+    """Uids whose leases mpsd may end, and which do not report their grants."""
 
     def __post_init__(self) -> None:
-        """Begin the book."""
+        """Start the records."""
         self.records = Records(self.node)
         self.steps: dict[str, int] = {"grant": 12, "release": 2, "wait": 3, "hang_up": 1, "operate": 6, "reload": 1}
         self.steps |= {"foreign_command": 2, "kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "die": 2}
@@ -77,7 +77,7 @@ class Chaos:
     # -- the dice ------------------------------------------------------------------------------------------------------
 
     def happens(self) -> None:
-        """Have something happen."""
+        """Carry out one random step."""
         (step,) = self.dice.choices([*self.steps], [*self.steps.values()])
         self._do(step)
 
@@ -100,7 +100,7 @@ class Chaos:
         return [each["pid"] for daemon in self.node.daemons().values() for each in daemon["servers"]]
 
     def linger(self) -> None:
-        """Let some time go by: that of a few looks at the node."""
+        """Let some time pass, enough for a few checks of the node."""
         for _ in range(self.dice.randrange(12)):
             self.look()
 
@@ -119,7 +119,7 @@ class Chaos:
         return [each for each in self.members if each.lease and not each.may_end]
 
     def grant(self) -> None:
-        """Ask for a lease, which may soon expire."""
+        """Request a lease, possibly one that expires soon."""
         daemon = self._daemon()
         if sum(each.daemon == daemon for each in self._holding()) >= MOST:
             return
@@ -132,7 +132,7 @@ class Chaos:
         return Request(self.node, "POST", "/v1/leases", body)
 
     def _note_lease(self, request: Request, member: Member, why_it_may_end: str) -> None:
-        """Take in the answer to a request for a lease; where there is none, nobody knows."""
+        """Process the answer to a request for a lease; without an answer the outcome is unknown."""
         answer = request.answer
         if answer is None:
             assert request.over, f"{request.what} was not answered"
@@ -148,20 +148,20 @@ class Chaos:
         member.cut_down()
 
     def wait(self) -> None:
-        """Ask for more than there may be, and wait for it."""
+        """Request more than may be free, and wait for it."""
         member = self._member(self._daemon())
         body = self._asked(member, threads=self.dice.choice([5, 70]), wait=self.dice.choice([None, 0.2, 5.0]))
         self.waiting.append((self._ask_for(body), member))
 
     def hang_up(self) -> None:
-        """Have somebody who waits go away: a lease that was granted in this very moment nobody has heard of."""
+        """Have a waiting caller disconnect; a lease that was granted at that very moment is known to no caller."""
         if self.waiting:
             request, member = self.waiting.pop(self.dice.randrange(len(self.waiting)))
             request.hang_up()
             member.cut_down()
 
     def _receive(self) -> None:
-        """Take in what those who wait were answered."""
+        """Process the answers to waiting requests."""
         for each in tuple(self.waiting):
             request, member = each
             request.look()
@@ -170,7 +170,7 @@ class Chaos:
                 self._note_lease(request, member, "")
 
     def release(self) -> None:
-        """End a lease; its holder runs on."""
+        """End a lease; its holder keeps running."""
         if holding := self._holding():
             lease = self.dice.choice(holding).lease
             self.records.given_up.setdefault(lease, "it was released")
@@ -183,7 +183,7 @@ class Chaos:
             self.dice.choice(here).go()
 
     def stray(self) -> None:
-        """Have somebody come who has no lease."""
+        """Start a process without a lease."""
         self._member(self._daemon(), goes=True)
 
     def work(self) -> None:
@@ -196,11 +196,11 @@ class Chaos:
         return [each for each in here if each.has_answered and daemon in {None, each.daemon}]
 
     def leave(self) -> None:
-        """Have somebody end by itself."""
+        """Have a process exit by itself."""
         self._gone(Member.leave)
 
     def die(self) -> None:
-        """Kill somebody."""
+        """Kill a process."""
         self._gone(Member.cut_down)
 
     def _gone(self, way: Callable[[Member], None]) -> None:
@@ -212,7 +212,7 @@ class Chaos:
         way(member)
 
     def fault(self) -> None:
-        """Have a client meet a fatal fault, after which all clients of its GPU end, as programs do."""
+        """Cause a fatal fault in a client, after which all clients of its GPU end, as real programs do."""
         if here := self._at_work():
             first = self.dice.choice(here)
             first.say("fault")
@@ -242,7 +242,7 @@ class Chaos:
     # -- faults --------------------------------------------------------------------------------------------------------
 
     def foreign_command(self) -> None:
-        """Change a limit by hand, which waits for as long as a control daemon is stopped."""
+        """Change a limit with a front-end, which waits while the control daemon is stopped."""
         self._thaw()
         self.node.front_end(self._daemon(), f"set_default_active_thread_percentage {self.dice.randint(1, 100)}\n")
 
@@ -267,7 +267,7 @@ class Chaos:
             self._freeze(self.dice.choice(servers))
 
     def kill_front_end(self) -> None:
-        """Kill a front-end of mpsd in the middle of a conversation, if there is one."""
+        """Kill a front-end of mpsd during a conversation, if there is one."""
         for each in front_ends(self.node):
             signalled(each, self.dice.choice([signal.SIGKILL, signal.SIGSTOP]))
 
@@ -283,7 +283,7 @@ class Chaos:
             signalled(self.frozen.pop(), signal.SIGCONT)
 
     def remove_pipe(self) -> None:
-        """Remove the pipe directory of a running control daemon; an operator replaces that, whoever is there."""
+        """Remove the pipe directory of a running control daemon; an operator replaces the daemon, even with clients."""
         daemon = self._daemon()
         remove_tree(self.node.pipe_directory(daemon))
         self.linger()
@@ -294,13 +294,13 @@ class Chaos:
         self._operate(daemon, "restart", 0)
 
     def _attend(self) -> None:
-        """Replace what mpsd leaves alone, for its clients' sake: a resume came between removal and restart."""
+        """Restart a daemon that mpsd leaves alone for its clients: a resume came between removal and restart."""
         for name, daemon in self.node.daemons().items():
             if daemon["state"] == "unresponsive" and not (self.node.pipe_directory(name) / "control").exists():
                 self._replace(name)
 
     def freeze_mpsd(self) -> None:
-        """Stop mpsd for a while, in which others come and go."""
+        """Stop mpsd for a while, during which other processes come and go."""
         with self._stopped(self.node.pid):
             for _ in range(self.dice.randrange(3)):
                 self._gone(self.dice.choice([Member.leave, Member.cut_down]))
@@ -316,7 +316,7 @@ class Chaos:
             os.kill(pid, signal.SIGCONT)
 
     def kill_mpsd(self) -> None:
-        """Kill mpsd, most often while a request is on its way, and start it again; somebody may leave in between."""
+        """Kill mpsd, most often during a request, and start it again; a process may end in between."""
         match self.dice.choice(self.ends):
             case "admission":
                 member = self._member(self._daemon())
@@ -337,7 +337,7 @@ class Chaos:
         self.node.start(ready=False)
 
     def _kill_while(self, request: Request) -> None:
-        """Kill mpsd while a request is on its way, or just after it was answered."""
+        """Kill mpsd during a request, or just after its answer."""
         end = time.monotonic() + self.dice.choice([0.0005, 0.005, 0.05, 0.3]) * self.dice.random()
         while (left := end - time.monotonic()) > 0 and not request.over:
             request.look(left)
@@ -346,7 +346,7 @@ class Chaos:
         self.node.end(signal.SIGKILL)
 
     def two_at_once(self) -> None:
-        """Have two things break together, while mpsd does not look."""
+        """Cause two faults at once, while mpsd is stopped."""
         pids = [self._pid(each) for each in self.daemons], self._servers()
         with self._stopped(self.node.pid):
             for each in self.dice.sample(["daemon", "server", "member"], 2):
@@ -363,12 +363,12 @@ class Chaos:
     # -- what is so ----------------------------------------------------------------------------------------------------
 
     def look(self) -> dict[str, Any]:
-        """Look at the node from outside, and hold it to its word; return the leases that there are."""
+        """Observe the node from outside, and check mpsd's statements; return the leases."""
         self._receive()
         return self.records.look(self.members)
 
     def settles(self) -> None:
-        """Leave it in peace, wait until nothing is pending, and compare what is in force with what the leases say."""
+        """Leave the node in peace until nothing is pending, and compare the limits in force with the leases."""
         self._thaw()
         begun = time.monotonic()
         last: list[str] = []
@@ -388,7 +388,7 @@ class Chaos:
         sys.stdout.write(f"-> settled in {time.monotonic() - begun:.1f} s\n")
 
     def clear(self) -> None:
-        """Have everybody leave, and every control daemon run, and wait until it is so; nothing may go on then."""
+        """Have all processes leave, and every control daemon run; wait for that, and check that nothing is pending."""
         self._thaw()
         for request, member in self.waiting:
             request.hang_up()
@@ -396,7 +396,7 @@ class Chaos:
         self.waiting.clear()
         for daemon in self.node.daemons().values():
             for server in daemon["servers"]:
-                if server["orphan"]:  # nobody knows whether one ends by itself
+                if server["orphan"]:  # whether an orphan ends by itself is unknown
                     signalled(server["pid"], signal.SIGKILL)
         for each in self.members:
             if not each.may_end:
@@ -409,7 +409,7 @@ class Chaos:
         assert not self.look(), self.node.stderr
 
     def close(self) -> None:
-        """End everybody."""
+        """End all processes."""
         self._thaw()
         for request, _ in self.waiting:
             request.hang_up()

@@ -1,4 +1,4 @@
-"""Nodes under chaos: each a real mpsd, forked so that it is soon there again, in a directory of its own."""
+"""Nodes under chaos: each a real mpsd in its own directory, forked so that it restarts fast."""
 
 import os
 import random
@@ -13,12 +13,12 @@ from tests.fork_server import ForkServer
 from tests.node import Node
 
 Start = Callable[..., Node]
-"""Starts a node; takes what `Node` takes."""
+"""Starts a node; takes the arguments of `Node`."""
 
 
 @pytest.fixture
 def start(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
-    """Give what starts nodes; they are ended, with all that they started, when the test is over."""
+    """Return a function that starts nodes. After the test the nodes and all that they started are ended."""
     made: list[Node] = []
 
     def begin(**options: Any) -> Node:
@@ -36,7 +36,7 @@ def start(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
 
 @pytest.fixture
 def dice() -> random.Random:
-    """Throw the dice of MPSD_CHAOS_SEED, or others each time; a run that fails is printed with its seed."""
+    """Return random numbers of MPSD_CHAOS_SEED, or of a new seed; pytest prints the seed of a run that fails."""
     seed = int(os.environ.get("MPSD_CHAOS_SEED") or random.getrandbits(32))
     sys.stdout.write(f"MPSD_CHAOS_SEED={seed}\n")
     return random.Random(seed)

@@ -1,10 +1,10 @@
-"""An honest user as a process of its own uid: it takes, renews and gives back leases, and says how long each took.
+"""An honest user as a process with its own uid: it takes, renews and releases leases, and reports how long each took.
 
-It is started by tests.chaos.users with one argument, a `Plan` as JSON, and knows nothing of mpsd but its socket. What
-it did and heard it says on stdout, a line of JSON each: a lease that it was granted; one that it is about to give back,
-before it asks for that; one that mpsd said has ended; and each request, with its moments on the clock that does not
-jump. A request that was not answered, since mpsd died, is made again until it is: a lease by its `request_id`. It stops
-when it is told to `pause` or to `leave` (without leases), says that it is `idle`, and goes on at another line.
+tests.chaos.users starts it with one argument, a `Plan` as JSON. It knows nothing of mpsd but its socket. It reports its
+actions and answers on stdout, as JSON lines: a lease that it was granted; a lease that it is about to release, before
+the request; a lease that has ended by mpsd's word; and each request, with its times on the monotonic clock. A request
+without an answer, because mpsd died, is repeated until there is one: a lease by its `request_id`. On `pause` or `leave`
+(without leases) it stops and reports that it is `idle`; any other line makes it continue.
 """
 
 import json
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 MOST: Final = 3
-"""Leases that it has at a time."""
+"""The most leases that it has at a time."""
 
 PATIENCE: Final = 60.0
-"""Seconds without an answer after which nobody answers any more."""
+"""Seconds without an answer after which it gives up."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who it is, and what it asks for."""
+    """The user's uid, and the leases that it requests."""
 
     socket: str
     uid: int
@@ -48,12 +48,12 @@ class _HonestUser:
         self._plan = plan
         self._dice = random.Random(plan.seed)
         self._orders: list[str] = []
-        """What it was told to do, in words, and has not done yet."""
+        """Commands that it has received as words, and not carried out yet."""
         self._leases: list[str] = []
         self._number = 0
 
     def live(self) -> None:
-        """Use the node, but when it is told to stop."""
+        """Use the node, except when commanded to stop."""
         while True:
             order = self._order(self._dice.uniform(0.005, 0.08))
             while order in {"pause", "leave"}:
@@ -64,7 +64,7 @@ class _HonestUser:
             self._use()
 
     def _order(self, seconds: float | None) -> str:
-        """Return what it is told to do within this time, if anything; it ends with its stdin."""
+        """Return a command that arrives within this time, if any; the process exits when stdin ends."""
         if not self._orders and select.select([0], [], [], seconds)[0]:
             more = os.read(0, 1 << 16)
             if not more:
@@ -73,7 +73,7 @@ class _HonestUser:
         return self._orders.pop(0) if self._orders else ""
 
     def _use(self) -> None:
-        """Do one of the things that users do."""
+        """Carry out one action of a typical user."""
         if not self._leases:
             self._take()
             return
@@ -107,16 +107,16 @@ class _HonestUser:
         self._ask("status", "GET", "/v1/status")
 
     def _ask(self, kind: str, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Ask until it is answered, and say how long the answer took."""
+        """Repeat a request until it is answered, and report how long the answer took."""
         end = time.monotonic() + PATIENCE
         while True:
             begun = time.monotonic()
             try:
                 status, answer = self._exchange(method, path, body)
-            except (OSError, ValueError) as error:  # mpsd was killed, or is not there again yet
+            except (OSError, ValueError) as error:  # mpsd was killed, or is not back yet
                 if isinstance(error, TimeoutError) or time.monotonic() > end:
                     raise SystemExit(f"uid {self._plan.uid} is not answered: {error}") from error
-                select.select([], [], [], 0.02)  # between two looks at whether somebody listens
+                select.select([], [], [], 0.02)  # the pause between two attempts to connect
                 continue
             code = answer.get("code", "")
             state = answer.get("state", "")
@@ -125,7 +125,7 @@ class _HonestUser:
             return status, answer
 
     def _exchange(self, method: str, path: str, body: object) -> tuple[int, Any]:
-        """Return the answer to one request. Raises OSError or ValueError when there was none, or not all of it."""
+        """Return the answer to one request. Raises OSError or ValueError when the answer is missing or incomplete."""
         raw = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.socket(socket.AF_UNIX) as connection:

@@ -1,9 +1,9 @@
-"""A node under chaos with hostile users on it, beside honest ones that use it all the time.
+"""A node under chaos with hostile users, beside honest ones that use it all the time.
 
-Strangers have no lease, holders have one now and then and misuse what that opens; each is a process of a uid without
-rights. What they do the dice decide, and meanwhile chaos goes on as without them: mpsd, control daemons and honest
-users' processes die, hang and are reloaded. Whatever it is, it costs no honest user a lease or a process, no GPU is
-given up, every start of mpsd succeeds, and answers come in time.
+Strangers never have a lease; holders sometimes have one, and misuse the access that it gives. Each is a process of a
+uid without rights. Their actions are random, while the usual chaos continues: mpsd, control daemons and honest users'
+processes die, hang and are reloaded. No action costs an honest user a lease or a process, no GPU is given up, every
+start of mpsd succeeds, and answers come in time.
 """
 
 import os
@@ -32,7 +32,7 @@ STRANGERS: Final = (61301, 61302)
 """Uids that never have a lease."""
 
 HOLDERS: Final = (61311, 61312)
-"""Uids that have one now and then."""
+"""Uids that sometimes have a lease."""
 
 CONFIG: Final = """
 [daemon]
@@ -48,40 +48,41 @@ outside = "report"
 patience = 2.0
 hang_up_grace = 3.0
 """
-"""Whatever can be ended by policy is, but for clients that found no control daemon, since MPS itself lets those pass,
-and for those that their server alone limits: chaos starts its clients before it has the environment of a lease."""
+"""Policy ends every kind of violation, except for clients that found no control daemon, since MPS itself lets those
+pass, and for clients that their server alone limits: chaos starts its clients before it has the environment of a lease.
+"""
 
 MANY: Final = CONFIG.replace("[daemon]", '[daemon]\nusers = "many"')
 """The same where users share a control daemon."""
 
 ROOT_KILLS: Final = 2
-"""How often chaos ends one control daemon within `SHORT`, where `daemon.deaths` give a GPU up."""
+"""How often chaos kills one control daemon within `SHORT`; at `daemon.deaths` the GPU would be given up."""
 
 SHORT: Final = 65.0
 
 SMALL: Final = 5
-"""Percent of the threads that a hostile user's lease has, so that there is always room for others."""
+"""Percent of the threads of a hostile user's lease, small enough to leave room for others."""
 
 
 @dataclass
 class Hostile(Chaos):
-    """A node under chaos, its honest users, and its hostile ones."""
+    """A node under chaos, its honest users, and its hostile users."""
 
     many: bool = False
-    """Whether users share a control daemon, so that hostile ones get in beside honest ones."""
+    """Whether users share a control daemon, so that hostile ones have access beside honest ones."""
     users: list[HonestUser] = field(default_factory=list)
     hostile: dict[int, HostileUser] = field(default_factory=dict)
     planted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Begin the book, and say what happens how often."""
+        """Start the records, and set the frequency of each step."""
         super().__post_init__()
         self.daemons, self.outlaws = tuple(HONEST), frozenset((*STRANGERS, *HOLDERS))
         self.between = 40
         self.ends = ("admission", "nothing", "ask it to end")
         self.latency = Latency()
         self.records: HostileRecords = HostileRecords(self.node, self.users, self.latency)
-        # Nobody who is root operates the node here: whoever is ended was ended for no good reason.
+        # There is no operator who ends clients here, so every ended process is an error.
         self.steps = {"grant": 6, "release": 2, "wait": 2, "hang_up": 1, "die": 2, "reload": 2, "kill_mpsd": 2}
         self.steps |= {"kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "freeze_mpsd": 1, "two_at_once": 1}
         self.steps |= {"reach": 3, "look_alike": 4, "garbage": 3, "flood": 3, "hung_up": 2, "foreign_pids": 2}
@@ -97,7 +98,7 @@ class Hostile(Chaos):
     # -- the node and its users ----------------------------------------------------------------------------------------
 
     def happens(self) -> None:
-        """Have something happen while everybody is there."""
+        """Carry out one random step while all users are present."""
         if not self.users:
             for daemon, uid in HONEST.items():
                 plan = Plan(f"{self.node.socket}", uid, self.dice.getrandbits(32), daemon.removeprefix("gpu"))
@@ -111,7 +112,7 @@ class Hostile(Chaos):
         super().happens()
 
     def _do(self, step: str) -> None:
-        """Do it; what only root can do disturbs honest users, and is over when it is done."""
+        """Carry out a step; one that needs root disturbs honest users, and has ended when this returns."""
         if step in {"kill_daemon", "two_at_once"} and not self._may_kill():
             return
         after = {"kill_front_end": 2.5, "freeze_daemon": 1.0, "kill_mpsd": 1.0, "freeze_mpsd": 1.0}
@@ -124,7 +125,7 @@ class Hostile(Chaos):
             super()._do(step)
 
     def _may_kill(self) -> bool:
-        """Tell whether root's own kills are too few to have a GPU given up."""
+        """Return whether root's own kills are still too few for a GPU to be given up."""
         recent = [daemon for at, daemon in self.records.kills if (now() - at).total_seconds() < SHORT]
         return all(recent.count(each) < ROOT_KILLS for each in self.daemons)
 
@@ -135,12 +136,12 @@ class Hostile(Chaos):
         return member
 
     def _asked(self, member: Member, **more: object) -> dict[str, Any]:
-        # Nobody waits, or has a lease that expires, for as long as somebody else's peace could last.
+        # No request waits, and no lease expires, for as long as another step could last.
         bounded = {"wait": self.dice.choice([0.2, 3.0])} if "wait" in more else {}
         return {**super()._asked(member, **more), "ttl": None, **bounded}
 
     def release(self) -> None:
-        """End a lease of somebody who is no client, and who becomes none: policy ends clients without a lease."""
+        """End a lease whose holder is no client, and will not become one: policy ends clients without a lease."""
         if here := [each for each in self._holding() if not each.went]:
             member = self.dice.choice(here)
             lease, member.lease = member.lease, ""
@@ -160,7 +161,7 @@ class Hostile(Chaos):
         return self.dice.getrandbits(32)
 
     def reach(self) -> None:
-        """Try everything in a pipe directory that is closed."""
+        """Try all accesses to a closed pipe directory."""
         stranger, directory = self._stranger(), f"{self.node.pipe_directory(self._daemon())}"
         opened = {
             "fifo": stranger.act("fifo", directory=directory, how="byte", seed=0),
@@ -170,7 +171,7 @@ class Hostile(Chaos):
         assert not any(opened.values()), f"a stranger got in: {opened}"
 
     def _lookalikes(self) -> Iterator[bytes]:
-        """Make programs that take `-f`, and wait: at a usual path, at any bytes, and as su is."""
+        """Make programs that take `-f` and wait: at a usual path, at a path of any bytes, and setuid."""
         tail = shutil.which("tail") or "/usr/bin/tail"
         for number, name in enumerate((b"nvidia-cuda-mps-control", b"\xff\xed\xb0\x80\n", b"nvidia-cuda-mps-server")):
             path = os.fsencode(self._folder) + b"/" + name
@@ -179,7 +180,7 @@ class Hostile(Chaos):
             yield path
 
     def look_alike(self) -> None:
-        """Run what has the names, arguments and variables of NVIDIA's programs."""
+        """Run look-alikes with the names, arguments and variables of NVIDIA's programs."""
         name = self.dice.choice([b"nvidia-cuda-mps-control", b"nvidia-cuda-mps-server", self.dice.randbytes(40)])
         directory = os.fsencode(self.node.pipe_directory(self._daemon()))
         words = [name.replace(b"\0", b""), b"-f"]
@@ -193,21 +194,21 @@ class Hostile(Chaos):
         self._anybody().act("rename", name=self.dice.choice([b"nvidia-cuda-mps-", self.dice.randbytes(15)]).hex())
 
     def garbage(self) -> None:
-        """Say to mpsd what is no request, or only a part of one."""
+        """Send mpsd invalid and incomplete requests."""
         keep = self.dice.random() < 0.5
         self._anybody().act("garbage", count=self.dice.randint(1, 60), seed=self._seed(), keep=keep)
 
     def flood(self) -> None:
-        """Have so many connections and requests come at once that some are turned away."""
+        """Open so many connections and requests at once that some are refused."""
         self._anybody().act("flood", count=self.dice.randint(50, 1000), seed=self._seed())
 
     def hung_up(self) -> None:
-        """Ask for what there is not, and hang up, until the queue takes no more."""
+        """Send requests that cannot be granted, and disconnect, until the queue is full."""
         body = {"threads": 100, "memory": "79GiB", "wait": None}
         self._anybody().act("wait", body=body, count=self.dice.randint(1, 300), hang_up=True)
 
     def foreign_pids(self) -> None:
-        """Ask for leases for processes of others, for threads, for the dead and for what is no pid."""
+        """Request leases for other users' processes, for threads, for ended processes and for invalid pids."""
         threads = [int(each.name) for each in Path(f"/proc/{self.node.pid}/task").iterdir()]
         others = [self.node.pid, os.getpid(), *(each.pid for each in self.users), 1]
         with subprocess.Popen(["true"]) as dead:
@@ -218,7 +219,7 @@ class Hostile(Chaos):
         assert not wrong, f"(pid, status): {wrong}; the log is {self.node.stderr}"
 
     def plant(self) -> None:
-        """Leave files where everybody may write, and where programs of NVIDIA's have theirs."""
+        """Leave files in directories that all users may write to, and where NVIDIA's programs have theirs."""
         stranger = self._stranger()
         places = ("/dev/shm/cuda.shm.{:x}.{:x}.{}", "/tmp/cuda-{:x}-{:x}-{}")
         names = [self.dice.choice(places).format(HONEST["gpu0"], self._seed(), number) for number in range(6)]
@@ -230,12 +231,12 @@ class Hostile(Chaos):
         return self.hostile[self.dice.choice(HOLDERS)]
 
     def _held(self) -> list[dict[str, Any]]:
-        """Return the leases that hostile users have now."""
+        """Return the current leases of hostile users."""
         said = self.node.get("/v1/leases").json["leases"]
         return [each for each in said if each["owner"]["uid"] in HOLDERS and each["state"] in {"granted", "active"}]
 
     def _target(self) -> tuple[HostileUser, str]:
-        """Return somebody hostile, and the control daemon that is open to him if there is one."""
+        """Return a hostile user, and a control daemon to which it has access if there is one."""
         held = self._held()
         if held and self.dice.random() < 0.9:
             lease = self.dice.choice(held)
@@ -246,7 +247,7 @@ class Hostile(Chaos):
         return f"{self.node.pipe_directory(daemon)}"
 
     def hold(self) -> None:
-        """Ask for a small lease, most often where there are others least often."""
+        """Request a small lease, most often on the GPU where other users are rarest."""
         holder = self._holder()
         if sum(each["owner"]["uid"] == holder.uid for each in self._held()) < 3:
             gpu = self.dice.choice("22201")
@@ -255,7 +256,7 @@ class Hostile(Chaos):
             assert status != 500, answer
 
     def give_back(self) -> None:
-        """Give a lease back, and keep what it opened."""
+        """Release a lease, and keep what it opened."""
         if held := self._held():
             self._gives_back(self.dice.choice(held))
 
@@ -264,7 +265,7 @@ class Hostile(Chaos):
             user.act("ask", method="DELETE", path=f"/v1/leases/{lease['id']}")
 
     def end_hostile(self) -> None:
-        """Have a hostile user die, with all that it has."""
+        """Have a hostile user die, with all its processes."""
         self.hostile.pop(self.dice.choice([*self.hostile])).close()
 
     def write_log(self) -> None:
@@ -281,13 +282,13 @@ class Hostile(Chaos):
         assert not opened, f"uid {user.uid} opened {opened} locks of {daemon}"
 
     def send_bytes(self) -> None:
-        """Send random bytes to a control daemon, and keep its only seat."""
+        """Send random bytes to a control daemon, and occupy its only connection."""
         user, daemon = self._target()
         size, keep = self.dice.choice([0, 1, 8, 100, 5000]), self.dice.random() < 0.5
         user.act("seat", directory=self._directory(daemon), size=size, seed=self._seed(), keep=keep)
 
     def command(self) -> None:
-        """Command a control daemon, whatever comes to mind."""
+        """Send a control daemon random commands."""
         user, daemon = self._target()
         words = [
             f"set_default_active_thread_percentage {self.dice.randint(1, 100)}",
@@ -301,7 +302,8 @@ class Hostile(Chaos):
             "[2026-11-22 01:02:03.004 Control     1] Cmd:quit",
         ]
         if self.clients:
-            # Without a GPU none of NVIDIA's servers starts, and six in a row close the GPU to everybody for a minute.
+            # Without a GPU none of NVIDIA's servers starts, and six failures in a row close the GPU to all users for a
+            # minute.
             words.append(f"start_server -uid {user.uid}")
         lines = [self.dice.choice(words) for _ in range(self.dice.randint(1, 20))]
         program = "" if self.node.control is None else f"{self._front_end}"
@@ -312,7 +314,7 @@ class Hostile(Chaos):
 
     @property
     def _front_end(self) -> Path:
-        """NVIDIA's control program where everybody can run it."""
+        """The path of NVIDIA's control program where all users can execute it."""
         assert self.node.control is not None
         program = self._folder / "front-end"
         if not program.exists():
@@ -321,24 +323,24 @@ class Hostile(Chaos):
         return program
 
     def crash(self) -> None:
-        """Have a control daemon end as if it had been sent what it cannot bear by a holder, who is let in."""
+        """Crash a control daemon in the way that a holder with access could, by bytes that it cannot parse."""
         if held := self._held():
             number = self.dice.choice([signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL])
             signalled(self._pid(self.dice.choice(held)["daemon"]), number)
 
     def pardon(self) -> None:
-        """Let those in again who were shut out."""
+        """Pardon the quarantined users."""
         for uid in HOLDERS:
             self.node.request("DELETE", f"/v1/quarantines/{uid}")
 
     def own_waits(self) -> None:
-        """Ask for what its own leases keep it from, and wait."""
+        """Wait for a lease that the user's own leases obstruct."""
         body = {"threads": self.dice.choice([96, 100]), "memory": "1GiB", "wait": self.dice.choice([1, 5])}
         gpu: dict[str, Any] = self.dice.choice([{}, {"gpu": "2"}, {"gpus": 3}])
         self._holder().act("wait", body={**body, **gpu}, count=self.dice.randint(1, 20), hang_up=False)
 
     def hostile_clients(self) -> None:
-        """Have clients come, more than a lease has room for."""
+        """Start more clients than a lease has room for."""
         user, daemon = self._target()
         variables = {VARIABLE: f"{self.node.root}/run/simulated", "CUDA_MPS_PIPE_DIRECTORY": self._directory(daemon)}
         user.act("clients", variables=variables, count=self.dice.randint(1, 3))
@@ -346,7 +348,7 @@ class Hostile(Chaos):
     # -- what is so ----------------------------------------------------------------------------------------------------
 
     def settles(self) -> None:
-        """Have everybody pause, wait until all is as it is to be, and see that each GPU still serves its users."""
+        """Have all users pause, wait until the node has settled, and check that each GPU still serves its users."""
         self._thaw()
         begun = time.monotonic()
         for each in self.hostile.values():
@@ -361,13 +363,13 @@ class Hostile(Chaos):
         self.latency.sort()
 
     def _attend(self) -> None:
-        """Have large leases given back: who waits for all of a GPU until nobody else is there may have that."""
+        """Have large leases released: a request for a whole GPU may have been granted after all other users left."""
         for lease in self._held():
             if lease["active_thread_percentage"] > SMALL:
                 self._gives_back(lease)
 
     def _serves(self, daemon: str) -> None:
-        """See that an honest user gets a lease there, unless hostile ones have the GPU, as they may."""
+        """Check that an honest user gets a lease there, unless hostile ones legitimately have the GPU."""
         full = sum(each.daemon == daemon for each in self._holding()) >= MOST
         if not self.users or full:
             return
@@ -387,7 +389,7 @@ class Hostile(Chaos):
         wait_until(served, what=f"{daemon} to serve uid {user.plan.uid}; the log is {self.node.stderr}", deadline=PEACE)
 
     def clear(self) -> None:
-        """Have everybody leave, hostile users first."""
+        """Have all users leave, hostile ones first."""
         self._thaw()
         self._end_hostile_users()
         stop(self.users, "leave", self.records.take_in)
@@ -405,7 +407,7 @@ class Hostile(Chaos):
         self.hostile.clear()
 
     def close(self) -> None:
-        """End everybody."""
+        """End all processes."""
         self._end_hostile_users()
         for each in self.users:
             each.close()
@@ -414,7 +416,7 @@ class Hostile(Chaos):
         super().close()
 
     def summary(self) -> Iterator[str]:
-        """Say how honest users fared."""
+        """Yield the figures of the honest users."""
         yield from self.latency.lines()
         served = dict.fromkeys(HONEST, 0)
         for lease in self.records.granted.values():

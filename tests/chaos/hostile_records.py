@@ -1,4 +1,4 @@
-"""The book of an observer of a node with hostile users: what honest ones reported, and what mpsd is never to say."""
+"""The records of an observer of a node with hostile users: honest users' reports, and events that must not occur."""
 
 import json
 from typing import Any, Final
@@ -9,34 +9,34 @@ from tests.chaos.records import Records
 from tests.chaos.users import HonestUser
 
 HONEST: Final = {"gpu0": 61401, "gpu1": 61402, "gpu2": 61403}
-"""The uid of the honest users of each GPU: of one uid, where a control daemon serves one at a time."""
+"""The uid of the honest users of each GPU; one uid for each, since a control daemon serves one at a time."""
 
 NEVER: Final = {
     "api_defect", "lease_not_restored", "file_damaged", "supervisor_stuck", "listener_stuck", "store_set_aside",
     "events_lost", "client_forced", "leases_incomplete", "death_tally_not_stored",
 }  # fmt: skip
-"""Events that none of this is to bring about; of `client_forced` one about hostile processes is well deserved."""
+"""Events that none of these actions may cause; a `client_forced` for a hostile process is legitimate."""
 
 PER_MINUTE: Final = 3 << 20
-"""Bytes of mpsd's log in a minute, at most, that are not about honest users' own leases."""
+"""The most bytes of mpsd's log in a minute that are not about honest users' own leases."""
 
 
 class HostileRecords(Records):
-    """The book of an observer who knows of each lease whose user has it."""
+    """The records of an observer that knows the user of each lease."""
 
     def __init__(self, node: Any, users: list[HonestUser], latency: Latency) -> None:
         super().__init__(node)
         self.users = users
         self.latency = latency
         self.honest: set[int] = set()
-        """The pids of honest users' processes, which policy never ends."""
+        """The pids of honest users' processes, which policy must never end."""
         self._ended: set[int] = set()
-        """Those of them that chaos has had end."""
+        """Those of them that chaos has ended."""
         self.bytes: dict[str, int] = {}
-        """How much was logged in each minute beyond what honest users bring about."""
+        """By minute, the bytes logged beyond what honest users cause."""
 
     def take_in(self) -> None:
-        """Note what honest users reported."""
+        """Record the reports of honest users."""
         for user in self.users:
             for each in user.reports():
                 self._note_report(user, each)
@@ -58,13 +58,13 @@ class HostileRecords(Records):
                     assert report["state"] in {"granted", "active"}, report
 
     def look(self, members: Any) -> dict[str, Any]:
-        """Take in what honest users have reported until now, and look."""
+        """Record the reports of honest users so far, then observe."""
         self.take_in()
         self._ended |= {each.pid for each in members if each.may_end}
         return super().look(members)
 
     def check_leases(self, said: Any) -> None:
-        """Hold mpsd to every lease, but those that were given back while it was asked."""
+        """Check mpsd against every lease, except those that were released during the query."""
         for user in self.users:
             for each in user.is_giving_back():
                 self.given_up.setdefault(each, "its user gives it back")
@@ -72,7 +72,7 @@ class HostileRecords(Records):
 
     def _note_line(self, line: dict[str, Any]) -> None:
         match line["event"]:
-            # What has just ended is still in its server's list, and has no lease any more.
+            # A process that has just ended is still in its server's list, and has no lease any more.
             case "client_forced" if line["pid"] not in self.honest - self._ended:
                 self.log.append(line)
             case event if event in NEVER:

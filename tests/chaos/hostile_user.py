@@ -1,9 +1,9 @@
-"""A hostile user as a process of its own uid, without rights: it does what it is told to on stdin, each time at once.
+"""A hostile user as a process with its own uid, without rights: it carries out commands from stdin immediately.
 
-It is started by tests.chaos.users with a uid and mpsd's socket. Each line of its stdin is an act with its arguments,
-as JSON, and is answered by a line with what came of it. What takes longer its children do, which end with it.
+tests.chaos.users starts it with a uid and mpsd's socket. Each line of its stdin is an action with its arguments, as
+JSON, and is answered by a line with the result. Its children do what takes longer, and end with it.
 
-What it sends to NVIDIA's sockets and FIFOs is random bytes, and nothing that NVIDIA's programs say to each other.
+It sends random bytes to NVIDIA's sockets and FIFOs, and nothing of the protocol between NVIDIA's programs.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _SET_NAME: Final = 15
 
 
 class HostileUser:
-    """What one hostile user has open, and what it can do. Whatever is refused to it is no error."""
+    """The open descriptors of one hostile user, and its actions. A refusal is no error."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -42,24 +42,24 @@ class HostileUser:
         self._calls: list[socket.socket] = []
         """Connections to mpsd."""
         self._children: dict[str, list[tuple[int, int]]] = {}
-        """By what they do, those that it started, and the pipe that is the stdin of each."""
+        """By their action, the children, and the pipe to each one's stdin."""
 
     def act(self, what: str, arguments: dict[str, Any]) -> Any:
-        """Do something, and return what came of it."""
+        """Carry out an action, and return its result."""
         return getattr(self, what)(**arguments)
 
     # -- in a pipe directory -------------------------------------------------------------------------------------------
 
     def fifo(self, directory: str, how: str, seed: int) -> int:
-        """Open the FIFO of a daemon's log in every way, write random bytes, keep it; tell how often it opened."""
+        """Open the FIFO of a daemon's log in every mode, write random bytes, keep it; return how often it opened."""
         dice, before = random.Random(seed), len(self._kept)
         for flags in (os.O_RDWR, os.O_RDONLY, os.O_WRONLY):
             with contextlib.suppress(OSError):
                 self._kept.append(os.open(f"{directory}/log", flags | os.O_NONBLOCK))
         opened = len(self._kept) - before
-        for each in self._kept:  # also where it was opened long ago, under another lease
+        for each in self._kept:  # also a descriptor that an earlier lease opened
             size = {"byte": 1, "fill": 1 << 17}.get(how) or dice.randint(2, 4096)
-            with contextlib.suppress(OSError):  # it is for reading alone, or full, or nobody reads there any more
+            with contextlib.suppress(OSError):  # it is read-only, or full, or has no reader any more
                 for _ in range(1 + size // 4096):
                     os.write(each, dice.randbytes(min(size, 4096)))
         while len(self._kept) > MOST:
@@ -67,7 +67,7 @@ class HostileUser:
         return opened
 
     def lock(self, directory: str) -> int:
-        """Wait for what a daemon locks; tell how much of that could be opened."""
+        """Wait for a daemon's locks; return how many files could be opened."""
         opened = 0
         for name in ("control_lock", "nvidia-cuda-mps-control.pid"):
             with contextlib.suppress(OSError):
@@ -83,7 +83,7 @@ class HostileUser:
         signal.pause()
 
     def seat(self, directory: str, size: int, seed: int, *, keep: bool) -> int:
-        """Connect to a daemon's sockets, send random bytes, and stay or go; tell how many let it in."""
+        """Connect to a daemon's sockets, send random bytes, and stay or leave; return how many accepted."""
         dice, let_in = random.Random(seed), 0
         for name in ("control", "control_privileged"):
             connection = socket.socket(socket.AF_UNIX)
@@ -103,7 +103,7 @@ class HostileUser:
         return let_in
 
     def front_ends(self, directory: str, program: str, script: str, count: int, *, keep: bool) -> None:
-        """Run front-ends with anything as commands (in latin-1); each of them stays, or ends when all was said."""
+        """Run front-ends with any bytes as commands (in latin-1); each stays, or ends after its commands."""
         for _ in range(count):
             _, pipe = self._start("front-ends", lambda: self._be_front_end(directory, program))
             with contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ class HostileUser:
         mpsd.simulator.front_end.main()
 
     def clients(self, variables: dict[str, str], count: int) -> None:
-        """Have so many simulated clients come, and stay."""
+        """Start so many simulated clients, which stay."""
         for _ in range(count):
             self._start("clients", lambda: self._be_client(variables))
 
@@ -133,7 +133,7 @@ class HostileUser:
     # -- at mpsd's socket ----------------------------------------------------------------------------------------------
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Ask something as everybody does; 0 where there was no answer."""
+        """Send a normal request; return 0 if there was no answer."""
         try:
             connection = self._call(_request(method, path, body))
         except OSError:
@@ -146,7 +146,7 @@ class HostileUser:
         return 0, None
 
     def wait(self, body: Any, count: int, *, hang_up: bool) -> int:
-        """Ask for leases, and hang up at once, or wait on; tell how many could be asked for."""
+        """Request leases, and disconnect at once or keep waiting; return how many requests were sent."""
         asked = 0
         for _ in range(count):
             with contextlib.suppress(OSError):
@@ -159,12 +159,12 @@ class HostileUser:
         return asked
 
     def pids(self, pids: list[int]) -> list[tuple[int, int]]:
-        """Ask for a lease for each of these processes, none of which is its own; return what was answered to each."""
+        """Request a lease for each of these foreign processes; return the answers."""
         body = {"threads": 1, "memory": "1MiB", "name": "not mine"}
         return [(pid, self.ask("POST", "/v1/leases", {**body, "pid": pid})[0]) for pid in pids]
 
     def garbage(self, count: int, seed: int, *, keep: bool) -> int:
-        """Connect so often, and say each time what is no request, or not all of one; tell how often it could."""
+        """Connect so often, and send an invalid or incomplete request each time; return how often it connected."""
         dice, connected = random.Random(seed), 0
         for _ in range(count):
             with contextlib.suppress(OSError):
@@ -177,7 +177,7 @@ class HostileUser:
         return connected
 
     def flood(self, count: int, seed: int) -> None:
-        """Do so while others look, and with some questions in between whose answers nobody reads."""
+        """Do so without pause in a child, with some valid requests in between whose answers are not read."""
         self._start("floods", lambda: self._flood(count, random.Random(seed)))
 
     def _flood(self, count: int, dice: random.Random) -> None:
@@ -188,7 +188,7 @@ class HostileUser:
                 self._keep(self._calls, self._call(text))
 
     def _call(self, text: bytes) -> socket.socket:
-        """Return a connection to mpsd to which this was said. Raises OSError."""
+        """Return a connection to mpsd on which this text was sent. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(1)
         try:
@@ -208,14 +208,14 @@ class HostileUser:
     # -- on the machine ------------------------------------------------------------------------------------------------
 
     def look_alike(self, program: str, arguments: list[str], variables: dict[str, str]) -> None:
-        """Run a program as something else: its path, arguments and variables are any bytes, in hexadecimal."""
+        """Run a program in disguise: its path, arguments and variables are any bytes, in hexadecimal."""
         words = [bytes.fromhex(each) for each in arguments]
         pairs = {bytes.fromhex(name): bytes.fromhex(value) for name, value in variables.items()}
         path = bytes.fromhex(program)
         self._start("lookalikes", lambda: os.execve(path, words, pairs))  # noqa: S606 - it is forked
 
     def rename(self, name: str) -> None:
-        """Have a child whose name is any bytes, in hexadecimal."""
+        """Start a child whose name is any bytes, in hexadecimal."""
 
         def be() -> None:
             _LIBC.prctl(_SET_NAME, ctypes.c_char_p(bytes.fromhex(name)), 0, 0, 0)
@@ -224,7 +224,7 @@ class HostileUser:
         self._start("lookalikes", be)
 
     def plant(self, paths: list[str]) -> list[str]:
-        """Leave something at each of these places; return where that could be done."""
+        """Create a file at each of these paths; return the paths where that succeeded."""
         planted = []
         for number, each in enumerate(paths):
             with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ class HostileUser:
     # -- its children --------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Do nothing for now: let go of seats, and end those who hammer; what is open stays so."""
+        """Pause: close the connections to daemons, and end the children that flood; other descriptors stay open."""
         for each in self._seats:
             each.close()
         self._seats.clear()
@@ -249,18 +249,18 @@ class HostileUser:
             self._end(what)
 
     def dismiss(self) -> None:
-        """End every child but those that wait for a lock."""
+        """End every child except those that wait for a lock."""
         for what in ("front-ends", "floods", "clients", "lookalikes"):
             self._end(what)
 
     def _end(self, what: str) -> None:
         for child, pipe in self._children.pop(what, ()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or it is setuid
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or it is setuid
                 os.kill(child, signal.SIGKILL)
             os.close(pipe)
 
     def _start(self, what: str, be: Callable[[], object]) -> tuple[int, int]:
-        """Start a child with a stdin of its own, which is told nothing by itself, and return it with that."""
+        """Start a child with its own, silent stdin; return its pid and the pipe."""
         if len(self._children.get(what, ())) >= MOST:
             self._end(what)
         theirs, ours = os.pipe()
@@ -280,7 +280,7 @@ class HostileUser:
         return child, ours
 
     def _forget(self) -> None:
-        """Close, in a child, what is its parent's to close: seats, and the pipes to other children."""
+        """In a child, close the parent's descriptors: connections, and the pipes to other children."""
         for each in self._seats:
             each.close()
         for _, pipe in (each for some in self._children.values() for each in some):
@@ -306,22 +306,22 @@ _NO_REQUESTS: Final[tuple[Callable[[random.Random], bytes], ...]] = (
     lambda _: b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
     lambda _: b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 2000,
 )
-"""What somebody says who is no client of an API, each given the dice."""
+"""Input of a process that is no API client, as functions of random numbers."""
 
 
 def _acts() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what it is told to do; nothing more when stdin ends."""
+    """Yield the commands until stdin ends."""
     for line in sys.stdin:
         yield json.loads(line)
 
 
 def main() -> None:
-    """Become the user, and do as it is told."""
+    """Become the user, and carry out the commands."""
     uid, path = int(sys.argv[1]), sys.argv[2]
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for them
     user = HostileUser(path)
     for what, arguments in _acts():
         sys.stdout.write(f"{json.dumps(user.act(what, arguments))}\n")

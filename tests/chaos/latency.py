@@ -1,4 +1,4 @@
-"""How long honest users wait for answers: what hostile users bring about, apart from what chaos does as root."""
+"""The time that honest users wait for answers: the effect of hostile users, apart from that of chaos as root."""
 
 import contextlib
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 AFTER: Final = 1.0
-"""Seconds for which what chaos did can still be felt: a control daemon is new, mpsd reads all limits back."""
+"""Seconds for which an action of chaos has effects: a control daemon is new, mpsd reads all limits back."""
 
 PERCENTILES: Final = (50, 95, 99)
 
@@ -19,19 +19,19 @@ def percentile(sorted_values: Sequence[float], percent: float) -> float:
 
 @dataclass
 class Latency:
-    """The time of each answer, by what was asked for."""
+    """The time of each answer, by kind of request."""
 
     taken: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds, while nothing happened but what hostile users do."""
+    """Seconds of answers while only hostile users acted."""
     disturbed: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds of those that were on their way while mpsd or a control daemon was killed or stopped, by root."""
+    """Seconds of answers while root killed or stopped mpsd or a control daemon."""
     _disturbances: list[tuple[float, float]] = field(default_factory=list)
     _waiting: list[dict[str, Any]] = field(default_factory=list)
     _since: float | None = None
 
     @contextlib.contextmanager
     def disturbance(self, after: float = AFTER) -> Iterator[None]:
-        """Note that somebody who is root disturbs the node meanwhile, and for some seconds after it."""
+        """Record that root disturbs the node meanwhile, and for some seconds afterwards."""
         begun = self._since = time.monotonic()
         try:
             yield
@@ -40,11 +40,11 @@ class Latency:
             self._since = None
 
     def note(self, request: dict[str, Any]) -> None:
-        """Note a request that was answered."""
+        """Record a request that was answered."""
         self._waiting.append(request)
 
     def sort(self) -> None:
-        """Say of each request whether it was disturbed; it is to be called while nothing goes on."""
+        """Decide for each request whether it was disturbed; call this only while nothing is pending."""
         for each in self._waiting:
             hit = any(begun < each["ended"] and each["begun"] < ended for begun, ended in self._disturbances)
             taken = self.disturbed if hit else self.taken
@@ -54,11 +54,11 @@ class Latency:
         self._disturbances = [each for each in self._disturbances if each[1] > last]
 
     def percentile(self, percent: float) -> float:
-        """Return how many milliseconds this part of the undisturbed answers took at most."""
+        """Return the milliseconds within which this percentage of the undisturbed answers came."""
         return 1000 * percentile(sorted(each for some in self.taken.values() for each in some), percent)
 
     def lines(self) -> Iterator[str]:
-        """Say how long it all took, in milliseconds."""
+        """Yield the times as text, in milliseconds."""
         for name, taken in (("undisturbed", self.taken), ("while root killed or stopped something", self.disturbed)):
             for what, seconds in [("all", [each for some in taken.values() for each in some]), *sorted(taken.items())]:
                 if seconds:

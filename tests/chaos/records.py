@@ -1,4 +1,4 @@
-"""What an observer outside mpsd notes, and holds mpsd to: leases, operations, events, and who was ended by whom."""
+"""The records of an observer outside mpsd, and their checks: leases, operations, events, and the ends of processes."""
 
 import json
 from collections import Counter
@@ -12,61 +12,61 @@ from tests.durability.load import check_room
 from tests.node import Node, as_listed
 
 LEFT = "the timeout has expired"
-"""What mpsd says of those whom it ends at an operator's word."""
+"""mpsd's reason for clients that it ends on an operator's command."""
 
 
 def now() -> datetime:
-    """Return what time it is, as mpsd's log has it."""
+    """Return the current time, in the form of mpsd's log."""
     return datetime.now(UTC)
 
 
 @dataclass
 class Operation:
-    """A drain or a restart that mpsd said it has begun."""
+    """A drain or a restart that mpsd has reported as begun."""
 
     id: str
     daemon: str
     verb: str
     timeouts: list[tuple[datetime, float | None]] = field(default_factory=list)
-    """When it was asked for, and with what timeout."""
+    """The times at which it was requested, with its timeout."""
     outcomes: list[tuple[datetime, str, str]] = field(default_factory=list)
-    """Every time that the log says it ended, how, and why."""
+    """Each logged end: time, outcome and reason."""
     told: str = ""
-    """How it ended, as the API says."""
+    """Its outcome by the API."""
 
     @property
     def is_over(self) -> bool:
-        """Whether it ended."""
+        """Whether it has ended."""
         return bool(self.outcomes or self.told)
 
     def may_end_at(self, moment: datetime) -> bool:
-        """Tell whether an operator's word stood then that those who are there are ended."""
+        """Return whether an operator's command to end clients was in force at that time."""
         if any(ended < moment for ended, _, _ in self.outcomes):
             return False
         before = [timeout for asked, timeout in self.timeouts if asked <= moment]
-        # What was asked while mpsd decided may have been too late for it.
+        # A request that arrived while mpsd decided may have been too late.
         return any(timeout is not None for timeout in before[-2:])
 
 
 @dataclass
 class Records:
-    """Everything that mpsd said, and everything that was done to it and around it."""
+    """Everything that mpsd reported, and everything that was done to it and around it."""
 
     node: Node
     granted: dict[str, Any] = field(default_factory=dict)
-    """By id, the leases that somebody was told of, as they were told."""
+    """By id, the leases that a caller knows, as they were granted."""
     given_up: dict[str, str] = field(default_factory=dict)
     """Leases that may end, and why."""
     released: set[str] = field(default_factory=set)
-    """Those that mpsd said have ended."""
+    """Leases that mpsd has reported as ended."""
     operations: dict[str, Operation] = field(default_factory=dict)
     unheard: list[Operation] = field(default_factory=list)
-    """What was asked for and may have begun: mpsd was killed before it said so."""
+    """Operations that may have begun: mpsd was killed before its answer."""
     desired: dict[str, set[str]] = field(default_factory=dict)
-    """By control daemon, what operators may want of it: more than one thing where an answer was not heard."""
+    """By control daemon, the possible desired states: several where an answer was not received."""
     events: dict[int, str] = field(default_factory=dict)
     kills: list[tuple[datetime, str]] = field(default_factory=list)
-    """When which control daemon was ended by chaos, or may have been."""
+    """The times at which chaos ended a control daemon, or may have."""
     faults: Counter[str] = field(default_factory=Counter)
     log: list[dict[str, Any]] = field(default_factory=list)
     _read: int = 0
@@ -74,14 +74,14 @@ class Records:
     # -- taking notes --------------------------------------------------------------------------------------------------
 
     def note_grant(self, lease: dict[str, Any], why_it_may_end: str = "") -> None:
-        """Note a lease that somebody was told of: a new one."""
+        """Record a new lease that a caller knows."""
         assert lease["id"] not in self.granted, f"{lease['id']} was granted twice"
         self.granted[lease["id"]] = lease
         if why_it_may_end:
             self.given_up[lease["id"]] = why_it_may_end
 
     def note_request(self, daemon: str, verb: str, request: Request, timeout: float | None, asked: datetime) -> None:
-        """Note what an operator asked for, and what mpsd said to it, if it lived to say anything."""
+        """Record an operator's request, and mpsd's answer, if there was one."""
         answer, desired = request.answer, self.desired.setdefault(daemon, {"run"})
         wanted = {"resume": "run", "restart": ""}.get(verb, verb)
         if answer is None:
@@ -93,13 +93,13 @@ class Records:
         if wanted and verb != "reset":
             self.desired[daemon] = {wanted}
         if verb in {"drain", "restart"}:
-            # A restart beyond recall goes on, and a drain that is asked for then is part of it.
+            # A restart beyond recall continues, and a drain that is requested then is part of it.
             said = answer.json
             operation = self.operations.setdefault(said["id"], Operation(said["id"], daemon, said["verb"]))
             operation.timeouts.append((asked, timeout))
 
     def read_log(self) -> None:
-        """Take in what is new in mpsd's log."""
+        """Read the new lines of mpsd's log."""
         with self.node.stderr.open("rb") as stream:
             stream.seek(self._read)
             text = stream.read()
@@ -121,20 +121,20 @@ class Records:
             case "lease_ended" if LEFT in line["because"]:
                 self.given_up.setdefault(line["lease"], "an operator's word")
             case "client_forced":
-                # A client may be ended on several control daemons; the reason names the one that an operator means.
+                # A client may be ended on several control daemons; the reason names the operator's one.
                 daemon = line["because"].partition(":")[0]
                 words = [each for each in (*self.operations.values(), *self.unheard) if each.daemon == daemon]
                 assert LEFT in line["because"], line
                 assert any(each.may_end_at(at) for each in words), f"nobody wanted that: {line}"
 
     def forced(self) -> set[int]:
-        """Return the pids of those whom mpsd says it signalled."""
+        """Return the pids of processes that mpsd reports to have signalled."""
         return {line["pid"] for line in self.log if line["event"] == "client_forced"}
 
     # -- what always holds ---------------------------------------------------------------------------------------------
 
     def look(self, members: Iterable[Member]) -> dict[str, Any]:
-        """Ask mpsd for its leases and its events, hold it to its word, and return the leases that it has."""
+        """Read mpsd's leases and events, check them, and return the leases."""
         after = max(self.events, default=0)
         answer = self.node.get(f"/v1/events?after={after}")
         assert answer.status == 200, answer.body
@@ -144,13 +144,13 @@ class Records:
             self.events[seq] = line
         said = self.node.get("/v1/leases").json["leases"]
         self.read_log()
-        # Only now: whoever ended before mpsd said so has ended by now.
+        # After that, since processes that ended before mpsd's answer have ended by now.
         self.check_members(members)
         self.check_leases(said)
         return {each["id"]: each for each in said}
 
     def check_leases(self, said: Iterable[dict[str, Any]]) -> None:
-        """Hold mpsd to every lease that it told of."""
+        """Check mpsd against every lease that it has granted."""
         said = list(said)
         check_room(said)
         counted = Counter(each["id"] for each in said)
@@ -165,7 +165,7 @@ class Records:
             assert [here[lease][key] for key in same] == [as_listed(self.granted[lease])[key] for key in same]
 
     def check_members(self, members: Iterable[Member]) -> None:
-        """Check that nobody ended but by its own will, by chaos, or by a word of mpsd that was an operator's."""
+        """Check that processes ended only by themselves, by chaos, or by mpsd on an operator's command."""
         for each in members:
             if each.ended and not each.may_end:
                 if not (each.went and each.could_not_attach):
@@ -179,7 +179,7 @@ class Records:
                 self.given_up.setdefault(each.lease, "its holder ended")
 
     def check_operations(self, running: Iterable[str]) -> None:
-        """Check that each operation that was begun goes on, or ended once, and each restart that is done was one."""
+        """Check that each operation continues or ended once, and each completed restart replaced the daemon once."""
         running = set(running)
         for each in self.operations.values():
             assert len(each.outcomes) <= 1, each

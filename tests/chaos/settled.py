@@ -1,4 +1,4 @@
-"""What has to be so on a node that is left in peace, as it is seen from outside."""
+"""The conditions on a node that is left in peace, as seen from outside."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Settled:
-    """Looks whether all of a node has settled."""
+    """Checks whether a whole node has settled."""
 
     chaos: "Chaos"
 
     def pending(self) -> str:
-        """Say what is not as it is to be yet; nothing: all of it is so."""
+        """Return what has not settled yet; an empty text means that everything has."""
         before = self._said()
         if isinstance(before, str):
             return before
@@ -30,7 +30,7 @@ class Settled:
         return "" if self._said() == before else "it goes on"
 
     def _said(self) -> "str | tuple[dict[str, tuple[str, ...]], dict[str, set[int]]]":
-        """Return which limits and which clients there are to be on each daemon; or why that is not known yet."""
+        """Return the expected limits and clients of each daemon, or why they are not known yet."""
         leases, daemons = self.chaos.look(), self.chaos.node.daemons()
         if gone := [each.pid for each in self.chaos.members if each.may_end and not each.ended]:
             return f"{gone} are still there"
@@ -39,7 +39,7 @@ class Settled:
         if given_up := [each for each in owed if self.chaos.records.given_up.get(each, "it expires") != "it expires"]:
             return f"{given_up} are not over"
         if unpublished := owed - self.chaos.records.granted.keys():
-            # Whoever did not hear of it has ended, and it ends with them.
+            # A process that does not know its lease has ended, and the lease ends with it.
             return f"nobody was told of {unpublished}"
         running = []
         for name, daemon in daemons.items():
@@ -51,12 +51,12 @@ class Settled:
             name: {pid for each in daemon["servers"] if not each["orphan"] for pid in each["clients"]}
             for name, daemon in daemons.items()
         }
-        # One that quits answers nobody.
+        # A daemon that is quitting answers no query.
         answering = [name for name in daemons if daemons[name]["state"] != "stopping"]
         return {name: self._limits_by(name, granted) for name in answering}, clients
 
     def _running(self, daemon: str) -> list[str]:
-        """Return the operations of a daemon that go on, and note how those ended that do not."""
+        """Return the pending operations of a daemon, and record the outcomes of the others."""
         running = []
         for each in self.chaos.records.operations.values():
             if each.daemon != daemon or each.is_over:
@@ -70,10 +70,10 @@ class Settled:
         return running
 
     def _unsettled(self, daemon: dict[str, Any], granted: dict[str, Any]) -> str:
-        """Say why a control daemon is not yet as it was last asked to be."""
+        """Return why a control daemon is not yet in its last desired state, or an empty text."""
         name, state = daemon["name"], daemon["state"]
         if state == "stopping" and any(each.daemon == name and each.went for each in self.chaos.members):
-            return ""  # somebody came when it had been told to quit, and it waits for him, as `quit` does
+            return ""  # a client came after the command to quit, and `quit` waits for it
         if not daemon["verified"] or daemon["drift"]:
             return f"it is {state}: {daemon['because']}; its limits are not verified"
         desired = self.chaos.records.desired.get(name, {"run"})
@@ -88,7 +88,7 @@ class Settled:
         return ""
 
     def _limits_by(self, daemon: str, granted: dict[str, Any]) -> tuple[str, ...]:
-        """Return the limits that a daemon is to have by the leases that live on it."""
+        """Return the limits that a daemon should have by the leases on it."""
         here = [each for each in granted.values() if each["daemon"] == daemon]
         threads = max((each["active_thread_percentage"] for each in here), default=0.1)
         memory = max((each["pinned_device_mem_limit"] for each in here), default=MIB)
@@ -96,13 +96,13 @@ class Settled:
         return limits[: 1 + self.chaos.memory]
 
     def _read(self, daemon: str) -> tuple[set[tuple[str, ...]], set[int]]:
-        """Read the defaults and the limits of each server with the front-end, and who its clients are."""
+        """Read the defaults and the limits of each server with the front-end, and its clients."""
         limits = {self._limits(daemon, "get_default_active_thread_percentage", "get_default_device_pinned_mem_limit 0")}
         clients: set[int] = set()
         for server in self.chaos.node.ask(daemon, "get_server_list"):
             own = f"get_active_thread_percentage {server}", f"get_device_pinned_mem_limit {server} 0"
             limits.add(self._limits(daemon, *own))
-            # A server that has ended in between is not found, and has other limits than anybody wants: not settled yet.
+            # A server that ended in between is not found, and has unexpected limits: not settled yet.
             said = self.chaos.node.ask(daemon, f"get_client_list {server}")
             clients.update(int(each) for each in said if each.isdecimal())
         return limits, clients

@@ -1,8 +1,8 @@
-"""However busy it is, and whatever becomes of its clients: a server that serves is never called wedged.
+"""A server that serves its clients is never called wedged, however busy it is and whatever becomes of its clients.
 
-Clients compute without a pause, come late, reset, stop, and end in every way that there is, also in mid-kernel beside
-others; strangers end their contexts; servers and clients are stopped for a while; and canaries are out all the time. In
-CI it goes on for some seconds; by hand, for as long as you like:
+Clients compute without a pause, arrive late, reset, stop, and end in every possible way, also in mid-kernel beside
+others; strangers end their contexts; servers and clients are stopped for a while; and canaries run all the time. In CI
+this takes some seconds; by hand, any time that you set:
 
     MPSD_CHAOS_SECONDS=7200 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/chaos/test_canaries.py
 """
@@ -35,17 +35,17 @@ WAYS: Final = ("exit", "idle", "obey", "terminated", "mid-kernel")
 
 @dataclass
 class Busy:
-    """A node whose one GPU is busy."""
+    """A node whose only GPU is busy."""
 
     node: Node
     dice: random.Random
     clients: list[SimulatedClient] = field(default_factory=list)
     servers: dict[int, int] = field(default_factory=dict)
-    """By client."""
+    """The server of each client."""
     done: Counter[str] = field(default_factory=Counter)
 
     def come(self) -> None:
-        """Have one more client come, early or late, and compute for as long as it lives."""
+        """Start another client, early or late, that computes as long as it lives."""
         late = self.dice.random() < 0.3
         with ExitStack() as unless_it_stays:
             client = unless_it_stays.enter_context(SimulatedClient(variables(self.node), late=late))
@@ -60,18 +60,18 @@ class Busy:
                 unless_it_stays.pop_all()
 
     def go(self) -> None:
-        """Have a client end, in any way but one: in mid-kernel with nobody beside it."""
+        """End a client in any way but one: in mid-kernel as the only client."""
         if not self.clients:
             return
         client = self.clients.pop(self.dice.randrange(len(self.clients)))
         how = self.dice.choice(WAYS if self.clients else WAYS[:-1])
         self.done[how] += 1
-        with client:  # which closes its pipes: in two hours there are many clients
+        with client:  # this closes its pipes: in two hours there are many clients
             match how:
                 case "exit":
                     client.end()
                 case "idle":
-                    client.do("sync")  # ends its loop
+                    client.do("sync")  # this ends its loop
                     client.kill()
                 case "obey":
                     client.kill(signal.SIGTERM)
@@ -80,15 +80,15 @@ class Busy:
                     client.kill()
                 case _:
                     client.kill()
-                    self.leave()  # whoever met its fault has the duty to go
+                    self.leave()  # a client that met its fault has to end
         del self.servers[client.pid]
 
     def terminate(self, client: SimulatedClient) -> None:
-        """Have a stranger end the contexts of a client, which takes as long as its kernel does."""
+        """Have a stranger end the contexts of a client, which takes as long as its kernel."""
         assert self.node.ask("gpu0", f"terminate_client {self.servers[client.pid]} {client.pid}") == ["0"]
 
     def leave(self) -> None:
-        """Have all clients end, by their own will: the last of them is alone."""
+        """Have all clients end by themselves: the last one is alone."""
         for client in self.clients:
             with client:
                 client.kill(signal.SIGTERM)
@@ -96,7 +96,7 @@ class Busy:
         self.clients.clear()
 
     def close(self) -> None:
-        """End all clients whatever has happened."""
+        """End all clients in any case."""
         for client in self.clients:
             with client:
                 pass
@@ -113,14 +113,14 @@ class Busy:
             self.done["stopped"] += 1
 
     def happens(self) -> None:
-        """Have one thing happen."""
+        """Carry out one random step."""
         self.dice.choice([self.come, self.come, self.come, self.go, self.go, self.stop])()
         if len(self.clients) >= CLIENTS:
             self.go()
 
 
 def verdicts(node: Node, over: threading.Event, found: list[Any]) -> None:
-    """Send canaries until it is over."""
+    """Send canaries until the end, and collect their verdicts."""
     while not over.is_set():
         found.append(node.request("POST", "/v1/daemons/gpu0/canary", {}).json)
 
@@ -140,7 +140,7 @@ def test_busy(start: Start, dice: random.Random, binds: Binds) -> None:
         try:
             while goes_on():
                 busy.happens()
-                assert b"server_wedged" not in log.read()  # what is new in it
+                assert b"server_wedged" not in log.read()  # the part that is new
             busy.leave()
         finally:
             over.set()

@@ -1,12 +1,12 @@
-"""Whatever dies, hangs and is asked for at random: nobody is harmed, nothing is lost, and in peace all of it settles.
+"""Random deaths, hangs and requests harm no client and lose nothing, and once left in peace the node settles.
 
-An observer that knows nothing from mpsd but what a caller is told keeps a book of its own, and holds mpsd to it: no
-client ends but by its own will, by chaos, or by an operator's word; no lease that a caller was told of is lost or
-doubled; no GPU is given out twice; events have no gap; each operation that was begun ends once, and a restart that is
-done replaced the control daemon once. Left in peace, the limits in force, as a front-end reads them, are what the
-leases say. The dice decide what happens, and not when it does: a seed repeats the story, and its timing only nearly.
+An observer that knows of mpsd only what callers know keeps its own records, and checks mpsd against them: a client ends
+only by itself, by chaos, or by an operator's command; no lease that a caller knows is lost or doubled; no GPU has more
+granted than it has; events have no gap; each operation ends once, and a completed restart replaced the control daemon
+once. Once left in peace, the limits in force, as a front-end reads them, are those of the leases. Random numbers decide
+what happens, but not when: a seed repeats the steps, and their timing only approximately.
 
-In CI it goes on for some seconds. By hand, for as long as you like, and with one figure after the other:
+In CI this takes some seconds. By hand, for any time, and with a number of kills:
 
     MPSD_CHAOS_SECONDS=3600 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/chaos -k "real or simulated"
     MPSD_CHAOS_KILLS=500 pytest -n 0 -s tests/chaos -k kills
@@ -34,13 +34,16 @@ KILLS: Final = int(os.environ.get("MPSD_CHAOS_KILLS", "6"))
 LAST_WORDS: Final = 30_000
 """Bytes of mpsd's log that are shown after a failure."""
 REST: Final = 1.5
-"""Seconds within which mpsd lets go of the processes of leases that have ended: it does so twice a second."""
+"""Seconds within which mpsd closes its descriptors for the processes of ended leases: it does so twice a second."""
 MORE: Final = 20
-"""MiB that mpsd may hold after chaos beyond what a new one does."""
+"""MiB that mpsd may hold after chaos beyond a new mpsd."""
 
 
 def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
-    """Have things happen for as long as it goes on, and see that it settles each time; then have everybody leave."""
+    """Carry out steps as long as it continues, and check that the node settles each time.
+
+    Then have all processes leave.
+    """
     begun = time.monotonic()
     try:
         chaos.settles()
@@ -63,7 +66,7 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
 
 
 def summary(chaos: Chaos) -> str:
-    """Say what this was worth as a test."""
+    """Return the figures of the run."""
     records = chaos.records
     faults = ", ".join(f"{count} {what}" for what, count in records.faults.most_common())
     return (
@@ -73,7 +76,7 @@ def summary(chaos: Chaos) -> str:
 
 
 def told(chaos: Chaos) -> str:
-    """Say what mpsd holds now, and how long it takes to answer."""
+    """Return what mpsd holds now, and how long it takes to answer."""
     begun = time.perf_counter()
     chaos.node.get("/v1/status")
     descriptors, memory = figures(chaos.node.pid)
@@ -82,12 +85,12 @@ def told(chaos: Chaos) -> str:
 
 
 def holds_no_more_than_a_new_one(chaos: Chaos) -> None:
-    """See that mpsd has let go of every descriptor and all memory that it needed for what befell it."""
+    """Check that mpsd has released every descriptor and all memory that it needed meanwhile."""
     descriptors, memory = at_rest(chaos)
     others = watched(chaos.node.pid)
     chaos.node.end()
     chaos.node.start()
-    chaos.grant()  # its store opens what it needs for that
+    chaos.grant()  # its store opens the files that a grant needs
     chaos.clear()
     new_descriptors, new_memory = at_rest(chaos)
     assert descriptors <= new_descriptors, f"{descriptors} are more than {new_descriptors}; it watched {others}"
@@ -95,7 +98,7 @@ def holds_no_more_than_a_new_one(chaos: Chaos) -> None:
 
 
 def at_rest(chaos: Chaos) -> tuple[Counter[str], int]:
-    """Return what mpsd holds while it talks to nobody: the least of some looks."""
+    """Return what mpsd holds at rest: the least of some readings."""
     looks: list[tuple[Counter[str], int]] = []
     end = time.monotonic() + REST
     while time.monotonic() < end or len(looks) < 100:
@@ -105,7 +108,7 @@ def at_rest(chaos: Chaos) -> tuple[Counter[str], int]:
 
 
 def for_seconds() -> Callable[[], bool]:
-    """Return what tells whether the time for it is not over yet."""
+    """Return a function that tells whether there is time left."""
     end = time.monotonic() + SECONDS
     return lambda: time.monotonic() < end
 
@@ -116,19 +119,19 @@ LONG: Final = pytest.mark.timeout(300 + 2 * SECONDS + 10 * KILLS)
 @LONG
 @pytest.mark.real_daemon(535)
 def test_real(start: Start, dice: random.Random) -> None:
-    """On NVIDIA's own control daemons, whose servers do not start without a GPU."""
+    """Chaos on NVIDIA's own control daemons, whose servers do not start without a GPU."""
     run(Chaos(start(simulate=2, control=real_daemons()[535], config=CONFIG), dice, clients=False), for_seconds())
 
 
 @LONG
 def test_simulated(start: Start, dice: random.Random) -> None:
-    """On a simulated node, with servers and clients."""
+    """Chaos on a simulated node, with servers and clients."""
     run(Chaos(start(simulate=2, config=CONFIG), dice, clients=True), for_seconds())
 
 
 @LONG
 def test_kills(start: Start, dice: random.Random) -> None:
-    """mpsd dies again and again, in the middle of what it was asked for."""
+    """mpsd is killed again and again during requests."""
     chaos = Chaos(start(simulate=2, config=CONFIG), dice, clients=True)
     chaos.steps = {"kill_mpsd": 6, "grant": 4, "attach": 3, "leave": 2, "operate": 2, "release": 1}
     run(chaos, lambda: chaos.kills < KILLS)

@@ -1,9 +1,9 @@
-"""Whatever dies between a claim and the end of its container: no lease leaks, is doubled, or ends under a container.
+"""No lease leaks, is doubled, or ends under a container, whatever dies between a claim and its container's end.
 
 A runtime claims a lease, makes a control group, starts a process in it, and has a hook complete the claim; then the
 container runs, and ends. At random the runtime dies before its hook, the hook dies before its answer and is repeated,
-the container dies at any moment, another container shows up with the same claim, and mpsd is killed. In CI that is some
-kills; by hand, as many as you like:
+the container dies at any moment, another container appears with the same claim, and mpsd is killed. In CI there are a
+few kills; by hand, as many as you set:
 
     MPSD_CHAOS_KILLS=500 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/chaos/test_claims.py
 """
@@ -39,7 +39,7 @@ CONFIG: Final = "[admission]\nclaim_deadline = 600.0\n"
 MOST: Final = 6
 """Containers at a time: more than fit on the GPU together."""
 BRIEF: Final = 1.0
-"""Seconds after which a claim ends that nobody takes."""
+"""Seconds after which an untaken claim ends."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Container:
     claim: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
     is_held: bool = False
-    """Whether its hook was told that it holds the lease."""
+    """Whether its hook has confirmed that it holds the lease."""
 
     @property
     def lease(self) -> str:
@@ -68,7 +68,7 @@ class Container:
         wait_until(lambda: pid in (self.group / "cgroup.procs").read_text().split(), what=f"{pid} to be in its group")
 
     def hook(self, ask: Callable[..., Answer]) -> Answer:
-        """Complete the claim as a hook does, with the container's process and control group."""
+        """Complete the claim like a hook, with the container's process and control group."""
         assert self.process is not None
         body = {"pid": self.process.pid, "group": True, "token": self.claim["env"]["MPSD_LEASE_TOKEN"]}
         return ask("POST", f"/v1/leases/{self.lease}/holders", body)
@@ -83,7 +83,7 @@ class Container:
 
 @dataclass
 class Runtime:
-    """Who starts containers on a node, and kills."""
+    """A runtime that starts containers on a node, and kills."""
 
     node: Node
     dice: random.Random
@@ -92,7 +92,10 @@ class Runtime:
     made: int = 0
 
     def ask(self, method: str, path: str, body: object = None) -> Answer:
-        """Ask mpsd, where it is killed before it answers the next one, and say which of them answered."""
+        """Send a request; if mpsd is killed before its answer, repeat it to the next mpsd.
+
+        Return which of them answered.
+        """
         while True:
             try:
                 return self.node.request(method, path, body)
@@ -103,7 +106,7 @@ class Runtime:
                 self.done["asked again"] += 1
 
     def strike(self) -> None:
-        """Kill mpsd now, or while it answers what is asked next."""
+        """Kill mpsd now, or during its next answer."""
         self.done["kills"] += 1
         if self.dice.random() < 0.5:
             self.node.end(signal.SIGKILL)
@@ -119,7 +122,7 @@ class Runtime:
         threading.Timer(self.dice.random() * 0.008, kill).start()
 
     def begin(self) -> None:
-        """Claim a lease, and get as far with it as the dice say."""
+        """Claim a lease, and proceed with it as far as the random numbers allow."""
         self.made += 1
         abandoned = self.dice.random() < 0.2
         holder = {"claim": {"deadline": BRIEF} if abandoned else {}}
@@ -129,7 +132,7 @@ class Runtime:
             assert answer.status == 409, answer.body
             self.done["refused"] += 1
             return
-        if abandoned:  # the runtime has died, and nobody comes
+        if abandoned:  # the runtime has died, and the claim is never taken
             self.done["abandoned"] += 1
             return
         stack = ExitStack()
@@ -150,13 +153,13 @@ class Runtime:
             self.impostor(container)
         else:
             assert answer.status == 422, answer.body  # there is no such process
-            self.ask("DELETE", f"/v1/leases/{container.lease}")  # as the runtime does that failed to start it
+            self.ask("DELETE", f"/v1/leases/{container.lease}")  # like a runtime that failed to start it
             self.done["failed"] += 1
             self.containers.remove(container)
             container.end()
 
     def impostor(self, container: Container) -> None:
-        """See that a second container with the same device is refused."""
+        """Check that a second container with the same device is refused."""
         with control_group("name=systemd", f"mpsd-chaos-{self.made}-too") as group, ExitStack() as stack:
             other = Container(self.node, group, stack, container.claim)
             other.begin()
@@ -171,7 +174,7 @@ class Runtime:
             self.done["ended"] += 1
 
     def check(self) -> None:
-        """See that each container that runs has its lease, once, and that nobody else has one."""
+        """Check that each running container has its lease, once, and that no other container has one."""
         leases = self.ask("GET", "/v1/leases").json["leases"]
         held = [each["id"] for each in leases]
         assert len(set(held)) == len(held)
@@ -180,7 +183,7 @@ class Runtime:
         assert not missing, [self.ask("GET", f"/v1/leases/{each}").json["because"] for each in missing]
 
     def settle(self) -> None:
-        """See that all others end in a while."""
+        """Check that all others end in a while."""
         wanted = {each.lease for each in self.containers}
         wait_until(
             lambda: {each["id"] for each in self.ask("GET", "/v1/leases").json["leases"]} == wanted,

@@ -1,7 +1,7 @@
-"""Hostile users do whatever the kernel lets them, and chaos goes on: honest users lose nothing, and wait for nobody.
+"""Hostile users do all that the kernel allows, under chaos: honest users lose nothing, and are not delayed.
 
-See tests.chaos.test_chaos for the observer and the dice. In CI it goes on for some seconds; by hand, on any of NVIDIA's
-control daemons, for as long as you like, and with a bound on how long honest users wait:
+See tests.chaos.test_chaos for the observer and the random numbers. In CI this takes some seconds; by hand, on any of
+NVIDIA's control daemons, for any time, and with a bound on how long honest users wait:
 
     MPSD_CHAOS_SECONDS=1800 MPSD_CHAOS_P95=100 MPSD_CHAOS_DRIVER=550 pytest -n 0 -s tests/chaos/test_hostile.py
 """
@@ -23,11 +23,11 @@ pytestmark = [needs_root, pytest.mark.slow, LONG]
 
 DRIVER: Final = int(os.environ.get("MPSD_CHAOS_DRIVER", "535"))
 P95: Final = float(os.environ.get("MPSD_CHAOS_P95", "inf"))
-"""Milliseconds within which 95 % of honest users' requests are answered; only where somebody asks for it."""
+"""Milliseconds within which 95 % of honest users' requests must be answered, if set."""
 
 
 def suffer(chaos: Hostile) -> None:
-    """Run it, and say how honest users fared."""
+    """Run it, and print the figures of the honest users."""
     try:
         run(chaos, for_seconds())
     finally:
@@ -37,18 +37,18 @@ def suffer(chaos: Hostile) -> None:
 
 @pytest.mark.real_daemon(DRIVER)
 def test_one_user(start: Start, dice: random.Random) -> None:
-    """On NVIDIA's own control daemons, one uid at a time on each: a hostile user has one alone."""
+    """On NVIDIA's own control daemons with one uid at a time, a hostile user has a daemon alone."""
     node = start(simulate=3, control=real_daemons()[DRIVER], config=CONFIG)
     suffer(Hostile(node, dice, clients=False, memory=DRIVER >= 535))
 
 
 @pytest.mark.real_daemon(555)
 def test_many_users(start: Start, dice: random.Random) -> None:
-    """On NVIDIA's own control daemons that serve several uids: hostile users are let in beside honest ones."""
+    """On NVIDIA's own control daemons for several uids, hostile users have access beside honest ones."""
     node = start(simulate=3, control=real_daemons()[555], config=MANY)
     suffer(Hostile(node, dice, clients=False, many=True))
 
 
 def test_simulated(start: Start, dice: random.Random) -> None:
-    """On a simulated node, with servers and clients, hostile ones beside honest ones."""
+    """On a simulated node with servers and clients, hostile ones run beside honest ones."""
     suffer(Hostile(start(simulate=3, config=MANY), dice, clients=True, many=True))

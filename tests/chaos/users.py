@@ -1,4 +1,4 @@
-"""Users of a node as processes with uids of their own: honest ones, and hostile ones."""
+"""Users of a node as processes with their own uids: honest and hostile ones."""
 
 import contextlib
 import fcntl
@@ -19,11 +19,11 @@ from tests.harness import wait_until
 ROOT: Final = Path(__file__).parents[2]
 
 ANSWER: Final = 60.0
-"""Seconds for anything that a user is told to do; none should come near it."""
+"""Seconds for any command to a user; none should come near it."""
 
 
 class HonestUser:
-    """A user who takes, renews and gives back leases all the time (tests.chaos.honest_user)."""
+    """A user that takes, renews and releases leases all the time (tests.chaos.honest_user)."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -36,10 +36,11 @@ class HonestUser:
             bufsize=0,
         )
         assert self._process.stdout is not None
-        fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)  # it does not wait while nobody looks
+        # So that it does not block while the test is busy.
+        fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
         self._text = b""
         self._ahead: list[dict[str, Any]] = []
-        """What was read, and not taken in yet."""
+        """Reports that were read, and not processed yet."""
 
     @property
     def pid(self) -> int:
@@ -47,7 +48,7 @@ class HonestUser:
         return self._process.pid
 
     def _read(self) -> None:
-        """Read what it says, and wait for nothing."""
+        """Read its reports, without waiting."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
             more = os.read(self._process.stdout.fileno(), 1 << 16)
@@ -56,7 +57,7 @@ class HonestUser:
             self._ahead += map(json.loads, lines)
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """Return what it reported since the last time."""
+        """Return its reports since the last call."""
         self._read()
         reports, self._ahead = self._ahead, []
         for each in reports:
@@ -64,29 +65,29 @@ class HonestUser:
             yield each
 
     def is_giving_back(self) -> set[str]:
-        """Return the leases that it began to give back, as far as that is not taken in yet."""
+        """Return the leases that it has begun to release, as far as that is not processed yet."""
         self._read()
         return {each["lease"] for each in self._ahead if each["kind"] == "releasing"}
 
     def tell(self, line: str) -> None:
-        """Tell it something."""
+        """Send it a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
     def go_on(self) -> None:
-        """Have it go on, if it is idle."""
+        """Have it continue, if it is idle."""
         if self.idle:
             self.idle = False
             self.tell("continue")
 
     def close(self) -> None:
-        """End it whatever happens."""
+        """End it in any case."""
         with self._process:
             self._process.kill()
 
 
 class HostileUser:
-    """A user without rights who does anything that is not forbidden by the kernel (tests.chaos.hostile_user)."""
+    """A user without rights that does anything that the kernel does not forbid (tests.chaos.hostile_user)."""
 
     def __init__(self, uid: int, path: Path) -> None:
         self.uid = uid
@@ -105,7 +106,7 @@ class HostileUser:
         return self._process.pid
 
     def act(self, what: str, **arguments: Any) -> Any:
-        """Have it do something, and return what came of it."""
+        """Have it carry out an action, and return the result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{json.dumps([what, arguments])}\n".encode())
@@ -115,7 +116,7 @@ class HostileUser:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it, with all that it started, under whatever uid that runs."""
+        """End it, with all processes that it started, under any uid."""
         with self._process, contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The subjects that every test of the contract is run against, and the bench that it is run on."""
+"""The subjects of every contract test, and the bench on which a test drives them."""
 
 import signal
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ import pytest
 from tests.contract.subjects import Bench, Subject, subjects
 
 
-# The simulator as the oldest and as the newest: the branches between are compared line by line in test_alike.
+# The simulator as the oldest and as the newest branch: test_alike compares the branches between line by line.
 @pytest.fixture(params=subjects(470, 555))
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """Give each control program in turn: the simulator's, and NVIDIA's own of four driver branches."""
+    """Return each control program in turn: the simulator's, and NVIDIA's own of four driver branches."""
     assert isinstance(request.param, Subject)
     return request.param
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> Iterator[None]:
-    """Let what is started here be interrupted, even where these tests run in the background of a shell script.
+    """Make processes started here interruptible, even if these tests run in the background of a shell script.
 
     There SIGINT is ignored, which every process inherits; and with SIGINT a control daemon forces its servers to end.
     """
@@ -32,7 +32,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def idle(subject: Subject, short_tmp: Path) -> Iterator[Bench]:
-    """Give a bench on which nothing was started yet."""
+    """Yield a bench on which nothing has started yet."""
     bench = Bench(subject, short_tmp)
     yield bench
     bench.close()
@@ -40,6 +40,6 @@ def idle(subject: Subject, short_tmp: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def bench(idle: Bench) -> Bench:
-    """Give a bench with a control daemon that serves."""
+    """Return a bench with a control daemon that serves."""
     idle.start()
     return idle

@@ -1,4 +1,4 @@
-"""In what the driver branches differ, beside the commands that they know (`since` in mpsd/core/mps).
+"""The differences between driver branches, beside the commands that they know (`since` in mpsd/core/mps).
 
 Measured.
 """
@@ -9,27 +9,27 @@ from typing import Final
 from mpsd.core.mps.commands import TABLE, echo_of
 
 UID: Final = "<uid>"
-"""Stands in the sentences below for the uid of whoever asked."""
+"""Placeholder in the sentences below for the uid of the caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What one driver branch does, where not all of them do the same."""
+    """The behaviour of one driver branch where branches differ."""
 
     files: frozenset[str]
-    """What lies in the pipe directory beside the four files of every branch while the daemon runs."""
+    """The files in the pipe directory of a running daemon beside the four files of every branch."""
     defaults_refused: str | None
-    """What a stranger is told who changes a default; None where anybody may."""
+    """The answer to a stranger that changes a default; None where any user may."""
     start_refused: str
-    """What a stranger is told who starts a server for another uid."""
+    """The answer to a stranger that starts a server for another uid."""
     shutdown_refused: str
-    """What a stranger is told who shuts down another uid's server."""
+    """The answer to a stranger that shuts down another uid's server."""
     quit_announced: bool
-    """Whether the log says for how long a `quit -t` waits."""
+    """Whether the log says how long a `quit -t` waits."""
     force_announced: bool
     """Whether the log says that a server is forced to shut down."""
     start_logged_by_server: bool
-    """Whether `Starting new server` is logged under the pid of the server, and not of the daemon."""
+    """Whether `Starting new server` is logged under the pid of the server, not of the daemon."""
 
 
 _BEFORE_550: Final = f"Insufficient privileges for UID {UID}"
@@ -72,11 +72,11 @@ DIFFERENCES: Final = {
 
 
 def known(command: str, branch: int) -> bool:
-    """Tell whether a branch knows a command; what stands in no table, none of them knows."""
+    """Return whether a branch knows a command; a command that is in no table is known to none."""
     row = TABLE.get(command.split(maxsplit=1)[0])
     return row is not None and row.since <= branch
 
 
 def answered(command: str, lines: list[str], branch: int) -> list[str]:
-    """Return what a branch answers to a command that those who know it answer with these lines."""
+    """Return a branch's answer to a command that branches with the command answer with these lines."""
     return lines if known(command, branch) else [echo_of(command.split(maxsplit=1)[0])]

@@ -1,4 +1,4 @@
-"""The subjects of the contract: control programs, each driven through its front-end and its log, and nothing else."""
+"""The subjects of the contract: control programs, driven only through their front-ends and their logs."""
 
 import contextlib
 import os
@@ -22,24 +22,25 @@ if TYPE_CHECKING:
     from _pytest.mark import ParameterSet
 
 STRANGER: Final = 65534
-"""A uid that is nobody's."""
+"""A uid that no user has."""
 
 OWNER: Final = os.geteuid()
-"""Whose the control daemons are: the uid of whoever runs the tests."""
+"""The uid of the control daemons, which is that of the tests."""
 ANOTHER: Final = 1000 if OWNER == 0 else OWNER + 1
-"""A uid that the owner asks a server for; without root's power, in vain."""
+"""A uid for which the owner requests a server; without root's power, the request fails."""
 
 as_root = pytest.mark.root("be another user")
 
 _SECONDS: Final = 20.0
-"""For a front-end to end: none should come near it."""
+"""Deadline for a front-end; none should come near it."""
 
 _AS_STRANGER: Final = (
     "setpriv",
     f"--reuid={STRANGER}",
     f"--regid={STRANGER}",
     "--clear-groups",
-    # The program under test may lie where only root may look, such as below /root; to read it is all that this allows.
+    # The program under test may be where only root may look, such as below /root; this capability allows only reading
+    # it.
     "--inh-caps=+dac_read_search",
     "--ambient-caps=+dac_read_search",
 )
@@ -47,7 +48,7 @@ _AS_STRANGER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A control program, and the driver branch that it is of, or imitates."""
+    """A control program, and the driver branch that it belongs to, or imitates."""
 
     name: str
     branch: int
@@ -55,7 +56,7 @@ class Subject:
 
     @property
     def program(self) -> ControlProgram:
-        """The program as mpsd takes it."""
+        """The program as mpsd represents it."""
         return ControlProgram(self.argv)
 
 
@@ -74,7 +75,7 @@ def subjects(*simulated: int) -> list["ParameterSet"]:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a front-end that has ended left behind."""
+    """The result of a front-end that has ended."""
 
     status: int
     printed: list[str]
@@ -83,7 +84,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one command in a longer conversation came to."""
+    """The result of one command in a longer conversation."""
 
     command: str
     printed: list[str]
@@ -91,7 +92,7 @@ class Exchange:
 
 
 class Bench:
-    """A place for one control daemon at a time: short private directories, an environment of its own, and its log."""
+    """A place for one control daemon at a time: short private directories, its own environment, and its log."""
 
     def __init__(self, subject: Subject, root: Path) -> None:
         self.subject = subject
@@ -100,9 +101,9 @@ class Bench:
         self.logs = root / "l"
         self.log_file = root / "log"
         self.programs = root / "b"
-        """First in the PATH of whatever is started here."""
+        """First in the PATH of every process that is started here."""
         self.flags: tuple[str, ...] = ("-f",)
-        """What makes the program a control daemon."""
+        """The flags that make the program a control daemon."""
         for directory in (self.pipe, self.logs, self.programs):
             directory.mkdir()
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -112,7 +113,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the control daemon and its front-ends are told."""
+        """The environment of the control daemon and its front-ends."""
         return {
             "PATH": f"{self.programs}:/usr/bin:/bin",
             "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
@@ -125,7 +126,7 @@ class Bench:
         return self._daemons[-1]
 
     def launch(self, **variables: str) -> "subprocess.Popen[bytes]":
-        """Start a control daemon as mpsd does, whatever becomes of it."""
+        """Start a control daemon like mpsd, without waiting for it."""
         log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             daemon = subprocess.Popen(
@@ -153,7 +154,7 @@ class Bench:
         wait_until(self.answers, what=f"{self.subject.name} to answer on {self.pipe}")
 
     def answers(self) -> bool:
-        """Tell whether a control daemon serves a front-end now."""
+        """Return whether a control daemon serves a front-end now."""
         return self.front_end("get_default_active_thread_percentage").printed != []
 
     def ended(self) -> int:
@@ -161,18 +162,18 @@ class Bench:
         return self.daemon.wait(_SECONDS)
 
     def kill(self) -> None:
-        """Kill the control daemon as nothing else can be killed."""
+        """Kill the control daemon by SIGKILL."""
         self.daemon.kill()
         self.ended()
 
     def close(self) -> None:
-        """End whatever was started here, servers and front-ends included."""
+        """End all processes that were started here, servers and front-ends included."""
         for front_end in self._front_ends:
             front_end.kill()
             front_end.communicate()
         for daemon in self._daemons:
             daemon.kill()
-        # A server stays in the session that its daemon was started in, whoever its parent is by now.
+        # A server stays in the session of its daemon, whatever its parent is by now.
         sessions = {daemon.pid for daemon in self._daemons}
         for pid in pids() - sessions:
             with contextlib.suppress(ProcessLookupError):
@@ -183,14 +184,14 @@ class Bench:
             daemon.wait()
 
     def processes(self) -> list[Running]:
-        """Return every process of this bench that runs, the daemon itself included."""
+        """Return every running process of this bench, including the daemon."""
         found = (process for pid in pids() if (process := look_at(pid)) is not None)
         return [process for process in found if process.pipe_directory == str(self.pipe) and not process.zombie]
 
     # -- front-ends --
 
     def front_end(self, *lines: str, seconds: float = _SECONDS, as_stranger: bool = False) -> Said:
-        """Say these lines in a front-end of its own. Raises subprocess.TimeoutExpired when it does not end in time."""
+        """Send these lines in a separate front-end. Raises subprocess.TimeoutExpired when it does not end in time."""
         argv = [*(_AS_STRANGER if as_stranger else ()), *self.subject.argv]
         text = "".join(f"{line}\n" for line in lines)
         done = subprocess.run(
@@ -199,7 +200,7 @@ class Bench:
         return Said(done.returncode, done.stdout.splitlines(), done.stderr.strip())
 
     def open_front_end(self) -> "subprocess.Popen[bytes]":
-        """Start a front-end that says nothing for now; it ends with the bench."""
+        """Start a front-end that sends nothing yet; it ends with the bench."""
         front_end = subprocess.Popen(
             self.subject.argv,
             env=self.environment,
@@ -212,7 +213,7 @@ class Bench:
 
     @contextlib.contextmanager
     def held(self) -> "Iterator[subprocess.Popen[bytes]]":
-        """Have the daemon serve a front-end that says nothing, and is ended when this is left."""
+        """Have the daemon serve a silent front-end, which is ended at the exit of this context."""
         before = self.complete_log().count("NEW UI")
         front_end = self.open_front_end()
         wait_until(lambda: self.log().count("NEW UI") > before, what="the daemon to serve it")
@@ -225,9 +226,9 @@ class Bench:
                 wait_until(lambda: self.log().count("UI closed") > before, what="the daemon to be rid of it")
 
     def exchange(self, commands: Sequence[str], *, as_stranger: bool = False) -> list[Exchange]:
-        """Give these commands in one front-end, and return what each came to, on the front-end and in the log.
+        """Give these commands in one front-end; return the result of each, on the front-end and in the log.
 
-        Between two commands stands one that nobody knows, whose echo tells where an answer ends.
+        An unknown command separates the commands: its echo shows where an answer ends.
         """
         mark = f"mark-{secrets.token_hex(4)}"
         said = self.front_end(*(line for command in commands for line in (command, mark)), as_stranger=as_stranger)
@@ -242,32 +243,32 @@ class Bench:
         return results
 
     def let_go(self) -> None:
-        """End the front-ends that are open."""
+        """End the open front-ends."""
         for front_end in self._front_ends:
             front_end.kill()
 
     # -- the log --
 
     def raw_log(self) -> list[str]:
-        """Return the log as it stands, whole lines."""
+        """Return the current log, whole lines only."""
         if not self.log_file.exists():
             return []
         text = self.log_file.read_text(encoding="utf-8", errors="replace")
         return text[: text.rfind("\n") + 1].splitlines()
 
     def log(self) -> list[str]:
-        """Return the text of the log's lines, without what stands before it."""
+        """Return the text of the log's lines, without their prefixes."""
         return [line.text for raw in self.raw_log() if (line := log_parser.parse(raw)) is not None]
 
     def complete_log(self) -> list[str]:
-        """Return the log with nothing missing that happened before: the daemon's log runs a moment behind itself."""
+        """Return the log including everything that has happened: the daemon writes its log with a short delay."""
         mark = f"mark-{secrets.token_hex(4)}"
         assert self.front_end(mark).printed == [echo_of(mark)]
         self.logged_conversation(f"Cmd:{mark}")
         return self.log()
 
     def logged_conversation(self, line: str, times: int = 1) -> list[str]:
-        """Return the conversation in which a line was logged that often, when the log has it to its end."""
+        """Return the conversation in which a line was logged for this time, once its end is logged."""
 
         def look() -> list[str] | None:
             lines = self.log()
@@ -282,7 +283,7 @@ class Bench:
     # -- servers --
 
     def put_server(self, script: str) -> None:
-        """Put a stand-in for NVIDIA's server first in PATH, which a control daemon then starts in its place."""
+        """Put a stand-in for NVIDIA's server first in PATH, so that a control daemon starts it instead."""
         program = self.programs / "nvidia-cuda-mps-server"
         program.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
         program.chmod(0o755)
@@ -300,7 +301,7 @@ class Bench:
     # -- mpsd's door --
 
     def door(self, deadline: float = _SECONDS) -> ControlPipe:
-        """Return mpsd's own door to the daemon of this bench."""
+        """Return mpsd's own control pipe to the daemon of this bench."""
         return ControlPipe(self.subject.program, self.pipe, self.logs, deadline=deadline)
 
 
@@ -310,7 +311,7 @@ def _sleeps_or_is_gone(pid: int) -> bool:
 
 
 def _split(lines: Sequence[str], separator: str) -> list[list[str]]:
-    """Split lines at every separator, which is left out; what follows the last one is a part too if there is any."""
+    """Split lines at every separator, which is left out; a non-empty rest after the last one is a part too."""
     parts: list[list[str]] = [[]]
     for line in lines:
         if line == separator:

@@ -1,4 +1,4 @@
-"""Whatever is said, the simulator's model of a control daemon answers and logs what NVIDIA's own does."""
+"""The simulator's model of a control daemon answers and logs the same as NVIDIA's own, for any input."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ from mpsd.simulator.answers import BRANCHES, ControlDaemon
 from tests import real
 from tests.contract.subjects import OWNER, STRANGER, Bench, Exchange, as_root, subjects
 
-# Without those that would start something, or end it; and what looks like arguments, right and wrong.
+# Without the commands that would start or end something; and with correct and wrong arguments.
 NAMES: Final = [name for name in TABLE if name not in {"start_server", "quit"}]
 NUMBERS: Final = st.from_regex(
     r"[+-]?(0x)?[0-9]{0,22}(\.[0-9]{0,3})?(e[+-]?[0-9]{1,3})?[GgMmKT%a-f]{0,2}", fullmatch=True
@@ -27,9 +27,9 @@ LINES: Final = st.builds(
 
 
 def assert_alike(bench: Bench, lines: list[str], *, as_stranger: bool) -> None:
-    """Fail unless the model says and logs to each of these lines what the control daemon of the bench does."""
+    """Fail unless the model's answer and log for each of these lines equal those of the bench's control daemon."""
     model = ControlDaemon(bench.subject.branch, owner=OWNER)
-    # What an earlier example set is still in force in the daemon: both are set to the same, first.
+    # Settings of an earlier example are still in force in the daemon, so both are first set to the same values.
     same = ["set_default_active_thread_percentage 100", "set_default_client_priority 0"]
     same += [f"set_default_device_pinned_mem_limit {device} 0" for device in range(32)]
     for line in same:
@@ -44,7 +44,7 @@ def assert_alike(bench: Bench, lines: list[str], *, as_stranger: bool) -> None:
 
 @pytest.mark.parametrize("as_stranger", [False, pytest.param(True, marks=as_root)], ids=["owner", "stranger"])
 @pytest.mark.parametrize("subject", subjects(), indirect=True)
-# The same examples each time: to look for what the model is not yet right about is a person's work, not a gate's.
+# The same examples each time: a developer looks for new differences, not a gate.
 @settings(max_examples=3, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines=st.lists(LINES, min_size=30, max_size=60))
 def test_alike(bench: Bench, as_stranger: bool, lines: list[str]) -> None:  # noqa: FBT001 - a parameter of pytest's
@@ -54,7 +54,7 @@ def test_alike(bench: Bench, as_stranger: bool, lines: list[str]) -> None:  # no
 
 @pytest.mark.parametrize("subject", subjects(), indirect=True)
 def test_spaces(bench: Bench) -> None:
-    """Both take the same for space between two words, and before the first: what C does, and not what Unicode does."""
+    """Both accept the same characters as space between two words, and before the first: those of C, not of Unicode."""
     model = ControlDaemon(bench.subject.branch, owner=OWNER)
     ask = "get_default_active_thread_percentage"
     for spaces, percentage in ((" \t\v\f\r", "50.0"), ("\x1c\x1f\x85\xa0\u2028\u3000", "100.0")):
@@ -69,5 +69,5 @@ def test_spaces(bench: Bench) -> None:
 
 
 def test_every_branch_is_there() -> None:
-    """The simulator imitates just those branches that the tests have NVIDIA's own control daemons of."""
+    """The simulator imitates exactly the branches of NVIDIA's control daemons that the tests have."""
     assert set(BRANCHES) == real.BRANCHES.keys()

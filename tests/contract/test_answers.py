@@ -1,4 +1,4 @@
-"""What a control daemon says to each command: the silences, the oddities, and the reasons that only its log has."""
+"""A control daemon's answer to each command: silences, oddities, and reasons that only its log has."""
 
 from typing import Final
 
@@ -42,7 +42,7 @@ TAKEN_PERCENTAGES: Final = {
 }
 
 MEM_LIMITS: Final = {
-    # What is meant is kept, and read back as whole G, rounded down, from 1 GiB on.
+    # Valid values are stored, and read back as whole G, rounded down, from 1 GiB on.
     "1M": "1M",
     "512M": "512M",
     "512m": "512M",
@@ -56,7 +56,7 @@ MEM_LIMITS: Final = {
     "8G": "8G",
     "8g": "8G",
     "1024G": "1024G",
-    # Nothing that looks wrong is refused: the digits count, and every unit but G is M.
+    # Values that look wrong are not refused: the digits count, and every unit but G is M.
     "100": "100M",
     "3X": "3M",
     "10T": "10M",
@@ -69,7 +69,7 @@ MEM_LIMITS: Final = {
     "-1": "17179869183G",
     "99999999999M": "97656249G",
     "18446744073709551616M": "17179869183G",
-    # And what comes to nothing takes the limit away.
+    # A value that equals zero removes the limit.
     "0": None,
     "0M": None,
     "0.5G": None,
@@ -82,7 +82,7 @@ MEM_LIMITS: Final = {
 }
 
 DEVICES: Final[dict[str, tuple[list[str | None], list[str]]]] = {
-    # What is set to 2G: which of 0 (3G), 1 (4G) and 2 (5G) are what afterwards, and what the log says.
+    # Arguments for a limit of 2G: the resulting limits of devices 0 (3G), 1 (4G) and 2 (5G), and the log.
     "0": (["2G", "4G", "5G"], []),
     "1": (["3G", "2G", "5G"], []),
     "01": (["3G", "2G", "5G"], []),
@@ -92,7 +92,7 @@ DEVICES: Final[dict[str, tuple[list[str | None], list[str]]]] = {
     "32": (["3G", "4G", "5G"], [INVALID_ORDINAL]),
     "-1": (["3G", "4G", "5G"], [INVALID_ORDINAL]),
     "99999999999999999999": (["3G", "4G", "5G"], [INVALID_ORDINAL]),
-    # A name that is no ordinal takes the limit of a device away: that of its first digits, and of 0 where it has none.
+    # A name that is no ordinal removes the limit of a device: that of its leading digits, or of device 0 without any.
     "abc": ([None, "4G", "5G"], []),
     GPU: ([None, "4G", "5G"], []),
     "MIG-2": ([None, "4G", "5G"], []),
@@ -103,7 +103,7 @@ DEVICES: Final[dict[str, tuple[list[str | None], list[str]]]] = {
 }
 
 UNKNOWN_SERVER: Final = {
-    # What is printed, which is what is logged but for an empty line.
+    # The printed answer, which is also logged, except for an empty line.
     "get_client_list 999": ["Server 999 not found"],
     "get_client_list": ["Server 0 not found"],
     "get_client_list abc": ["Server 0 not found"],
@@ -137,7 +137,7 @@ UNKNOWN_SERVER: Final = {
 }
 
 PRIORITIES: Final = {
-    # What is answered, and what is in force afterwards where it was 0 before.
+    # The answer, and the value in force afterwards if it was 0 before.
     "0": ([], "0"),
     "1": ([], "1"),
     "1x": ([], "1"),
@@ -170,7 +170,7 @@ def test_percentages_refused(bench: Bench) -> None:
 
 
 def test_percentages_taken(bench: Bench) -> None:
-    """A percentage is kept to one decimal, so that a small one reads back as nothing; text behind digits is ignored."""
+    """A percentage is kept to one decimal, so that a small one reads back as zero; text after the digits is ignored."""
     commands = [line for text in TAKEN_PERCENTAGES for line in (f"{SET_PERCENTAGE} {text}", GET_PERCENTAGE)]
     expected = [
         Exchange(command, [value], [value])
@@ -181,7 +181,7 @@ def test_percentages_taken(bench: Bench) -> None:
 
 
 def test_memory_limits(bench: Bench) -> None:
-    """Every memory limit is taken without a word, and comes to what it reads back as: less than was said, or none."""
+    """Every memory limit is accepted silently, and reads back as a lower limit, or none."""
     lines = {text: [f"{SET_LIMIT} 0 7M", f"{SET_LIMIT} 0 {text}".strip(), f"{GET_LIMIT} 0"] for text in MEM_LIMITS}
     found = bench.exchange([line for script in lines.values() for line in script])
     branch = bench.subject.branch
@@ -196,7 +196,10 @@ def test_memory_limits(bench: Bench) -> None:
 
 
 def test_devices(bench: Bench) -> None:
-    """An ordinal below 32 is taken, GPU or no GPU; and a name that is no ordinal takes another device's limit away."""
+    """An ordinal below 32 is accepted, with or without a GPU.
+
+    A name that is no ordinal removes another device's limit.
+    """
     branch = bench.subject.branch
     before = [f"{SET_LIMIT} 0 3G", f"{SET_LIMIT} 1 4G", f"{SET_LIMIT} 2 5G"]
     after = [f"{GET_LIMIT} {device}" for device in range(3)]
@@ -236,7 +239,7 @@ def test_limits_of_devices_that_are_not_there(bench: Bench) -> None:
 
 
 def test_unknown_servers(bench: Bench) -> None:
-    """Every command that names a server says so when there is none, in one, two or three lines."""
+    """Every command that names a missing server says so, in one, two or three lines."""
     found = bench.exchange(list(UNKNOWN_SERVER))
     expected = []
     for command, lines in UNKNOWN_SERVER.items():
@@ -261,13 +264,13 @@ def test_client_priorities(bench: Bench) -> None:
 
 
 def test_what_is_no_command(bench: Bench) -> None:
-    """What nobody knows is echoed up to the first space, and the conversation goes on: mpsd's marks rest on that."""
+    """An unknown command is echoed up to the first space, and the conversation continues: mpsd's marks rely on that."""
     found = bench.exchange(list(NOT_COMMANDS))
     assert found == [Exchange(line, [echo_of(name)], [echo_of(name)]) for line, name in NOT_COMMANDS.items()]
 
 
 def test_which_commands_a_driver_knows(bench: Bench) -> None:
-    """A driver branch knows just those commands whose row in core/mps/commands names it or an older one."""
+    """A driver branch knows exactly the commands whose row in core/mps/commands names it or an older branch."""
     harmless = [row.name for row in TABLE.values() if row.name != "quit"]
     found = bench.exchange(harmless)
     knows = {exchange.command: exchange.printed != [echo_of(exchange.command)] for exchange in found}
@@ -275,7 +278,7 @@ def test_which_commands_a_driver_knows(bench: Bench) -> None:
 
 
 def test_which_limits_a_driver_has(bench: Bench) -> None:
-    """A driver branch knows the commands of a limit from the branch on that the table of limits names, all four."""
+    """A driver branch knows all four commands of a limit from the branch on that the table of limits names."""
     names = {
         limit: (limit.default_setter, limit.default_getter, limit.server_setter, limit.server_getter)
         for limit in LIMITS
@@ -287,14 +290,14 @@ def test_which_limits_a_driver_has(bench: Bench) -> None:
 
 
 def test_how_much_a_command_answers(bench: Bench) -> None:
-    """A command of which the table says that it answers one line does so, whatever it is asked: mpsd frames by that."""
+    """A command with a one-line answer in the table always answers one line: mpsd's framing relies on that."""
     rows = [row for row in TABLE.values() if row.lines == "one" and row.since <= bench.subject.branch]
     commands = [f"{row.name}{arguments}" for row in rows for arguments in ("", " 1", " 999 1 2", " abc", " 0 7G")]
     assert [each.command for each in bench.exchange(commands) if len(each.printed) != 1] == []
 
 
 def test_reading_changes_nothing(bench: Bench) -> None:
-    """No command that the table says only reads changes a default, whatever it is given."""
+    """No command that the table marks as reading changes a default, whatever its arguments."""
     getters = [GET_PERCENTAGE, f"{GET_LIMIT} 0", "get_default_client_priority", "get_server_list"]
     settings = [f"{SET_PERCENTAGE} 42", f"{SET_LIMIT} 0 3G", "set_default_client_priority 1"]
     readers = [f"{row.name} 0 1G" for row in TABLE.values() if row.effect is Effect.READS]
@@ -303,7 +306,7 @@ def test_reading_changes_nothing(bench: Bench) -> None:
 
 
 ENVIRONMENTS: Final = {
-    # What stands in the environment at the start, the percentage in force then, and what the log says of it.
+    # A variable at the start, the resulting percentage, and the lines of the log.
     ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50"): ("50.0", []),
     ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "33.33x"): ("33.3", []),
     **{
@@ -319,9 +322,9 @@ ENVIRONMENTS: Final = {
 
 
 def test_environment_at_the_start(idle: Bench) -> None:
-    """The daemon takes a percentage from its environment, and starts with whatever stands there; never a memory limit.
+    """The daemon takes a percentage from its environment and starts with any value, but takes no memory limit.
 
-    A memory limit of the environment goes on to the servers, and no command of the front-end reads it back.
+    A memory limit of the environment is passed to the servers, and no command of the front-end reads it back.
     """
     for (name, value), (percentage, complaints) in ENVIRONMENTS.items():
         idle.start(**{name: value})
@@ -333,7 +336,7 @@ def test_environment_at_the_start(idle: Bench) -> None:
 
 
 def test_priority_from_the_environment(idle: Bench) -> None:
-    """The daemon takes a client priority from its environment where it knows of client priorities."""
+    """The daemon takes a client priority from its environment if it knows client priorities."""
     idle.start(CUDA_MPS_CLIENT_PRIORITY="1")
     getter = "get_default_client_priority"
     assert idle.exchange([getter])[0].printed == answered(getter, ["1"], idle.subject.branch)

@@ -1,4 +1,4 @@
-"""Which of root's capabilities NVIDIA's control daemons need, as far as they go without a GPU: each is taken away."""
+"""The capabilities that NVIDIA's control daemons need without a GPU: each is taken away in turn."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -18,13 +18,13 @@ MakeBench = Callable[[Subject, frozenset[Capability]], Bench]
 
 @pytest.fixture(params=subjects())
 def real_subject(request: pytest.FixtureRequest) -> Subject:
-    """Give each of NVIDIA's control programs in turn."""
+    """Return each of NVIDIA's control programs in turn."""
     return cast("Subject", request.param)
 
 
 @pytest.fixture
 def make(short_tmp: Path) -> Iterator[MakeBench]:
-    """Give a maker of a bench whose control daemon serves and, as its front-ends, has some capabilities only."""
+    """Return a maker of a bench whose control daemon serves and, like its front-ends, has only some capabilities."""
     made: list[Bench] = []
 
     def make(subject: Subject, capabilities: frozenset[Capability]) -> Bench:
@@ -42,12 +42,12 @@ def make(short_tmp: Path) -> Iterator[MakeBench]:
 
 
 def uid_of(pid: int) -> int:
-    """Return whose a process is."""
+    """Return the uid of a process."""
     return Path(f"/proc/{pid}").stat().st_uid
 
 
 def ended(pid: int) -> bool:
-    """Tell whether a process has ended."""
+    """Return whether a process has ended."""
     process = look_at(pid)
     return process is None or process.zombie
 
@@ -75,7 +75,7 @@ def test_enough(real_subject: Subject, make: MakeBench, capabilities: frozenset[
 
 
 def test_without_setuid(real_subject: Subject, make: MakeBench) -> None:
-    """Without SETUID the older ones start another user's server as root, and say nothing; the newer ones start none."""
+    """Without SETUID older branches silently start another user's server as root; newer ones start none."""
     bench = make(real_subject, DAEMON - {Capability.SETUID})
     if real_subject.branch < 550:
         assert Path(f"/proc/{bench.start_server(ANOTHER)}").stat().st_uid == 0
@@ -85,7 +85,7 @@ def test_without_setuid(real_subject: Subject, make: MakeBench) -> None:
 
 
 def test_without_kill(real_subject: Subject, make: MakeBench) -> None:
-    """Without KILL nothing that it is told ends another user's server."""
+    """Without KILL no command ends another user's server."""
     bench = make(real_subject, DAEMON - {Capability.KILL})
     server = bench.start_server(ANOTHER)
     bench.front_end(f"shutdown_server {server} -f")

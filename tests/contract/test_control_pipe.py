@@ -1,4 +1,4 @@
-"""mpsd's door to a control daemon: the true answer or an error that says why not, whatever the daemon and others do."""
+"""mpsd's control pipe: the true answer or an error with the reason, whatever the daemon and others do."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ from tests.harness import eventually, wait_until
 pytestmark = pytest.mark.parametrize("subject", subjects(555), indirect=True)
 
 SOON: Final = 0.5
-"""Seconds for what is not to succeed."""
+"""Seconds for operations that must not succeed."""
 
 WEDGED: Final = "exec sleep 1000"
 
@@ -56,7 +56,7 @@ def percentage(tenths: int) -> Setting[LimitValue]:
 
 
 def limit(mebibytes: int | None) -> Setting[LimitValue]:
-    """Return the setting of a memory limit, given in MiB; None takes it away."""
+    """Return the setting of a memory limit, given in MiB; None removes it."""
     wanted = None if mebibytes is None else PinnedDeviceMemLimit(mebibytes)
     return PINNED_DEVICE_MEM_LIMIT.default_setting(Limits(ActiveThreadPercentage(1000), wanted))
 
@@ -75,7 +75,7 @@ def handmade_percentage(value: str, wanted: int) -> Setting[LimitValue]:
 
 
 async def put(door: ControlPipe, setting: Setting[LimitValue]) -> None:
-    """Set, read back and compare, in a conversation of its own."""
+    """Set, read back and compare, in a separate conversation."""
     conversation = Conversation()
     pending = conversation.set(setting)
     await door.hold(conversation)
@@ -88,7 +88,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def only_the_daemon_runs(bench: Bench) -> bool:
-    """Tell whether no front-end is left."""
+    """Return whether no front-end is left."""
     return [process.pid for process in bench.processes()] == [bench.daemon.pid]
 
 
@@ -96,7 +96,7 @@ def only_the_daemon_runs(bench: Bench) -> bool:
 
 
 def test_every_percentage_holds(bench: Bench) -> None:
-    """Every percentage that mpsd can mean is set, read back and found as it was meant: all thousand of them."""
+    """Every percentage of mpsd is set, read back and unchanged: all thousand of them."""
 
     async def test() -> None:
         conversation = Conversation()
@@ -108,7 +108,7 @@ def test_every_percentage_holds(bench: Bench) -> None:
 
 
 def test_memory_limits_hold(bench: Bench) -> None:
-    """Every memory limit that mpsd can mean holds as far as it is reported; no limit does too."""
+    """Every memory limit of mpsd holds as far as it is reported, and so does the absence of one."""
     values = [1, 2, 511, 512, 1023, 1024, 1025, 1536, 2047, 2048, 8191, 8192, 81920, 2**20, 2**30 - 1, None]
 
     async def test() -> None:
@@ -143,7 +143,7 @@ REFUSED_BEFORE: Final[dict[str, Callable[[], object]]] = {
 
 
 def test_refused_values_never_reach_the_pipe(bench: Bench) -> None:
-    """A conversation that a bad value is added to has said nothing of it: the daemon's log has no such command."""
+    """When an invalid value is added to a conversation, nothing is sent: the daemon's log has no such command."""
 
     async def test() -> None:
         inventory = await SimulatedGpus(2).inventory()
@@ -161,11 +161,11 @@ def test_refused_values_never_reach_the_pipe(bench: Bench) -> None:
 
 
 IGNORED_PERCENTAGES: Final = {"0": 0, "150": 1500, "abc": 100, "-5": -50, "0.01": 1, "100.1": 1001, "33.36": 333}
-"""What is said, and what whoever says it may mean by it, in tenths."""
+"""Arguments, and the value that a caller may mean by each, in tenths."""
 
 
 def test_percentages_that_the_daemon_does_not_hold(bench: Bench) -> None:
-    """A percentage that the daemon ignores or rounds away is an error that names the limit and what is in force."""
+    """A percentage that the daemon ignores or rounds away is an error with the limit and the value in force."""
 
     async def test() -> None:
         door = bench.door()
@@ -191,7 +191,7 @@ IGNORED_LIMITS: Final = {
 
 
 def test_limits_that_the_daemon_does_not_hold(bench: Bench) -> None:
-    """A memory limit that the daemon takes for another, or for none, is an error, its silence notwithstanding."""
+    """A memory limit that the daemon reads as another, or as none, is an error in spite of its silence."""
     knows = known(PINNED_DEVICE_MEM_LIMIT.default_setter, bench.subject.branch)
     expected = LimitNotHeldError if knows else ControlUnknownCommandError
 
@@ -204,7 +204,7 @@ def test_limits_that_the_daemon_does_not_hold(bench: Bench) -> None:
 
 
 def test_an_ignored_limit_takes_no_other_answer(bench: Bench) -> None:
-    """Of several settings in one conversation, the one that the daemon ignored fails, and no other."""
+    """Of several settings in one conversation, only the one that the daemon ignored fails."""
     gigabyte = 2**30
 
     async def test() -> None:
@@ -233,7 +233,7 @@ QUESTIONS: Final[tuple[Command[Any], ...]] = (
 
 
 def test_questions_by_driver(bench: Bench) -> None:
-    """A question that a driver does not know is an error that names the first driver that does."""
+    """A query that a driver does not know is an error that names the first driver with it."""
 
     async def test() -> None:
         conversation = Conversation()
@@ -255,7 +255,7 @@ def test_questions_by_driver(bench: Bench) -> None:
 
 
 def test_64_askers(bench: Bench) -> None:
-    """Of 64 tasks that ask at once, each gets the answer to its own question."""
+    """Each of 64 concurrent tasks gets the answer to its own query."""
 
     async def test() -> None:
         door = bench.door(deadline=60)
@@ -277,7 +277,7 @@ def test_64_askers(bench: Bench) -> None:
 
 
 def test_a_long_conversation(bench: Bench) -> None:
-    """A conversation of hundreds of commands, answered with no line, one or more, gives each question its answer."""
+    """A conversation of hundreds of commands, answered with no line, one or more, gives each query its answer."""
 
     async def test() -> None:
         conversation = Conversation()
@@ -297,7 +297,7 @@ def test_a_long_conversation(bench: Bench) -> None:
 
 
 def test_two_doors(bench: Bench) -> None:
-    """Two doors to one daemon are in each other's way, and both get all their answers all the same."""
+    """Two control pipes to one daemon collide, and both still get all their answers."""
 
     async def test() -> None:
         async def ask(own: int) -> None:
@@ -316,7 +316,7 @@ def test_two_doors(bench: Bench) -> None:
 
 
 def test_a_stranger_who_stays(bench: Bench) -> None:
-    """While a stranger's front-end is served, mpsd tries again until its deadline; nothing of what it said happens."""
+    """While the daemon serves a stranger's front-end, mpsd retries until its deadline, without any effect."""
 
     async def test() -> None:
         with pytest.raises(ControlBusyError) as caught:
@@ -332,7 +332,7 @@ def test_a_stranger_who_stays(bench: Bench) -> None:
 
 
 def test_a_stranger_who_leaves(bench: Bench) -> None:
-    """When the stranger goes in time, mpsd has its answer."""
+    """When the stranger leaves in time, mpsd gets its answer."""
 
     async def test() -> None:
         with bench.held():
@@ -350,7 +350,7 @@ def test_a_stranger_who_leaves(bench: Bench) -> None:
 
 
 def test_whose_hand_it_was(bench: Bench) -> None:
-    """Every conversation of mpsd opens with a mark of its own, so that a stranger's is seen among them."""
+    """Every conversation of mpsd begins with a unique mark, so that a stranger's is recognised among them."""
 
     async def test() -> None:
         door = bench.door()
@@ -370,7 +370,7 @@ def test_whose_hand_it_was(bench: Bench) -> None:
 
 
 def test_a_stopped_daemon(bench: Bench) -> None:
-    """A stopped daemon is unresponsive; the front-end is gone, nothing was changed, and later all is as before."""
+    """A stopped daemon is unresponsive; the front-end is gone, nothing has changed, and later everything works."""
 
     async def test() -> None:
         door = bench.door(deadline=SOON)
@@ -387,7 +387,7 @@ def test_a_stopped_daemon(bench: Bench) -> None:
 
 
 def test_a_cancelled_task(bench: Bench) -> None:
-    """A task that is cancelled while it asks leaves no front-end behind, and the next one is served."""
+    """A task that is cancelled during a query leaves no front-end behind, and the next one is served."""
 
     async def test() -> None:
         door = bench.door()
@@ -406,7 +406,7 @@ def test_a_cancelled_task(bench: Bench) -> None:
 
 
 def test_no_daemon(idle: Bench) -> None:
-    """Without a daemon, or with what a dead one left behind, mpsd says that nobody listens."""
+    """Without a daemon, or with the files of a dead one, mpsd reports that no process listens."""
 
     async def unreachable() -> None:
         with pytest.raises(ControlUnreachableError, match=str(idle.pipe)):
@@ -419,7 +419,7 @@ def test_no_daemon(idle: Bench) -> None:
 
 
 def test_a_daemon_that_dies_in_the_middle(bench: Bench) -> None:
-    """When the daemon dies in the middle of a conversation, no part of it passes for answered."""
+    """When the daemon dies during a conversation, no part of it counts as answered."""
 
     async def test() -> None:
         conversation = Conversation()
@@ -442,7 +442,7 @@ def test_a_daemon_that_dies_in_the_middle(bench: Bench) -> None:
 
 
 def test_a_busy_server(bench: Bench) -> None:
-    """The silence of a busy server is an error and no value, for a question as for a setting."""
+    """The silence of a busy server is an error and no value, for a query as for a setting."""
     bench.put_server(WEDGED)
     server = bench.start_server()
 
@@ -461,7 +461,7 @@ def test_a_busy_server(bench: Bench) -> None:
 
 
 def test_server_states(bench: Bench) -> None:
-    """A server that is not ready is INITIALIZING, where the driver tells of states at all."""
+    """A server that is not ready is INITIALIZING, if the driver reports states at all."""
     bench.put_server(WEDGED)
     server = bench.start_server()
 
@@ -480,7 +480,7 @@ def test_server_states(bench: Bench) -> None:
 
 @pytest.mark.parametrize("server", [None, WEDGED], ids=["idle", "wedged"])
 def test_quit(bench: Bench, server: str | None) -> None:
-    """A daemon that is told to quit is gone, its wedged server with it, though its last words may be lost."""
+    """After `quit` the daemon is gone with its wedged server, though its last output may be lost."""
     if server is not None:
         bench.put_server(server)
         bench.start_server()
@@ -498,7 +498,7 @@ def test_quit(bench: Bench, server: str | None) -> None:
 
 
 def test_quit_and_a_server_that_will_not_go(bench: Bench) -> None:
-    """A daemon that waits for a server that will not go is unresponsive, and is left alone."""
+    """A daemon that waits for a server that never ends is unresponsive, and is left alone."""
     bench.put_server('trap "" INT; exec sleep 1000')
     bench.start_server()
 
@@ -511,7 +511,7 @@ def test_quit_and_a_server_that_will_not_go(bench: Bench) -> None:
 
 
 def test_our_own_environment(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands in mpsd's own environment leads no question to another daemon."""
+    """Variables in mpsd's own environment do not lead a query to another daemon."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
 
     async def test() -> None:

@@ -1,4 +1,4 @@
-"""What a control daemon does with its directories: what lies there, how, and what becomes of it in the end."""
+"""A control daemon's directories: its files, their modes, and what is left in the end."""
 
 import errno
 import os
@@ -29,19 +29,22 @@ FILES: Final = {
     "nvidia-cuda-mps-control.pid": "-rw-rw-rw-",
 }
 STAYING: Final = {"control", "control_lock", "control_privileged"}
-"""What is left when a daemon has quit."""
+"""Files that are left when a daemon has quit."""
 
 LONGEST_PIPE_DIRECTORY: Final = 106 - len("/control_privileged")
 """Bytes: a unix socket's address would hold one more."""
 
 
 def names(directory: Path) -> set[str]:
-    """Return what lies in a directory."""
+    """Return the names of the files in a directory."""
     return {path.name for path in directory.iterdir()}
 
 
 def test_files_and_modes(bench: Bench) -> None:
-    """The pipe directory has two sockets, a lock and a FIFO, and from 550 on a pid file, all but one for everybody."""
+    """The pipe directory has two sockets, a lock and a FIFO, and from 550 on a pid file.
+
+    All but one are open to all users.
+    """
     found = {name: stat.filemode((bench.pipe / name).lstat().st_mode) for name in names(bench.pipe)}
     there = FILES.keys() - {"nvidia-cuda-mps-control.pid"} | DIFFERENCES[bench.subject.branch].files
     assert found == {name: FILES[name] for name in there}
@@ -50,7 +53,7 @@ def test_files_and_modes(bench: Bench) -> None:
 
 
 def test_what_quitting_leaves(bench: Bench) -> None:
-    """A daemon that quits takes the FIFO and the pid file with it, and nothing else."""
+    """A daemon that quits removes the FIFO and the pid file, and nothing else."""
     bench.front_end("quit")
     assert bench.ended() == 0
     assert names(bench.pipe) == STAYING
@@ -59,7 +62,10 @@ def test_what_quitting_leaves(bench: Bench) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_signals(bench: Bench, number: signal.Signals) -> None:
-    """SIGTERM and SIGKILL end a daemon at once and leave every file; another starts over them as if there were none."""
+    """SIGTERM and SIGKILL end a daemon at once and leave every file.
+
+    Another daemon starts over them without trouble.
+    """
     before = names(bench.pipe)
     bench.daemon.send_signal(number)
     assert bench.ended() == -number
@@ -70,7 +76,7 @@ def test_signals(bench: Bench, number: signal.Signals) -> None:
 
 
 def test_a_missing_pipe_directory(idle: Bench) -> None:
-    """A missing pipe directory is made, and for everybody to write to."""
+    """A missing pipe directory is made, writable by all users."""
     idle.pipe.rmdir()
     idle.start()
     assert stat.filemode(idle.pipe.stat().st_mode) == "drwxrwxrwx"
@@ -90,7 +96,7 @@ def test_no_pipe_directory(idle: Bench, spoil: Callable[[Path], None]) -> None:
 
 
 def test_log_directory(idle: Bench) -> None:
-    """A log directory that cannot be made gives a warning, and the daemon runs on."""
+    """A log directory that cannot be made gives a warning, and the daemon keeps running."""
     idle.logs = idle.root / "no" / "such"
     idle.start()
     idle.complete_log()
@@ -106,7 +112,7 @@ def test_the_log_goes_to_stdout_alone(bench: Bench) -> None:
 
 
 def test_second_daemon(bench: Bench) -> None:
-    """A second daemon on the same directory says that there is one, with status 1; the first is not disturbed."""
+    """A second daemon on the same directory reports the first, with status 1; the first is not disturbed."""
     done = subprocess.run(
         [*bench.subject.argv, "-f"], env=bench.environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
@@ -123,7 +129,7 @@ def test_the_longest_pipe_directory(idle: Bench) -> None:
 
 
 def test_too_long_a_pipe_directory(idle: Bench) -> None:
-    """With one byte more the daemon ends with status 1 and without a word of why, and leaves a lock and a FIFO."""
+    """With one byte more the daemon exits with status 1 without a reason, and leaves a lock and a FIFO."""
     idle.pipe = idle.root / ("x" * (LONGEST_PIPE_DIRECTORY + 1 - len(f"{idle.root}/")))
     idle.pipe.mkdir()
     idle.launch()
@@ -135,7 +141,7 @@ def test_too_long_a_pipe_directory(idle: Bench) -> None:
 
 
 def test_deleted_pipe_directory(bench: Bench) -> None:
-    """A daemon whose directory is deleted runs on, out of reach for good; another can start in its place."""
+    """A daemon whose directory is deleted keeps running, unreachable for good; another can start in its place."""
     first = bench.daemon
     shutil.rmtree(bench.pipe)
     assert bench.front_end(GET) == NO_DAEMON
@@ -147,7 +153,7 @@ def test_deleted_pipe_directory(bench: Bench) -> None:
 
 
 def test_truncated_log(bench: Bench) -> None:
-    """A log opened for appending can be truncated under the daemon: the next line stands at its start."""
+    """A log opened for appending can be truncated under the daemon: the next line is written at its start."""
     bench.complete_log()
     os.truncate(bench.log_file, 0)
     bench.complete_log()
@@ -156,9 +162,9 @@ def test_truncated_log(bench: Bench) -> None:
 
 
 def _reaches(path: Path, uid: int) -> bool:
-    """Tell whether this uid gets as far as a socket, tried in a process of its own.
+    """Return whether this uid can reach a socket, tried in a separate process.
 
-    What kind of socket it is comes after that: to be of another kind is to have been let through.
+    The kernel checks the kind of socket afterwards: an error about the kind means that the uid has access.
     """
     child = os.fork()
     if child == 0:
@@ -177,7 +183,7 @@ def _reaches(path: Path, uid: int) -> bool:
 
 
 def _let_through(directory: Path, uid: int) -> None:
-    """Give one uid the right to pass through a directory of mode 0700, by a POSIX ACL."""
+    """Let one uid traverse a directory of mode 0700, by a POSIX ACL."""
     # linux/posix_acl_xattr.h: version, then tag, permissions and id of each entry: owner, user, group, mask, others.
     nobody = 0xFFFFFFFF
     entries = ((0x01, 7, nobody), (0x02, 1, uid), (0x04, 0, nobody), (0x10, 1, nobody), (0x20, 0, nobody))
@@ -187,7 +193,7 @@ def _let_through(directory: Path, uid: int) -> None:
 
 @as_root
 def test_a_closed_pipe_directory(bench: Bench) -> None:
-    """The socket lets everybody in; a closed directory does not, but for the uid that an ACL names."""
+    """The socket is open to all users; a closed directory excludes all but the uid that an ACL names."""
     bench.root.chmod(0o711)
     control = bench.pipe / "control"
     assert _reaches(control, STRANGER)

@@ -1,4 +1,4 @@
-"""How the front-end itself behaves: one at a time, anybody's, silent at the wrong moment, and stuck with its daemon."""
+"""The front-end itself: one at a time, open to any user, silent at the wrong moment, and blocked with its daemon."""
 
 import fcntl
 import os
@@ -25,7 +25,7 @@ TURNED_AWAY: Final = ("Cannot send command to MPS control daemon process", "")
 
 
 def assert_turned_away(said: Said) -> None:
-    """Fail unless this is one of the ways in which a front-end fails while another is served."""
+    """Fail unless this is one of the failures of a front-end while another is served."""
     assert said.printed == []
     assert said.complaint in TURNED_AWAY
     assert said.status in {0, 1}
@@ -33,18 +33,18 @@ def assert_turned_away(said: Said) -> None:
 
 
 def test_no_daemon(idle: Bench) -> None:
-    """Without a daemon a front-end says so and ends with status 1."""
+    """Without a daemon a front-end says so and exits with status 1."""
     assert idle.front_end(GET) == Said(1, [], NO_DAEMON)
 
 
 def test_answers_in_order(bench: Bench) -> None:
-    """One front-end takes any number of commands, and answers each in its turn."""
+    """One front-end takes any number of commands, and answers each in turn."""
     values = [f"{number % 100 + 1}.0" for number in range(500)]
     assert bench.front_end(*(f"{SET} {value}" for value in values)) == Said(0, values, "")
 
 
 def test_last_line_without_end(bench: Bench) -> None:
-    """The last command counts without a newline, and no command at all is a conversation too."""
+    """The last command counts without a newline, and an empty input is a conversation too."""
     done = subprocess.run(
         bench.subject.argv, env=bench.environment, input=f"{SET} 7\n{GET}".encode(), capture_output=True, check=False
     )
@@ -53,7 +53,7 @@ def test_last_line_without_end(bench: Bench) -> None:
 
 
 def test_answers_at_the_end(bench: Bench) -> None:
-    """Into a pipe the front-end prints nothing before its input ends, also when the daemon has answered long ago."""
+    """Into a pipe the front-end prints nothing before its input ends, even after the daemon has answered."""
     with bench.held() as front_end:
         assert front_end.stdin is not None
         assert front_end.stdout is not None
@@ -81,7 +81,7 @@ def test_answers_at_once_on_a_terminal(bench: Bench) -> None:
 
 
 def test_one_at_a_time(bench: Bench) -> None:
-    """While one front-end is served, every other fails, by status 1 or by silence with status 0, and does nothing."""
+    """While one front-end is served, every other fails without effect, by status 1 or by silence with status 0."""
     with bench.held() as holder:
         for _ in range(9):
             assert_turned_away(bench.front_end(f"{SET} 10", GET))
@@ -91,7 +91,7 @@ def test_one_at_a_time(bench: Bench) -> None:
 
 
 def test_many_at_once(bench: Bench) -> None:
-    """Of many front-ends at once, whoever is answered has the true answer, and every other is turned away."""
+    """Of many concurrent front-ends, each answered one has the true answer, and every other is turned away."""
     front_ends = [bench.open_front_end() for _ in range(16)]
     for number, front_end in enumerate(front_ends):
         assert front_end.stdin is not None
@@ -113,7 +113,7 @@ def test_many_at_once(bench: Bench) -> None:
 
 
 def test_daemon_dies_under_a_front_end(bench: Bench) -> None:
-    """A front-end that is served ends with status 1 when the daemon dies, with what was answered until then."""
+    """When the daemon dies, its front-end exits with status 1, with the answers until then."""
     with_answer = bench.open_front_end()
     assert with_answer.stdin is not None
     with_answer.stdin.write(f"{SET} 42\n".encode())
@@ -127,14 +127,14 @@ def test_daemon_dies_under_a_front_end(bench: Bench) -> None:
 
 
 def test_front_end_dies(bench: Bench) -> None:
-    """A front-end that is killed is a conversation that is over, and the next one is served."""
+    """Killing a front-end ends its conversation, and the next one is served."""
     with bench.held():
         pass
     assert bench.front_end(GET) == Said(0, ["100.0"], "")
 
 
 def test_stopped_daemon(bench: Bench) -> None:
-    """A front-end of a stopped daemon blocks; when it was killed meanwhile, what it had to say is never carried out."""
+    """A front-end of a stopped daemon blocks; if it is killed meanwhile, its commands are never executed."""
     bench.daemon.send_signal(signal.SIGSTOP)
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end(f"{SET} 10", seconds=0.3)
@@ -145,7 +145,7 @@ def test_stopped_daemon(bench: Bench) -> None:
 
 
 def test_stopped_in_the_middle(bench: Bench) -> None:
-    """What a front-end has said is carried out, also when it is killed while the daemon is stopped."""
+    """Commands that a front-end has sent are executed, even if it is killed while the daemon is stopped."""
     with bench.held() as front_end:
         bench.daemon.send_signal(signal.SIGSTOP)
         assert front_end.stdin is not None
@@ -158,7 +158,7 @@ def test_stopped_in_the_middle(bench: Bench) -> None:
 
 
 def _has_sent_all(front_end: "subprocess.Popen[bytes]") -> bool:
-    """Tell whether a front-end has read what was written to it, and sleeps: it sends before it sleeps."""
+    """Return whether a front-end has read its input and sleeps: it sends before it sleeps."""
     assert front_end.stdin is not None
     unread = int.from_bytes(fcntl.ioctl(front_end.stdin, termios.FIONREAD, bytes(4)), sys.byteorder)
     process = look_at(front_end.pid)
@@ -166,7 +166,7 @@ def _has_sent_all(front_end: "subprocess.Popen[bytes]") -> bool:
 
 
 def _waits_for_input(front_end: "subprocess.Popen[bytes]") -> bool:
-    """Tell whether a front-end has the answer to what it was told last: it then sleeps until it is told more.
+    """Return whether a front-end has the answer to its last command: it then sleeps until the next one.
 
     NVIDIA's reads a pipe, the simulator's polls; for an answer both sleep in the socket. A kernel may hide where.
     """
@@ -188,7 +188,7 @@ STRANGERS: Final = (
 
 @as_root
 def test_strangers_and_defaults(bench: Bench) -> None:
-    """Up to 535 any local user changes every default of root's daemon; from 550 on he is told that he may not."""
+    """Up to 535 any local user can change every default of root's daemon; from 550 on that is refused."""
     branch = bench.subject.branch
     refusal = DIFFERENCES[branch].defaults_refused
     setters = bench.exchange(STRANGERS, as_stranger=True)
@@ -210,7 +210,7 @@ def test_strangers_and_defaults(bench: Bench) -> None:
 
 @as_root
 def test_strangers_and_refusals(bench: Bench) -> None:
-    """A stranger can neither quit the daemon nor start a server for another uid; he may ask whatever he likes."""
+    """A stranger can neither quit the daemon nor start a server for another uid; it may send any query."""
     started = DIFFERENCES[bench.subject.branch].start_refused.replace(UID, str(STRANGER))
     quit_refused = "Not enough privilege to execute quit command"
     rows = {
@@ -225,7 +225,7 @@ def test_strangers_and_refusals(bench: Bench) -> None:
 
 @as_root
 def test_strangers_and_servers(bench: Bench) -> None:
-    """A stranger asks another uid's server what he likes, and cannot shut it down."""
+    """A stranger can send any query to another uid's server, but cannot shut it down."""
     bench.put_server("exec sleep 1000")
     server = bench.start_server(uid=OWNER)
     refused = DIFFERENCES[bench.subject.branch].shutdown_refused.replace(UID, str(STRANGER))
@@ -237,7 +237,7 @@ def test_strangers_and_servers(bench: Bench) -> None:
 
 @as_root
 def test_strangers_own_server(bench: Bench) -> None:
-    """A stranger starts a server for his own uid, and it runs as that."""
+    """A stranger can start a server for its own uid, and the server runs as that uid."""
     bench.root.chmod(0o711)  # the server has to reach its own program
     bench.put_server("exec sleep 1000")
     assert bench.front_end(f"start_server -uid {STRANGER}", as_stranger=True) == Said(0, [], "")

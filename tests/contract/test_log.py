@@ -1,4 +1,4 @@
-"""What a control daemon logs: who said what, in what order. mpsd finds a stranger's hand there, and nowhere else."""
+"""A control daemon's log: who gave which command, in what order. mpsd detects foreign commands only there."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ STAMP: Final = re.compile(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} Control ( *\
 
 
 def test_form_of_a_line(bench: Bench) -> None:
-    """Every line stands behind date, milliseconds, `Control`, and the daemon's pid, padded to five places."""
+    """Every line has a prefix: date, milliseconds, `Control`, and the daemon's pid, padded to five places."""
     bench.complete_log()
     for line in bench.raw_log():
         match = STAMP.match(line)
@@ -27,7 +27,7 @@ def test_form_of_a_line(bench: Bench) -> None:
 
 
 def test_first_lines(bench: Bench) -> None:
-    """The log begins with the socket and with what a client has to set."""
+    """The log begins with the socket and with the variables that a client has to set."""
     assert bench.complete_log()[:2] == [
         f"Starting control daemon using socket {bench.pipe}/control",
         f"To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY={bench.pipe}",
@@ -35,7 +35,7 @@ def test_first_lines(bench: Bench) -> None:
 
 
 def test_a_conversation(bench: Bench) -> None:
-    """Each conversation stands between two lines, each command as it was given, each answer behind its command."""
+    """Each conversation is between two lines, with each command as given, and each answer after its command."""
     limit = answered(SET_LIMIT, [], bench.subject.branch)
     bench.front_end(f"{SET} 150", f"  {SET}  12.25  ", f"{SET_LIMIT} 0 10T", "get_server_list", "bogus 1 2")
     assert bench.logged_conversation(f"Cmd:{SET} 150") == [
@@ -53,7 +53,7 @@ def test_a_conversation(bench: Bench) -> None:
 
 
 def test_who_was_turned_away(bench: Bench) -> None:
-    """A front-end that is turned away leaves one line, and none of what it had to say."""
+    """A front-end that is turned away leaves one line, and none of its commands."""
     with bench.held():
         before = len(bench.log())
         for _ in range(3):
@@ -63,7 +63,7 @@ def test_who_was_turned_away(bench: Bench) -> None:
 
 
 def test_a_strangers_hand(bench: Bench) -> None:
-    """What others change is picked out of the log, and neither what they ask nor what mpsd itself changes."""
+    """Foreign changes are found in the log; foreign queries and mpsd's own changes are not reported."""
     bench.front_end("mpsd-0123abcd-0", f"{SET} 20", "mpsd-0123abcd-1")
     bench.front_end("get_server_list", f"{SET} 30", f"{SET_LIMIT} 0 2G")
     bench.front_end("mpsd-0123abce-0", f"{SET} 40", "mpsd-0123abce-1")
@@ -72,13 +72,13 @@ def test_a_strangers_hand(bench: Bench) -> None:
     changes = [ForeignCommand(f"{SET} 30"), ForeignCommand(f"{SET_LIMIT} 0 2G")]
     questions = [each for each in events if isinstance(each, Unaccounted)]
     assert [each for each in events if each not in questions] == [DaemonStarted(bench.daemon.pid), *changes]
-    # What others ask may hide a command; what is told apart by a mark is none of theirs.
+    # A foreign query may hide a command; a conversation with a mark is not foreign.
     assert Unaccounted("get_server_list") in questions
     assert not [each for each in questions if each.text.startswith("mpsd-0123")]
 
 
 def test_every_line_is_known(bench: Bench) -> None:
-    """Whatever a daemon without a GPU says is known, from its first line to its last: servers, refusals and the end."""
+    """Every line of a daemon without a GPU is known, from the first to the last: servers, refusals and the end."""
     bench.put_server("exec sleep 1000")
     server = bench.start_server()
     with bench.held():
@@ -98,7 +98,7 @@ def test_every_line_is_known(bench: Bench) -> None:
 
 
 def test_unknown_lines(bench: Bench) -> None:
-    """What a server prints stands in the daemon's log as it is, and is counted and kept as what nobody knows."""
+    """A server's output is in the daemon's log unchanged, and is counted and kept as unknown."""
     bench.put_server("echo what a new driver says; exec sleep 1000")
     bench.start_server()
     wait_until(lambda: "what a new driver says" in bench.raw_log(), what="what it printed in the log")
@@ -109,7 +109,7 @@ def test_unknown_lines(bench: Bench) -> None:
 
 
 def test_log_on_a_full_disk(idle: Bench) -> None:
-    """A daemon whose log takes no more lines serves on."""
+    """A daemon whose log accepts no more lines keeps serving."""
     idle.log_file, log_file = Path("/dev/full"), idle.log_file
     idle.launch()
     idle.log_file = log_file

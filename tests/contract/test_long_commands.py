@@ -1,4 +1,4 @@
-"""A command that takes long has a front-end that outlives mpsd: what was asked once is answered once, to whichever."""
+"""A command that takes long has a front-end that outlives mpsd: it is given once and answered once, to any mpsd."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ GET: Final = ACTIVE_THREAD_PERCENTAGE.ask_default()
 
 
 def long(bench: Bench, seconds: float = 20.0) -> LongCommand[LimitValue]:
-    """Return a command that mpsd knows the answer to, as one that may take long."""
+    """Return a command with a known answer, declared as one that may take long."""
     return LongCommand(GET, bench.root / "answer", "it is a test", seconds)
 
 
@@ -42,7 +42,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def conversations(bench: Bench) -> int:
-    """Return how often the command was said by mpsd: behind a mark of its own."""
+    """Return how often mpsd gave the command: behind its own mark."""
     log = bench.log()
     return sum(is_mark(one.removeprefix("Cmd:")) and f"Cmd:{GET.line}" in other for one, other in _pairs(log))
 
@@ -53,7 +53,7 @@ def _pairs(log: list[str]) -> Iterator[tuple[str, str]]:
 
 
 async def asked(bench: Bench, door: ControlPipe) -> tuple["asyncio.Task[LimitValue]", PendingCommand]:
-    """Have a command asked, and return who waits for the answer once that is noted."""
+    """Give a command, and return the pending record once it is stored."""
     noted: list[PendingCommand] = []
     task = asyncio.create_task(door.ask_long(long(bench), noted.append))
     await eventually(lambda: noted, what="the front-end to be noted")
@@ -61,7 +61,7 @@ async def asked(bench: Bench, door: ControlPipe) -> tuple["asyncio.Task[LimitVal
 
 
 def test_answer(bench: Bench) -> None:
-    """It is answered as any command is, by a front-end that was noted before it said anything."""
+    """It is answered like any command, by a front-end that was recorded before it sent anything."""
 
     async def test() -> None:
         door = bench.door()
@@ -79,7 +79,7 @@ def test_answer(bench: Bench) -> None:
 
 
 def test_what_cannot_be_noted_is_not_said(bench: Bench) -> None:
-    """Where it cannot be stored who waits for the answer, nothing is asked, and the daemon's seat is free."""
+    """When the pending command cannot be stored, nothing is sent, and the daemon's connection is free."""
 
     async def test() -> None:
         door = bench.door()
@@ -96,7 +96,7 @@ def test_what_cannot_be_noted_is_not_said(bench: Bench) -> None:
 
 
 def test_seat(bench: Bench) -> None:
-    """While it waits, it says what for, and other conversations of this mpsd wait for it, beyond their deadline."""
+    """While it waits, it states what it waits for, and other conversations of this mpsd wait beyond their deadline."""
 
     async def test() -> None:
         door = bench.door(0.3)
@@ -116,7 +116,7 @@ def test_seat(bench: Bench) -> None:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_taken_over(bench: Bench, answers: bool) -> None:  # noqa: FBT001 - a parameter
-    """Whoever asked has died: the front-end waits on, and the next mpsd hears its answer, and does not ask again."""
+    """After mpsd has died the front-end waits on, and the next mpsd reads its answer, without repeating the command."""
     bench.daemon.send_signal(signal.SIGSTOP)
     who = _died_asking(bench)
     assert look_at(who.front_end.pid) is not None
@@ -134,7 +134,7 @@ def test_taken_over(bench: Bench, answers: bool) -> None:  # noqa: FBT001 - a pa
 
 
 def _died_asking(bench: Bench) -> PendingCommand:
-    """Have a process ask, and die with that said; return who waits for the answer."""
+    """Have a process give the command and die afterwards; return the pending record."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -158,7 +158,7 @@ def _is_over(pid: int) -> bool:
 
 
 def test_nothing_was_said(bench: Bench) -> None:
-    """An mpsd that died before it said the command leaves a front-end that ends in silence: so it can be asked."""
+    """An mpsd that died before it sent the command leaves a front-end that ends silently; the command can be given."""
 
     async def test() -> None:
         (bench.root / "answer").write_text("")
@@ -171,7 +171,7 @@ def test_nothing_was_said(bench: Bench) -> None:
 
 
 def test_deadline(bench: Bench) -> None:
-    """When its own time is over, its front-end is ended, and the seat is free once the daemon goes on."""
+    """At its own deadline its front-end is ended, and the connection is free once the daemon continues."""
 
     async def test() -> None:
         door = bench.door()
@@ -187,7 +187,7 @@ def test_deadline(bench: Bench) -> None:
 
 
 def test_given_up(bench: Bench) -> None:
-    """Whoever stops the daemon need not wait for it."""
+    """An operation that stops the daemon need not wait for it."""
 
     async def test() -> None:
         door = bench.door()
@@ -203,7 +203,7 @@ def test_given_up(bench: Bench) -> None:
 
 
 def test_terminate_client_of_nobody(bench: Bench) -> None:
-    """A server that is not there is said to be none; a driver without the command says so."""
+    """A missing server is reported as such; a driver without the command says so."""
     command = LongCommand(commands.terminate_client(999, 1000), bench.root / "answer", "it is a test", 20.0)
     error = ControlUnknownCommandError if bench.subject.branch < 535 else ServerNotFoundError
 

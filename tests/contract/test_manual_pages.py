@@ -1,4 +1,4 @@
-"""The tables of commands and flags, held against NVIDIA's own manual pages, which come with the control daemons."""
+"""The tables of commands and flags, compared with NVIDIA's own manual pages, which come with the control daemons."""
 
 import gzip
 import re
@@ -26,7 +26,7 @@ def page_of(daemon: real.RealDaemon) -> str:
 
 @pytest.mark.parametrize("daemon", real.real_daemon_params())
 def test_every_command_is_in_the_table(daemon: real.RealDaemon) -> None:
-    """The table has each command that the page of a driver has, since that driver or an older one, and no other."""
+    """The table has exactly the commands of a driver's page, since that driver or an older one."""
     described = set(re.findall(r"^\\fB([a-z]+(?:_[a-z]+)*)(?:\\fR)?(?: .*)?$", page_of(daemon), re.MULTILINE))
     in_table = {name for name in TABLE if known(name, daemon.branch)}
     assert described <= in_table
@@ -35,7 +35,7 @@ def test_every_command_is_in_the_table(daemon: real.RealDaemon) -> None:
 
 @pytest.mark.parametrize("daemon", real.real_daemon_params())
 def test_every_flag_is_in_the_page(daemon: real.RealDaemon) -> None:
-    """A driver describes the flags that mpsd starts its control daemon with, the one for many users from 555 on."""
+    """A driver's page describes the flags that mpsd uses for its control daemon; the one for many users from 555 on."""
     described = set(re.findall(r'^\.SS "(-[a-z-]+)"', page_of(daemon), re.MULTILINE))
     assert {FOREGROUND, BACKGROUND} <= described
     assert (MANY_USERS in described) == (daemon.branch >= 555)

@@ -1,4 +1,4 @@
-"""Servers, as far as they go without a GPU: a stand-in that never reports ready, so that it stays busy for ever."""
+"""Servers without a GPU: a stand-in that never reports ready, and so stays busy forever."""
 
 import os
 import signal
@@ -15,12 +15,12 @@ from tests.harness import look_at, wait_until
 GET: Final = "get_default_active_thread_percentage"
 
 WEDGED: Final = "exec sleep 1000"
-"""A server that never gets ready, and goes when it is interrupted."""
+"""A server that never gets ready, and ends when it is interrupted."""
 STUBBORN: Final = 'trap "" INT; exec sleep 1000'
-"""A server that never gets ready, and does not go when it is interrupted."""
+"""A server that never gets ready, and does not end when it is interrupted."""
 
 BUSY: Final = {
-    # What is printed, and what only the log has, where SERVER is busy.
+    # The printed answer, and the lines that only the log has, while SERVER is busy.
     "get_server_list": (["SERVER"], ["SERVER"]),
     "get_server_status SERVER": (["INITIALIZING"], ["INITIALIZING"]),
     "get_client_list SERVER": ([], []),
@@ -56,7 +56,7 @@ def log_from(line: str, lines: list[str]) -> list[str]:
 
 
 def test_busy_server(bench: Bench) -> None:
-    """To all that only a server knows, its control daemon answers nothing while it is busy; the log says why."""
+    """While a server is busy, its control daemon answers nothing to queries for it; the log says why."""
     bench.put_server(WEDGED)
     server = str(bench.start_server())
     branch = bench.subject.branch
@@ -73,7 +73,7 @@ def test_busy_server(bench: Bench) -> None:
 
 
 def test_defaults_beside_a_busy_server(bench: Bench) -> None:
-    """The defaults are set and read whatever the server does."""
+    """The defaults can be set and read whatever the server does."""
     bench.put_server(WEDGED)
     bench.start_server()
     commands = ["set_default_active_thread_percentage 40", GET]
@@ -81,12 +81,12 @@ def test_defaults_beside_a_busy_server(bench: Bench) -> None:
 
 
 ENDS: Final = {"exit 0": 0, "exit 3": 3, "kill -KILL $$": 0, "kill -TERM $$": 0}
-"""How a server may end, and with which status it counts: a signal counts as 0."""
+"""Ends of a server, with the status that counts: a signal counts as 0."""
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_server_that_ends(bench: Bench, end: str) -> None:
-    """`start_server` says nothing, the end of the server is in the log alone, and its status is the daemon's own."""
+    """`start_server` prints nothing, the end of the server is only in the log, and its status becomes the daemon's."""
     bench.put_server(end)
     assert bench.front_end(f"start_server -uid {OWNER}") == Said(0, [], "")
     status = ENDS[end]
@@ -100,14 +100,14 @@ def test_server_that_ends(bench: Bench, end: str) -> None:
 
 
 def test_no_server_program(bench: Bench) -> None:
-    """Without a program to start as the server, one that ends with status 1 is listed for a moment, if at all."""
+    """Without a server program, a process that exits with status 1 is listed for a moment, if at all."""
     assert bench.front_end(f"start_server -uid {OWNER}") == Said(0, [], "")
     wait_until(lambda: any(line.endswith(" exited with status 1") for line in bench.log()), what="its end in the log")
     assert bench.front_end("get_server_list") == Said(0, [], "")
 
 
 def test_first_failure_stays(bench: Bench) -> None:
-    """The status of a daemon is that of the first server that failed, whatever the later ones do."""
+    """The status of a daemon is that of the first server that failed, whatever later ones do."""
     bench.put_server('echo >>"$CUDA_MPS_LOG_DIRECTORY/n"; exit $(($(wc -l <"$CUDA_MPS_LOG_DIRECTORY/n") - 1))')
     for status in range(3):
         bench.front_end(f"start_server -uid {OWNER}")
@@ -130,7 +130,7 @@ def test_what_a_server_is_given(bench: Bench) -> None:
 
 @as_root
 def test_one_server_at_a_time(bench: Bench) -> None:
-    """The server of another uid waits, without a word, until the first is gone."""
+    """The server of another uid waits silently until the first is gone."""
     bench.root.chmod(0o711)
     bench.put_server(WEDGED)
     first = bench.start_server()
@@ -156,7 +156,7 @@ def test_one_server_at_a_time(bench: Bench) -> None:
 
 
 def test_forced_shutdown(bench: Bench) -> None:
-    """`shutdown_server` does nothing to a busy server; with `-f` the server is interrupted."""
+    """`shutdown_server` has no effect on a busy server; with `-f` the server is interrupted."""
     bench.put_server(WEDGED)
     server = bench.start_server()
     assert bench.front_end(f"shutdown_server {server}", "get_server_list").printed == [str(server)]
@@ -168,7 +168,7 @@ def test_forced_shutdown(bench: Bench) -> None:
 
 
 def test_quit_in_time(bench: Bench) -> None:
-    """`quit -t` waits, interrupts the server that is left, and ends with its status; 0, since a signal counts as 0."""
+    """`quit -t` waits, interrupts the remaining server, and exits with its status; 0, since a signal counts as 0."""
     bench.put_server(WEDGED)
     server = bench.start_server()
     said = bench.front_end("quit -t 1")
@@ -189,12 +189,12 @@ def test_quit_in_time(bench: Bench) -> None:
 
 
 def test_quit_without_a_time(bench: Bench) -> None:
-    """`quit` waits for a wedged server for ever; meanwhile no server is started, and no front-end ends."""
+    """`quit` waits for a wedged server forever; meanwhile no server is started, and no front-end ends."""
     bench.put_server(WEDGED)
     server = bench.start_server()
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end("quit", seconds=0.3)
-    bench.logged_conversation("Cmd:quit")  # until the daemon is rid of that front-end, it turns others away
+    bench.logged_conversation("Cmd:quit")  # until the daemon has dropped that front-end, it turns others away
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end(f"start_server -uid {ANOTHER}", GET, seconds=0.3)
     assert bench.logged_conversation(f"Cmd:start_server -uid {ANOTHER}") == [
@@ -209,12 +209,12 @@ def test_quit_without_a_time(bench: Bench) -> None:
 
 
 def test_quit_again(bench: Bench) -> None:
-    """A daemon that waits for ever is told a time by another `quit`."""
+    """A daemon that waits forever gets a timeout by another `quit`."""
     bench.put_server(WEDGED)
     server = bench.start_server()
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end("quit", seconds=0.3)
-    bench.logged_conversation("Cmd:quit")  # until the daemon is rid of that front-end, it turns others away
+    bench.logged_conversation("Cmd:quit")  # until the daemon has dropped that front-end, it turns others away
     bench.front_end("quit -t 0")
     assert bench.ended() == 0
     assert not alive(server)
@@ -246,10 +246,10 @@ def _has_executed(server: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_orphans(bench: Bench, number: signal.Signals) -> None:
-    """The servers of a daemon that was killed live on, and the next daemon knows nothing of them."""
+    """The servers of a killed daemon live on, and the next daemon does not know them."""
     bench.put_server(WEDGED)
     server = bench.start_server()
-    # Between fork and exec it still is the daemon's copy, and holds the daemon's lock: a new one would not start.
+    # Between fork and exec it is still the daemon's copy, and holds the daemon's lock: a new daemon would not start.
     wait_until(lambda: _has_executed(server), what="the server to be a program of its own")
     bench.daemon.send_signal(number)
     bench.ended()

@@ -1,4 +1,4 @@
-"""Nodes whose mpsd comes from a fork server, and ordinary ones."""
+"""Nodes whose mpsd is forked by a fork server, and ordinary nodes."""
 
 import shutil
 import subprocess
@@ -15,18 +15,18 @@ from tests.node import Node
 from tests.tools import compiler
 
 Start = Callable[..., Node]
-"""Makes a node, not started yet; takes what `Node` takes."""
+"""Makes a node that is not started yet; takes the arguments of `Node`."""
 
 _HERE = Path(__file__).parent
 
 
 Fork = Callable[..., ForkedNode]
-"""Makes a node whose mpsd may be told when to end itself; takes what `ForkedNode` takes."""
+"""Makes a node whose mpsd can be told when to kill itself; takes the arguments of `ForkedNode`."""
 
 
 @pytest.fixture(scope="module")
 def fork_server(private_root: Path) -> Iterator[ForkServer]:
-    """Give a process that forks mpsd, with the library that ends it at a store operation where that can be built."""
+    """Yield a process that forks mpsd, with the library that kills it at a store operation, where that can be built."""
     if shutil.which("gcc") is None:
         with running_fork_server() as started:
             yield started
@@ -39,13 +39,13 @@ def fork_server(private_root: Path) -> Iterator[ForkServer]:
 
 
 def _options(root: Path, options: dict[str, Any]) -> dict[str, Any]:
-    # NVIDIA's own control daemon where there is one: it is the faster; the simulator's does as well.
+    # NVIDIA's own control daemon where there is one, since it is faster; the simulator's works as well.
     return {"root": root, "simulate": 1, "control": real.real_daemons().get(535), **options}
 
 
 @pytest.fixture
 def fork(short_tmp: Path, fork_server: ForkServer) -> Iterator[Fork]:
-    """Give a maker of nodes whose mpsd is forked; they are ended when the test is over."""
+    """Return a maker of nodes whose mpsd is forked; they are ended after the test."""
     compiler()
     made: list[ForkedNode] = []
 
@@ -63,7 +63,7 @@ def fork(short_tmp: Path, fork_server: ForkServer) -> Iterator[Fork]:
 
 @pytest.fixture
 def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
-    """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
+    """Return a maker of nodes. After the test the nodes and all that they started are ended."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:

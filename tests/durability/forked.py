@@ -1,4 +1,4 @@
-"""A node whose mpsd is killed at a store operation that the test names."""
+"""A node whose mpsd is killed at a chosen store operation."""
 
 import os
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from tests.node import Node
 
 @dataclass
 class ForkedNode(Node):
-    """A node whose mpsd comes from a fork server, and may be told when to end itself."""
+    """A node whose mpsd is forked by a fork server, and can be told when to kill itself."""
 
     kill_at: int = 0
-    """The store operation before which the next mpsd ends itself, counted from 1; 0: none."""
+    """The store operation before which the next mpsd kills itself, counted from 1; 0 means none."""
     torn: bool = False
-    """Whether that operation is half done then."""
+    """Whether that operation is then half done."""
 
     def launch(self) -> None:
-        """Start mpsd and do not wait for anything."""
+        """Start mpsd, without waiting."""
         assert self.fork_server is not None
         fate = {"kill_at": self.kill_at, "torn": self.torn} if self.kill_at else {}
         variables = {**os.environ, **self.env}

@@ -1,4 +1,4 @@
-"""Callers that keep receipts of what mpsd told them, until it dies under them; and the proof that it honours them."""
+"""Callers that keep receipts of mpsd's answers until it dies under them, and the check that a new mpsd honours them."""
 
 import asyncio
 import json
@@ -15,16 +15,16 @@ from tests.durability.forked import ForkedNode
 from tests.node import Answer, as_listed
 
 _DEADLINE: Final = 20
-"""Seconds for one life of mpsd with its callers; it is over within a few tenths."""
+"""Seconds for one life of mpsd with its callers; a life takes a few tenths."""
 
 DEAD: Final = (OSError, asyncio.IncompleteReadError, EOFError)
-"""What a caller sees of it when mpsd dies."""
+"""The errors of a caller when mpsd dies."""
 
 GIB: Final = 1024**3
 
 
 class Holders:
-    """Processes that do nothing but live, so that leases can be tied to their lives."""
+    """Idle processes as holders of leases."""
 
     def __init__(self, count: int) -> None:
         self._processes = [self._start() for _ in range(count)]
@@ -39,7 +39,7 @@ class Holders:
         return [each.pid for each in self._processes]
 
     def replace(self, pid: int) -> None:
-        """End one by SIGKILL, and start another in its place."""
+        """Kill one by SIGKILL, and start another in its place."""
         place = self.pids.index(pid)
         self._end(self._processes[place])
         self._processes[place] = self._start()
@@ -56,7 +56,7 @@ class Holders:
 
 
 async def ask(socket: Path, method: str, path: str, body: object = None) -> Answer:
-    """Send one request, and return its answer. Raises one of `DEAD` when mpsd dies before it has given one."""
+    """Send one request, and return its answer. Raises one of `DEAD` when mpsd dies before the answer."""
     reader, writer = await asyncio.open_unix_connection(socket)
     try:
         raw = b"" if body is None else json.dumps(body).encode()
@@ -75,44 +75,44 @@ async def ask(socket: Path, method: str, path: str, body: object = None) -> Answ
 
 @dataclass
 class Receipts:
-    """What mpsd told its callers, in all its lives, and what they asked of it."""
+    """mpsd's answers to its callers in all its lives, and their requests."""
 
     granted: dict[str, Any] = field(default_factory=dict)
-    """By id, the leases that somebody was told of, as they were told."""
+    """By id, the leases that a caller knows, as they were granted."""
     releasing: set[str] = field(default_factory=set)
-    """Leases that somebody asked mpsd to end."""
+    """Leases that a caller has requested to end."""
     released: set[str] = field(default_factory=set)
-    """Those of them of which mpsd said that they have ended, or that it knows them not."""
+    """Those of them that mpsd reported as ended or unknown."""
     confirmed: set[str] = field(default_factory=set)
-    """Those of them of which mpsd said that they have ended."""
+    """Those of them that mpsd reported as ended."""
     unheard: Counter[str] = field(default_factory=Counter)
-    """Requests that mpsd did not live to answer, by what they asked for."""
+    """Requests that mpsd did not answer before it died, by kind."""
     waiting: list[str] = field(default_factory=list)
-    """Places in the queue, in their order, as mpsd told them last, and that somebody can come back to."""
+    """Places in the queue that a caller can return to, in mpsd's last order."""
     held: dict[str, set[int]] = field(default_factory=dict)
-    """By lease that was claimed, the pids of which any may hold it, as far as is known; 0 stands for nobody yet."""
+    """By claimed lease, the pids of which any may hold it, as far as is known; 0 means that it has no holder yet."""
     events: dict[int, str] = field(default_factory=dict)
-    """Every event that was heard, by number."""
+    """Every event that was received, by number."""
     lives: int = 0
 
     @property
     def heard(self) -> int:
-        """The number of the latest event that was heard."""
+        """The number of the latest event received."""
         return max(self.events, default=0)
 
     def note_event(self, line: str) -> None:
-        """Note an event that was heard: the next one, or one that was heard before, word for word."""
+        """Record a received event: the next one, or an exact repetition of an earlier one."""
         seq = json.loads(line)["seq"]
         assert self.events.setdefault(seq, line) == line, f"number {seq} was given twice"
         assert seq == 1 or seq - 1 in self.events, f"there is no event before {seq}"
 
     @property
     def owed(self) -> set[str]:
-        """Leases that must be there, for as long as their holders live."""
+        """Leases that must exist as long as their holders live."""
         return self.granted.keys() - self.releasing
 
     def summary(self) -> str:
-        """Say what this was worth as a test."""
+        """Return the figures of the run."""
         cut = ", ".join(f"{count} of {what}" for what, count in self.unheard.most_common())
         claims = f"{len(self.held)} of them claims"
         return (
@@ -132,7 +132,7 @@ class Load:
         self._gone: set[int] = set()
         """Holders that were killed."""
         self._comes_back: dict[str, str] = {}
-        """By request_id, the lease that whoever comes back with it must get."""
+        """By request_id, the lease that a caller must get when it returns."""
         self._numbers = 0
         self._sent = 0
         self._kill_after = 0
@@ -163,7 +163,7 @@ class Load:
         asked = asyncio.ensure_future(ask(self.node.socket, method, path, body))
         self._sent += 1
         if self._sent == self._kill_after:
-            # It may be anywhere: in front of this request, in the middle of it, or behind it.
+            # mpsd may be before this request, in it, or behind it.
             for _ in range(self.random.choice((0, 1, 2, 3, 5, 8))):
                 await asyncio.sleep(0)
             assert self.node.process is not None
@@ -202,7 +202,7 @@ class Load:
                 await self._renew(answer.json["id"])
 
     async def _claim(self) -> None:
-        """Claim a lease, have it taken, once, and hand it over: whoever it is told of holds it from then on."""
+        """Claim a lease, have it taken once, and hand it over: the holder in the answer holds it from then on."""
         claim = {"claim": {"deadline": 100_000}}
         answer = await self._ask("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", "holder": claim})
         assert answer.status in {201, 409}, answer.json
@@ -238,7 +238,7 @@ class Load:
     async def _release(self, lease: str) -> None:
         self.receipts.releasing.add(lease)
         answer = await self._ask("DELETE", f"/v1/leases/{lease}")
-        assert answer.status in {204, 404}, answer.json  # 404: an earlier life ended it, and that was not heard
+        assert answer.status in {204, 404}, answer.json  # 404: an earlier life ended it, and its answer was lost
         self.receipts.released.add(lease)
         if answer.status == 204:
             self.receipts.confirmed.add(lease)
@@ -287,7 +287,7 @@ class Load:
             return
 
     def kill_a_holder(self) -> None:
-        """End a holder, while mpsd lives or while it is away; but not the one that waits in line."""
+        """Kill a holder, while mpsd lives or while it is down; but not the one in the queue."""
         pid = self.random.choice(self.holders.pids[1:])
         self._gone.add(pid)
         self.holders.replace(pid)
@@ -295,7 +295,7 @@ class Load:
     # -- the proof ----------------------------------------------------------------------------------------------------
 
     async def check(self) -> None:
-        """Hold a new life of mpsd to every receipt. Raises one of `DEAD` when it dies meanwhile."""
+        """Check a new life of mpsd against every receipt. Raises one of `DEAD` when it dies meanwhile."""
         receipts = self.receipts
         answer = await ask(self.node.socket, "GET", "/v1/leases")
         leases = answer.json["leases"]
@@ -303,7 +303,7 @@ class Load:
         check_room(leases)
         here = {lease["id"]: lease for lease in leases}
         for lease in receipts.waiting:
-            # A place may have become a grant that nobody heard of, which whoever comes back is told.
+            # A place may have become a grant whose answer was lost; a caller that returns gets it.
             assert lease in here or lease in receipts.granted, f"the place {lease} is lost"
         passers_by = [lease for lease in leases if lease["name"] == "passer-by" and lease["state"] == "waiting"]
         assert not passers_by, f"nobody can come back to {passers_by}"
@@ -338,7 +338,7 @@ class Load:
             same = ("id", "shares", "env", "gpus", "owner", "granted", "created", "active_thread_percentage")
             assert {key: here[lease][key] for key in same} == {key: published[key] for key in same}
             if published["expires"] is not None:
-                # Whether it was renewed is told apart by the day, not by how exactly the clock is read.
+                # The date shows whether it was renewed, independent of the clock's precision.
                 assert here[lease]["expires"][:10] >= published["expires"][:10], f"{lease} forgot that it was renewed"
         back = receipts.released & here.keys()
         assert not back, f"released, and there again: {back}"
@@ -352,7 +352,7 @@ class Load:
         assert answer.status == 200, answer.json
         for line in answer.body.decode().splitlines(keepends=True):
             receipts.note_event(line)
-        # An answer without a length looks whole also where mpsd died in the middle of it: only if it lives, it is.
+        # An answer without a length looks complete even if mpsd died in the middle; it is complete only if mpsd lives.
         await ask(self.node.socket, "GET", "/healthz")
         said = {(event["event"], event.get("lease")) for event in map(json.loads, receipts.events.values())}
         for lease in receipts.granted:
@@ -361,7 +361,7 @@ class Load:
             assert ("lease_ended", lease) in said, f"{lease} was released, and no event says so"
 
     async def _clear_up(self, here: dict[str, Any]) -> None:
-        """Release what was granted to nobody, and what was to be released, so that the node does not fill up."""
+        """Release leases without a known holder, and leases that must end, so that the node does not fill up."""
         for lease in self.receipts.releasing - self.receipts.released:
             await self._release(lease)
         for lease in here.keys() - self.receipts.granted.keys():
@@ -370,13 +370,13 @@ class Load:
 
 
 def _in_line(leases: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the places that somebody can come back to, in their order."""
+    """Return the places that a caller can return to, in order."""
     waiting = [lease for lease in leases if lease["state"] == "waiting" and lease["name"].startswith("place-")]
     return [lease["id"] for lease in sorted(waiting, key=lambda lease: lease["wait"]["position"])]
 
 
 def check_room(leases: Iterable[dict[str, Any]]) -> None:
-    """Check that no GPU is given out beyond what it has: all of the threads, and 80 GiB less the reserve."""
+    """Check that no GPU has more granted than it has: all of the threads, and 80 GiB less the reserve."""
     threads: Counter[str] = Counter()
     memory: Counter[str] = Counter()
     for lease in leases:

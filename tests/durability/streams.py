@@ -1,4 +1,4 @@
-"""Readers of events, and callers that hold the line or hang up: raw connections, so that a test can let go of them."""
+"""Readers of events, and callers that wait or disconnect: raw connections, so that a test can drop them."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from tests.node import Node
 
 @contextmanager
 def connection(node: Node, *, buffer: int | None = None) -> Iterator[socket.socket]:
-    """Connect to mpsd; `buffer` is how many bytes may wait to be read here."""
+    """Connect to mpsd; `buffer` is the number of unread bytes that the kernel keeps here."""
     with socket.socket(socket.AF_UNIX) as connected:
         if buffer is not None:
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
@@ -25,7 +25,7 @@ class Follower:
     """A reader of the stream of events."""
 
     def __init__(self, connected: socket.socket, after: int | str) -> None:
-        """Ask for the events after a number and for all that come, and wait for the answer's head."""
+        """Request the events after a number and all later ones, and wait for the answer's head."""
         head = f"GET /v1/events?follow=true&after={after} HTTP/1.0\r\nHost: mpsd\r\n\r\n"
         connected.sendall(head.encode())
         self._file = connected.makefile("rb")
@@ -34,7 +34,7 @@ class Follower:
             pass
 
     def __next__(self) -> dict[str, Any]:
-        """Return the next event; StopIteration when mpsd ended the stream."""
+        """Return the next event; raise StopIteration when mpsd has ended the stream."""
         line = self._file.readline()
         if not line.endswith(b"\n"):
             raise StopIteration
@@ -42,11 +42,11 @@ class Follower:
         return event
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Give the events."""
+        """Return itself."""
         return self
 
     def until(self, **facts: object) -> list[dict[str, Any]]:
-        """Read up to the first event with these facts, and return all that were read."""
+        """Read up to the first event with these facts, and return all events read."""
         read = []
         for event in self:
             read.append(event)
@@ -55,7 +55,7 @@ class Follower:
         raise AssertionError(f"the stream ended without {facts}: {read}")
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
         self._file.close()
 
 
@@ -71,37 +71,37 @@ def following(node: Node, after: int = 0) -> Iterator[Follower]:
 
 
 def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
-    """Return the events after a number that are kept."""
+    """Return the stored events after a number."""
     answer = node.get(f"/v1/events?after={after}")
     assert answer.status == 200, answer.json
     return [json.loads(line) for line in answer.body.splitlines()]
 
 
 def gapless(read: list[dict[str, Any]], after: int) -> bool:
-    """Tell whether these events are those after a number, each of them, in order."""
+    """Return whether these events are exactly those after a number, in order."""
     return [event["seq"] for event in read] == list(range(after + 1, after + 1 + len(read)))
 
 
 def submit(connected: socket.socket, **asked: object) -> None:
-    """Ask for a lease, and do not wait for the answer."""
+    """Request a lease, without waiting for the answer."""
     body = json.dumps(asked).encode()
     head = f"POST /v1/leases HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(body)}\r\n\r\n"
     connected.sendall(head.encode() + body)
 
 
 def answer_of(connected: socket.socket) -> tuple[int, Any]:
-    """Return the status and the body of the answer that comes."""
+    """Return the status and the body of the next answer."""
     with connected.makefile("rb") as file:
         head, _, body = file.read().partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)
 
 
 def in_line(node: Node) -> list[str]:
-    """Return the names of those who wait, in their order."""
+    """Return the names of the waiting leases in order."""
     waiting = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
     return [lease["name"] for lease in sorted(waiting, key=lambda lease: lease["wait"]["position"])]
 
 
 def wait_for_line(node: Node, *names: str) -> None:
-    """Wait until those who wait are these, in this order."""
+    """Wait until exactly these leases wait, in this order."""
     wait_until(lambda: in_line(node) == list(names), what=f"{names} to wait")

@@ -1,6 +1,6 @@
-"""mpsd is ended by SIGKILL hundreds of times, at every store operation and anywhere, and honours what it ever said.
+"""mpsd is killed by SIGKILL hundreds of times, at every store operation and at random, and honours all its answers.
 
-The number of kills is MPSD_KILLS, 200 unless it is set.
+The number of kills is MPSD_KILLS, 200 by default.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from tests.harness import wait_until
 pytestmark = pytest.mark.slow
 
 KILLS: Final = int(os.environ.get("MPSD_KILLS", "200"))
-"""How often mpsd is killed in all."""
+"""The number of kills in all."""
 
 GROUPS: Final = 5
-"""Tests that these kills are divided among, each for itself within what a test may take."""
+"""The number of tests that share these kills, each within the time limit of a test."""
 
 EACH: Final = -(-KILLS // (2 * GROUPS))
-"""Kills in each of them, of one kind and of the other."""
+"""Kills of each of the two kinds in each test."""
 
 
 @contextmanager
 def crowd_on(node: ForkedNode, seed: int) -> Iterator[Load]:
-    """Give the callers of a node, and end them."""
+    """Yield the callers of a node, and end them."""
     load = Load(node, seed)
     try:
         yield load
@@ -40,7 +40,7 @@ def crowd_on(node: ForkedNode, seed: int) -> Iterator[Load]:
 
 
 def begin(node: ForkedNode, *, kill_at: int = 0, torn: bool = False) -> bool:
-    """Start mpsd; tell whether it lived until it was ready to admit."""
+    """Start mpsd; return whether it lived until it was ready to admit."""
     node.kill_at, node.torn = kill_at, torn
     node.launch()
 
@@ -58,28 +58,28 @@ def begin(node: ForkedNode, *, kill_at: int = 0, torn: bool = False) -> bool:
 
 
 def end(node: ForkedNode) -> None:
-    """Reap an mpsd that was killed, and by nothing else."""
+    """Reap an mpsd that was killed by SIGKILL only."""
     assert node.ended() == -9, node.stderr.read_text()[-3000:]
 
 
 async def one_life(load: Load, *, kill_after: int = 0) -> None:
-    """Hold mpsd to its earlier lives' word, and give it a life, which ends by SIGKILL."""
+    """Check mpsd against the receipts of its earlier lives, and run a life that ends by SIGKILL."""
     with suppress(*DEAD):
         await load.check()
     await load.live(kill_after=kill_after)
 
 
 def last_words(load: Load) -> None:
-    """Hold the last mpsd to the word of all others."""
+    """Check the last mpsd against the receipts of all others."""
     assert begin(load.node)
     asyncio.run(load.check())
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_killed_at_every_store_operation(fork: Fork, group: int) -> None:
-    """Whichever store operation is its last, done or half done, mpsd loses, doubles and brings back nothing.
+    """Whichever store operation is the last, done or half done, mpsd loses, doubles and revives nothing.
 
-    The operations of a life are counted from its start: opening and restoring come first, then what the callers do.
+    The operations of a life are counted from its start: opening and restoring come first, then the callers' requests.
     """
     with crowd_on(fork(), group) as load:
         assert begin(load.node)
@@ -96,9 +96,9 @@ def test_killed_at_every_store_operation(fork: Fork, group: int) -> None:
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_killed_anywhere(fork: Fork, group: int) -> None:
-    """Whenever it is killed, and whoever of its holders died while it lived or was away, mpsd honours its word.
+    """Whenever mpsd is killed, and whichever holders died while it lived or was down, it honours its answers.
 
-    Most kills come while requests are on their way, so that it is not known which of them took effect.
+    Most kills come during requests, so that it is unknown which of them took effect.
     """
     chance = random.Random(group)
     with crowd_on(fork(), 1000 + group) as load:

@@ -1,4 +1,4 @@
-"""Events: numbered without a gap, kept for a count and an age, told when they are stored, whoever reads how slowly."""
+"""Events: numbered without a gap, kept by count and age, published when they are stored. Slow readers delay nothing."""
 
 import json
 import select
@@ -14,13 +14,16 @@ from tests.node import Node
 
 
 def refuse(node: Node, times: int) -> None:
-    """Have mpsd decide something, this often, that leaves nothing behind but an event."""
+    """Have mpsd make so many decisions that leave nothing behind but an event."""
     for _ in range(times):
         assert node.request("POST", "/v1/leases", {"threads": 1, "memory": "81GiB"}).status == 422
 
 
 def test_kept_then_live(make_node: Start) -> None:
-    """A stream begins with what is kept and goes on with what comes, without a gap; it is the log, line by line."""
+    """A stream begins with the stored events and continues with new ones, without a gap.
+
+    It equals the log, line by line.
+    """
     node = make_node().start()
     refuse(node, 5)
     with following(node) as follower:
@@ -33,7 +36,7 @@ def test_kept_then_live(make_node: Start) -> None:
 
 
 def test_reconnect_across_a_restart(make_node: Start) -> None:
-    """Whoever comes back with the last number it has misses nothing, whatever happened to mpsd meanwhile."""
+    """A follower that returns with its last number misses nothing, whatever happened to mpsd meanwhile."""
     node = make_node().start()
     with following(node) as follower:
         refuse(node, 3)
@@ -46,12 +49,12 @@ def test_reconnect_across_a_restart(make_node: Start) -> None:
             node.end(number)
             read += list(follower)
     assert gapless(read, 0)
-    # SIGTERM tells its followers to the end, and ends their streams.
+    # At SIGTERM followers get all events, and their streams end.
     assert "node_stopping" in [event["event"] for event in read]
 
 
 def test_count(make_node: Start) -> None:
-    """So many are kept as are configured; who asks for older ones is told so, and not given a gap."""
+    """The configured number of events is kept; a request for older ones is refused, and does not get a gap."""
     node = make_node(config="[api]\nevents = 20\n").start()
     refuse(node, 40)
     kept = events(node)
@@ -64,7 +67,7 @@ def test_count(make_node: Start) -> None:
     assert f"the oldest is {last - 19}" in answer.json["detail"]
     for _ in range(10):
         oldest = events(node)[0]["seq"]
-        refuse(node, 3)  # which has no number yet, most of the times
+        refuse(node, 3)  # which mostly have no number yet
         assert node.get(f"/v1/events?after={oldest - 1}").status == 422
     last = events(node)[-1]["seq"]
     node.end(signal.SIGKILL)
@@ -73,7 +76,7 @@ def test_count(make_node: Start) -> None:
 
 
 def test_age(make_node: Start) -> None:
-    """What is older than configured is not kept, whether anything new happens or not; numbers go on all the same."""
+    """Events older than configured are dropped, with or without new ones; numbers continue all the same."""
     node = make_node(config="[api]\nevents_age = 0.2\n").start()
     refuse(node, 3)
     wait_until(lambda: events(node) == [], what="all events to be too old", deadline=20)
@@ -86,13 +89,13 @@ def test_age(make_node: Start) -> None:
 
 
 def latest(node: Node) -> int:
-    """Return the number of the latest event, also where none is kept."""
+    """Return the number of the latest event, even if no event is kept."""
     detail = node.get("/v1/events?after=999999999").json["detail"]
     return int(detail.rpartition(" ")[2])
 
 
 def test_number_that_was_not_given(make_node: Start) -> None:
-    """Who asks for what comes after an event that there is not yet is told so, and does not wait in vain."""
+    """A request for events after a future number is refused, and does not wait."""
     node = make_node().start()
     answer = node.get("/v1/events?after=999999999&follow=true")
     assert (answer.status, answer.json["code"]) == (422, "invalid_request")
@@ -101,7 +104,7 @@ def test_number_that_was_not_given(make_node: Start) -> None:
 
 
 def test_slow_reader(make_node: Start) -> None:
-    """One who does not read is dropped; others have their events meanwhile, and mpsd holds no more for it."""
+    """A follower that does not read is dropped; others get their events meanwhile, and mpsd's memory does not grow."""
     node = make_node(config="[api]\nevents = 3000\nlines_per_uid = 1000\n").start()
     with connection(node, buffer=4096) as slow, following(node) as follower:
         silent = Follower(slow, 0)
@@ -123,20 +126,20 @@ def test_slow_reader(make_node: Start) -> None:
 
 
 def memory(node: Node) -> int:
-    """Return what mpsd holds of memory, in KiB."""
+    """Return mpsd's memory in KiB."""
     status = Path(f"/proc/{node.pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0])
 
 
 def hung_up(connected: socket.socket) -> bool:
-    """Tell whether mpsd has closed a connection, whatever is left to be read from it."""
+    """Return whether mpsd has closed a connection, whatever is left to read from it."""
     poll = select.poll()
     poll.register(connected, select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def test_history_that_was_damaged(make_node: Start) -> None:
-    """When the history is lost, numbers go on all the same: none is given twice, and who has old ones is told."""
+    """When the history is lost, numbers continue: none is used twice, and followers with old ones are refused."""
     node = make_node().start()
     refuse(node, 5)
     last = events(node)[-1]["seq"]
@@ -153,7 +156,7 @@ def test_history_that_was_damaged(make_node: Start) -> None:
 
 
 def test_log_of_changes_that_was_cut(make_node: Start) -> None:
-    """A write-ahead log that lost its end reads as if that had never been; its numbers are not given again."""
+    """A write-ahead log that lost its end reads as if the end had never been; its numbers are not used again."""
     node = make_node().start()
     refuse(node, 5)
     before = {event["seq"]: event for event in events(node)}

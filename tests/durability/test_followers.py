@@ -1,4 +1,4 @@
-"""Those who follow the events: where they begin, what they get while nothing comes, and how it ends."""
+"""Followers of events: where they begin, what they get in quiet times, and how the stream ends."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from tests.node import Node
 
 
 def followed(node: Node, query: str, number: int) -> list[dict[str, Any]]:
-    """Return so many lines that a follower gets."""
+    """Return the first lines that a follower gets."""
     with connection(node) as connected:
         connected.sendall(f"GET /v1/events?follow=true&{query} HTTP/1.0\r\nHost: mpsd\r\n\r\n".encode())
         file = connected.makefile("rb")
@@ -24,7 +24,7 @@ def followed(node: Node, query: str, number: int) -> list[dict[str, Any]]:
 
 
 def test_latest(make_node: Start) -> None:
-    """Whoever asks for what comes after the latest event gets none that is kept, and every one that comes."""
+    """A follower of the events after the latest one gets no stored event, and every new one."""
     node = make_node().start()
     refuse(node, 2)
     last = events(node)[-1]["seq"]
@@ -39,7 +39,7 @@ def test_latest(make_node: Start) -> None:
 
 
 def test_heartbeats(make_node: Start) -> None:
-    """A follower that asks for them gets lines while nothing happens; they have the last number, and take none."""
+    """A follower that requests heartbeats gets lines in quiet times, with the last number and without using one."""
     node = make_node().start()
     last = events(node)[-1]["seq"]
     beats = followed(node, "after=latest&heartbeat=1", 2)
@@ -51,7 +51,7 @@ def test_heartbeats(make_node: Start) -> None:
 
 
 def test_last_line(make_node: Start) -> None:
-    """The last line that a follower gets of an mpsd that ends says so, and its successor goes on behind it."""
+    """The last line of a stopping mpsd says that it is the last, and its successor continues after it."""
     node = make_node().start()
     with connection(node) as connected:
         follower = Follower(connected, 0)

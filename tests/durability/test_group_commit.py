@@ -1,4 +1,4 @@
-"""What is decided at the same time is stored together, and what is decided alone at once; and all is told in order."""
+"""Simultaneous decisions are stored together, single ones at once; all are published in order."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ _MANY: Final = 40
 
 
 def commits(node: Node) -> list[int]:
-    """Return of how many leases each commit told, after mpsd was killed."""
+    """Return the number of leases in each commit, after mpsd was killed."""
     with closing(sqlite3.connect(node.root / "run" / "leases.db")) as database:
         said = chain.from_iterable(json.loads(row) for (row,) in database.execute("SELECT news FROM leases"))
         return [len(events) for _, events in said]
 
 
 def ask(node: Node, *, together: bool) -> None:
-    """Have many callers ask for a lease each, all in the same moment or one after the other, and kill mpsd."""
+    """Have many callers request a lease each, all at the same moment or one after the other, and kill mpsd."""
     request = message("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"})
     with contextlib.ExitStack() as stack:
         callers = [stack.enter_context(Talk(node.socket)) for _ in range(_MANY)]
@@ -43,7 +43,7 @@ def ask(node: Node, *, together: bool) -> None:
 
 
 def test_together(make_node: Start) -> None:
-    """Grants of many callers in the same moment share a few commits."""
+    """Grants of many callers at the same moment share a few commits."""
     node = make_node().start()
     ask(node, together=True)
     found = commits(node)
@@ -52,14 +52,14 @@ def test_together(make_node: Start) -> None:
 
 
 def test_one_by_one(make_node: Start) -> None:
-    """Each grant that was asked for alone is stored alone, before its caller hears of it."""
+    """A grant that was requested alone is stored alone, before its caller gets it."""
     node = make_node().start()
     ask(node, together=False)
     assert commits(node) == [1] * _MANY
 
 
 def decide(node: Node) -> list[str]:
-    """Have one caller be granted, refused and released, again and again at once, and return the ids of its leases."""
+    """Have one caller be granted, refused and released repeatedly, at once; return the ids of its leases."""
     with Talk(node.socket) as caller:
         leases = []
         for _ in range(_MANY):
@@ -70,19 +70,19 @@ def decide(node: Node) -> list[str]:
 
 
 def published(lines: list[str]) -> list[tuple[str, str | None]]:
-    """Return what is told of leases, each with its lease."""
+    """Return the events about leases, each with its lease."""
     facts = [json.loads(line) for line in lines]
     return [(fact["event"], fact.get("lease")) for fact in facts if fact["event"].startswith("lease_")]
 
 
 def decided(leases: list[str]) -> list[tuple[str, str | None]]:
-    """Return what is to be told after `decide`."""
+    """Return the expected events after `decide`."""
     each = ([("lease_granted", lease), ("lease_refused", None), ("lease_ended", lease)] for lease in leases)
     return list(chain.from_iterable(each))
 
 
 def test_nobody_overtakes(make_node: Start) -> None:
-    """What waits to be told comes before what is told at once, in the log and among the events, and is there to see."""
+    """Pending events precede events that are published at once, in the log and in the stream, and are visible there."""
     node = make_node().start()
     leases = decide(node)
     assert published(node.get("/v1/events").body.decode().splitlines()) == decided(leases)
@@ -90,7 +90,7 @@ def test_nobody_overtakes(make_node: Start) -> None:
 
 
 def test_seen_and_told(make_node: Start) -> None:
-    """Who sees that a lease is there, or is not any more, finds in the log why."""
+    """A caller that sees a lease appear or disappear finds the reason in the log."""
     node = make_node().start()
     with Talk(node.socket) as caller:
         for _ in range(_MANY):
@@ -103,7 +103,7 @@ def test_seen_and_told(make_node: Start) -> None:
 
 
 def test_killed_before_it_was_told(make_node: Start) -> None:
-    """What was waiting to be told when mpsd was killed is told by the next one, once."""
+    """Events that were pending when mpsd was killed are published by the next mpsd, once."""
     node = make_node().start()
     leases = decide(node)
     with Talk(node.socket) as caller:

@@ -1,4 +1,4 @@
-"""The lease store by itself: its rows are used again, and news are told once, whoever forgets what was told."""
+"""The lease store by itself: rows are reused, and events are published once, even when the history is lost."""
 
 import json
 import random
@@ -41,14 +41,14 @@ def opened(directory: Path, *, schema: tuple[str, ...] = LEASES_SCHEMA) -> Itera
 
 
 def events(lease: Lease) -> LeaseEvent:
-    """Return what there is to tell of a lease."""
+    """Return the event about a lease."""
     return LeaseEvent(
         lease.id, EventName.LEASE_ENDED if lease.state is LeaseState.ENDED else EventName.LEASE_GRANTED, {}
     )
 
 
 def keep(keeping: LeaseStore, *leases: Lease) -> None:
-    """Store leases in one turn, with the news of each."""
+    """Store leases in one commit, each with its event."""
     assert not keeping.keep({lease.id: lease for lease in leases}, [events(lease) for lease in leases]).because
 
 
@@ -58,18 +58,18 @@ def numbered(count: int) -> list[Lease]:
 
 
 def ended(lease: Lease) -> Lease:
-    """Return a lease as it is when it has ended."""
+    """Return an ended copy of a lease."""
     return replace(lease, state=LeaseState.ENDED)
 
 
 def rows(directory: Path) -> int:
-    """Return how many rows there are."""
+    """Return the number of rows."""
     with closing(Database(directory / "leases.db", LEASES_SCHEMA)) as database:
         return len(list(database.rows("SELECT number FROM leases")))
 
 
 def test_rows_are_used_again(tmp_path: Path) -> None:
-    """A row goes to another lease once its own has ended and that is told: the store is as large as what is in it."""
+    """A row is reused once its lease has ended and the event is published: the store is as large as its contents."""
     first, *others = numbered(200)
     with opened(tmp_path) as keeping:
         keep(keeping, first)
@@ -85,7 +85,7 @@ def test_rows_are_used_again(tmp_path: Path) -> None:
 
 
 def test_untold(tmp_path: Path) -> None:
-    """News that nobody told keep their rows; the next mpsd tells them in their order, and none that was told."""
+    """Unpublished events keep their rows; the next mpsd publishes them in order, and no published one."""
     first, *leases = numbered(21)
     with opened(tmp_path) as keeping:
         keep(keeping, first)
@@ -113,7 +113,7 @@ def test_untold(tmp_path: Path) -> None:
 
 
 def test_a_history_that_was_lost(tmp_path: Path) -> None:
-    """What was told before the last commit is not told again, though there is nothing left to show that it was."""
+    """Events published before the last commit are not repeated, though no trace of the publication is left."""
     first, second = numbered(2)
     with opened(tmp_path) as keeping:
         keep(keeping, first)
@@ -127,7 +127,7 @@ def test_a_history_that_was_lost(tmp_path: Path) -> None:
 
 
 def test_another_boot(tmp_path: Path) -> None:
-    """Leases of another boot are over; what of their news was not told is."""
+    """Leases of another boot have ended; their unpublished events are published."""
     with opened(tmp_path) as keeping:
         keep(keeping, LEASE)
     with closing(Database(tmp_path / "leases.db", LEASES_SCHEMA)) as database:
@@ -146,7 +146,7 @@ def test_another_boot(tmp_path: Path) -> None:
 
 
 def test_the_first_version(tmp_path: Path) -> None:
-    """Leases of the first version of the store are there, and so is what was not told of them, in its order."""
+    """Leases of the first version of the store are read, and their unpublished events too, in order."""
     leases = numbered(3)
     path = tmp_path / "leases.db"
     with closing(Database(path, LEASES_SCHEMA[:1])) as database:
@@ -170,7 +170,7 @@ def test_the_first_version(tmp_path: Path) -> None:
 
 @as_root
 def test_an_end_needs_no_room(short_tmp: Path) -> None:
-    """On a full disk, without any ballast, nothing more is granted, and every lease can end, and stays ended."""
+    """On a full disk without any ballast, nothing more is granted, and every lease can end, and stays ended."""
     leases = numbered(400)
     with mounted(short_tmp, "2m"):
         with opened(short_tmp) as keeping:
@@ -189,7 +189,10 @@ def test_an_end_needs_no_room(short_tmp: Path) -> None:
 
 
 def test_directory_is_gone(tmp_path: Path) -> None:
-    """Without its directory nothing is stored, and that is said; when it is back, all of it is stored again, once."""
+    """Without its directory nothing is stored, and an error says so.
+
+    When it is back, everything is stored again, once.
+    """
     directory = tmp_path / "run"
     directory.mkdir()
     leases = numbered(3)
@@ -217,7 +220,7 @@ def test_directory_is_gone(tmp_path: Path) -> None:
 
 
 def test_leases_of_the_third_version(tmp_path: Path) -> None:
-    """What had one process as its holder has it as its only one, with its uid; a row that makes no sense stays."""
+    """A lease with one process as its holder has it as its only one, with its uid; an invalid row stays."""
     identity = {"pid": 7, "start_ticks": 99}
     started = "2026-01-01T00:00:00Z"
     plain = json.loads(msgspec.json.encode(LEASE))

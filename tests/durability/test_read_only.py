@@ -1,4 +1,4 @@
-"""A file system with an error, which the kernel lets nobody write to any more, under each of mpsd's directories."""
+"""A file system that the kernel has made read-only after an error, under each of mpsd's directories."""
 
 import os
 import signal
@@ -15,18 +15,18 @@ pytestmark = as_root
 
 
 def admit(node: Node) -> Answer:
-    """Ask for a lease as the process of the tests."""
+    """Request a lease as the process of the tests."""
     return node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"})
 
 
 def kill_daemon(node: Node) -> None:
-    """Kill the control daemon, and wait until mpsd knows."""
+    """Kill the control daemon, and wait until mpsd has noticed."""
     os.kill(node.daemons()["gpu0"]["pid"], signal.SIGKILL)
     wait_until(lambda: node.events("daemon_death"), what="mpsd to know of the death")
 
 
 def cannot_start(node: Node, file: str) -> None:
-    """See that the control daemon cannot be started, for a file that is named, and that this counts as no death."""
+    """Check that the control daemon cannot start because of a named file, and that this counts as no death."""
     wait_until(
         lambda: node.daemons()["gpu0"]["because"].startswith("it cannot be started now"),
         what="mpsd to say that it cannot be started",
@@ -40,7 +40,7 @@ def cannot_start(node: Node, file: str) -> None:
 
 
 def test_runtime_directory(make_node: Start) -> None:
-    """Nothing is granted, a release holds while mpsd lives, and a control daemon that dies is no reason to give up."""
+    """Nothing is granted, a release holds while mpsd lives, and a dead control daemon is not given up."""
     node = make_node(simulate=1)
     path = node.root / "run"
     path.mkdir(mode=0o755)
@@ -59,7 +59,7 @@ def test_runtime_directory(make_node: Start) -> None:
 
 
 def test_state_directory(make_node: Start) -> None:
-    """Leases are granted and end, control daemons come back; events wait in memory, and the log says so."""
+    """Leases are granted and end, control daemons restart; events wait in memory, and the log says so."""
     node = make_node(simulate=1)
     path = node.root / "state"
     path.mkdir(mode=0o755)
@@ -83,7 +83,7 @@ def test_state_directory(make_node: Start) -> None:
 @pytest.mark.real_daemon
 @pytest.mark.parametrize("branch", [470, 535, 550, 555])
 def test_log_directory(make_node: Start, branch: int) -> None:
-    """The log of a control daemon stands still, which is noticed, and the next one waits for the disk."""
+    """The log of a control daemon stops, which is detected, and the next daemon waits for the disk."""
     node = make_node(simulate=1, control=real_daemons()[branch])
     path = node.root / "log"
     path.mkdir(mode=0o755)

@@ -1,4 +1,4 @@
-"""What a restart of mpsd keeps, and what it does not: holders that died, pids of others, other boots, ten thousand."""
+"""Leases across a restart of mpsd: holders that died, reused pids, other boots, ten thousand leases."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ OTHER_BOOT = "00000000-0000-4000-8000-000000000000"
 
 
 def granted(node: Node, **asked: Any) -> Any:
-    """Ask for a lease as the process of the tests, and return it."""
+    """Request a lease as the process of the tests, and return it."""
     answer = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", **asked})
     assert answer.status == 201, answer.json
     return answer.json
@@ -64,7 +64,7 @@ def because(node: Node, lease: str) -> Any:
 
 @contextmanager
 def holders(count: int) -> Iterator[Holders]:
-    """Give processes to tie leases to."""
+    """Yield processes as holders of leases."""
     made = Holders(count)
     try:
         yield made
@@ -74,7 +74,7 @@ def holders(count: int) -> Iterator[Holders]:
 
 @contextmanager
 def rewritten(node: Node) -> Iterator[sqlite3.Connection]:
-    """Open the lease store while mpsd is away, to write into it what another one might have."""
+    """Open the lease store while mpsd is down, to write to it like another mpsd."""
     with closing(sqlite3.connect(node.root / "run" / "leases.db")) as store:
         store.create_function("checksum", -1, lambda *row: zlib.crc32("\0".join(map(str, row)).encode()))
         yield store
@@ -83,7 +83,7 @@ def rewritten(node: Node) -> Iterator[sqlite3.Connection]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_restart(make_node: Start, number: signal.Signals) -> None:
-    """However mpsd ended, the leases whose holders live are there as they were, and their holders are watched."""
+    """However mpsd ended, the leases of living holders are unchanged, and their holders are watched."""
     node = make_node().start()
     with calling(node.socket) as holder:
         mine = granted(node, labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
@@ -106,7 +106,7 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
 
 
 def test_holder_died_while_mpsd_was_away(make_node: Start) -> None:
-    """Its lease is over before anybody can ask, and its share is free."""
+    """Its lease has ended before any caller can ask, and its share is free."""
     node = make_node().start()
     with calling(node.socket) as holder:
         lease = holder.admit(threads=100, memory="1GiB").json
@@ -118,7 +118,7 @@ def test_holder_died_while_mpsd_was_away(make_node: Start) -> None:
 
 
 def test_pid_of_another(make_node: Start) -> None:
-    """A process that has the holder's pid by now, and started at another time, does not keep the lease alive."""
+    """A process that reuses the holder's pid with another start time does not keep the lease alive."""
     node = make_node().start()
     lease = granted(node)
     node.end(signal.SIGKILL)
@@ -139,7 +139,10 @@ def start_ticks(pid: int) -> int:
 
 
 def test_reboot(make_node: Start) -> None:
-    """Leases of another boot are over, though a process with that pid and start time lives; event numbers go on."""
+    """Leases of another boot have ended, even if a process with that pid and start time lives.
+
+    Event numbers continue.
+    """
     node = make_node().start()
     lease = granted(node)
     last = [line["seq"] for line in events(node)][-1]
@@ -160,7 +163,7 @@ def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
 
 
 def test_ten_thousand(make_node: Start) -> None:
-    """A store of ten thousand leases comes back whole: every lease, the sums, and the watch over every holder."""
+    """A store of ten thousand leases is restored completely: every lease, the sums, and the watch on every holder."""
     with holders(100) as processes:
         node = make_node(
             simulate=1, config="[admission]\nleases = 20000\nthreads_oversubscription = 100\nmemory_reserve = 0\n"
@@ -182,7 +185,7 @@ def test_ten_thousand(make_node: Start) -> None:
 
 
 def multiply(node: Node, published: dict[str, Any], pids: list[int]) -> None:
-    """Make ten thousand leases of one, tied to these processes in turn."""
+    """Make ten thousand leases from one, bound to these processes in turn."""
     with rewritten(node) as store:
         ((boot, told_of, data, events),) = store.execute("SELECT boot, told, data, news FROM leases").fetchall()
         store.execute("DELETE FROM leases")
@@ -216,7 +219,7 @@ OFFER = Offer(
 
 @asynccontextmanager
 async def mpsd(directory: Path) -> AsyncIterator[Leases]:
-    """Run mpsd's own part that keeps leases, on stores in a directory, and end it as SIGKILL does: at once."""
+    """Run mpsd's lease keeping on stores in a directory, and end it like SIGKILL: at once."""
     with (
         closing(Database(directory / "leases.db", LEASES_SCHEMA)) as store,
         (directory / "log").open("a") as stream,
@@ -248,7 +251,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
 
 @contextmanager
 def family() -> Iterator[list[int]]:
-    """Start a process with two children, and give their pids, the parent's first; end those that are left."""
+    """Start a process with two children; yield their pids, the parent's first, and end those that are left."""
     script = "sleep 1000 & echo $!; sleep 1000 & echo $!; wait"
     parent = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -264,7 +267,7 @@ def family() -> Iterator[list[int]]:
 
 
 async def take(leases: Leases, pid: int, processes: int) -> Lease:
-    """Take a lease for a holder."""
+    """Request a lease for a holder."""
     holder = process.find(pid)
     assert holder is not None
     request = LeaseRequest(
@@ -282,7 +285,7 @@ def client(pid: int) -> Client:
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
-    """A lease lives until its holder and all clients attributed to it are gone, across a restart of mpsd too."""
+    """A lease lives until its holder and all its attributed clients are gone, also across a restart of mpsd."""
 
     async def story(pids: list[int]) -> None:
         parent, first, second = pids

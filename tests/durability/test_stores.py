@@ -1,4 +1,4 @@
-"""A store that cannot be used, or that cannot be written: mpsd says so, starts, and never dies of it."""
+"""A store that cannot be used or written: mpsd reports that, starts, and keeps running."""
 
 import itertools
 import signal
@@ -19,7 +19,7 @@ from tests.simulated_clients import SimulatedClient, leased
 
 
 def admit(node: Node, **asked: object) -> Answer:
-    """Ask for a lease as the process of the tests."""
+    """Request a lease as the process of the tests."""
     return node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", **asked})
 
 
@@ -29,13 +29,13 @@ def noise(path: Path) -> None:
 
 
 def newer(path: Path) -> None:
-    """Make a store one of a later mpsd."""
+    """Turn a store into one of a later mpsd."""
     with closing(sqlite3.connect(path)) as store:
         store.execute("PRAGMA user_version = 99")
 
 
 def foreign(path: Path) -> None:
-    """Put another program's database in the place of a store."""
+    """Replace a store by another program's database."""
     path.unlink()
     with closing(sqlite3.connect(path)) as store:
         store.executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (1)")
@@ -44,7 +44,7 @@ def foreign(path: Path) -> None:
 @pytest.mark.parametrize("damage", [noise, newer, foreign])
 @pytest.mark.parametrize("store", ["run/leases.db", "state/history.db"])
 def test_set_aside(make_node: Start, store: str, damage: Callable[[Path], None]) -> None:
-    """A store of no use is set aside, whole, with a line in the log that says where and why; and mpsd works."""
+    """An unusable store is set aside whole, with its path and the reason in the log; and mpsd works."""
     node = make_node().start()
     assert admit(node).status == 201
     node.end(signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_set_aside(make_node: Start, store: str, damage: Callable[[Path], None])
 
 
 def test_row_that_makes_no_sense(make_node: Start) -> None:
-    """A lease that is whole and yet none, as only a defect could write it, has the store set aside as well."""
+    """A well-formed but invalid lease, which only a defect could write, has the store set aside as well."""
     node = make_node().start()
     assert admit(node).status == 201
     node.end(signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_row_that_makes_no_sense(make_node: Start) -> None:
 
 @pytest.fixture
 def small(make_node: Start) -> Iterator[Callable[..., Node]]:
-    """Give a maker of nodes of which one directory is a file system of its own, of 2 MiB."""
+    """Return a maker of nodes with one directory on its own file system of 2 MiB."""
     with ExitStack() as mounts:
 
         def make(directory: str, **options: Any) -> Node:
@@ -96,7 +96,7 @@ def small(make_node: Start) -> Iterator[Callable[..., Node]]:
 
 @as_root
 def test_full_runtime_directory(small: Callable[..., Node]) -> None:
-    """Admissions are refused with `storage`, releases work and last, who waits keeps waiting, and it all comes back."""
+    """Requests are refused with `storage`, releases work and last, waiting ones keep waiting, and all recovers."""
     node = small("run", simulate=2).start()
     held = [admit(node, threads=9, name="n" * 100, gpu="0").json["id"] for _ in range(10)]
     assert admit(node, threads=90, gpu="1").status == 201
@@ -106,7 +106,7 @@ def test_full_runtime_directory(small: Callable[..., Node]) -> None:
         full = fill(node.root / "run")
         refused: list[Any] = []
         while not refused:
-            # There may be room left within the file itself; it is used up, and then there is none.
+            # There may be space left within the file itself; the loop uses it up.
             answer = admit(node, threads=0.1, name="n" * 128, labels={f"l{n}": "x" * 128 for n in range(30)}, gpu="0")
             assert answer.status in {201, 409, 507}, answer.json
             if answer.status == 507:
@@ -132,7 +132,7 @@ def test_full_runtime_directory(small: Callable[..., Node]) -> None:
 
 @as_root
 def test_full_state_directory(small: Callable[..., Node]) -> None:
-    """Nobody is refused, and events are told when they are stored: late, in order, and without a gap."""
+    """No request is refused, and events are published when they are stored: late, in order, and without a gap."""
     node = small("state").start()
     with following(node) as follower:
         before = follower.until(event="daemon_state", state="ready")
@@ -150,7 +150,7 @@ def test_full_state_directory(small: Callable[..., Node]) -> None:
 
 @as_root
 def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
-    """What was decided while nothing could be told is told by the next mpsd, if it could be stored with its lease."""
+    """Events that could not be published are published by the next mpsd, if they could be stored with their leases."""
     node = small("state").start()
     full = fill(node.root / "state")
     wait_until(lambda: admit(node, threads=0.1).status == 201 and node.events("store_full"), what="it to be full")
@@ -168,7 +168,7 @@ def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
 
 
 class TestLostLeases:
-    """A store that went while a control daemon ran on: its clients hold what no lease says."""
+    """A store that was lost while a control daemon kept running: its clients hold memory that no lease has."""
 
     @pytest.fixture
     def node(self, make_node: Start) -> Node:
@@ -177,26 +177,26 @@ class TestLostLeases:
 
     @pytest.fixture
     def client(self, node: Node) -> Iterator[SimulatedClient]:
-        """Give a client on the first GPU, whose lease is lost with the store while mpsd is away."""
+        """Yield a client on the first GPU, whose lease is lost with the store while mpsd is down."""
         with leased(node, "--threads", "60", "--memory", "4GiB", "--gpu", "0") as started:
             assert started.hello["ok"], started.hello
             wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
             yield started
 
     def lose(self, node: Node, damage: Callable[[Path], None]) -> None:
-        """Have mpsd find, when it starts, that its leases are lost."""
+        """Have mpsd find at its start that its leases are lost."""
         node.end(signal.SIGKILL)
         damage(node.root / "run" / "leases.db")
         self.begin(node)
 
     def begin(self, node: Node) -> None:
-        """Start mpsd, which has adopted its control daemons when this returns."""
+        """Start mpsd, and wait until it has adopted its control daemons."""
         node.start(ready=False)
         for name in ("gpu0", "gpu1"):
             node.wait_for_state(name, "ready")
 
     def held(self, node: Node, client: SimulatedClient) -> None:
-        """See that nothing is granted on the first GPU, that it is said why and what to do, and that others go on."""
+        """Check that nothing is granted on the first GPU, with reason and remedy; the other GPU is unaffected."""
         answer = admit(node, gpu="0")
         assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "daemon_not_ready", "hold")
         assert f"it waits for the end of pid {client.pid}" in answer.json["detail"]
@@ -211,7 +211,7 @@ class TestLostLeases:
     def test_held_until_its_clients_are_gone(
         self, node: Node, client: SimulatedClient, damage: Callable[[Path], None]
     ) -> None:
-        """Nothing is granted there, after further restarts either, until the client whose lease was lost has ended."""
+        """Nothing is granted there, even after further restarts, until the client whose lease was lost has ended."""
         self.lose(node, damage)
         self.held(node, client)
         node.end(signal.SIGKILL)
@@ -225,7 +225,7 @@ class TestLostLeases:
         assert node.get("/v1/status").json["healthy"]
 
     def test_resumed(self, node: Node, client: SimulatedClient) -> None:
-        """An operator who knows better says so, once: it is granted at once, and after a restart."""
+        """After one operator's command, leases are granted at once, and also after a restart."""
         self.lose(node, Path.unlink)
         self.held(node, client)
         assert node.mpsctl("resume", "gpu0").returncode == 0
@@ -239,18 +239,18 @@ class TestLostLeases:
 
 
 def put_back(path: Path, old: bytes) -> None:
-    """Write what was in a file before into it again."""
+    """Write the former content of a file into it again."""
     path.write_bytes(old)
 
 
 def replace(path: Path, old: bytes) -> None:
-    """Put another file into its place, with what was in it before."""
+    """Replace a file by another with its former content."""
     path.with_suffix(".new").write_bytes(old)
     path.with_suffix(".new").rename(path)
 
 
 def into_directory(path: Path, _: bytes) -> None:
-    """Put a directory into its place."""
+    """Replace a file by a directory."""
     path.unlink()
     path.mkdir()
 
@@ -268,10 +268,10 @@ DAMAGES: Final[dict[str, Callable[[Path, bytes], object]]] = {
 
 
 class TestWhileItRuns:
-    """mpsd notices, and writes what it knows anew: the next mpsd finds all of it, and grants nothing twice."""
+    """mpsd notices the damage and writes its state again: the next mpsd finds all of it, and grants nothing twice."""
 
     def rewritten(self, node: Node, path: Path, number: int = 1) -> None:
-        """Wait until mpsd says that it has written this store anew."""
+        """Wait until mpsd reports that it has written this store again."""
 
         def look() -> bool:
             told = [each for each in node.events("store_rewritten") if f"{path}" in each["because"]]
@@ -284,7 +284,7 @@ class TestWhileItRuns:
     def test_leases(self, make_node: Start, damage: str, *, busy: bool) -> None:
         """No lease is lost, whatever is done to the file.
 
-        Where mpsd writes to it all the time, it may write over what is wrong before it looks: that is as good.
+        A busy mpsd may overwrite the damage before it notices, which is as good.
         """
         node = make_node(simulate=1).start()
         path = node.root / "run" / "leases.db"
@@ -314,7 +314,7 @@ class TestWhileItRuns:
         assert len(node.events("store_rewritten")) == 1 or busy
 
     def test_older_one_while_away(self, make_node: Start) -> None:
-        """An older store that was put in its place while mpsd was away is not believed: leases are missing in it."""
+        """An older store that replaced the real one while mpsd was down is rejected: leases are missing in it."""
         node = make_node(simulate=1).start()
         path = node.root / "run" / "leases.db"
         assert admit(node, threads=40).status == 201
@@ -329,7 +329,7 @@ class TestWhileItRuns:
 
     @pytest.mark.parametrize("damage", ["removed", "replaced", "emptied", "journal removed"])
     def test_events(self, make_node: Start, damage: str) -> None:
-        """No event is lost that was told, and their numbers go on without a gap."""
+        """No published event is lost, and the numbers continue without a gap."""
         node = make_node(simulate=1).start()
         lease = admit(node, threads=40).json["id"]
         before = events(node)

@@ -1,4 +1,4 @@
-"""A place in the queue: who hangs up loses it, unless there is a request_id to come back with, across restarts too."""
+"""Places in the queue: a disconnected caller loses its place, unless it has a request_id, also across restarts."""
 
 import signal
 from contextlib import ExitStack
@@ -16,7 +16,7 @@ BIG = {"threads": 60, "memory": "1GiB", "wait": None}
 
 @pytest.fixture
 def full(make_node: Start) -> tuple[Node, Any]:
-    """Give a node with one GPU, and the lease that has most of it."""
+    """Return a node with one GPU, and the lease that has most of it."""
     node = make_node(config="[admission]\nhang_up_grace = 0.5\n").start()
     return node, node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
 
@@ -27,7 +27,7 @@ def release(node: Node, lease: Any) -> None:
 
 
 def test_hanging_up(full: tuple[Node, Any]) -> None:
-    """Without a request_id the place goes at once to whoever is next, however long the grace."""
+    """Without a request_id the place goes at once to the next one, however long the grace."""
     node, has = full
     node.reload("[admission]\nhang_up_grace = 3600\n")
     with connection(node) as first, connection(node) as second:
@@ -42,7 +42,7 @@ def test_hanging_up(full: tuple[Node, Any]) -> None:
 
 
 def test_coming_back(full: tuple[Node, Any]) -> None:
-    """With a request_id the place is kept, and whoever comes back gets the same lease, granted meanwhile or not."""
+    """With a request_id the place is kept, and a caller that returns gets the same lease, granted meanwhile or not."""
     node, has = full
     node.reload("[admission]\nhang_up_grace = 3600\n")
     with ExitStack() as stack:
@@ -57,7 +57,7 @@ def test_coming_back(full: tuple[Node, Any]) -> None:
         release(node, has)
         status, lease = answer_of(again)
         assert (status, lease["id"]) == (201, place)
-        # The second hangs up too, is granted meanwhile, and is told so when it comes back; and it stays granted.
+        # The second one disconnects too, is granted meanwhile, gets the grant when it returns, and keeps it.
         place = waiting_id(node, "second")
         second.close()
         release(node, lease)
@@ -67,7 +67,7 @@ def test_coming_back(full: tuple[Node, Any]) -> None:
         wait_until(lambda: len(node.events("settings_reloaded")) == 2, what="a grace that is over")
         with connection(node) as third:
             submit(third, **{**BIG, "wait": 1.2}, name="third")
-            assert answer_of(third)[0] == 409  # for two looks of mpsd at the clock nothing was given away
+            assert answer_of(third)[0] == 409  # mpsd has checked its clock twice without dropping a place
         assert node.get(f"/v1/leases/{place}").json["state"] == "granted"
 
 
@@ -77,7 +77,7 @@ def waiting_id(node: Node, name: str) -> Any:
 
 
 def test_not_coming_back(full: tuple[Node, Any]) -> None:
-    """When the grace is over the place is given away, and so is what was granted to nobody."""
+    """After the grace the place is dropped, and so is a grant that no caller has received."""
     node, has = full
     with connection(node) as first:
         submit(first, **BIG, name="first", request_id="a")
@@ -92,9 +92,9 @@ def test_not_coming_back(full: tuple[Node, Any]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_restart(full: tuple[Node, Any], number: signal.Signals) -> None:
-    """However mpsd ends, those who can come back keep their places in their order, and the others lose theirs.
+    """However mpsd ends, requests with a request_id keep their places in order, and the others lose theirs.
 
-    SIGTERM tells them so: 503 `stopping`.
+    SIGTERM answers them with 503 `stopping`.
     """
     node, has = full
     node.config = "[admission]\nhang_up_grace = 3600\n"

@@ -1,4 +1,4 @@
-"""A server on a unix socket that answers whatever a test tells it to: in pieces, too slowly, in part, or nonsense."""
+"""A server on a unix socket with any answers that a test chooses: in pieces, too slow, partial, or nonsense."""
 
 import contextlib
 import json
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 class Answering:
-    """Takes connections one after another, and gives each request on them the next of its answers.
+    """Accepts connections one after another, and answers each request on them with the next of its answers.
 
-    An answer is one piece of bytes or several, each sent by itself. `None` in the place of an answer says nothing and
+    An answer is one piece of bytes or several, each sent by itself. `None` in place of an answer sends nothing and
     leaves the connection open; `hang_up` as the last piece closes it.
     """
 
@@ -74,7 +74,7 @@ def _whole(request: bytes) -> bool:
 
 @contextlib.contextmanager
 def answering(path: Path, *answers: "bytes | Iterable[bytes] | None") -> Iterator[Answering]:
-    """Serve for as long as the block lasts."""
+    """Serve as long as the block lasts."""
     server = Answering(path, answers)
     try:
         yield server
@@ -83,7 +83,7 @@ def answering(path: Path, *answers: "bytes | Iterable[bytes] | None") -> Iterato
 
 
 def http(body: object, status: str = "200 OK", *headers: str) -> bytes:
-    """Return an answer with a JSON body, as mpsd gives them."""
+    """Return an answer with a JSON body, in mpsd's form."""
     raw = json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status}", "Content-Type: application/json", f"Content-Length: {len(raw)}", *headers, "", ""]
     return "\r\n".join(lines).encode() + raw

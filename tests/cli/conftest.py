@@ -1,4 +1,4 @@
-"""A node to call, and the ways in which people call mpsctl: as a program, and as a command in a shell."""
+"""A node to call, and the ways in which users call mpsctl: as a program, and as a command in a shell."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def run_mpsctl(socket: Path | str | None, *arguments: str, **options: Any) -> "s
 
 
 def start_mpsctl(socket: Path | str, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
-    """Start mpsctl, with pipes for all that it says."""
+    """Start mpsctl, with pipes for all its output."""
     return subprocess.Popen(
         [sys.executable, "-m", "mpsd.cli.main", "--socket", str(socket), *arguments],
         **{
@@ -53,7 +53,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def _node(root: Path, **options: Any) -> Node:
-    """Make a node; its control program is driver 535's where there is one, and the simulator's elsewhere."""
+    """Make a node; its control program is driver 535's where there is one, otherwise the simulator's."""
     root.mkdir()
     return Node(**{"root": root, "control": real.real_daemons().get(535), **options})
 
@@ -71,7 +71,7 @@ def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
 
 @pytest.fixture
 def node(shared_node: Node) -> Iterator[Node]:
-    """Give the shared node, without leases; what a test leaves of them is released."""
+    """Return the shared node, without leases; those that a test leaves are released."""
     yield shared_node
     for lease in shared_node.get("/v1/leases").json["leases"]:
         shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
@@ -79,7 +79,7 @@ def node(shared_node: Node) -> Iterator[Node]:
 
 @pytest.fixture
 def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Callable[..., Node]]:
-    """Give a maker of nodes, not started yet, for tests that disturb theirs."""
+    """Return a maker of nodes that are not started yet, for tests that disturb their nodes."""
     made: list[Node] = []
 
     def make(**options: Any) -> Node:

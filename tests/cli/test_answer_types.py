@@ -1,4 +1,4 @@
-"""What mpsctl believes about mpsd's answers is what mpsd answers."""
+"""mpsctl's types of mpsd's answers agree with the answers."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.api import lease_schema, operator_handlers, schema
 
 SHAPES = [shape for _, shape in inspect.getmembers(answer_types, is_typeddict)]
-"""Each is named as the struct of the API, less its `Out`."""
+"""Each shape has the name of the API's struct, less its `Out`."""
 
 
 def takes(believed: Any, answered: Any) -> bool:
-    """Tell whether what is answered, once it was JSON, is what is believed: times are text, and unions may be wider.
+    """Return whether an answered type, as JSON, fits the expected one: times are text, and unions may be wider.
 
-    Of a mapping that nobody changes, JSON makes a plain one.
+    JSON turns a read-only mapping into a plain one.
     """
     if get_origin(answered) in {UnionType, Union}:
         return all(takes(believed, each) for each in get_args(answered))
@@ -39,7 +39,7 @@ def takes(believed: Any, answered: Any) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_shapes(shape: Any) -> None:
-    """Each shape has fields of the type that mpsd answers with, and takes what is in them; it may know fewer fields."""
+    """Each shape has fields of the types that mpsd answers with, and accepts their values; it may omit fields."""
     names = (f"{shape.__name__}Out", shape.__name__)
     struct = next(
         getattr(module, name)
@@ -53,7 +53,7 @@ def test_shapes(shape: Any) -> None:
 
 
 def test_differences_are_seen() -> None:
-    """The comparison above is one: what is not believed is not taken."""
+    """The comparison above rejects types that differ."""
     assert takes(dict[str, list[int | None]], dict[str, list[int]])
     assert takes(answer_types.Lease | None, lease_schema.LeaseOut)
     assert takes(str | None, datetime | None)
@@ -67,7 +67,7 @@ def test_differences_are_seen() -> None:
 
 
 def test_every_shape_is_compared() -> None:
-    """There are shapes, or the test above would hold of nothing."""
+    """There are shapes; otherwise the test above would prove nothing."""
     assert {shape.__name__ for shape in SHAPES} >= {"Status", "Gpu", "Daemon", "Lease", "Share", "Client"}
 
 

@@ -1,4 +1,4 @@
-"""The client understands every way in which HTTP may answer, and says plainly when what it meets is not an answer."""
+"""The client accepts every form of HTTP answer, and reports clearly what is not an answer."""
 
 import json
 import socket
@@ -34,13 +34,13 @@ CHUNKED = HEAD + b"transfer-encoding: Chunked\r\n\r\n"
     ],
 )
 def test_bodies(short_tmp: Path, answer: Sequence[bytes]) -> None:
-    """A body arrives whole, however its end is told and in whatever pieces it comes."""
+    """A body arrives whole, however its end is marked and in any pieces."""
     with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
         assert client.get("/v1/status") == {"a": 1}
 
 
 def test_requests(short_tmp: Path) -> None:
-    """Requests go over one connection, each whole, with the length and the type of its body."""
+    """Requests use one connection, each whole, with the length and the type of its body."""
     created = http({"id": "x"}, "201 Created")
     with answering(short_tmp / "s", http(1), created, b"HTTP/1.1 204 No Content\r\n\r\n") as server:
         with Client(str(short_tmp / "s")) as client:
@@ -59,7 +59,7 @@ def test_requests(short_tmp: Path) -> None:
 
 
 def test_closed_connections(short_tmp: Path) -> None:
-    """A server that closes the connection after its answer is connected to again."""
+    """When a server closes the connection after its answer, the client connects again."""
     closing = [http(1, "200 OK", "Connection: close"), Answering.hang_up]
     with answering(short_tmp / "s", closing, closing) as server, Client(str(short_tmp / "s")) as client:
         assert client.get("/") == client.get("/") == 1
@@ -77,7 +77,7 @@ def test_closed_connections(short_tmp: Path) -> None:
     ],
 )
 def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
-    """An answer that breaks off is told as one, with what is unknown because of it."""
+    """A truncated answer is reported as such, with what is unknown because of it."""
     with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
         with pytest.raises(UnreachableError, match="broke before the answer arrived") as error:
             client.get("/")
@@ -97,7 +97,7 @@ def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
     ],
 )
 def test_not_mpsd(short_tmp: Path, answer: Sequence[bytes]) -> None:
-    """What does not answer as mpsd does is told from an mpsd that is not there, with the way to another socket."""
+    """An answer that is not mpsd's is distinguished from an absent mpsd, with the option for another socket."""
     with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
         with pytest.raises(UnreachableError, match="does not answer as mpsd does") as error:
             client.get("/")
@@ -108,14 +108,14 @@ def test_not_mpsd(short_tmp: Path, answer: Sequence[bytes]) -> None:
     "answer", [None, [http(1)[:20]], [CHUNKED + b"1\r\n1\r\n"]], ids=["silent", "headers", "chunks"]
 )
 def test_deadline(short_tmp: Path, answer: Sequence[bytes] | None) -> None:
-    """A server that takes a request and does not finish its answer is waited for until the deadline, and no longer."""
+    """The client waits until its deadline for a server that takes a request and does not finish its answer."""
     late = pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s")
     with answering(short_tmp / "s", answer), Client(str(short_tmp / "s"), deadline=0.2) as client, late:
         client.get("/")
 
 
 def test_deadline_is_for_the_whole(short_tmp: Path) -> None:
-    """A server that always has one more byte to say keeps its caller no longer than one that says nothing."""
+    """A server that keeps sending single bytes delays its caller no longer than a silent one."""
     endless = chain([HEAD + b"content-length: 1000000000\r\n\r\n"], repeat(b"x"))
     late = pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s")
     with answering(short_tmp / "s", endless), Client(str(short_tmp / "s"), deadline=0.2) as client, late:
@@ -123,7 +123,7 @@ def test_deadline_is_for_the_whole(short_tmp: Path) -> None:
 
 
 def test_after_a_failure(short_tmp: Path) -> None:
-    """A request after one that failed does not take the remains of the old answer for its own."""
+    """A request after a failed one does not read the rest of the old answer."""
     with answering(short_tmp / "s", [b"junk\r\n" + http(1)], http(2)) as server, Client(str(short_tmp / "s")) as client:
         with pytest.raises(UnreachableError):
             client.get("/")
@@ -135,7 +135,7 @@ def test_after_a_failure(short_tmp: Path) -> None:
 
 
 def test_a_deadline_of_its_own(short_tmp: Path) -> None:
-    """A request that may take longer than others is given that time, and something else is done meanwhile, at times."""
+    """A request that may take longer is given that time, and other work is done meanwhile at intervals."""
     enough = threading.Event()
     pauses = iter([0.0, 0.0, 60.0])
     done: list[int] = []
@@ -158,7 +158,7 @@ def test_a_deadline_of_its_own(short_tmp: Path) -> None:
 
 
 def test_the_end_of_a_long_wait(short_tmp: Path) -> None:
-    """Such a request ends at its deadline too, whatever is done meanwhile."""
+    """Such a request also ends at its deadline, whatever is done meanwhile."""
     late = pytest.raises(UnreachableError, match=r"did not answer within 0\.6 s")
     with answering(short_tmp / "s", None), Client(str(short_tmp / "s")) as client, late:
         client.post("/v1/leases", {}, deadline=0.6, meanwhile=lambda: 0.01)
@@ -175,13 +175,13 @@ def test_the_end_of_a_long_wait(short_tmp: Path) -> None:
     ],
 )  # fmt: skip
 def test_lines(short_tmp: Path, answer: Sequence[bytes], wanted: list[object]) -> None:
-    """Lines arrive whole, as they were and decoded, however they were cut."""
+    """Lines arrive whole, raw and decoded, however they were cut."""
     with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
         assert [document for _, document in client.lines("/v1/events")] == wanted
 
 
 def test_a_line_that_breaks_off(short_tmp: Path) -> None:
-    """What came before a break was told already, the line that it broke is not, and the break is an error."""
+    """Lines before a break have been passed on, the broken line is not, and the break is an error."""
     with answering(short_tmp / "s", [CHUNKED + b"3\r\n1\n2\r\n", Answering.hang_up]):
         lines = Client(str(short_tmp / "s")).lines("/v1/events")
         assert next(lines) == ("1", 1)
@@ -191,7 +191,7 @@ def test_a_line_that_breaks_off(short_tmp: Path) -> None:
 
 
 def test_silence_between_lines(short_tmp: Path) -> None:
-    """An answer that has begun may be silent for as long as its caller says, in which something else can be done."""
+    """An answer that has begun may be silent for as long as its caller allows, while other work is done."""
     heard = threading.Event()
 
     def meanwhile() -> float:
@@ -211,7 +211,7 @@ def test_silence_between_lines(short_tmp: Path) -> None:
 
 
 def test_lines_are_refused(short_tmp: Path) -> None:
-    """A refusal is raised as that of any other request, and so is an answer that has no lines of JSON."""
+    """A refusal is raised as for any other request; an answer without lines of JSON is an error, too."""
     problem = http({"code": "invalid_request", "detail": "too old", "hint": "ask later"}, "422 Unprocessable Entity")
     with answering(short_tmp / "s", problem, [HEAD + b"content-length: 6\r\n\r\nhello\n"]):
         client = Client(str(short_tmp / "s"))
@@ -226,7 +226,7 @@ def test_lines_are_refused(short_tmp: Path) -> None:
 
 
 def test_no_socket(short_tmp: Path) -> None:
-    """Without a socket the path is named, and how to start mpsd or to name another."""
+    """Without a socket the error names the path, and how to start mpsd or to name another."""
     with pytest.raises(UnreachableError, match=f"there is no socket {short_tmp}/s") as error:
         Client(f"{short_tmp}/s").get("/")
     assert "if mpsd is not running, start it" in error.value.hint
@@ -236,7 +236,7 @@ def test_no_socket(short_tmp: Path) -> None:
 
 
 def test_nobody_listens(short_tmp: Path) -> None:
-    """A socket that a dead mpsd left, and a file that is no socket, are told from no socket at all."""
+    """A socket that a dead mpsd left, and a file that is no socket, are distinguished from no socket at all."""
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(f"{short_tmp}/s")
     (short_tmp / "file").touch()
@@ -246,13 +246,13 @@ def test_nobody_listens(short_tmp: Path) -> None:
 
 
 def test_path_too_long() -> None:
-    """A path that no unix socket can have is refused with a reason, not with a traceback."""
+    """A path too long for a unix socket is refused with a reason, not with a traceback."""
     with pytest.raises(UnreachableError, match="too long"):
         Client("/" + 200 * "x").get("/")
 
 
 def test_no_room_in_the_queue(short_tmp: Path) -> None:
-    """An mpsd that takes no connection at the moment is given the deadline to take one."""
+    """An mpsd that does not accept connections at the moment has until the deadline to accept one."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{short_tmp}/s")
         listener.listen(0)
@@ -264,7 +264,7 @@ def test_no_room_in_the_queue(short_tmp: Path) -> None:
 
 @pytest.mark.root("call as another user")
 def test_permission_denied(short_tmp: Path) -> None:
-    """A socket that a uid may not connect to is told as such: mpsd may be running well."""
+    """A socket that a uid may not connect to is reported as such: mpsd may be running well."""
     with answering(short_tmp / "s"):
         (short_tmp / "s").chmod(stat.S_IRWXU)
         short_tmp.chmod(0o711)
@@ -284,7 +284,7 @@ def test_permission_denied(short_tmp: Path) -> None:
 
 @pytest.mark.parametrize("known", catalogue(), ids=lambda known: known.code)
 def test_errors_arrive_as_they_left(known: type[MpsdError]) -> None:
-    """Every error of the catalogue is raised here as the class that it had in mpsd, with all that it said."""
+    """Every error of the catalogue is raised here as its class in mpsd, with all its members."""
     document = {"status": known.status, "code": known.code, "detail": "why", "hint": "what to do", "limit": "threads"}
     error = error_of(known.status, document)
     assert type(error) is known
@@ -297,7 +297,7 @@ def test_errors_arrive_as_they_left(known: type[MpsdError]) -> None:
     [(400, 2), (403, 77), (404, 1), (409, 75), (422, 2), (429, 75), (500, 1), (502, 1), (503, 75)],
 )
 def test_errors_of_another_version(status: int, exit_code: int) -> None:
-    """A code that this mpsctl does not know is told as it is, with the exit code that its HTTP status stands for."""
+    """An unknown code is reported unchanged, with the exit code for its HTTP status."""
     error = error_of(status, {"code": "new_kind", "detail": "why", "hint": "what to do"})
     assert (error.code, error.detail, error.exit_code) == ("new_kind", "why", exit_code)
     assert MpsdError.code == "error"
@@ -305,14 +305,14 @@ def test_errors_of_another_version(status: int, exit_code: int) -> None:
 
 @pytest.mark.parametrize("document", [None, [], "text", {}, {"message": "page not found"}])
 def test_errors_of_somebody_else(document: object) -> None:
-    """An error without a reason is told with its status, and with the question who answered."""
+    """An error without a reason is reported with its status, and with the question who answered."""
     error = error_of(404, document)
     assert "404" in error.detail
     assert "is mpsd; otherwise" in error.hint
 
 
 def test_an_error_is_raised(short_tmp: Path) -> None:
-    """A problem document is raised by the request that it answers, and the connection lives on."""
+    """A problem document is raised by the request that it answers, and the connection stays open."""
     problem = http({"code": "does_not_fit", "detail": "10 % are left", "hint": "ask for less"}, "409 Conflict")
     with answering(short_tmp / "s", problem, http(1)) as server, Client(str(short_tmp / "s")) as client:
         with pytest.raises(DoesNotFitError, match="10 % are left"):
@@ -327,5 +327,5 @@ def test_an_error_is_raised(short_tmp: Path) -> None:
      ("ü", "%C3%BC"), ("\udcff", "%FF")],
 )  # fmt: skip
 def test_segments(text: str, quoted: str) -> None:
-    """What a caller names stays one segment of the path, whatever is in it."""
+    """A name stays one segment of the path, whatever it contains."""
     assert segment(text) == quoted

@@ -1,4 +1,4 @@
-"""Tab: the shells' own completions ask mpsctl, and mpsctl asks mpsd, as long as that costs nobody any time."""
+"""Tab completion: the shells ask mpsctl, and mpsctl asks mpsd, as long as that causes no delay."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def offered(line: str, environment: Mapping[str, str]) -> list[str]:
-    """Return what bash is offered for a line with the cursor at its end; nothing else may have been said."""
+    """Return bash's completions of a line with the cursor at its end; nothing else may be printed."""
     script = [needed("bash", "bash"), "--norc", "-c", BASH, line]
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -34,20 +34,20 @@ def offered(line: str, environment: Mapping[str, str]) -> list[str]:
 
 @pytest.fixture
 def lease(node: Node) -> str:
-    """Return a lease of the test's own, by its id."""
+    """Return the id of a lease of the test's own."""
     taken = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "pid": os.getpid(), "name": "a name"})
     return str(taken.json["id"])
 
 
 def test_commands_and_options(in_path: dict[str, str]) -> None:
-    """What mpsctl is and can do is offered without mpsd."""
+    """mpsctl's commands and options are completed without mpsd."""
     alone = {**in_path, "MPSD_SOCKET": "/nonexistent"}
     assert offered("mpsctl re", alone) == ["release", "reload", "renew", "reset", "restart", "resume"]
     assert offered("mpsctl drain --t", alone) == ["--timeout"]
 
 
 def test_names(in_path: dict[str, str], lease: str) -> None:
-    """Leases, control daemons and GPUs are offered by the names that mpsd knows."""
+    """Leases, control daemons and GPUs are completed by the names that mpsd knows."""
     assert lease in offered("mpsctl show ", in_path)
     assert offered(f"mpsctl release {lease[:-2]}", in_path) == [lease]
     assert offered("mpsctl drain ", in_path) == ["gpu0", "gpu1"]
@@ -55,7 +55,7 @@ def test_names(in_path: dict[str, str], lease: str) -> None:
 
 
 def test_behind_dashes(in_path: dict[str, str], lease: str) -> None:
-    """Behind `--` come arguments, which are completed as before it; the first of a command is a program in PATH."""
+    """Arguments behind `--` are completed as before it; the first word of a command is a program in PATH."""
     assert offered("mpsctl drain -- gp", in_path) == ["gpu0", "gpu1"]
     assert offered(f"mpsctl release -- {lease[:-2]}", in_path) == [lease]
     assert offered(f"mpsctl show --share 0 -- {lease[:-2]}", in_path) == [lease]
@@ -64,7 +64,7 @@ def test_behind_dashes(in_path: dict[str, str], lease: str) -> None:
 
 
 def test_the_socket_of_the_line(in_path: dict[str, str], node: Node) -> None:
-    """The mpsd that is asked is the one that the command would ask, wherever --socket stands."""
+    """The completion asks the same mpsd as the command would, wherever --socket stands."""
     elsewhere = {**in_path, "MPSD_SOCKET": "/nonexistent"}
     assert offered(f"mpsctl --socket {node.socket} hold gpu1", elsewhere) == ["gpu1"]
     assert offered(f"mpsctl hold --socket {node.socket} gpu1", elsewhere) == ["gpu1"]
@@ -82,7 +82,7 @@ def test_the_socket_of_the_line(in_path: dict[str, str], node: Node) -> None:
     ],
 )
 def test_whoever_answers(in_path: dict[str, str], short_tmp: Path, answer: bytes | None) -> None:
-    """What is no mpsd, or says no, or says nothing, has nothing offered, and not a word is said about it."""
+    """A listener that is no mpsd, refuses, or is silent results in no completions, and in no message."""
     path = short_tmp / "s"
     with answering(path, answer) as server:
         assert offered("mpsctl hold ", {**in_path, "MPSD_SOCKET": f"{path}"}) == []
@@ -90,7 +90,7 @@ def test_whoever_answers(in_path: dict[str, str], short_tmp: Path, answer: bytes
 
 
 def test_stopped(in_path: dict[str, str], make_node: Callable[..., Node]) -> None:
-    """An mpsd that hangs has nobody wait who pressed Tab."""
+    """A hung mpsd does not delay the user who pressed Tab."""
     hung = make_node().start()
     os.kill(hung.pid, signal.SIGSTOP)
     try:
@@ -100,7 +100,7 @@ def test_stopped(in_path: dict[str, str], make_node: Callable[..., Node]) -> Non
 
 
 def test_fish(in_path: dict[str, str], lease: str) -> None:
-    """Fish offers the same."""
+    """Fish completes the same."""
     line = "source completions/fish/mpsctl.fish; complete --do-complete 'mpsctl show '"
     done = subprocess.run(
         [needed("fish", "fish"), "--no-config", "-c", line],
@@ -118,11 +118,11 @@ words=(mpsctl drain gpu) CURRENT=3
 source completions/zsh/_mpsctl
 print -r -- "$registered"
 """
-"""What zsh's own completion does around ours, in three lines: its editor wants a terminal."""
+"""A three-line substitute for zsh's own completion, whose editor needs a terminal."""
 
 
 def test_zsh(in_path: dict[str, str]) -> None:
-    """Zsh offers the same, the first time too, and from then on without loading the file again."""
+    """Zsh completes the same, the first time too, and afterwards without loading the file again."""
     done = subprocess.run(
         [needed("zsh", "zsh"), "-f", "-c", ZSH],
         cwd=ROOT, env=in_path, capture_output=True, text=True, check=False, timeout=60,
@@ -132,7 +132,7 @@ def test_zsh(in_path: dict[str, str]) -> None:
 
 
 def test_where_the_program_is_gone(in_path: dict[str, str]) -> None:
-    """Without an mpsd in PATH nothing is offered, and nothing is said."""
+    """Without an mpsd in PATH there are no completions, and no message."""
     alone = {**in_path, "PATH": "/usr/bin:/bin"}
     for script in (
         [needed("bash", "bash"), "--norc", "-c", "source completions/bash/mpsd"],

@@ -1,6 +1,6 @@
-"""After a bad night, `mpsctl events --since` and `mpsctl explain` tell all of what was done, in the order of the deeds.
+"""After an incident, `mpsctl events --since` and `mpsctl explain` show everything that was done, in order.
 
-Each deed is done for real; what is told is compared with the pids, the commands and the leases that the test knows.
+Each action is real; the output is compared with the pids, the commands and the leases that the test knows.
 """
 
 import os
@@ -22,14 +22,14 @@ COMMAND = "set_default_active_thread_percentage 10"
 
 
 def told(node: Node, *arguments: str) -> list[str]:
-    """Return what mpsctl tells, line by line, without the times of events, as a program or a wide terminal has it."""
+    """Return the output of mpsctl line by line, without the times of events, as for a program or a wide terminal."""
     done = node.mpsctl(*arguments)
     assert (done.returncode, done.stderr) == (0, ""), done
     return [re.sub(r"^[\d-]{10} [\d:]{8} ", "", line) for line in done.stdout.splitlines()]
 
 
 def in_order(lines: Sequence[str], *patterns: str) -> None:
-    """Assert that these are told, one after the other."""
+    """Check that these lines are in the output, in this order."""
     left = iter(lines)
     for pattern in patterns:
         assert any(re.search(pattern, line) for line in left), f"{pattern} is missing, or too early, in:\n" + "\n".join(
@@ -38,7 +38,7 @@ def in_order(lines: Sequence[str], *patterns: str) -> None:
 
 
 def lease(node: Node, **more: object) -> Any:
-    """Take out a lease."""
+    """Request a lease."""
     answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0", **more})
     assert answer.status == 201, answer.body
     return answer.json
@@ -51,13 +51,13 @@ def environment(granted: Any) -> dict[str, str]:
 
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
-    """Start a node of our own: what is done to it stays done."""
+    """Start a node of this module: the changes to it persist."""
     return make_node(simulate=2, control=None).start()
 
 
 @pytest.mark.slow
 def test_a_bad_night(node: Node) -> None:
-    """Two deaths, a stranger's command, one client too many, and a hold: each is told, of what and by what it was."""
+    """Two deaths, a foreign command, one client too many, and a hold: each is reported with its subject and cause."""
     granted = lease(node, name="trainer")
     first = node.daemons()["gpu0"]["pid"]
     kill(first)
@@ -104,7 +104,7 @@ def test_a_bad_night(node: Node) -> None:
 
 
 def test_a_daemon_that_is_given_up(make_node: Callable[..., Node]) -> None:
-    """It says when it died, which log to read, and what brings it back; its log's last words stand in its story."""
+    """It says when the daemon died, which log to read, and how to bring it back; its story has the log's last lines."""
     node = make_node(simulate=1, control=None, config="[daemon]\ndeaths = 2\n").start()
     pids = []
     for state in ("ready", "failed"):
@@ -131,7 +131,7 @@ def test_a_daemon_that_is_given_up(make_node: Callable[..., Node]) -> None:
 
 @as_root
 def test_a_full_disk(make_node: Callable[..., Node]) -> None:
-    """A disk that was full is told with the time and the cause, when it was full and when no more."""
+    """A full disk is reported with the cause, and with the times when it was full and when no longer."""
     node = make_node(simulate=1, control=None)
     (node.root / "run").mkdir(mode=0o755)
     with mounted(node.root / "run", "2m", "755"):

@@ -1,4 +1,4 @@
-"""Whoever waits for a lease is told so, keeps its place while mpsd restarts, and gives it up when it is told to end."""
+"""A waiting mpsctl says so, keeps its place while mpsd restarts, and gives it up on a signal."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.node import Node
 from tests.terminals import Terminal
 
 MOST = ("--threads", "60", "--memory", "1GiB")
-"""Fits on a GPU once."""
+"""A share that fits on a GPU once."""
 
 TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were requested, but only 40 % are left\n"
 
@@ -41,19 +41,19 @@ def take_most(node: Node) -> list[str]:
 
 
 def waiting(node: Node) -> list[Any]:
-    """Return the leases that wait, in their order."""
+    """Return the waiting leases in order."""
     found = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
     return sorted(found, key=lambda lease: lease["wait"]["position"])
 
 
 def wait_for(node: Node, count: int) -> list[Any]:
-    """Return the leases that wait, once there are that many."""
+    """Return the waiting leases, once there are that many."""
     return wait_until(lambda: found if len(found := waiting(node)) == count else None, what=f"{count} leases to wait")
 
 
 @pytest.fixture
 def full_node(node: Node) -> tuple[Node, list[str]]:
-    """Give a node that has no room for another of its leases, and those leases."""
+    """Return a node without room for another lease of this size, and its leases."""
     return node, take_most(node)
 
 
@@ -62,7 +62,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Give a way to start mpsctl, which is ended after the test if it did not end before."""
+    """Return a function that starts mpsctl; the test ends those still running."""
     started = []
 
     def start(socket: Path, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
@@ -75,7 +75,7 @@ def start() -> Iterator[Start]:
 
 
 def line(process: "subprocess.Popen[str]") -> str:
-    """Return the next line that it says on stderr."""
+    """Return the next line of its stderr."""
     assert process.stderr is not None
     return process.stderr.readline()
 
@@ -84,7 +84,10 @@ def line(process: "subprocess.Popen[str]") -> str:
 
 
 def test_a_command_that_waits(full_node: tuple[Node, list[str]], start: Start) -> None:
-    """The user is told once where the command stands and for what it waits; it runs when another process lets go."""
+    """The user sees once the position and the limit that the command waits for.
+
+    It runs when another process releases.
+    """
     node, (lease, _) = full_node
     process = start(node.socket, "run", *MOST, "--wait", "forever", "--", "sh", "-c", "echo ran; exit 7")
     assert line(process) == TOLD.format(1)
@@ -98,7 +101,7 @@ def test_a_command_that_waits(full_node: tuple[Node, list[str]], start: Start) -
 
 
 def test_a_shell_that_waits(full_node: tuple[Node, list[str]], in_path: dict[str, str]) -> None:
-    """A shell waits in `eval`, and holds the lease that comes of it."""
+    """A shell waits in `eval`, and holds the resulting lease."""
     node, (lease, _) = full_node
     script = (
         'eval "$(mpsctl admit $MOST --wait 1000 -o env)" || exit; echo $$; printenv CUDA_MPS_PIPE_DIRECTORY; read -r l'
@@ -124,13 +127,13 @@ def test_a_shell_that_waits(full_node: tuple[Node, list[str]], in_path: dict[str
 
 
 def test_nothing_to_wait_for(node: Node) -> None:
-    """What is free is granted at once, and without a word about waiting."""
+    """A free share is granted at once, without a message about waiting."""
     done = node.mpsctl("run", *MOST, "--wait", "forever", "--", "echo", "ran")
     assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
 
 
 def test_waiting_in_vain(full_node: tuple[Node, list[str]]) -> None:
-    """A wait that is over is a refusal like one that did not wait, and says what was missing to the end."""
+    """A wait that times out is a refusal like one without a wait, and says what was missing until the end."""
     node, _ = full_node
     done = node.mpsctl("run", *MOST, "--wait", "0.2", "--", "echo", "ran")
     assert (done.returncode, done.stdout) == (75, "")
@@ -139,7 +142,7 @@ def test_waiting_in_vain(full_node: tuple[Node, list[str]]) -> None:
 
 
 def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
-    """On a terminal, one line says how it stands: for how long, in which place, behind whom; then what came of it."""
+    """On a terminal, one line shows the wait: how long, at which position, behind whom; then the result."""
     node, (lease, _) = full_node
     first = start(node.socket, "run", *MOST, "--wait", "forever", "--", "true")
     wait_for(node, 1)
@@ -174,7 +177,10 @@ def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
 def test_an_end_by_a_signal(
     full_node: tuple[Node, list[str]], start: Start, command: tuple[str, ...], number: signal.Signals
 ) -> None:
-    """Ctrl-C, and its like, gives the place away before mpsctl is gone; then it ends by the signal, or `eval` fails."""
+    """A signal such as Ctrl-C releases the place before mpsctl exits.
+
+    Then mpsctl dies of the signal, or `eval` fails.
+    """
     node, _ = full_node
     name, *rest = command
     process = start(node.socket, name, *MOST, "--wait", "forever", *rest)
@@ -189,7 +195,7 @@ def test_an_end_by_a_signal(
 
 @pytest.mark.parametrize("command", [("admit",), ("run", "true")], ids=lambda command: command[0])
 def test_an_end_while_mpsd_is_away(make_node: Callable[..., Node], start: Start, command: tuple[str, ...]) -> None:
-    """A signal ends it while there is no mpsd too, or one that hangs, and it says what becomes of the place."""
+    """A signal ends it also while mpsd is down or hangs, and it says what becomes of the place."""
     node = make_node(simulate=1).start()
     take_most(node)
     name, *rest = command
@@ -210,7 +216,7 @@ def test_an_end_while_mpsd_is_away(make_node: Callable[..., Node], start: Start,
 
 
 def test_a_twin_keeps_its_place(full_node: tuple[Node, list[str]], start: Start) -> None:
-    """Of two that wait for the same, for the same process, Ctrl-C gives up the one that it was meant for."""
+    """Of two that wait for the same share, for the same process, Ctrl-C ends only the one that received it."""
     node, _ = full_node
     first = start(node.socket, "admit", *MOST, "--wait", "forever")
     assert line(first) == TOLD.format(1)
@@ -226,7 +232,7 @@ def test_a_twin_keeps_its_place(full_node: tuple[Node, list[str]], start: Start)
 
 
 def test_an_ignored_signal(full_node: tuple[Node, list[str]]) -> None:
-    """What was started with a signal ignored, as by `nohup`, waits on when it comes, and runs its command so."""
+    """A command started with a signal ignored, as by `nohup`, keeps waiting at that signal, and runs like that."""
     node, (lease, _) = full_node
     ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket)]
@@ -248,7 +254,7 @@ def test_an_ignored_signal(full_node: tuple[Node, list[str]]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_restart_of_mpsd(make_node: Callable[..., Node], start: Start, number: signal.Signals) -> None:
-    """Those who wait keep their leases and their order while mpsd is away, and get what comes free once it is back."""
+    """Waiting commands keep their leases and their order while mpsd is down, and get free shares once it is back."""
     node = make_node(simulate=1).start()
     (lease,) = take_most(node)
     first = start(node.socket, "run", *MOST, "--wait", "1000", "--name", "first", "--", "cat")
@@ -281,7 +287,7 @@ def granted() -> bytes:
 
 
 def test_the_same_request(short_tmp: Path) -> None:
-    """Whatever becomes of the connection, mpsctl comes back with the very request that mpsd has, and less time."""
+    """After any loss of the connection, mpsctl repeats exactly the request that mpsd has, with less time."""
     stopping = http({"code": "stopping", "detail": "mpsd is stopping", "hint": "ask again"}, "503 Service Unavailable")
     breaking: list[Any] = [[Answering.hang_up], stopping, [granted()[:40], Answering.hang_up], granted()]
     with answering(short_tmp / "s", *breaking) as server:
@@ -298,7 +304,7 @@ def test_the_same_request(short_tmp: Path) -> None:
 
 
 def test_another_request(short_tmp: Path) -> None:
-    """Two calls are two requests, however alike."""
+    """Two calls are two requests, even if equal."""
     with answering(short_tmp / "s", granted(), granted()) as server:
         for _ in range(2):
             run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "forever", "--", "true")
@@ -308,7 +314,7 @@ def test_another_request(short_tmp: Path) -> None:
 
 
 def test_an_mpsd_that_does_not_come_back(short_tmp: Path) -> None:
-    """Asking again ends with the wait, and says then why there was no answer."""
+    """Retries end with the wait, and the error then says why there was no answer."""
     with answering(short_tmp / "s", [Answering.hang_up]) as server:
         process = start_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "1", "--", "echo", "ran")
         assert server.asked.wait(30)
@@ -321,7 +327,7 @@ def test_an_mpsd_that_does_not_come_back(short_tmp: Path) -> None:
 
 
 def test_what_is_not_mpsd(short_tmp: Path) -> None:
-    """Something else on the socket is not waited for."""
+    """mpsctl does not wait for another program on the socket."""
     with answering(short_tmp / "s", [b"SSH-2.0-OpenSSH_9.2\r\n"]):
         done = run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "forever", "--", "true")
     assert done.returncode == 69
@@ -329,7 +335,7 @@ def test_what_is_not_mpsd(short_tmp: Path) -> None:
 
 
 def test_a_refusal_is_final(node: Node) -> None:
-    """What waiting cannot help is refused at once, as without it."""
+    """A refusal that waiting cannot change comes at once, as without a wait."""
     done = node.mpsctl("run", "--threads", "10", "--memory", "900GiB", "--wait", "forever", "--", "true")
     assert done.returncode == 65
     assert "[never_fits]" in done.stderr

@@ -1,4 +1,4 @@
-"""What users type wrongly: each mistake is answered by one sentence that says what to type, and changes nothing."""
+"""Users' typing mistakes: each is answered by one sentence that says what to type, and changes nothing."""
 
 import json
 import os
@@ -54,12 +54,12 @@ MISTAKES = {
     "a lease that is none": (["release", "lease-nobody-has"], 1, "lease-nobody-has"),
     "a daemon that is none": (["drain", "gpu7"], 1, "gpu7"),
 }
-"""What is typed, with its exit status and what the answer says."""
+"""The input, with its exit status and the text of the answer."""
 
 
 @pytest.mark.parametrize("arguments, status, says", MISTAKES.values(), ids=MISTAKES)  # noqa: PT006 - a line each
 def test_mistakes(node: Node, arguments: list[str], status: int, says: str) -> None:
-    """A mistake is answered on stderr, with what to type instead."""
+    """A mistake is answered on stderr, with the correct input."""
     done = node.mpsctl(*arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert says in done.stderr, done.stderr
@@ -70,7 +70,7 @@ SIXTY = ("--threads", "60", "--memory", "1GiB")
 
 
 def test_what_is_left_elsewhere(node: Node) -> None:
-    """A request that names a GPU hears of another that has room, and only of one that has."""
+    """The refusal of a request that names a GPU mentions another one with room, if there is one."""
     assert node.mpsctl("admit", *SIXTY, "--gpu", "0").returncode == 0
     done = node.mpsctl("admit", *SIXTY, "--gpu", "0")
     assert done.returncode == 75
@@ -83,7 +83,7 @@ def test_what_is_left_elsewhere(node: Node) -> None:
 
 
 def test_after_having_waited(node: Node) -> None:
-    """A wait that is over is not answered by advice to wait, but to wait longer."""
+    """A wait that timed out is answered with the hint to wait longer, not to wait."""
     for gpu in ("0", "1"):
         assert node.mpsctl("admit", *SIXTY, "--gpu", gpu).returncode == 0
     done = node.mpsctl("admit", *SIXTY, "--wait", "0.2")
@@ -93,7 +93,7 @@ def test_after_having_waited(node: Node) -> None:
 
 
 def test_more_than_a_quota(make_node: Callable[..., Node]) -> None:
-    """What a quota can never allow is answered by who can change that, and not by a release of what nobody has."""
+    """An amount that a quota never allows is answered with who can change the quota, not with a release."""
     quota = '[quota."*"]\nthreads = 10\nmemory = "1GiB"\n'
     node = make_node(config=quota).start()
     for arguments, says in (
@@ -112,7 +112,7 @@ def test_more_than_a_quota(make_node: Callable[..., Node]) -> None:
 
 @pytest.mark.root("call as another user")
 def test_what_a_user_may_do(node: Node) -> None:
-    """A user whose GPU is held is told first what a user may do."""
+    """A user whose GPU is held first reads what a user may do."""
     assert node.mpsctl("hold", "--all").returncode == 0
     try:
         done = mpsctl_as_nobody(node, "run", *SHARE, "--", "true")
@@ -128,7 +128,7 @@ def test_what_a_user_may_do(node: Node) -> None:
     [("25%", 25.0, ""), ("0.15", 0.1, "0.15 % is taken as 0.1 %"), ("33.3333 %", 33.3, "33.3333 % is taken as 33.3 %")],
 )
 def test_percentages(node: Node, threads: str, granted: float, note: str) -> None:
-    """A percentage may have its sign; one that is finer than MPS knows is rounded down, and mpsctl says so."""
+    """A percentage may have its sign; one finer than MPS's step is rounded down, and mpsctl says so."""
     done = node.mpsctl("admit", "--threads", threads, "--memory", "1gib", "-o", "json")
     assert json.loads(done.stdout)["active_thread_percentage"] == granted
     assert done.stderr == (f"mpsctl: {note}: MPS knows tenths of a percent\n" if note else "")
@@ -155,7 +155,7 @@ def test_durations(node: Node, typed: str, seconds: float) -> None:
     ],
 )
 def test_bodies(node: Node, body: object, detail: str) -> None:
-    """A body that is wrong is refused in words that name its field."""
+    """An invalid body is refused in words that name its field."""
     answer = node.request("POST", "/v1/leases", body)
     assert (answer.status, answer.json["detail"]) == (422, detail)
 
@@ -195,7 +195,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("content", "says", "hint"), SETTINGS.values(), ids=SETTINGS)
 def test_settings(short_tmp: Path, content: bytes, says: str, hint: str) -> None:
-    """A configuration that is wrong is refused with what to write, or where that is described, and not with both."""
+    """An invalid configuration is refused with a correct line, or with where it is described, not with both."""
     path = short_tmp / "mpsd.toml"
     path.write_bytes(content)
     done = check(path)
@@ -206,7 +206,7 @@ def test_settings(short_tmp: Path, content: bytes, says: str, hint: str) -> None
 
 @as_root
 def test_a_file_system_that_cannot_be_written(make_node: Callable[..., Node]) -> None:
-    """mpsd says that it is read-only, to root as well, whom no change of users helps."""
+    """mpsd says that it is read-only, also to root, for whom a change of users does not help."""
     node = make_node(simulate=1, control=None)
     (node.root / "state").mkdir()
     with mounted(node.root / "state", "1m"):
@@ -219,7 +219,7 @@ def test_a_file_system_that_cannot_be_written(make_node: Callable[..., Node]) ->
 
 @as_root
 def test_a_directory_that_cannot_be_written(make_node: Callable[..., Node]) -> None:
-    """Where root may not write, the hint is not to become the owner, but where to look for what forbids it."""
+    """If root may not write, the hint is not to change the owner, but where to find what forbids it."""
     node = make_node(simulate=1, control=None)
     (node.root / "state").mkdir()
     if subprocess.run(["chattr", "+i", node.root / "state"], check=False, capture_output=True).returncode:
@@ -235,7 +235,7 @@ def test_a_directory_that_cannot_be_written(make_node: Callable[..., Node]) -> N
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write whatever the mode is")
 def test_a_mode_that_forbids_writing(make_node: Callable[..., Node]) -> None:
-    """An owner whose directory is closed to it reads that the mode may forbid it."""
+    """If an owner's directory is closed to it, the hint is that the mode may forbid it."""
     node = make_node(simulate=1, control=None)
     (node.root / "state").mkdir(mode=0o500)
     status, said = node.refuse()

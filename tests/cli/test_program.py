@@ -1,4 +1,4 @@
-"""mpsctl as a program: how it is called, how it says no, how it ends, and how little it imports to start."""
+"""mpsctl as a program: its invocation, its refusals, its exit, and how little it imports at the start."""
 
 import json
 import os
@@ -25,7 +25,7 @@ MAIN = [sys.executable, "-m", "mpsd.cli.main"]
 
 
 def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user without any rights, who could read nothing of the tests' own directories."""
+    """Run mpsctl as a user without rights, who cannot read the tests' own directories."""
     script = (
         "import os, sys; sys.path.insert(0, sys.argv.pop(1));"
         "from mpsd.cli import group, main; from mpsd.cli.commands import admit, events, operate, status;"
@@ -39,7 +39,7 @@ def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProces
 
 
 def test_help() -> None:
-    """`--help` lists every command, every exit code of the catalogue, and how to have commands completed."""
+    """`--help` lists every command, every exit code of the catalogue, and how to enable completion."""
     done = subprocess.run([*MAIN, "--help"], capture_output=True, text=True, check=True, cwd=ROOT)
     commands = re.findall(r"^  ([a-z]+)  ", done.stdout, re.MULTILINE)
     assert commands == sorted(commands)
@@ -66,7 +66,7 @@ def test_help() -> None:
 
 
 def test_version() -> None:
-    """`--version` says which."""
+    """`--version` prints the version."""
     done = subprocess.run([*MAIN, "--version"], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == f"mpsctl, version {__version__}\n"
 
@@ -81,7 +81,7 @@ def test_completion() -> None:
 
 
 def test_socket(node: Node, short_tmp: Path) -> None:
-    """The socket is named before the command or after it, or by MPSD_SOCKET, and an option wins over the variable."""
+    """The socket is named before the command or after it, or by MPSD_SOCKET; an option precedes the variable."""
     right, wrong = str(node.socket), str(short_tmp / "wrong")
     for arguments, variable in (
         (["--socket", right, "leases"], wrong),
@@ -128,7 +128,7 @@ def test_socket(node: Node, short_tmp: Path) -> None:
     ids=" ".join,
 )
 def test_called_wrongly(short_tmp: Path, arguments: list[str]) -> None:
-    """What cannot be meant exits 2 and says so, without asking anybody."""
+    """Invalid arguments exit with 2 and a message, without a request to mpsd."""
     done = run_mpsctl(short_tmp / "none", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "Usage:" in done.stderr
@@ -136,7 +136,7 @@ def test_called_wrongly(short_tmp: Path, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("program", ["mpsctl", "mpsd"])
 def test_libraries_of_others(node: Node, short_tmp: Path, program: str) -> None:
-    """What the caller has in PYTHONPATH, or in the current directory, under the name of a library breaks nothing."""
+    """Modules in the caller's PYTHONPATH or current directory with the name of a library break nothing."""
     for name in ("click", "json", "socket", "msgspec", "decimal"):
         (short_tmp / f"{name}.py").write_text("raise SystemExit('this is not a library')\n")
     module, arguments = {"mpsctl": ("mpsd.cli.main", ["status"]), "mpsd": ("mpsd", ["check"])}[program]
@@ -193,7 +193,7 @@ def test_refusals(node: Node, arguments: list[str], status: int, code: str) -> N
 
 
 def test_does_not_fit(node: Node) -> None:
-    """What is granted to others is missing, and the refusal says how much is left."""
+    """The refusal says how much is left beside the leases of others."""
     for gpu in ("0", "1"):
         assert node.mpsctl("admit", "--threads", "60", "--memory", "1GiB", "--gpu", gpu).returncode == 0
     done = node.mpsctl("run", "--threads", "50", "--memory", "1GiB", "--", "true")
@@ -203,7 +203,7 @@ def test_does_not_fit(node: Node) -> None:
 
 @pytest.mark.root("call as another user")
 def test_not_permitted(node: Node) -> None:
-    """A user may look, and neither end another's lease nor reset a daemon."""
+    """A user may read, but may neither end another's lease nor reset a daemon."""
     lease = json.loads(node.mpsctl("admit", "--threads", "5", "--memory", "1GiB", "-o", "json").stdout)["id"]
     assert mpsctl_as_nobody(node, "status").returncode == 0
     for arguments in (
@@ -240,7 +240,7 @@ def test_not_permitted(node: Node) -> None:
     ],
 )
 def test_unreachable(short_tmp: Path, command: str) -> None:
-    """Without an mpsd every command exits 69, names the socket, and says what to try."""
+    """Without an mpsd every command exits with 69, names the socket, and says what to try."""
     done = run_mpsctl(short_tmp / "none", *command.split())
     assert (done.returncode, done.stdout) == (69, "")
     assert f"there is no socket {short_tmp}/none [unreachable]" in done.stderr
@@ -251,7 +251,7 @@ def test_unreachable(short_tmp: Path, command: str) -> None:
 
 
 def test_a_reader_that_has_seen_enough(node: Node) -> None:
-    """Whoever closes the pipe, as `head -1` does, ends mpsctl without a word."""
+    """When its reader closes the pipe, as `head -1` does, mpsctl exits without a message."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -262,7 +262,7 @@ def test_a_reader_that_has_seen_enough(node: Node) -> None:
 
 
 def test_ctrl_c(short_tmp: Path) -> None:
-    """Ctrl-C ends it without a word, and by the signal, so that a script that called it ends too: 130 to a shell."""
+    """Ctrl-C ends it without a message, by the signal, so that a calling script ends too: 130 in a shell."""
     with answering(short_tmp / "s", None, None) as server:
         process = start_mpsctl(short_tmp / "s", "status")
         try:
@@ -275,14 +275,14 @@ def test_ctrl_c(short_tmp: Path) -> None:
 
 
 def test_no_room_for_the_answer(node: Node) -> None:
-    """An answer that cannot be written is an error, told in a sentence."""
+    """An answer that cannot be written is an error, reported in a sentence."""
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = run_mpsctl(node.socket, "config", capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "mpsctl: cannot write the answer: No space left on device\n")
 
 
 def test_unhealthy(short_tmp: Path) -> None:
-    """Status exits 1 unless mpsd said that the node is healthy."""
+    """Status exits with 1 unless mpsd reports a healthy node."""
     for healthy, status in ((True, 0), (False, 1), (None, 1)):
         with answering(short_tmp / f"{healthy}", http({"healthy": healthy})):
             assert run_mpsctl(short_tmp / f"{healthy}", "status", "-o", "json").returncode == status
@@ -292,7 +292,7 @@ def test_unhealthy(short_tmp: Path) -> None:
 
 
 def imported(program: str, *arguments: str) -> set[str]:
-    """Return the modules that a Python program has imported by its end."""
+    """Return the modules that a Python program has imported at its end."""
     command = [sys.executable, "-c", f"import sys; {program}; print(*sys.modules, file=sys.stderr)", *arguments]
     return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr.split())
 

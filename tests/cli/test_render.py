@@ -1,4 +1,4 @@
-"""Values are printed as a person writes them, and nothing that others chose does anything to a terminal."""
+"""Values are printed as users write them, and text that others chose has no effect on a terminal."""
 
 import json
 import subprocess
@@ -39,13 +39,13 @@ JSON = st.recursive(
      (8 * 1024**3, "8GiB"), (80 * 1024**3 - 1, "79.99GiB"), (1024**4, "1TiB"), (5000 * 1024**4, "5000TiB")],
 )  # fmt: skip
 def test_sizes(count: int, printed: str) -> None:
-    """A size is printed in its largest unit, rounded down: what is printed as free is free."""
+    """A size is printed in its largest unit, rounded down: an amount printed as free is free."""
     assert size(count) == printed
 
 
 @given(st.integers(1, 2**50))
 def test_sizes_never_promise_more(count: int) -> None:
-    """A printed size, typed in again, is never more than what it was made from."""
+    """A printed size, typed in again, is never more than the original."""
     assert parse_size(size(count).replace("TiB", "GiB")) <= count
 
 
@@ -53,7 +53,7 @@ def test_sizes_never_promise_more(count: int) -> None:
     ("value", "printed"), [(25.0, "25%"), (33.3, "33.3%"), (0.1, "0.1%"), (100.0, "100%"), (0, "0%")]
 )
 def test_percentages(value: float, printed: str) -> None:
-    """A percentage has the decimals that it needs."""
+    """A percentage has as many decimals as it needs."""
     assert percent(value) == printed
 
 
@@ -62,19 +62,19 @@ def test_percentages(value: float, printed: str) -> None:
     [(0, "0s"), (59.9, "59s"), (60, "1m"), (3599, "59m"), (3600, "1h"), (86399, "23h"), (86400, "1d"), (-5, "0s")],
 )
 def test_ages(seconds: float, printed: str) -> None:
-    """An age is told in its largest unit, rounded down; a time that lies ahead (the clock was set back) is now."""
+    """An age is printed in its largest unit, rounded down; a future time (the clock was set back) is now."""
     assert age((NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z"), NOW) == printed
 
 
 def test_times_ahead() -> None:
-    """How far ahead a time lies is told like an age."""
+    """The distance of a future time is printed like an age."""
     assert until((NOW + timedelta(seconds=61)).isoformat(), NOW) == "1m"
     assert until((NOW - timedelta(seconds=61)).isoformat(), NOW) == "0s"
 
 
 @given(st.text() | st.integers() | st.lists(st.text() | st.integers(), min_size=1))
 def test_facts(value: object) -> None:
-    """Whatever a fact is, it stands for itself: what would look like several words, or like none, is in quotes."""
+    """A fact prints unambiguously: text that looks like several words, or like none, is in quotes."""
     printed = fact(value)
     parts = json.JSONDecoder()
     rest, found = printed, []
@@ -91,20 +91,20 @@ def test_facts(value: object) -> None:
 
 
 def test_plurals() -> None:
-    """One thing is not several."""
+    """One thing has no plural."""
     assert [plural(count, "lease") for count in range(3)] == ["0 leases", "1 lease", "2 leases"]
 
 
 @given(JSON | st.text(SURROGATE))
 def test_json_is_the_same_document(answer: object) -> None:
-    """JSON comes out as the document that came in, with its keys in their order, and without a character that acts."""
+    """JSON output is the same document as the input, with its keys in order, and without control characters."""
     text = as_json(answer)
     assert json.dumps(json.loads(text)) == json.dumps(answer)
     assert text.replace("\n", "").isprintable()
 
 
 def test_json_is_indented() -> None:
-    """JSON is readable, and text in other scripts stays text."""
+    """JSON is indented, and text in other scripts stays text."""
     assert as_json({"name": "ü", "n": 25.0}) == '{\n  "name": "ü",\n  "n": 25.0\n}'
 
 
@@ -129,7 +129,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash"])
 def test_exports(shell: str) -> None:
-    """Export lines, evaluated by a shell, give programs each value as it was, whatever is in it."""
+    """Export lines, evaluated by a shell, give programs each value unchanged, whatever it contains."""
     variables = {f"V{number}": value for number, value in enumerate(HOSTILE)}
     script = 'eval "$1"; exec env -0'
     done = subprocess.run(
@@ -141,7 +141,7 @@ def test_exports(shell: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "A B", "A;rm", "1A", "A=B", "Ä"])
 def test_exports_of_nonsense(name: str) -> None:
-    """A name that is no variable's is refused, and never handed to a shell or a runtime."""
+    """A name that is no variable's is refused, and never passed to a shell or a runtime."""
     with pytest.raises(InternalError):
         as_exports({name: "x"})
     with pytest.raises(InternalError):
@@ -149,7 +149,7 @@ def test_exports_of_nonsense(name: str) -> None:
 
 
 def test_env_file() -> None:
-    """Each variable is a line of its own, without quotes."""
+    """Each variable is a separate line, without quotes."""
     assert as_env_file({"A": "/run/mpsd/mps/gpu0", "B": "0 2601", "C": "", "D": "0=8G"}) == (
         "A=/run/mpsd/mps/gpu0\nB=0 2601\nC=\nD=0=8G"
     )
@@ -159,7 +159,7 @@ def test_env_file() -> None:
     "value", ["a\nb", "a\rb", "a\0b", "a\u2028b", " a", "a ", "it's", '"a"', "a # b", "$HOME", "`id`", "\\n", "\udcff"]
 )
 def test_env_file_of_what_it_cannot_have(value: str) -> None:
-    """A value that would be another one, or another variable, for one of the readers is refused, and is named."""
+    """A value that one of the readers would take for another value or variable is refused by name."""
     with pytest.raises(InvalidRequestError, match="the value of ODD is"):
         as_env_file({"A": "1", "ODD": value})
 

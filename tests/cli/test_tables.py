@@ -1,4 +1,4 @@
-"""Lists fit the terminal: columns give way in their order, nothing wraps, and every form has the same rows."""
+"""Lists fit the terminal: columns shrink in a fixed order, nothing wraps, and every form has the same rows."""
 
 import os
 import pty
@@ -22,12 +22,12 @@ ROWS = (
 
 
 def lines(look: Look) -> list[str]:
-    """Return the lines of the table that looks like this."""
+    """Return the lines of the table with this look."""
     return table(COLUMNS, ROWS, look, none="none").splitlines()
 
 
 def test_widths() -> None:
-    """The column with the highest number gives way first, and the ones with none stay whatever the width."""
+    """The column with the highest number shrinks first; columns without a number keep their width."""
     assert lines(PLAIN) == ["ID  SIZE    AGE  NAME", "a   8GiB    2m   first", "b   512MiB  -    second"]
     assert lines(Look(width=23)) == lines(PLAIN)
     assert lines(Look(width=22)) == ["ID  SIZE    AGE", "a   8GiB    2m", "b   512MiB  -"]
@@ -37,19 +37,19 @@ def test_widths() -> None:
 
 
 def test_a_last_column_that_is_too_long() -> None:
-    """What cannot give way is cut where the terminal ends, and shows that it was."""
+    """A column that cannot shrink is cut at the terminal's edge, and shows that it was."""
     columns = (Column("ID"), Column("NAME"))
     assert table(columns, [("a", "x" * 40)], Look(width=20), none="").splitlines()[1] == "a   " + "x" * 15 + "…"
 
 
 @pytest.mark.parametrize(("by", "order"), [("size", "ba"), ("NAME", "ab"), ("age", "ba"), (None, "ab")])
 def test_sorting(by: str | None, order: str) -> None:
-    """A table is sorted by the values of a column, not by the texts of its figures."""
+    """A table is sorted by the values of a column, not by their texts."""
     assert "".join(line[0] for line in lines(Look(headings=False, sort=by))) == order
 
 
 def test_colour() -> None:
-    """Colour is beside the words: without it, the same text is there."""
+    """Colour is additional: without it, the text is the same."""
     states = (Column("STATE"), Column("NAME"))
     rows = [("ready", "a"), ("failed", "b"), ("waiting, place 2", "c")]
     coloured = table(states, rows, Look(colour=True), none="")
@@ -67,7 +67,7 @@ def test_colour() -> None:
     [(0.0, ".........."), (0.001, "#........."), (0.5, "#####....."), (1.0, "##########"), (1.5, "#" * 10)],
 )
 def test_bars(part: float, drawn: str) -> None:
-    """A bar has ten characters; anything that is used shows, and a terminal without UTF-8 gets ASCII."""
+    """A bar has ten characters; any usage is visible, and a terminal without UTF-8 gets ASCII."""
     assert bar(part, "ascii") == drawn
     assert bar(part, "UTF-8") == drawn.replace("#", "█").replace(".", "░")
 
@@ -84,7 +84,7 @@ def test_bars(part: float, drawn: str) -> None:
     ],
 )
 def test_yaml(answer: object) -> None:
-    """What is printed as YAML is the same answer to a reader of YAML."""
+    """A YAML reader gets the same answer from the YAML output."""
     assert yaml.safe_load(as_yaml(answer)) == answer
 
 
@@ -92,7 +92,7 @@ def test_yaml(answer: object) -> None:
 
 
 def on_a_terminal(node: Node, *arguments: str, **variables: str) -> str:
-    """Return what mpsctl prints on a terminal."""
+    """Return the output of mpsctl on a terminal."""
     parent, child = pty.openpty()
     try:
         command = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), *arguments]
@@ -109,7 +109,7 @@ LISTS = ("status", "gpus", "daemons", "clients", "leases")
 
 @pytest.fixture
 def full(node: Node) -> Node:
-    """Give a node with leases: granted, waiting, with a long name, with an end."""
+    """Return a node with leases: granted, waiting, with a long name, with an end."""
     for options in (("--name", "n" * 60, "--ttl", "1h"), ("--gpus", "2", "--label", "team=vision")):
         assert node.mpsctl("admit", "--threads", "40", "--memory", "1536MiB", *options).returncode == 0
     return node
@@ -125,7 +125,7 @@ def test_nothing_wraps(full: Node, command: str, width: int) -> None:
 
 
 def test_forms(full: Node) -> None:
-    """Every form of a list has the same leases, and filters choose among them."""
+    """Every form of a list has the same leases, and filters select among them."""
     found = full.get("/v1/leases").json["leases"]
     ids = [each["id"] for each in found]
     assert full.mpsctl("leases", "-o", "name").stdout.split() == ids
@@ -146,7 +146,7 @@ def test_forms(full: Node) -> None:
 
 
 def test_ended_leases(full: Node) -> None:
-    """A lease that ended is listed with --all, last."""
+    """An ended lease is listed with --all, at the end."""
     first, second = full.mpsctl("leases", "-o", "name").stdout.split()
     assert full.mpsctl("release", first).returncode == 0
     assert full.mpsctl("leases", "-o", "name").stdout.split() == [second]
@@ -156,12 +156,12 @@ def test_ended_leases(full: Node) -> None:
 
 
 def test_a_terminal(full: Node) -> None:
-    """On a terminal a list is in colour, and without any where NO_COLOR says so."""
+    """On a terminal a list is coloured, and without colour if NO_COLOR is set."""
     assert "\x1b[32mready" in on_a_terminal(full, "daemons")
     assert "\x1b" not in on_a_terminal(full, "daemons", NO_COLOR="1")
 
 
 def test_no_terminal(full: Node) -> None:
-    """What a program reads is never cut, whatever COLUMNS says."""
+    """Output for a program is never cut, whatever COLUMNS says."""
     done = full.mpsctl("leases", env={**os.environ, "COLUMNS": "20"})
     assert "n" * 60 in done.stdout

@@ -1,4 +1,4 @@
-"""Each answer is shown whole, with what is wrong first, and what is unknown as unknown."""
+"""Each answer is shown completely, with faults first, and unknown values as unknown."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -17,7 +17,7 @@ NO_OTHERS: Any = {"leases": 0, "waiting": 0, "threads_granted": 0.0, "memory_gra
 
 
 def gpu(**other: Any) -> Any:
-    """Return a GPU as the API describes one that is well."""
+    """Return a healthy GPU in the API's form."""
     return {
         "uuid": "GPU-1",
         "index": 0,
@@ -42,7 +42,7 @@ def gpu(**other: Any) -> Any:
 
 
 def daemon(**other: Any) -> Any:
-    """Return a control daemon as the API describes one that is well."""
+    """Return a healthy control daemon in the API's form."""
     return {
         "name": "gpu0",
         "gpu": "GPU-1",
@@ -84,7 +84,7 @@ def drift(**other: Any) -> Any:
 
 
 def node(**other: Any) -> Any:
-    """Return the status of a node that is well."""
+    """Return the status of a healthy node."""
     return {
         "healthy": True,
         "because": "every control daemon is ready",
@@ -106,12 +106,12 @@ def node(**other: Any) -> Any:
 
 
 def status(**other: Any) -> list[str]:
-    """Return the lines of the status of a node that is well but for this."""
+    """Return the lines of the status of a node that is healthy except for this."""
     return views.status(node(**other), NOW, PLAIN).splitlines()
 
 
 def test_a_healthy_node() -> None:
-    """The first line is the verdict; then come the GPUs, the control daemons, and what else there is."""
+    """The first line is the verdict; then come the GPUs, the control daemons, and the rest."""
     lines = status(notes=["the compute mode is left as it is"])
     assert lines == [
         "healthy: every control daemon is ready",
@@ -139,7 +139,7 @@ def reason(subject: str, **other: Any) -> Any:
 
 
 def test_a_sick_node() -> None:
-    """Each thing that is not well is a line, which says what to do about it."""
+    """Each fault is a line with its remedy."""
     lines = status(
         healthy=False,
         headline="NOT HEALTHY: GPU 1 is unknown: it does not answer; gpu1 is failed: 5 deaths",
@@ -189,7 +189,7 @@ FOLDED = {
 
 @pytest.mark.parametrize(("width", "lines"), FOLDED.items(), ids=FOLDED)
 def test_a_sick_node_on_a_terminal(width: int, lines: list[str]) -> None:
-    """Nothing is cut off a reason or its remedy, and no line is wider than the terminal."""
+    """No part of a reason or its remedy is cut off, and no line is wider than the terminal."""
     found: Any = node(
         healthy=False,
         headline=f"NOT HEALTHY, 1 violation: {FAILED['because']}; process 7 is short",
@@ -201,7 +201,7 @@ def test_a_sick_node_on_a_terminal(width: int, lines: list[str]) -> None:
 
 
 def test_a_daemon_that_is_drained() -> None:
-    """A drain that is done is told apart from one that waits; GPUs that admit no request say why, in local time."""
+    """A completed drain is distinguished from a waiting one; GPUs that admit no request say why, in local time."""
     for drained, word in ((True, "drained"), (False, "draining")):
         text = views.daemons({"daemons": [daemon(state="draining", drained=drained)]}, NOW, PLAIN)
         assert text.splitlines()[1].split()[1] == word
@@ -216,7 +216,7 @@ def violation(**other: Any) -> Any:
 
 
 def test_open_violations() -> None:
-    """The first line has them, and what to do about each stands below; what it has is not told a second time."""
+    """The first line has the violations, and the remedy for each is below; its other facts are not repeated."""
     lines = status(
         headline="healthy, not closed, 1 violation: a program that misses MPS gets all of GPU 0; process 7 is short",
         warnings=[reason("node", because="a program that misses MPS gets all of GPU 0", hint="close it")],
@@ -226,7 +226,7 @@ def test_open_violations() -> None:
 
 
 def test_judged_clients_and_leases() -> None:
-    """What is wrong with a client, or not known of it, stands in the table, and below it in a sentence."""
+    """A fault of a client, or an unknown, is in the table, and below it in a sentence."""
     client: Any = {"pid": 9, "name": "x", "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": "lease-1"}
     well: Any = {"verdict": "ok", "because": "", "sm_activity": 45}
     doubt: Any = {"verdict": "unknown", "because": "process 9 may", "sm_activity": None}
@@ -256,7 +256,7 @@ def test_judged_clients_and_leases() -> None:
     ],
 )
 def test_bounds(least: float | None, most: float | None, shown: str) -> None:
-    """A limit that is known to be between two figures is shown with both."""
+    """A limit known to be between two values is shown with both."""
 
     def limits(threads: float | None) -> Any:
         return None if threads is None else {"active_thread_percentage": threads, "pinned_device_mem_limit": 1 << 30}
@@ -288,7 +288,7 @@ def test_bounds(least: float | None, most: float | None, shown: str) -> None:
     ],
 )
 def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> None:
-    """A control daemon reports whole GiB: what is as granted is shown beside the grant in whole GiB."""
+    """A control daemon reports whole GiB: a value that agrees with the grant is shown beside it in whole GiB."""
 
     def limits(memory: int) -> Any:
         return {"active_thread_percentage": 25.0, "pinned_device_mem_limit": memory}
@@ -317,7 +317,7 @@ def test_clients_without_a_lease() -> None:
 
 
 def test_drift() -> None:
-    """A limit that drifted is told in mpsd's own sentence, with its age, and is marked where limits are listed."""
+    """A drifted limit is reported in mpsd's own sentence, with its age, and is marked where limits are listed."""
     memory = drift(limit="pinned_device_mem_limit", because="gpu0: the sentence")
     restored = drift(undone="2026-11-21T02:59:00Z", because="gpu0: the other sentence")
     text = views.daemons({"daemons": [daemon(drift=[memory], undone=[restored])]}, NOW, PLAIN)
@@ -326,7 +326,7 @@ def test_drift() -> None:
 
 
 def test_what_is_unknown() -> None:
-    """What could not be read is unknown, not zero, and not absent."""
+    """A value that could not be read is unknown, not zero, and not absent."""
     silent = daemon(pid=None, version=None, limits={"active_thread_percentage": None, "pinned_device_mem_limit": None})
     lost = gpu(uuid=None, name=None, memory_total=None, memory_held=None, clients_max=None, health="unknown")
     (row,) = views.daemons({"daemons": [silent]}, NOW, PLAIN).splitlines()[1:]
@@ -340,7 +340,7 @@ def test_what_is_unknown() -> None:
 
 
 def test_servers() -> None:
-    """Servers are listed by pid, and an orphan is called one."""
+    """Servers are listed by pid, and an orphan is marked as such."""
     servers = [
         {"pid": 11, "status": "ACTIVE", "clients": [], "orphan": False},
         {"pid": 12, "status": None, "clients": [], "orphan": True},
@@ -349,7 +349,7 @@ def test_servers() -> None:
 
 
 def test_troubles() -> None:
-    """Below the tables stands why a GPU or a control daemon is not as it should be, and what to do."""
+    """Below the tables is the reason why a GPU or a control daemon is not well, and the remedy."""
     text = views.gpus({"gpus": [gpu(health="unsupported", because="MIG is enabled", hint="disable it")]}, [], PLAIN)
     assert text.endswith("\nGPU 0: MIG is enabled\n  hint: disable it")
     text = views.daemons(
@@ -368,7 +368,7 @@ def test_nothing_there() -> None:
 
 
 def share(index: int, **other: Any) -> Any:
-    """Return what a lease has on one GPU."""
+    """Return a lease's share on one GPU."""
     return {
         "gpu": f"GPU-{index}",
         "daemon": f"gpu{index}",
@@ -380,7 +380,7 @@ def share(index: int, **other: Any) -> Any:
 
 
 def lease(*shares: Any, **other: Any) -> Any:
-    """Return a lease with these shares, as the API describes one."""
+    """Return a lease with these shares, in the API's form."""
     first = shares[0] if shares else dict.fromkeys(("daemon", "active_thread_percentage", "pinned_device_mem_limit"))
     return {
         "id": "lease-1",
@@ -410,7 +410,7 @@ def lease(*shares: Any, **other: Any) -> Any:
 
 
 def rows(*found: Any, others: Any = NO_OTHERS) -> list[list[str]]:
-    """Return the lines below the headings of the list of leases, in words."""
+    """Return the lines below the headings of the list of leases, as words."""
     return [
         line.split()
         for line in lease_views.leases({"leases": list(found), "others": others}, NOW, PLAIN).splitlines()[1:]
@@ -418,7 +418,7 @@ def rows(*found: Any, others: Any = NO_OTHERS) -> list[list[str]]:
 
 
 def test_a_lease() -> None:
-    """A lease is shown with all that it has, its environment included; one that ended says when."""
+    """A lease is shown with everything, including its environment; an ended one has its end."""
     ended = lease(
         share(1),
         state="ended",
@@ -450,7 +450,7 @@ def test_a_lease() -> None:
 
 
 def test_a_lease_on_several_gpus() -> None:
-    """Each share is shown under its number with its own limits and environment, and the list says what differs."""
+    """Each share is shown under its number with its own limits and environment, and the list shows what differs."""
     several = lease(share(0), share(3, pinned_device_mem_limit=GIB))
     lines = lease_views.lease(several, NOW).splitlines()
     assert lines[-4:] == [
@@ -465,7 +465,10 @@ def test_a_lease_on_several_gpus() -> None:
 
 
 def test_a_lease_that_waits() -> None:
-    """What a waiting lease does not have yet is a dash, and it says where it stands and what it waits for."""
+    """Values that a waiting lease does not have yet are dashes.
+
+    Its position and the limit that it waits for are shown.
+    """
     wait = {"position": 2, "waits_for": "memory", "because": "8GiB are left"}
     waiting = lease(state="waiting", wait=wait)
     assert "waits     at position 2 for memory: 8GiB are left" in lease_views.lease(waiting, NOW).splitlines()
@@ -475,7 +478,10 @@ def test_a_lease_that_waits() -> None:
 
 
 def test_the_order_of_leases() -> None:
-    """Those that hold something come first, as they were granted; those that wait follow in the order of the queue."""
+    """Leases that hold something come first, in the order of their grants.
+
+    Waiting ones follow in the order of the queue.
+    """
     wait = {"waits_for": "memory", "because": "8GiB are left"}
     last, first = (lease(id=f"place-{place}", state="waiting", wait={"position": place, **wait}) for place in (10, 9))
     found = rows(last, lease(share(0), id="older"), first, lease(share(0), id="newer"))
@@ -483,13 +489,13 @@ def test_the_order_of_leases() -> None:
 
 
 def test_a_time_to_live() -> None:
-    """A lease that ends unless it is renewed says when, and how long that is."""
+    """A lease with a time to live shows when it ends, and how long that is from now."""
     lines = lease_views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
     assert f"expires   {when('2026-11-21T03:01:30.5Z')} (in 1m, unless renewed)" in lines
 
 
 def test_leases_of_others() -> None:
-    """Who may not see all leases is told in one line what the others come to."""
+    """A user that may not see all leases gets the sums of the others in one line."""
     others: Any = {"leases": 3, "waiting": 1, "threads_granted": 150.0, "memory_granted": 24 * GIB}
     text = lease_views.leases({"leases": [], "others": others}, NOW, PLAIN)
     assert text == "no leases\nand 3 leases of other users, of 150% and 24GiB in all, 1 of them waiting"
@@ -499,7 +505,7 @@ def test_leases_of_others() -> None:
 
 
 def test_an_event() -> None:
-    """An event is one line: when, what, its number, and its facts; its level is told when it is not the usual one."""
+    """An event is one line: time, sentence, number, and facts; an unusual level is shown."""
     facts = {"lease": "lease-1", "gpus": ["GPU-1", "GPU-2"], "clients": [], "pid": 9, "left": 0.5, "limit": None}
     event = {"seq": 7, "at": THEN, "level": "info", "event": "lease_ended", **facts, "because": "uid 0 released it"}
     assert render.event(event) == (
@@ -511,7 +517,7 @@ def test_an_event() -> None:
 
 
 def test_settings() -> None:
-    """Each setting is a line under its full name, and one that is absent or empty is a dash."""
+    """Each setting is a line with its full name; an absent or empty one is a dash."""
     settings: Any = {
         "limit": None,
         "group": "",

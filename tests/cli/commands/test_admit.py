@@ -1,4 +1,4 @@
-"""Leases are taken out for whoever they are meant for: a shell, a program, or the command that mpsctl becomes."""
+"""Leases are held by their intended holder: a shell, a program, or the command that mpsctl becomes."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ VARIABLES = {
 
 
 def last_end(node: Node) -> str:
-    """Return why the last lease ended that did; whoever asks for the events is told at once."""
+    """Return the reason of the last lease end; the events are answered at once."""
     events = [json.loads(line) for line in node.get("/v1/events").body.splitlines()]
     return str([event["because"] for event in events if event["event"] == "lease_ended"][-1])
 
@@ -57,7 +57,7 @@ def ended(node: Node, lease: str) -> Any:
 
 
 def test_admit(node: Node) -> None:
-    """Every option arrives as what it says, and the answer is the lease."""
+    """Every option reaches mpsd with its meaning, and the answer is the lease."""
     done = node.mpsctl(
         "admit", "--threads", "12.5", "--memory", "1536MiB", "--gpu", "1", "--name", "a b", "--label", "team=x=y",
         "--label", "run=7", "--pid", str(os.getpid()), "-o", "json",
@@ -71,7 +71,7 @@ def test_admit(node: Node) -> None:
 
 
 def test_admit_forms(node: Node) -> None:
-    """The lease is printed as a table, or as export lines, and nothing else is."""
+    """The lease is printed as a table, or as export lines, without other output."""
     table = node.mpsctl("admit", *SHARE)
     assert re.match(r"lease +lease-\w+\nstate +granted: ", table.stdout)
     done = node.mpsctl("admit", *SHARE, "-o", "env")
@@ -81,7 +81,7 @@ def test_admit_forms(node: Node) -> None:
 
 
 def test_fraction(node: Node) -> None:
-    """A fraction stands for threads and memory, on the GPU that is named by its UUID."""
+    """A fraction means threads and memory, on the GPU named by its UUID."""
     uuid = node.get("/v1/gpus").json["gpus"][1]["uuid"]
     done = node.mpsctl("admit", "--fraction", "0.25", "--gpu", uuid, "-o", "json")
     lease = json.loads(done.stdout)
@@ -89,7 +89,7 @@ def test_fraction(node: Node) -> None:
 
 
 def test_options(node: Node) -> None:
-    """What is asked for beyond a share arrives as what it says: for how long, by how many, how urgently."""
+    """Options beyond the share reach mpsd with their meaning: time to live, processes, priority."""
     done = node.mpsctl("admit", *SHARE, "--processes", "2", "--priority", "-3", "--ttl", "1000", "-o", "json")
     lease = json.loads(done.stdout)
     assert (lease["processes"], lease["priority"]) == (2, -3)
@@ -104,7 +104,7 @@ def lifetime(lease: Any) -> float:
 
 
 def test_renew(node: Node) -> None:
-    """A lease that was renewed lives for that long from then on, and is printed as it is now."""
+    """A renewed lease lives for that time from then on, and is printed in its new state."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", "1000", "-o", "json").stdout)
     done = node.mpsctl("renew", lease["id"], "--ttl", "5000", "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -117,13 +117,13 @@ def test_renew(node: Node) -> None:
 
 
 def test_a_lease_that_is_not_renewed(node: Node) -> None:
-    """A lease ends when its time to live is over, though its holder lives."""
+    """A lease ends when its time to live has passed, though its holder lives."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", "0.1", "-o", "json").stdout)
     assert "time to live" in ended(node, lease["id"])["because"]
 
 
 def test_release(node: Node) -> None:
-    """A lease is released at once; to release it again is no error, and changes nothing."""
+    """A lease is released at once; a second release is no error, and changes nothing."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "-o", "json").stdout)["id"]
     assert node.mpsctl("release", lease).returncode == 0
     assert leases(node) == []
@@ -137,7 +137,7 @@ def test_release(node: Node) -> None:
 
 
 def test_a_program_that_calls(node: Node) -> None:
-    """A program that is no shell holds the leases that it takes out."""
+    """A program that is no shell holds the leases that it requests."""
     done = node.mpsctl("admit", *SHARE, "-o", "json")
     assert json.loads(done.stdout)["owner"]["pid"] == os.getpid()
 
@@ -152,11 +152,11 @@ WAYS = {
     "plain": "mpsctl admit $SHARE > /dev/null || exit",
     "background": "{ mpsctl admit $SHARE > /dev/null; : ; } & wait $!",
 }
-"""How scripts take out a lease: in each of them, by a process that is gone by the next line."""
+"""Ways in which scripts request a lease; in each, the requesting process is gone by the next line."""
 
 
 def shells() -> list[Any]:
-    """Return the shells, those skipped that this machine does not have."""
+    """Return the shells, with a skip for those that this machine lacks."""
     wanted = ("sh", "bash", "dash")
     return [
         pytest.param(shell, marks=pytest.mark.skipif(not shutil.which(shell), reason=f"no {shell}")) for shell in wanted
@@ -166,7 +166,7 @@ def shells() -> list[Any]:
 @pytest.mark.parametrize("shell", shells())
 @pytest.mark.parametrize("way", WAYS)
 def test_a_shell_that_calls(node: Node, short_tmp: Path, in_path: dict[str, str], shell: str, way: str) -> None:
-    """A lease that a script takes out lives for as long as its shell does, however many subshells lay between them."""
+    """A lease that a script requests lives as long as its shell, with any number of subshells in between."""
     script = short_tmp / "script"
     script.write_text(f"{WAYS[way]}\necho $$\nread -r line\n")
     with subprocess.Popen(
@@ -191,7 +191,7 @@ def test_a_shell_that_calls(node: Node, short_tmp: Path, in_path: dict[str, str]
 def test_a_shell_that_calls_by_another_program(
     node: Node, short_tmp: Path, in_path: dict[str, str], shell: str, wrapper: str
 ) -> None:
-    """What `eval` reads is for the shell that reads it, whichever program called mpsctl and is gone by then."""
+    """The output for `eval` is for the shell that reads it, whichever program called mpsctl and is gone by then."""
     script = short_tmp / "script"
     script.write_text(f'eval "$({wrapper} mpsctl admit $SHARE -o env)"\necho $$ $MPSD_LEASE\nread -r line\n')
     with subprocess.Popen(
@@ -275,7 +275,7 @@ def test_without_room_for_a_guard(node: Node) -> None:
 
 
 def test_with_what_a_lease_ends(in_path: dict[str, str], node: Node, short_tmp: Path) -> None:
-    """A lease that nobody reads the environment of says with what it ends, how to end it, and how to use it."""
+    """A lease whose environment is not read says with what it ends, how to end it, and how to use it."""
     script = f"mpsctl admit {' '.join(SHARE)}; mpsctl admit {' '.join(SHARE)} -o env >{short_tmp}/file; echo $$; read l"
     with subprocess.Popen(
         ["bash", "-c", script],
@@ -302,7 +302,7 @@ def test_with_what_a_claim_ends(node: Node) -> None:
 
 
 def test_a_shell_called_alike(node: Node, short_tmp: Path, in_path: dict[str, str]) -> None:
-    """A shell within a shell of the same command line is a program of its own, and the lease is for the inner one."""
+    """A shell within a shell of the same command line is a separate program, and the lease is for the inner one."""
     script = short_tmp / "script"
     script.write_text(
         f'if [ -z "$INNER" ]; then INNER=1 sh "$0"; echo outer; read -r line; exit; fi\n'
@@ -323,7 +323,7 @@ def test_a_shell_called_alike(node: Node, short_tmp: Path, in_path: dict[str, st
 
 
 def test_a_background_job(in_path: dict[str, str]) -> None:
-    """A subshell that lives on by itself is named with --pid."""
+    """A background subshell becomes the holder by --pid."""
     script = f"(mpsctl admit {' '.join(SHARE)} --pid $BASHPID -o json; echo $BASHPID) & wait"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=in_path)
     text, _, pid = done.stdout.rstrip().rpartition("\n")
@@ -331,7 +331,7 @@ def test_a_background_job(in_path: dict[str, str]) -> None:
 
 
 def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
-    """After `eval`, what the shell starts has the lease's environment, value for value."""
+    """After `eval`, programs that the shell starts have the lease's environment, with equal values."""
     script = f'eval "$(mpsctl admit {" ".join(SHARE)} -o env)"; mpsctl leases -o json; exec env -0'
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=in_path)
     end_of_json = done.stdout.rindex("}\n") + 2
@@ -343,7 +343,7 @@ def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
 
 
 def test_env_file(in_path: dict[str, str]) -> None:
-    """-o env-file has the same variables, a line each, for whoever reads no shell; for several GPUs there is none."""
+    """-o env-file has the same variables, a line each, for readers other than shells; for several GPUs it fails."""
     script = (
         f'eval "$(mpsctl admit {" ".join(SHARE)} -o env)"; mpsctl show $MPSD_LEASE -o env-file; echo; env;'
         f" mpsctl admit {' '.join(SHARE)} --gpus 2 -o env-file"
@@ -357,7 +357,7 @@ def test_env_file(in_path: dict[str, str]) -> None:
 
 
 def test_several_gpus(in_path: dict[str, str], node: Node) -> None:
-    """A lease on several GPUs is taken out whole, and each process of its holder takes the environment of its own GPU.
+    """A lease on several GPUs is granted as a whole, and each process of its holder takes its own GPU's environment.
 
     Each is numbered as launchers number the processes of a node: from 0.
     """
@@ -386,12 +386,12 @@ REFUSED = {
     "no such share": ("show $ONE --share 1", 2, "invalid_request"),
     "which share": ("show $TWO", 2, "invalid_request"),
 }
-"""What cannot be had in a shell, each with its exit code and what is said about it."""
+"""Requests that fail in a shell, each with its exit code and message."""
 
 
 @pytest.fixture
 def with_leases(node: Node, in_path: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Give an environment that names leases in every state, and fewer and more GPUs."""
+    """Yield an environment that names leases in every state, and fewer and more GPUs."""
 
     def admit(*options: str) -> Any:
         return json.loads(node.mpsctl("admit", *SHARE, *options, "-o", "json").stdout)["id"]
@@ -407,7 +407,7 @@ def with_leases(node: Node, in_path: dict[str, str]) -> Iterator[dict[str, str]]
 
 
 def test_what_a_shell_cannot_have(with_leases: dict[str, str], node: Node) -> None:
-    """Whatever there is no environment for makes `eval` fail with its exit code: no script goes on without limits."""
+    """If there is no environment, `eval` fails with an exit code: no script continues without limits."""
     before = [lease["id"] for lease in leases(node)]
     for command, status, reason in REFUSED.values():
         script = f'eval "$(mpsctl {command} -o env)"; echo "went on, $?"'
@@ -418,7 +418,7 @@ def test_what_a_shell_cannot_have(with_leases: dict[str, str], node: Node) -> No
 
 @pytest.mark.parametrize("command", ["admit", "run"])
 def test_a_lease_without_an_environment(short_tmp: Path, command: str) -> None:
-    """An mpsd that grants a lease and gives it no environment is not trusted: nothing runs, and nothing is kept."""
+    """An mpsd that grants a lease without an environment is not trusted: nothing runs, and nothing is kept."""
     lease: Any = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "env": {}, "expires": None}
     gone = b"HTTP/1.1 204 No Content\r\n\r\n"
     rest = ["-o", "env"] if command == "admit" else ["--", "touch", str(short_tmp / "ran")]
@@ -431,7 +431,7 @@ def test_a_lease_without_an_environment(short_tmp: Path, command: str) -> None:
 
 
 def test_a_lease_that_cannot_be_printed(node: Node) -> None:
-    """A lease that its caller does not get to see is given back."""
+    """A lease that its caller does not get to see is released."""
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = run_mpsctl(node.socket, "admit", *SHARE, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "mpsctl: cannot write the answer: No space left on device\n")
@@ -441,7 +441,7 @@ def test_a_lease_that_cannot_be_printed(node: Node) -> None:
 
 @pytest.mark.parametrize("shell", shells())
 def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
-    """A refusal makes `eval` fail with the exit code of the refusal, so that no script goes on without limits."""
+    """A refusal makes `eval` fail with the exit code of the refusal, so that no script continues without limits."""
     script = 'eval "$(mpsctl admit --threads 100 --memory 900GiB -o env)"; echo "went on, $?"'
     done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, env=in_path)
     assert done.stdout == "went on, 65\n"
@@ -471,7 +471,7 @@ def test_run(node: Node) -> None:
 
 @pytest.mark.parametrize("set_by_user", [None, "C.UTF-8"])
 def test_no_locale_of_pythons(node: Node, set_by_user: str | None) -> None:
-    """What Python sets for itself in the C locale is not the command's; what its caller set is."""
+    """Variables that Python sets for itself in the C locale are not passed to the command; those of its caller are."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG"))}
     environment |= {} if set_by_user is None else {"LC_CTYPE": set_by_user}
     done = run_mpsctl(node.socket, "run", *SHARE, "--", "printenv", "LC_CTYPE", env=environment)
@@ -479,7 +479,7 @@ def test_no_locale_of_pythons(node: Node, set_by_user: str | None) -> None:
 
 
 def test_where_its_lease_is(node: Node, short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a command's lease is found goes with it, if mpsctl was told: the socket, as a path, and whom to believe."""
+    """The command gets mpsctl's options for finding the lease: the socket, as a path, and the trusted user."""
     monkeypatch.delenv("MPSD_SOCKET", raising=False)
     (short_tmp / "here").symlink_to(node.socket.parent)
     script = f'{sys.executable} -m mpsd.cli.main renew "$MPSD_LEASE" --ttl 5000 -o json; echo "$MPSD_TRUST_UID"'
@@ -493,7 +493,7 @@ def test_where_its_lease_is(node: Node, short_tmp: Path, monkeypatch: pytest.Mon
 
 
 def test_no_token_on_a_screen(node: Node) -> None:
-    """A lease as people see it shows its environment, and not the token."""
+    """A lease's readable output has its environment, without the token."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "--pid", str(os.getpid()), "-o", "json").stdout)
     assert lease["env"]["MPSD_LEASE_TOKEN"]
     for command in (("admit", *SHARE, "--pid", str(os.getpid())), ("show", lease["id"]), ("attach", lease["id"])):
@@ -503,7 +503,7 @@ def test_no_token_on_a_screen(node: Node) -> None:
 
 
 def test_the_lease_of_a_command(node: Node) -> None:
-    """The lease is held by the command's process, and ends when that ends."""
+    """The lease is held by the command's process, and ends with it."""
     process = start_mpsctl(node.socket, "run", *SHARE, "--name", "job", "--", "cat")
     try:
         (lease,) = wait_until(lambda: leases(node), what="the lease")
@@ -515,7 +515,7 @@ def test_the_lease_of_a_command(node: Node) -> None:
 
 
 def test_a_command_that_shows_that_it_gets_on(in_path: dict[str, str]) -> None:
-    """A command that was given a time to live renews its own lease, and so keeps it."""
+    """A command with a time to live can renew its own lease as it makes progress, and so keeps it."""
     script = "mpsctl renew $MPSD_LEASE --ttl 5000 -o json"
     done = subprocess.run(
         ["mpsctl", "run", *SHARE, "--ttl", "1000", "--", "sh", "-c", script],
@@ -526,7 +526,7 @@ def test_a_command_that_shows_that_it_gets_on(in_path: dict[str, str]) -> None:
 
 
 def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
-    """A command whose lease a quota lets end before it does is told, and how to prevent that."""
+    """A command whose lease a quota ends before the command does gets a warning, and a remedy."""
     env = {"CUDA_VISIBLE_DEVICES": "GPU-1", "MPSD_LEASE": "lease-1"}
     lease = {"id": "lease-1", "state": "granted", "because": "", "gpus": ["GPU-1"], "env": env, "expires": "2026-11-21"}
     for options, told in (([], True), (["--ttl", "9"], False)):
@@ -537,7 +537,7 @@ def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
 
 
 def test_signals_to_a_command(node: Node) -> None:
-    """A signal that is sent to mpsctl reaches the command, since it is the command; so does its death by a signal."""
+    """A signal to mpsctl reaches the command, since they are one process; so does its death by a signal."""
     script = (
         "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5));"
         "print('up', flush=True); signal.pause()"
@@ -554,7 +554,7 @@ def test_signals_to_a_command(node: Node) -> None:
 
 
 def test_signals_are_as_they_were(node: Node) -> None:
-    """A command has the same signals ignored and blocked with mpsctl as without: Python's habits do not stick to it."""
+    """A command has the same signals ignored and blocked with mpsctl as without it, in spite of Python's defaults."""
     command = ["grep", "-E", "^Sig(Ign|Blk)", "/proc/self/status"]
     bare = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     done = node.mpsctl("run", *SHARE, "--", *command)
@@ -562,7 +562,7 @@ def test_signals_are_as_they_were(node: Node) -> None:
 
 
 def test_an_ignored_interrupt_stays_ignored(node: Node) -> None:
-    """What was started with SIGINT ignored, as by `nohup` or `&` in a script, becomes a command that ignores it."""
+    """A command started with SIGINT ignored, as by `nohup` or `&` in a script, keeps ignoring it."""
     script = 'trap "" INT; exec "$@"'
     done = subprocess.run(
         ["sh", "-c", script, "sh", sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket),
@@ -573,7 +573,7 @@ def test_an_ignored_interrupt_stays_ignored(node: Node) -> None:
 
 
 def test_options_of_a_command(node: Node) -> None:
-    """What follows the command's name is the command's, with or without `--` before it."""
+    """Options after the command's name belong to the command, with or without `--` before it."""
     for dashes in ([], ["--"]):
         done = node.mpsctl("run", *SHARE, *dashes, "printf", "%s\n", "--threads", "-o", "--", "--help")
         assert done.stdout == "--threads\n-o\n--\n--help\n"
@@ -590,7 +590,7 @@ def test_options_of_a_command(node: Node) -> None:
     ],
 )
 def test_a_command_that_cannot_run(node: Node, short_tmp: Path, command: str, status: int, reason: str) -> None:
-    """The exit status is a shell's, and the lease was released, not left to end with its holder."""
+    """The exit status is that of a shell, and the lease was released, instead of ending with its holder."""
     for name, mode in (("plain", 0o644), ("nonsense", 0o755)):
         (short_tmp / name).write_text("nonsense")
         (short_tmp / name).chmod(mode)
@@ -611,7 +611,7 @@ def test_a_command_that_is_refused(node: Node, short_tmp: Path) -> None:
 
 
 def test_run_needs_mpsd(short_tmp: Path) -> None:
-    """Nor does it run when there is no mpsd."""
+    """A command does not run without mpsd, either."""
     done = run_mpsctl(short_tmp / "none", "run", *SHARE, "--", "touch", str(short_tmp / "ran"))
     assert done.returncode == 69
     assert not (short_tmp / "ran").exists()

@@ -1,6 +1,6 @@
-"""Devices and containers, without a container runtime: what is written, what the hook decides, and what is left.
+"""Devices and containers without a container runtime: the files, the decisions of the hook, and what is left.
 
-The hook is called as a runtime calls it, for a process of the test's own; `tests/container/test_cdi.py` has real ones.
+The tests call the hook like a runtime, for a process of their own; `tests/container/test_cdi.py` has real runtimes.
 """
 
 import json
@@ -49,18 +49,18 @@ if subprocess.run(hook["args"], executable=hook["path"], input=state, text=True,
     sys.exit(126)
 os.execvp(arguments[arguments.index("IMAGE") + 1], arguments[arguments.index("IMAGE") + 1:])
 """
-"""What stands in for podman: it calls the hook of the device for itself, and becomes the container's program."""
+"""A stand-in for podman: it calls the hook of the device for itself, and becomes the container's program."""
 
 
 @pytest.fixture
 def directory(short_tmp: Path) -> Path:
-    """Give a place for a directory of devices."""
+    """Return the path of a directory for devices."""
     return short_tmp / "cdi"
 
 
 @pytest.fixture
 def claim(node: Node) -> Callable[..., Any]:
-    """Give what claims a lease."""
+    """Return a function that claims a lease."""
 
     def claim(**options: object) -> Any:
         answer = node.request(
@@ -74,7 +74,7 @@ def claim(node: Node) -> Callable[..., Any]:
 
 @pytest.fixture
 def container() -> Iterator["subprocess.Popen[bytes]"]:
-    """Give a process that a container is to have; it does nothing."""
+    """Yield an idle process for a container."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
@@ -99,7 +99,7 @@ def state_of(node: Node, lease: str) -> Any:
 
 
 class Hook:
-    """A runtime's call of the hook that a device has, for a process."""
+    """A runtime's call of a device's hook, for a process."""
 
     def __init__(self, path: Path, pid: int, *, uid: int | None = None, env: Mapping[str, str] | None = None) -> None:
         """Make the container's configuration: what the device adds, then these variables."""
@@ -115,7 +115,7 @@ class Hook:
         self.state = json.dumps({"ociVersion": "1.0.2", "status": "creating", "pid": pid, "bundle": str(bundle)})
 
     def call(self, *, state: str | None = None) -> "subprocess.CompletedProcess[str]":
-        """Call it, with just the environment that the device gives it, as from any directory."""
+        """Call it with exactly the environment that the device sets, as from any directory."""
         variables = dict(each.split("=", 1) for each in self.hook["env"])
         return subprocess.run(
             self.hook["args"], executable=self.hook["path"], input=self.state if state is None else state, text=True,
@@ -124,7 +124,7 @@ class Hook:
 
 
 class TestWrite:
-    """What a device has, and who gets one."""
+    """The contents of a device, and the leases that have one."""
 
     def test_device(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
         """It has the lease's environment, and of the node only the pipe directory of the lease's control daemon."""
@@ -141,14 +141,14 @@ class TestWrite:
     def test_shared_memory(
         self, node: Node, claim: Callable[..., Any], directory: Path, option: str, expected: object
     ) -> None:
-        """/dev/shm is in it, or not, as asked for."""
+        """/dev/shm is included or not, as requested."""
         lease = claim()["id"]
         assert node.mpsctl("cdi", "write", lease, "--dir", str(directory), option).returncode == 0
         mounts = [each["hostPath"] for each in device(directory / cdi.file_name(lease))["mounts"]]
         assert ("/dev/shm" in mounts) is expected
 
     def test_held(self, node: Node, directory: Path) -> None:
-        """A lease that somebody holds is for no container; one that has ended is for nobody."""
+        """A lease with a holder is for no container; an ended one is for no process."""
         lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
         done = node.mpsctl("cdi", "write", lease, "--dir", str(directory))
         assert done.returncode == 2
@@ -158,13 +158,13 @@ class TestWrite:
         assert not directory.exists() or not list(directory.iterdir())
 
     def test_several_gpus(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """A container can use one GPU, so that a lease on several has no device."""
+        """A container can use one GPU, so a lease on several has no device."""
         done = node.mpsctl("cdi", "write", claim(gpus=2)["id"], "--dir", str(directory))
         assert done.returncode == 2
         assert "a process can use only one of them" in done.stderr
 
     def test_open_directory(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """Where others could write, the token is not written."""
+        """If others could write there, the token is not written."""
         directory.mkdir()
         directory.chmod(0o777)
         done = node.mpsctl("cdi", "write", claim()["id"], "--dir", str(directory))
@@ -179,10 +179,10 @@ class TestWrite:
 
 
 class TestList:
-    """What is listed, and what is removed."""
+    """The list and the removal of devices."""
 
     def test_ended(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """Devices of leases that have ended, or that mpsd does not know, are removed; of others none is."""
+        """Devices of ended and unknown leases are removed; all others stay."""
         kept, over = claim()["id"], claim()["id"]
         path, stale = write(node, directory, kept), write(node, directory, over)
         unknown = directory / cdi.file_name("lease-0000000000")
@@ -203,7 +203,7 @@ class TestList:
         assert {*directory.iterdir()} == {path, elsewhere, foreign}
 
     def test_remove(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """A device is removed without the lease; one that is not there, or not mpsctl's, is no error."""
+        """A device is removed without the lease; a missing one, or one that is not mpsctl's, is no error."""
         lease = claim()["id"]
         path = write(node, directory, lease)
         foreign = directory / cdi.file_name("lease-2222222222")
@@ -218,7 +218,7 @@ class TestList:
 
 
 class TestHook:
-    """What the hook decides for a container."""
+    """The decision of the hook for a container."""
 
     def test_takes(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
@@ -244,14 +244,14 @@ class TestHook:
     def test_again(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """A hook that did not get its answer is answered the same again."""
+        """A hook that lost its answer gets the same answer again."""
         path = write(node, directory, claim()["id"])
         assert [Hook(path, container.pid).call().returncode for _ in range(2)] == [0, 0]
 
     def test_ended(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """The device of a lease that has ended fails the container, with why it ended."""
+        """The device of an ended lease fails the container, with the reason of the end."""
         lease = claim()["id"]
         path = write(node, directory, lease)
         node.request("DELETE", f"/v1/leases/{lease}")
@@ -275,7 +275,7 @@ class TestHook:
     def test_no_state(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]", state: str
     ) -> None:
-        """Whoever calls it without a container is told so."""
+        """A caller without a container gets an explanation."""
         lease = claim()["id"]
         done = Hook(write(node, directory, lease), container.pid).call(state=state)
         assert done.returncode in {1, 2}
@@ -283,7 +283,7 @@ class TestHook:
         assert [each["kind"] for each in state_of(node, lease)["holders"]] == ["claim"]
 
     def test_gone(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """A container that is gone by then takes nothing."""
+        """A container that has ended by then takes nothing."""
         lease = claim()["id"]
         with subprocess.Popen(["true"]) as process:
             process.wait()
@@ -295,7 +295,7 @@ class TestHook:
     def test_uid(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """The lease is from then on that of the uid that the container's program will have, and not the runtime's."""
+        """From then on the lease belongs to the uid of the container's program, not to the runtime's."""
         lease = claim()["id"]
         assert Hook(write(node, directory, lease), container.pid, uid=2601).call().returncode == 0
         assert state_of(node, lease)["owner"]["uid"] == 2601
@@ -304,7 +304,7 @@ class TestHook:
     def test_at_once(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """Claims for anybody do not keep each other out, where a control daemon serves one user at a time."""
+        """Claims for any user do not exclude each other where a control daemon serves one user at a time."""
         first, second = (write(node, directory, claim(gpu="0")["id"]) for _ in range(2))
         with subprocess.Popen(["sleep", "600"]) as other:
             try:
@@ -318,7 +318,7 @@ class TestHook:
     def test_another_user_there(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """Beside another user's container on such a control daemon, one fails with the reason."""
+        """Beside another user's container on such a control daemon, a container fails with the reason."""
         first, second = (write(node, directory, claim(gpu="0")["id"]) for _ in range(2))
         assert Hook(first, container.pid, uid=2601).call().returncode == 0
         with subprocess.Popen(["sleep", "600"]) as other:
@@ -342,7 +342,7 @@ class TestHook:
 
     @needs_root
     def test_not_mapped(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """A uid that the container's user namespace does not have is nobody's."""
+        """A uid that the container's user namespace does not map belongs to no user."""
         lease = claim()["id"]
         command = ["unshare", "--user", "--map-user=0", "sh", "-c", "echo; exec sleep 600"]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -358,7 +358,7 @@ class TestHook:
     def test_restart(
         self, make_node: Callable[..., Node], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """Where mpsd is killed before it answers, the hook asks the next one."""
+        """If mpsd is killed before it answers, the hook asks the next one."""
         node = make_node(simulate=1, control=None).start()
         lease = node.request("POST", "/v1/leases", {"fraction": 0.1, "holder": {"claim": {}}}).json["id"]
         hook = Hook(write(node, directory, lease), container.pid)
@@ -376,13 +376,13 @@ class TestHook:
 
 
 def has_socket(pid: int) -> bool:
-    """Tell whether a process has a socket open."""
+    """Return whether a process has a socket open."""
     return any(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.fixture
 def in_path_runtime(short_tmp: Path) -> dict[str, str]:
-    """Return an environment in which `podman` is what stands in for it."""
+    """Return an environment in which `podman` is the stand-in."""
     program = short_tmp / "bin" / "podman"
     program.parent.mkdir()
     program.write_text(RUNTIME)
@@ -400,15 +400,15 @@ def run_container(
 
 
 class TestRun:
-    """What `container run` does around a runtime."""
+    """`container run` around a runtime."""
 
     def test_run(self, node: Node, directory: Path, in_path_runtime: dict[str, str], short_tmp: Path) -> None:
-        """The program has a lease of its own, its exit status is the command's, and no device is left."""
+        """The program has its own lease, its exit status is the command's, and no device is left."""
         script = "import os, sys; print(os.getpid()); sys.exit(7)"
         done = run_container(node, directory, in_path_runtime, "--rm", "IMAGE", sys.executable, "-c", script)
         assert done.returncode == 7, done.stderr
         called = json.loads((short_tmp / "bin" / "called").read_text())
-        # It reads no directory but the usual ones unless it is told to.
+        # It reads only the usual directories unless an option names another.
         assert called[:2] == [f"--cdi-spec-dir={directory}", "run"]
         assert called[3:5] == ["--rm", "IMAGE"]
         assert list(directory.iterdir()) == []
@@ -417,7 +417,7 @@ class TestRun:
         assert f"pid {int(done.stdout)}" in state_of(node, lease)["because"]
 
     def test_no_room(self, node: Node, directory: Path, in_path_runtime: dict[str, str], short_tmp: Path) -> None:
-        """Without room no container starts, and the reason is told."""
+        """Without room no container starts, and the reason is printed."""
         share = ("--threads", "100", "--memory", "900GiB")
         done = run_container(node, directory, in_path_runtime, "IMAGE", "true", share=share)
         assert done.returncode == 65
@@ -425,7 +425,7 @@ class TestRun:
         assert not (short_tmp / "bin" / "called").exists()
 
     def test_no_mpsd(self, directory: Path, in_path_runtime: dict[str, str], short_tmp: Path) -> None:
-        """Nor without mpsd."""
+        """Without mpsd no container starts, either."""
         done = run_mpsctl(
             short_tmp / "s", "container", "run", "podman", *SHARE, "--dir", str(directory), "--", "IMAGE",
             env=in_path_runtime,
@@ -434,20 +434,20 @@ class TestRun:
         assert not (short_tmp / "bin" / "called").exists()
 
     def test_no_runtime(self, node: Node, directory: Path, short_tmp: Path) -> None:
-        """Where the runtime is not installed, nothing is left."""
+        """If the runtime is not installed, nothing is left."""
         done = run_container(node, directory, {**os.environ, "PATH": str(short_tmp)}, "IMAGE")
         assert done.returncode == 127
         assert "podman: No such file or directory" in done.stderr
         assert (list(directory.iterdir()), node.get("/v1/leases").json["leases"]) == ([], [])
 
     def test_failed_start(self, node: Node, directory: Path, in_path_runtime: dict[str, str]) -> None:
-        """Where the runtime fails before it has a container, the lease is released at once."""
+        """If the runtime fails before it has a container, the lease is released at once."""
         done = run_container(node, directory, in_path_runtime, "fails", "IMAGE", "true")
         assert done.returncode == 125
         assert (list(directory.iterdir()), node.get("/v1/leases").json["leases"]) == ([], [])
 
     def test_no_directory(self, node: Node, directory: Path, in_path_runtime: dict[str, str]) -> None:
-        """Where no device can be written, the lease is released, and no container starts."""
+        """If the device cannot be written, the lease is released, and no container starts."""
         directory.mkdir()
         directory.chmod(0o777)
         done = run_container(node, directory, in_path_runtime, "IMAGE", "true")
@@ -455,7 +455,7 @@ class TestRun:
         assert node.get("/v1/leases").json["leases"] == []
 
     def test_killed(self, node: Node, directory: Path, in_path_runtime: dict[str, str]) -> None:
-        """When mpsctl is killed, the container keeps its lease, and its device is removed by the next who looks."""
+        """When mpsctl is killed, the container keeps its lease; the next call that lists devices removes its device."""
         command = [
             sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "container", "run", "podman", *SHARE,
             "--dir", str(directory), "--", "IMAGE", "sh", "-c", "echo $$; exec sleep 600",

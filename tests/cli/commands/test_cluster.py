@@ -1,4 +1,4 @@
-"""`mpsctl cluster`: what kubectl lists, as a table; kubectl itself is a program of the test's own."""
+"""`mpsctl cluster`: the answers of kubectl as a table; kubectl itself is a program of the test."""
 
 import json
 import os
@@ -35,13 +35,13 @@ Call = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def node(name: str, state: str) -> dict[str, Any]:
-    """Return a Node as kubectl has it."""
+    """Return a Node in kubectl's form."""
     return {"kind": "Node", "metadata": {"name": name, "annotations": {"mpsd/state": state}}}
 
 
 @pytest.fixture
 def kubectl(tmp_path: Path) -> Path:
-    """Give a kubectl that lists two nodes, one of which says something else than it should, and one pod."""
+    """Return a kubectl that lists two nodes, one of them with an invalid annotation, and one pod."""
     program = tmp_path / "kubectl"
     program.write_text(KUBECTL)
     program.chmod(0o755)
@@ -65,7 +65,7 @@ def call(*arguments: str, path: Path) -> "subprocess.CompletedProcess[str]":
 
 
 def test_table(kubectl: Path) -> None:
-    """Each GPU has a row, and each pod that has a share of it one below."""
+    """Each GPU has a row, and each pod with a share of it one below."""
     done = call(path=kubectl)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
@@ -81,7 +81,7 @@ def test_table(kubectl: Path) -> None:
 
 
 def test_json(kubectl: Path) -> None:
-    """For programs there is the same in JSON, by the context that was named."""
+    """JSON has the same for programs, from the named context."""
     done = call("-o", "json", "--context", "here", path=kubectl)
     first, second = json.loads(done.stdout)["nodes"]
     assert [each["threads_granted"] for each in first["gpus"]] == [35.0, 0.0]
@@ -91,7 +91,7 @@ def test_json(kubectl: Path) -> None:
 
 
 def test_without_the_right_to_list_pods(kubectl: Path) -> None:
-    """Who may not list pods sees their uids, and is told."""
+    """A user that may not list pods sees their uids, and a note."""
     (kubectl / "pods").unlink()
     done = call(path=kubectl)
     assert done.returncode == 0
@@ -100,7 +100,7 @@ def test_without_the_right_to_list_pods(kubectl: Path) -> None:
 
 
 def test_without_any_right(kubectl: Path) -> None:
-    """What kubectl says is shown, and what to do."""
+    """kubectl's error is shown, with a remedy."""
     (kubectl / "nodes").unlink()
     done = call(path=kubectl)
     assert done.returncode == 69
@@ -109,7 +109,7 @@ def test_without_any_right(kubectl: Path) -> None:
 
 
 def test_without_kubectl(tmp_path: Path) -> None:
-    """Where there is no kubectl, that is said."""
+    """Without kubectl the error says so."""
     done = call(path=tmp_path)
     assert done.returncode == 1
     assert "kubectl is not installed" in done.stderr

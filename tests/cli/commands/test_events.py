@@ -1,4 +1,4 @@
-"""Events are told whole and in their order, each once, also to whoever follows them while mpsd restarts."""
+"""Events are shown completely and in order, each once, also to followers while mpsd restarts."""
 
 import json
 import os
@@ -21,19 +21,19 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n\u202e"
 
 
 def happen(node: Node) -> Any:
-    """Have something happen that is an event: a lease is granted, and released. Return it."""
+    """Cause events: a lease is granted and released. Return it."""
     lease = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB"}).json
     node.request("DELETE", f"/v1/leases/{lease['id']}")
     return lease
 
 
 def event(number: int, **facts: object) -> dict[str, object]:
-    """Return an event as mpsd has it."""
+    """Return an event in mpsd's form."""
     return {"seq": number, "at": "2026-11-21T03:00:00.5Z", "level": "info", "event": "lease_ended", **facts}
 
 
 def chunks(*events: object) -> Iterator[bytes]:
-    """Return the beginning of an answer with these events, each a line in a chunk of its own."""
+    """Return the beginning of an answer with these events, each as a line in its own chunk."""
     yield b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     for each in events:
         text = json.dumps(each, ensure_ascii=False).encode() + b"\n"
@@ -44,7 +44,7 @@ def chunks(*events: object) -> Iterator[bytes]:
 
 
 def test_json(node: Node) -> None:
-    """With `-o json` each line is mpsd's own, byte for byte, from the one after the number that was named."""
+    """With `-o json` each line is mpsd's own, byte for byte, from the one after the given number."""
     happen(node)
     done = node.mpsctl("events", "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -59,7 +59,7 @@ def test_json(node: Node) -> None:
 
 
 def test_table(node: Node) -> None:
-    """With `-o wide` each event is a line that says when, what, and with which facts."""
+    """With `-o wide` each event is a line with its time, its kind and its facts."""
     lease, uid = happen(node)["id"], os.getuid()
     lines = node.mpsctl("events", "-o", "wide").stdout.splitlines()
     numbers = [int(number) for number in re.findall(r"^\S+Z  \w+ +seq=(\d+) ", "\n".join(lines), re.MULTILINE)]
@@ -73,7 +73,7 @@ def test_table(node: Node) -> None:
 
 
 def test_sentences(node: Node) -> None:
-    """Without, it is a sentence; of each filter's events there are no more than the filter takes."""
+    """By default it is a sentence; each filter shows only the events that it selects."""
     lease, user = happen(node)["id"], name_of(os.getuid())
     granted, ended = node.mpsctl("events", "--lease", lease).stdout.splitlines()
     line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d    "
@@ -108,7 +108,7 @@ def test_sentences(node: Node) -> None:
     ],
 )
 def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> None:
-    """A filter that would choose nothing, in silence, is refused with what to type."""
+    """A filter that would silently select nothing is refused with what to type."""
     done = node.mpsctl("events", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
@@ -116,7 +116,7 @@ def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> No
 
 @pytest.mark.parametrize("form", ["table", "wide", "json"])
 def test_escape_sequences(short_tmp: Path, form: str) -> None:
-    """Whatever an event holds, it does nothing to the terminal, and is one line."""
+    """Whatever an event contains, it has no effect on the terminal, and is one line."""
     told = event(1, because=HOSTILE, **{HOSTILE: "x"})
     with answering(short_tmp / "s", [*chunks(told), b"0\r\n\r\n"]):
         done = run_mpsctl(short_tmp / "s", "events", "-o", form)
@@ -136,7 +136,7 @@ def test_escape_sequences(short_tmp: Path, form: str) -> None:
     ],
 )
 def test_what_is_no_event(short_tmp: Path, said: list[bytes], status: int, reason: str) -> None:
-    """An mpsd of another version, or something that is none, is told as that, and not asked again."""
+    """An mpsd of another version, or another program, is reported as such, and not asked again."""
     with answering(short_tmp / "s", said):
         done = run_mpsctl(short_tmp / "s", "events", "--follow")
     assert (done.returncode, done.stdout) == (status, "")
@@ -148,7 +148,7 @@ def test_what_is_no_event(short_tmp: Path, said: list[bytes], status: int, reaso
 
 @pytest.fixture
 def follower() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Give a way to follow events, which ends with the test."""
+    """Return a function that follows events until the end of the test."""
     followers = []
 
     def follow(socket: Path, *options: str, **more: Any) -> "subprocess.Popen[str]":
@@ -161,7 +161,7 @@ def follower() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
 
 def test_following(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
-    """Who follows hears of each event as it happens, and ends by Ctrl-C without a word."""
+    """A follower gets each event as it happens, and ends by Ctrl-C without a message."""
     last = json.loads(node.get("/v1/events").body.splitlines()[-1])["seq"]
     process = follower(node.socket, "--after", str(last), "-o", "wide")
     assert process.stdout is not None
@@ -175,7 +175,7 @@ def test_following(node: Node, follower: Callable[..., "subprocess.Popen[str]"])
 
 
 def test_following_the_latest(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
-    """Who wants the latest ones hears of these, then of each that comes, once, as far as the filters take it."""
+    """A follower of the latest events gets these, then each new one, once, as far as the filters select it."""
     first, second = happen(node)["id"], happen(node)["id"]
     process = follower(node.socket, "-n", "2", "--kind", "lease_ended")
     assert process.stdout is not None
@@ -187,7 +187,7 @@ def test_following_the_latest(node: Node, follower: Callable[..., "subprocess.Po
 
 
 def test_restarts_of_mpsd(make_node: Callable[..., Node], follower: Callable[..., "subprocess.Popen[str]"]) -> None:
-    """Every event of three lives of mpsd is heard, once, in its order, however each of them ended."""
+    """Every event of three lives of mpsd arrives once, in order, however each life ended."""
     node = make_node(simulate=1).start()
     process = follower(node.socket, "-o", "json")
     assert process.stdout is not None
@@ -212,7 +212,7 @@ def test_restarts_of_mpsd(make_node: Callable[..., Node], follower: Callable[...
 
 
 def test_being_dropped(short_tmp: Path) -> None:
-    """One that was too slow, or cut off in a line, comes back for what it lacks; a gap is not passed over."""
+    """A follower that was too slow, or cut off in a line, reconnects for the rest; a gap is reported."""
     gap = http(
         {"code": "invalid_request", "detail": "they are not kept", "hint": "start there"}, "422 Unprocessable Entity"
     )
@@ -229,7 +229,7 @@ def test_being_dropped(short_tmp: Path) -> None:
 
 
 def test_a_reader_that_has_seen_enough(node: Node, follower: Callable[..., "subprocess.Popen[str]"]) -> None:
-    """Whoever closes the pipe, as `head -1` does, ends mpsctl without a word, though nothing more happens."""
+    """When its reader closes the pipe, as `head -1` does, mpsctl exits without a message, even in quiet times."""
     process = follower(node.socket)
     assert process.stdout is not None
     assert process.stdout.readline() != ""
@@ -240,6 +240,6 @@ def test_a_reader_that_has_seen_enough(node: Node, follower: Callable[..., "subp
 
 
 def test_it_needs_mpsd(short_tmp: Path) -> None:
-    """Who follows is not made to wait for an mpsd that never was there."""
+    """A follower does not wait for an mpsd that never was there."""
     done = run_mpsctl(short_tmp / "none", "events", "--follow")
     assert (done.returncode, done.stdout) == (69, "")

@@ -1,4 +1,4 @@
-"""`mpsctl explain` finds what is meant, tells it to those who may know, and fits the terminal."""
+"""`mpsctl explain` finds its subject, informs only users with permission, and fits the terminal."""
 
 import json
 import re
@@ -70,14 +70,14 @@ NARROW = [
 
 @pytest.mark.parametrize(("width", "lines"), [(80, NARROW), (120, WHOLE), (200, WHOLE), (None, WHOLE)])
 def test_widths(width: int | None, lines: list[str]) -> None:
-    """A story is folded where the terminal ends, and nothing is cut off it."""
+    """A story is folded at the terminal's edge, and nothing of it is cut off."""
     text = "\n".join(explain.lines_of(explain.Story(**STORY), 3, Look(width=width) if width else PLAIN))
     assert text.splitlines() == lines
     assert max(map(len, text.splitlines())) <= (width or 200)
 
 
 def test_what_is_meant(node: Node) -> None:
-    """A lease is known by its id, its beginning and its name; a GPU by its index, UUID, or its control daemon."""
+    """A lease is found by its id, its prefix and its name; a GPU by its index, UUID, or control daemon."""
     leases = [
         node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "name": name}).json["id"]
         for name in ("first", "second")
@@ -95,7 +95,7 @@ def test_what_is_meant(node: Node) -> None:
 
 
 def test_json(node: Node) -> None:
-    """As JSON it has the events as mpsd told them, and the same sentences about the present."""
+    """JSON has the events in mpsd's form, and the same sentences about the present."""
     lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
     told = json.loads(node.mpsctl("explain", lease, "-o", "json").stdout)
     assert [each["event"] for each in told["events"]] == ["lease_granted"]
@@ -105,7 +105,7 @@ def test_json(node: Node) -> None:
 
 
 def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
-    """It says where it stands, for what it waits, and how to give it up."""
+    """It shows the lease's position, the limit that it waits for, and how to release it."""
     node = make_node(simulate=1, control=None).start()
     assert node.request("POST", "/v1/leases", {"threads": 90, "memory": "1GiB"}).status == 201
     waiter = start_mpsctl(
@@ -132,14 +132,14 @@ mpsd.cli.main.main()
 
 
 def as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user who owns nothing."""
+    """Run mpsctl as a user that owns nothing."""
     command = [sys.executable, "-c", AS_NOBODY, "--socket", str(node.socket), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
 
 
 @needs_root
 def test_another_user_s_lease(node: Node) -> None:
-    """Of another user's lease nothing is told but that there are events, and how much such leases have together."""
+    """Another user's lease is shown only as the existence of events, and the sum of such leases."""
     asked = {"threads": 10, "memory": "1GiB", "gpu": "0", "name": "secret"}
     theirs = node.request("POST", "/v1/leases", asked).json["id"]
     refused = as_nobody(node, "explain", theirs)

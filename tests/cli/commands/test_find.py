@@ -1,4 +1,4 @@
-"""Leases as users name them: by id, by the beginning of one, by name, several at a time, or not at all."""
+"""Leases as users name them: by id, by a prefix of it, by name, several at a time, or not at all."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from tests.node import Node
 
 
 def take(node: Node, **request: object) -> Any:
-    """Take out a small lease for the tests' own process."""
+    """Request a small lease for the tests' own process."""
     body = {"threads": 1, "memory": "1GiB", "pid": os.getpid(), **request}
     return node.request("POST", "/v1/leases", body).json["id"]
 
@@ -23,7 +23,7 @@ def living(node: Node) -> list[str]:
 
 @pytest.mark.parametrize("length", [len("lease-") + 9, len("lease-") + 8])
 def test_a_prefix(node: Node, length: int) -> None:
-    """The beginning of an id is enough, with `lease-` or without."""
+    """A prefix of an id is enough, with `lease-` or without."""
     lease = take(node)
     for meant in (lease[:length], lease[len("lease-") : length]):
         done = node.mpsctl("show", meant, "-o", "json")
@@ -34,7 +34,7 @@ def test_a_prefix(node: Node, length: int) -> None:
 
 
 def test_a_name(node: Node) -> None:
-    """A lease is found by its name, and one that lives before one that has ended."""
+    """A lease is found by its name, a living one before an ended one."""
     ended = take(node, name="trainer")
     assert node.mpsctl("release", ended).returncode == 0
     lease, other = take(node, name="trainer"), take(node, name="other")
@@ -45,7 +45,7 @@ def test_a_name(node: Node) -> None:
 
 
 def test_what_is_ambiguous(node: Node) -> None:
-    """What several leases are called, or begin with, is refused, and the candidates are listed."""
+    """A name or prefix of several leases is refused, and the candidates are listed."""
     one, two = take(node, name="twin"), take(node, name="twin")
     for meant in ("twin", "lease-", "le"):
         done = node.mpsctl("release", meant)
@@ -57,7 +57,7 @@ def test_what_is_ambiguous(node: Node) -> None:
 
 
 def test_several(node: Node) -> None:
-    """Several leases are answered one by one, whatever becomes of the others; the exit status is that of the worst."""
+    """Several leases are handled one by one, independent of each other; the exit status is that of the worst."""
     one, two = take(node), take(node, name="two")
     done = node.mpsctl("release", one, "lease-nobody-has", "two")
     assert (done.returncode, done.stdout) == (1, f"{one} is released\n{two} is released\n")
@@ -78,10 +78,10 @@ def test_several(node: Node) -> None:
 
 @pytest.mark.parametrize("command", [("show",), ("renew", "--ttl", "1h"), ("attach",), ("verify",), ("release",)])
 def test_ones_own(node: Node, command: tuple[str, ...]) -> None:
-    """Without a lease on the command line, the one in MPSD_LEASE is meant; without that too, it is a usage error."""
+    """Without a lease on the command line, MPSD_LEASE is used; without that too, it is a usage error."""
     lease, other = take(node), take(node)
     done = run_mpsctl(node.socket, *command, env={**os.environ, "MPSD_LEASE": lease})
-    assert done.returncode in ({1} if command == ("verify",) else {0}), done.stderr  # nothing is attached
+    assert done.returncode in ({1} if command == ("verify",) else {0}), done.stderr  # no client is attached
     assert other in living(node)
     assert (lease in living(node)) is (command != ("release",))
     if command != ("verify",):

@@ -1,4 +1,4 @@
-"""Leases that a control group holds, that are claimed, and that are handed over: by mpsctl."""
+"""Leases that control groups hold, claims, and handovers, by mpsctl."""
 
 import json
 import os
@@ -22,14 +22,14 @@ SHARE = ("--threads", "10", "--memory", "1GiB")
 
 @pytest.fixture
 def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Give a process that holds whatever it is told to."""
+    """Yield an idle process that can hold leases."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 
 
 def admitted(node: Node, *arguments: str) -> Any:
-    """Take out a lease by mpsctl, and return it."""
+    """Request a lease by mpsctl, and return it."""
     done = node.mpsctl("admit", *SHARE, *arguments, "-o", "json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -37,7 +37,7 @@ def admitted(node: Node, *arguments: str) -> Any:
 
 @needs_root
 def test_control_group(node: Node) -> None:
-    """`admit --cgroup` and `show`: the lease is the group's, and its unit is named."""
+    """`admit --cgroup` and `show`: the lease belongs to the group, and its unit is named."""
     with control_group("name=systemd", "job") as group:
         lease = admitted(node, "--cgroup", str(group), "--while", "exists", "--user", "0")
         assert lease["holders"][0]["while"] == "exists"
@@ -48,7 +48,7 @@ def test_control_group(node: Node) -> None:
 
 
 def test_hand_over(node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-    """`hand-over` puts another holder in the place of the first; with --keep both are there."""
+    """`hand-over` replaces the holder; with --keep it adds one."""
     lease = admitted(node, "--pid", str(os.getpid()))["id"]
     done = node.mpsctl("hand-over", lease, "--pid", str(sleeper.pid), "--keep")
     assert (done.returncode, done.stderr) == (0, "")
@@ -62,7 +62,10 @@ def test_hand_over(node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
 
 
 def test_claim(node: Node) -> None:
-    """`admit --claim` gives a lease that `claim` takes, as the command that it becomes; the lease ends with that."""
+    """`admit --claim` makes a lease that `claim` takes, as the command that it becomes.
+
+    The lease ends with the command.
+    """
     lease = admitted(node, "--claim", "--claim-deadline", "30")
     assert "a claim for anybody, until " in node.mpsctl("show", lease["id"]).stdout
     bare = run_mpsctl(node.socket, "claim", lease["id"], "--", "true", env=without_token())
@@ -92,7 +95,7 @@ def without_token() -> dict[str, str]:
 
 @pytest.mark.parametrize("options", [("--claim", "--pid", "1"), ("--cgroup", "/a", "--unit", "b")])
 def test_one_holder(node: Node, options: tuple[str, ...]) -> None:
-    """Several holders at once are a mistake, and nothing is taken out."""
+    """Several holders at once are an error, and nothing is requested."""
     done = node.mpsctl("admit", *SHARE, *options)
     assert (done.returncode, "Name one holder" in done.stderr) == (2, True)
 
@@ -108,14 +111,14 @@ def test_one_holder(node: Node, options: tuple[str, ...]) -> None:
     ],
 )
 def test_options_that_say_nothing(options: tuple[str, ...], says: str) -> None:
-    """An option that would have no effect is refused, and not passed over."""
+    """An option without effect is refused, not ignored."""
     done = run_mpsctl("none.sock", *options)
     assert (done.returncode, says in done.stderr) == (2, True), done.stderr
 
 
 @needs_root
 def test_container_stop(node: Node, short_tmp: Path) -> None:
-    """`container stop` finds the lease also where a container has its first process in a group below its own."""
+    """`container stop` finds the lease also if a container has its first process in a group below its own."""
     runtime = short_tmp / "podman"
     with control_group("name=systemd", "outer") as outer, control_group("name=systemd", f"{outer.name}/inner") as inner:
         with subprocess.Popen([*joins(inner), "sleep", "600"]) as program:
@@ -136,7 +139,7 @@ def test_container_stop(node: Node, short_tmp: Path) -> None:
 
 
 def test_container_that_is_not_there(node: Node, short_tmp: Path) -> None:
-    """What the runtime says of a container that it does not have is said once, and mpsctl ends as the runtime did."""
+    """The runtime's message about an unknown container is printed once, and mpsctl exits with its status."""
     runtime = short_tmp / "podman"
     runtime.write_text("#!/bin/sh\necho no such container >&2\nexit 125\n")
     runtime.chmod(0o755)

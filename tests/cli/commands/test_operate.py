@@ -1,4 +1,4 @@
-"""An operator's commands that take their time: they say for whom they wait, and ending them ends the waiting only."""
+"""An operator's long commands: they say which clients they wait for, and ending them ends only the waiting."""
 
 import json
 import os
@@ -20,13 +20,13 @@ SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
-    """Start a node of our own: what is held stays held."""
+    """Start a node of this module: a hold persists."""
     return make_node(simulate=2, control=None).start()
 
 
 @pytest.fixture
 def lease(node: Node) -> str:
-    """Give a lease on GPU 0, for which a restart waits."""
+    """Return a lease on GPU 0, for which a restart waits."""
     found: str = node.request("POST", "/v1/leases", SMALL).json["id"]
     return found
 
@@ -37,7 +37,7 @@ def begun(node: Node) -> Any:
 
 
 def test_all(node: Node) -> None:
-    """Every control daemon is restarted, and a line says so of each."""
+    """Every control daemon is restarted, with a line for each."""
     before = node.daemons()
     done = node.mpsctl("restart", "--all")
     assert (done.returncode, done.stderr) == (0, "")
@@ -48,7 +48,7 @@ def test_all(node: Node) -> None:
 
 
 def test_waits_and_is_given_up(node: Node, lease: str) -> None:
-    """It says for whom it waits, and ends with 1 when somebody else wanted something else meanwhile."""
+    """It says what it waits for, and exits with 1 when another command replaced the operation meanwhile."""
     process = start_mpsctl(node.socket, "drain", "gpu0", "-o", "json")
     try:
         assert process.stderr is not None
@@ -62,7 +62,7 @@ def test_waits_and_is_given_up(node: Node, lease: str) -> None:
 
 
 def test_on_a_terminal(node: Node, lease: str) -> None:
-    """On a terminal one line says for whom it waits and for how long, and is gone at the end."""
+    """On a terminal one line shows what it waits for and how long; the line is gone at the end."""
     command = [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{node.socket}", "drain", "gpu0"]
     with Terminal.running(command, os.environ, cwd=ROOT) as terminal:
         terminal.wait_for(rf"mpsctl: [1-9]\d* s: gpu0: drain waits for {lease} \(pid {os.getpid()}\)")
@@ -74,7 +74,7 @@ def test_on_a_terminal(node: Node, lease: str) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signalled(node: Node, lease: str, number: signal.Signals) -> None:
-    """Ctrl-C ends mpsctl, which says that the restart goes on, and how to give it up; and it does go on."""
+    """Ctrl-C ends mpsctl, which says that the restart continues, and how to cancel it; the restart continues."""
     process = start_mpsctl(node.socket, "restart", "gpu0")
     try:
         assert process.stderr is not None
@@ -92,7 +92,7 @@ def test_signalled(node: Node, lease: str, number: signal.Signals) -> None:
 
 
 def test_across_a_restart_of_mpsd(node: Node, lease: str) -> None:
-    """mpsd is killed meanwhile: that is said, and the next one is asked."""
+    """mpsd is killed meanwhile: mpsctl says so, and asks the next one."""
     process = start_mpsctl(node.socket, "restart", "gpu0")
     try:
         assert process.stderr is not None
@@ -109,7 +109,7 @@ def test_across_a_restart_of_mpsd(node: Node, lease: str) -> None:
 
 
 def test_no_wait(node: Node, lease: str) -> None:
-    """It is begun, and who asked goes on with something else."""
+    """The operation begins, and the caller continues."""
     done = node.mpsctl("restart", "gpu0", "--no-wait", "--timeout", "1000", "-o", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["state"] == "running"

@@ -1,4 +1,4 @@
-"""`mpsctl shell`: a shell that holds a lease, and says so."""
+"""`mpsctl shell`: a shell that holds a lease, and shows it in its prompt."""
 
 import os
 import re
@@ -18,7 +18,7 @@ _PROMPTS: Final = {"bash": "(LEASE) mine> ", "dash": "(LEASE) $ ", "zsh": "(LEAS
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", _PROMPTS)
 def test_shell(node: Node, in_path: dict[str, str], short_tmp: Path, shell: str) -> None:
-    """The shell is the lease's holder and has its environment, whatever its start-up file says; it ends the lease."""
+    """The shell is the lease's holder and has its environment, whatever its start-up file sets; it ends the lease."""
     home = short_tmp / "home"
     home.mkdir()
     (home / ".bashrc").write_text("PS1='mine> '; unset CUDA_VISIBLE_DEVICES")
@@ -41,7 +41,7 @@ def test_shell(node: Node, in_path: dict[str, str], short_tmp: Path, shell: str)
 
 
 def test_no_room(node: Node) -> None:
-    """Without a lease there is no shell, and the exit status says why."""
+    """Without a lease there is no shell, and the exit status gives the reason."""
     done = node.mpsctl("shell", "--threads", "10", "--memory", "900GiB", env={**os.environ, "SHELL": "/bin/false"})
     assert (done.returncode, done.stdout) == (65, "")
     assert "[never_fits]" in done.stderr

@@ -1,4 +1,4 @@
-"""Each command that reads shows what the API answers: as it stands with `-o json`, and as a table otherwise."""
+"""Each reading command shows the API's answer: unchanged with `-o json`, otherwise as a table."""
 
 import json
 import os
@@ -33,7 +33,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n"
 
 
 def admit(node: Node, **asked: Any) -> Any:
-    """Take out a lease for the tests' own process."""
+    """Request a lease for the tests' own process."""
     answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "2GiB", **asked})
     assert answer.status == 201, answer.body
     return answer.json
@@ -68,7 +68,7 @@ def test_json(node: Node, command: str) -> None:
     ],
 )
 def test_tables(node: Node, command: str, lines: list[str]) -> None:
-    """Without `-o`, and with `-o table`, the answer is lines for people."""
+    """Without `-o`, and with `-o table`, the answer is readable lines."""
     admit(node, name="train")
     done = node.mpsctl(command)
     assert (done.returncode, done.stderr) == (0, "")
@@ -80,7 +80,7 @@ def test_tables(node: Node, command: str, lines: list[str]) -> None:
 
 
 def test_show(node: Node) -> None:
-    """One lease is shown as JSON, as a table, and as export lines; also when it has ended."""
+    """One lease is shown as JSON, as a table, and as export lines, also when it has ended."""
     lease = admit(node, name="it's", labels={"team": "a b"})
     assert json.loads(node.mpsctl("show", lease["id"], "-o", "json").stdout) == lease
     table = node.mpsctl("show", lease["id"]).stdout
@@ -93,7 +93,7 @@ def test_show(node: Node) -> None:
 
 
 def test_names_with_tricks(node: Node) -> None:
-    """A name that would turn the line around on a terminal is escaped, in tables and in JSON."""
+    """A name that would reverse the line on a terminal is escaped, in tables and in JSON."""
     lease = admit(node, name="\u202egnp.exe")
     for arguments in (["leases"], ["show", lease["id"]]):
         assert "\\u202egnp.exe" in node.mpsctl(*arguments).stdout
@@ -104,7 +104,7 @@ def test_names_with_tricks(node: Node) -> None:
 
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
-    """Escape sequences in a process's name do nothing to the terminal, and forge no line."""
+    """Escape sequences in a process's name have no effect on the terminal, and forge no line."""
     client = {"pid": 9, "name": HOSTILE, "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
     client |= {"verdict": "ok", "because": "", "sm_activity": None}
     with answering(short_tmp / "s", http({"clients": [client]})):
@@ -119,7 +119,7 @@ def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
 
 
 def test_errors_with_escape_sequences(short_tmp: Path) -> None:
-    """Nor do escape sequences in what mpsd says about a refusal."""
+    """Escape sequences in mpsd's refusals have no effect either."""
     problem = http({"code": "not_found", "detail": f"no lease {HOSTILE}", "hint": HOSTILE}, "404 Not Found")
     with answering(short_tmp / "s", problem):
         done = run_mpsctl(short_tmp / "s", "show", "x")
@@ -129,7 +129,7 @@ def test_errors_with_escape_sequences(short_tmp: Path) -> None:
 
 
 def test_names_that_the_terminal_cannot_show(node: Node) -> None:
-    """A name outside the terminal's character set is escaped, and no reason to fail."""
+    """A name outside the terminal's character set is escaped, and is no error."""
     admit(node, name="漢 größe")
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = run_mpsctl(node.socket, "leases", env=environment, encoding="latin-1")
@@ -138,7 +138,7 @@ def test_names_that_the_terminal_cannot_show(node: Node) -> None:
 
 
 def test_an_older_mpsd(short_tmp: Path) -> None:
-    """An answer that lacks what this mpsctl shows is told as one of another version; as JSON it is shown as it is."""
+    """An answer that lacks fields is reported as one of another version; as JSON it is shown unchanged."""
     with answering(short_tmp / "s", http({"daemons": [{"name": "gpu0"}]}), http({"gpus": [{"index": 0}]})):
         table = run_mpsctl(short_tmp / "s", "daemons")
         plain = run_mpsctl(short_tmp / "s", "gpus", "-o", "json")
@@ -152,7 +152,7 @@ def test_an_older_mpsd(short_tmp: Path) -> None:
 
 
 def test_status_is_one_request(node: Node, short_tmp: Path) -> None:
-    """The verdict and the tables come from one answer: mpsctl asks once, and shows what that says."""
+    """The verdict and the tables come from one answer: mpsctl sends one request."""
     whole = node.get("/v1/status").json
     whole["healthy"], whole["headline"] = False, "NOT HEALTHY: gpu1 is failed: 5 deaths"
     whole["daemons"][1]["state"], whole["gpus"][0]["health"] = "failed", "faulty"
@@ -174,7 +174,10 @@ def test_status_is_one_request(node: Node, short_tmp: Path) -> None:
 
 
 def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
-    """A stopped daemon makes status exit 1: the next line says which and why, and what to do; all is shown."""
+    """A stopped daemon makes status exit with 1: the next line says which and why, with a remedy.
+
+    All tables are shown.
+    """
     node = make_node(config="[daemon]\nanswer_deadline = 0.5\nprobe_interval = 0.5\n").start()
     pid = node.daemons()["gpu1"]["pid"]
     os.kill(pid, signal.SIGSTOP)
@@ -198,7 +201,7 @@ def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
 
 @pytest.mark.real_daemon(535)
 def test_drift(make_node: Callable[..., Node]) -> None:
-    """After a stranger's command, status says what was wanted, what was found, the command, and that it is undone."""
+    """After a foreign command, status shows the wanted value, the found one, the command, and that it was undone."""
     node = make_node(simulate=1, config=LIMITS).start()
     node.ask("gpu0", "set_default_active_thread_percentage 10")
     (undone,) = wait_until(lambda: node.get("/v1/daemons").json["daemons"][0]["undone"], what="it to be put back")
@@ -215,7 +218,7 @@ def test_drift(make_node: Callable[..., Node]) -> None:
 
 
 def test_reset(make_node: Callable[..., Node]) -> None:
-    """A daemon that died too often is failed; status says what to type, and what it says brings the daemon back."""
+    """A daemon that died too often is failed; the command that status suggests brings it back."""
     node = make_node(config="[daemon]\ndeaths = 1\n").start()
     assert node.mpsctl("reset", "gpu1").returncode == 0, "a daemon that runs may be reset too"
     before = node.daemons()

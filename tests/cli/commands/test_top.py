@@ -1,4 +1,4 @@
-"""The live table shows what mpsd answers, changes with it, and releases and drains once that is confirmed."""
+"""The live table shows mpsd's answers, changes with them, and releases and drains after a confirmation."""
 
 import asyncio
 import os
@@ -27,12 +27,12 @@ PATIENCE = 20.0
 
 
 def lease(node: Node, name: str) -> Any:
-    """Take out a lease on GPU 0."""
+    """Request a lease on GPU 0."""
     return node.request("POST", "/v1/leases", {"threads": 20, "memory": "4GiB", "gpu": "0", "name": name}).json
 
 
 def run(node: Node, steps: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (110, 30)) -> None:
-    """Take these steps in the live table of a node."""
+    """Carry out these steps in the live table of a node."""
 
     async def inside() -> None:
         with Api(str(node.socket)) as api:
@@ -43,7 +43,7 @@ def run(node: Node, steps: Callable[[Pilot[None]], Awaitable[None]], size: tuple
 
 
 def text(pilot: Pilot[None], name: str) -> str:
-    """Return what stands in one of the texts."""
+    """Return the content of one of the texts."""
     return str(pilot.app.query_one(f"#{name}", Lines).render())
 
 
@@ -54,7 +54,7 @@ def rows(pilot: Pilot[None]) -> list[list[str]]:
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    """Let the table go on until something is so."""
+    """Let the table run until a condition holds."""
     async with asyncio.timeout(PATIENCE):
         while not condition():
             await pilot.pause(0.02)
@@ -66,7 +66,7 @@ def names(pilot: Pilot[None]) -> list[str]:
 
 
 def test_follows_the_node(node: Node) -> None:
-    """A lease has a row as soon as it is granted, and none once it is released; what is granted stands by the GPU."""
+    """A lease has a row as soon as it is granted, until it is released; the GPU shows the granted sums."""
 
     async def steps(pilot: Pilot[None]) -> None:
         await until(pilot, lambda: "ready" in text(pilot, "gpus"))
@@ -83,7 +83,7 @@ def test_follows_the_node(node: Node) -> None:
 
 
 def test_client(make_node: Callable[..., Node]) -> None:
-    """A client stands there with its lease, and with the memory that it holds."""
+    """A client has a row with its lease, and with the memory that it holds."""
     node = make_node(control=None).start()
     with leased(node, "--threads", "20", "--memory", "4GiB") as client:
         assert client.alloc("1GiB")["ok"]
@@ -99,7 +99,7 @@ def test_client(make_node: Callable[..., Node]) -> None:
 
 
 def test_filter_and_sort(node: Node) -> None:
-    """The filter leaves the rows that have its text, as it is typed; the sort key changes the order."""
+    """The filter keeps the rows that contain its text, as it is typed; the sort key changes the order."""
     for name, threads in (("first", 10), ("second", 30)):
         node.request("POST", "/v1/leases", {"threads": threads, "memory": "1GiB", "gpu": "0", "name": name})
 
@@ -117,7 +117,7 @@ def test_filter_and_sort(node: Node) -> None:
 
 
 def test_release(node: Node) -> None:
-    """A lease is released when that is confirmed, and not before."""
+    """A lease is released after the confirmation, and not before."""
     lease(node, "training")
 
     async def steps(pilot: Pilot[None]) -> None:
@@ -133,7 +133,7 @@ def test_release(node: Node) -> None:
 
 
 def test_drain(make_node: Callable[..., Node]) -> None:
-    """A control daemon is drained when that is confirmed; the table shows its state."""
+    """A control daemon is drained after the confirmation; the table shows its state."""
     node = make_node().start()
     node.wait_for_state("gpu0", "ready")
     lease(node, "training")
@@ -147,7 +147,7 @@ def test_drain(make_node: Callable[..., Node]) -> None:
 
 
 def test_mpsd_gone_and_back(make_node: Callable[..., Node]) -> None:
-    """Without mpsd the last answer stays, and is called old; a new mpsd is found again."""
+    """Without mpsd the last answer stays, marked as old; a new mpsd is found again."""
     node = make_node().start()
     node.wait_for_state("gpu0", "ready")
 
@@ -163,7 +163,7 @@ def test_mpsd_gone_and_back(make_node: Callable[..., Node]) -> None:
 
 
 def test_narrow(node: Node) -> None:
-    """On 80 columns no row is wider than the screen: columns give way, the command stays."""
+    """On 80 columns no row is wider than the screen: columns shrink, the command stays."""
     lease(node, "training")
 
     async def steps(pilot: Pilot[None]) -> None:
@@ -177,7 +177,7 @@ def test_narrow(node: Node) -> None:
 
 
 def test_hostile_text(short_tmp: Path) -> None:
-    """Names that others chose are shown as text: neither a control sequence nor Textual's markup does anything."""
+    """Names that others chose are shown as text: neither control sequences nor Textual's markup have an effect."""
     hostile = "\x1b[2J[bold]x[/bold]\x07"
     gpu = {"uuid": "GPU-0", "index": 0, "health": "ok", "memory_total": 2**34, "threads_granted": 0.0, "clients": 0}
     gpu |= {"memory_granted": 0, "memory_held": None, "clients_unleased": 1, "clients_max": 48}
@@ -201,7 +201,7 @@ def test_hostile_text(short_tmp: Path) -> None:
 
 
 def test_another_version(short_tmp: Path) -> None:
-    """An answer that lacks a field is said to be of another version, and ends nothing."""
+    """An answer that lacks a field is reported as one of another version, and does not end the program."""
     incomplete = (http({"headline": "healthy", "gpus": []}), http({"clients": []}), http({"leases": []}))
 
     async def steps() -> None:
@@ -214,7 +214,7 @@ def test_another_version(short_tmp: Path) -> None:
 
 
 def test_terminal(node: Node) -> None:
-    """On a terminal of 80x24 it draws itself and ends with q; without a terminal it says what to use instead."""
+    """On a terminal of 80x24 it draws itself and ends with q; without a terminal it names the alternative."""
     own, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, pack("HHHH", 24, 80, 0, 0))
     program = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "top"]
@@ -233,7 +233,7 @@ def test_terminal(node: Node) -> None:
             try:
                 if not os.read(own, 65536):
                     break
-            except OSError:  # the terminal's other end is closed
+            except OSError:  # the other end of the terminal is closed
                 break
         assert top.wait(timeout=PATIENCE) == 0
     os.close(own)

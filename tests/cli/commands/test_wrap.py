@@ -1,4 +1,4 @@
-"""`mpsctl service wrap`, as far as that takes no systemd; `tests/systemd/wrapping.py` has a booted machine."""
+"""`mpsctl service wrap` without systemd; `tests/systemd/wrapping.py` tests it on a booted machine."""
 
 from math import inf
 
@@ -20,7 +20,7 @@ from tests.cli.conftest import run_mpsctl
     ],
 )
 def test_refused(arguments: tuple[str, ...], says: str) -> None:
-    """What makes no sense for a unit is refused before anything is looked at, with the way out."""
+    """Invalid input for a unit is refused before anything is read, with a remedy."""
     done = run_mpsctl("none.sock", "service", "wrap", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
@@ -38,12 +38,12 @@ def test_nothing_to_wrap() -> None:
     [("1min 30s", 90.0), ("infinity", inf), ("0", 0.0), ("100ms", 0.1), ("1w 2d 3h 4min 5s", 788645.0), ("1.5s", 1.5)],
 )
 def test_time_spans(span: str, seconds: float) -> None:
-    """A span is read as systemctl prints it."""
+    """A span is parsed in systemctl's format."""
     assert systemd_units.seconds(span) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("span", ["1 fortnight", "-1s", "1min30s", "s"])
 def test_other_words(span: str) -> None:
-    """What is none is refused, and not taken for no time at all."""
+    """Any other text is refused, and not taken for zero."""
     with pytest.raises(ConfigurationError):
         systemd_units.seconds(span)

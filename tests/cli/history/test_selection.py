@@ -1,4 +1,4 @@
-"""Events are chosen by time, lease, control daemon, GPU, user and kind, and what cannot be meant is refused."""
+"""Events are selected by time, lease, control daemon, GPU, user and kind; an invalid selection is refused."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -32,12 +32,12 @@ def local(*parts: int) -> datetime:
     ],
 )
 def test_moments(text: str, moment: datetime) -> None:
-    """A time is a span back from now, or a date-time; one without a zone is of this machine's clock."""
+    """A time is a span back from now, or a date-time; one without a zone is in local time."""
     assert parse_moment(text, NOW) == moment
 
 
 def test_times_of_the_day() -> None:
-    """A clock's time is the last one that has passed, and a day begins at its midnight."""
+    """A time of day is the last one that has passed, and a day begins at its midnight."""
     here = NOW.astimezone()
     for text in ("00:00", "23:59", "03:15:30"):
         moment = parse_moment(text, NOW)
@@ -49,14 +49,14 @@ def test_times_of_the_day() -> None:
 
 @pytest.mark.parametrize("text", ["", "-5", "0", "25:00", "2026-13-01", "tomorrow", "1 week", "9" * 400, "1e300"])
 def test_what_is_no_time(text: str) -> None:
-    """A time that is none is refused with one that is."""
+    """An invalid time is refused with a valid example."""
     with pytest.raises(InvalidRequestError) as refused:
         parse_moment(text, NOW)
     assert "2h (so long ago), 03:15, today, or 2026-11-23T03:15" in refused.value.hint
 
 
 def test_kinds() -> None:
-    """A kind is a name, or a pattern; one that is none is refused with what may have been meant."""
+    """A kind is a name or a pattern; an unknown one is refused with a similar name."""
     assert matching_kinds("lease_granted") == matching_kinds("lease-granted") == {"lease_granted"}
     assert {"lease_granted", "lease_ended"} < matching_kinds("lease_*")
     for wrong, near in (("lease_grant", "lease_granted"), ("deth", "daemon_death"), ("death", "daemon_death")):
@@ -103,6 +103,6 @@ for _number, _each in enumerate(EVENTS):
     ],
 )
 def test_choosing(selection: Selection, numbers: list[int]) -> None:
-    """A later event of a lease is its owner's and on its GPUs too, though it does not say so."""
+    """Later events of a lease also count for its owner and its GPUs, though they do not name them."""
     selector = Selector(selection)
     assert [number for number, event in enumerate(EVENTS) if selector.takes(event)] == [*numbers]

@@ -1,4 +1,4 @@
-"""Every event is told as a sentence in local time, folded where a terminal ends, and without a byte that acts on it."""
+"""Every event is a sentence in local time, folded at the terminal's edge, without bytes that act on it."""
 
 import re
 import time
@@ -18,7 +18,7 @@ UUID = "GPU-00000000-0000-4000-8000-000000000000"
 
 @pytest.fixture(autouse=True)
 def _zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the machine's clock two hours ahead of UTC."""
+    """Set the machine's clock two hours ahead of UTC."""
     with monkeypatch.context() as changed:
         changed.setenv("TZ", "UTC-2")
         time.tzset()
@@ -27,7 +27,7 @@ def _zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def event(kind: str, level: str = "info", /, **facts: object) -> Any:
-    """Return an event as mpsd has it."""
+    """Return an event in mpsd's form."""
     return {"seq": 7, "at": THEN, "level": level, "event": kind, **facts}
 
 
@@ -95,17 +95,17 @@ STORY = {
 
 @pytest.mark.parametrize(("told", "says"), STORY.values(), ids=STORY)
 def test_sentences(told: Any, says: str) -> None:
-    """A sentence names what it is about, in units and names that its reader has."""
+    """A sentence names its subject, in units and names that its reader knows."""
     assert sentence(told) == says
 
 
 def test_every_kind_has_a_sentence() -> None:
-    """No event is told by its facts alone, and no sentence is of an event that is no more."""
+    """No event is shown by its facts alone, and no sentence belongs to an event that no longer exists."""
     assert {*SENTENCES} == {each.value for each in EventName}
 
 
 def test_times() -> None:
-    """A time is the local clock's, which is what its reader compares it with."""
+    """A time is that of the local clock, with which its reader compares it."""
     assert when(THEN) == "2026-11-21 04:57:00"
     assert line(event("node_started"), PLAIN) == "2026-11-21 04:57:00    mpsd started"
 
@@ -123,7 +123,7 @@ FOLDED = {
 
 @pytest.mark.parametrize(("width", "lines"), FOLDED.items(), ids=FOLDED)
 def test_widths(width: int, lines: list[str]) -> None:
-    """Nothing is cut off a sentence, and none is wider than the terminal: it goes on below its first word."""
+    """Nothing of a sentence is cut off, and none is wider than the terminal: it continues below its first word."""
     told = {**DEATH, "how": "pid 9 killed by SIGKILL; uid 1001 had pipe access"}
     assert line(told, Look(width=width)).splitlines() == lines
     assert max(map(len, lines)) <= width
@@ -131,7 +131,7 @@ def test_widths(width: int, lines: list[str]) -> None:
 
 @pytest.mark.parametrize(("level", "mark"), [("info", "  "), ("warning", "! "), ("error", "!!")])
 def test_marks(level: str, mark: str) -> None:
-    """How grave it is shows without colour; on a terminal there is colour beside."""
+    """The level is visible without colour; on a terminal there is colour in addition."""
     told = event("node_started", level)
     assert line(told, PLAIN)[20:22] == mark
     coloured = line(told, Look(colour=True))

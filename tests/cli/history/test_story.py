@@ -1,4 +1,4 @@
-"""A story has what befell its subject, in order, and neither what others tell as well nor what is another user's."""
+"""A story has the events of its subject, in order, without other subjects' repetitions and other users' facts."""
 
 from typing import Any
 
@@ -31,19 +31,22 @@ for _each in EVENTS:
 
 
 def numbers(events: list[Any]) -> list[int]:
-    """Return which events these are."""
+    """Return the numbers of these events."""
     return [number for each in events for number, known in enumerate(EVENTS) if known is each]
 
 
 def test_a_lease() -> None:
-    """From its request to its end: what it was given, and what its control daemon and the node met meanwhile."""
+    """A lease's story goes from its request to its end: its share, and the events of its control daemon and node."""
     assert numbers(story.of_lease(EVENTS, "one", {A: "gpu0", B: "gpu1"})) == [1, 4, 6, 8, 10, 11, 14]
     assert numbers(story.of_lease(EVENTS, "two", {A: "gpu0"})) == [2, 4, 6, 9, 10, 11, 15]
     assert story.of_lease(EVENTS, "three", {A: "gpu0"}) == []
 
 
 def test_a_gpu() -> None:
-    """What befell it and its control daemon, and the leases on it that the reader may see; others are counted."""
+    """A GPU's story has its events and its control daemon's, and the leases that the reader may see.
+
+    Others are counted.
+    """
     told, hidden = story.of_gpu(EVENTS, GpuNames(0, A, "gpu0"), lambda each: each.get("uid") != 8)
     assert (numbers(told), hidden) == ([0, 4, 6, 8, 9, 10, 11, 12, 14, 15], 1)
     told, hidden = story.of_gpu(EVENTS, GpuNames(1, B, "gpu1"), lambda _: True)
@@ -67,5 +70,5 @@ MARK = b"mpsd-80e3b1991fec75d81c49286b-0"
     ],
 )
 def test_a_log(raw: bytes, lines: list[str]) -> None:
-    """A log's last lines are those of others, each as text that acts on no terminal; mpsd's own talk is left out."""
+    """A log's last lines are those of others, each harmless on a terminal; mpsd's own conversations are left out."""
     assert story.said_by_others(raw, 4) == lines

@@ -1,20 +1,20 @@
-"""A process that uses CUDA on a real GPU, in the manner of mpsd.simulator.client: `python -m tests.gpu.client`.
+"""A process that uses CUDA on a real GPU, like mpsd.simulator.client: `python -m tests.gpu.client`.
 
-It says on stdout, in a line of JSON, where it is, and then answers each line of its stdin with one:
+It describes its GPU in a line of JSON on stdout, and then answers each line of its stdin with one:
 
-- `info`: the GPU, the driver, the multiprocessors that CUDA tells of, and the memory that is free, and all there is
-- `alloc SIZE`, `free`: device memory; all of it
-- `alloc-until-refused`: as much as it gets, in pieces of 64 MiB; the answer has how much it holds, and the refusal
-- `busy SECONDS`: work for so long; the answer has its rate, and on how many multiprocessors it ran
-- `sync`: whether an error is waiting
-- `fault`: a store to an address that nobody has
-- `create`, `destroy`: one more context, which is the current one from then on; the current one is gone
-- `primary`, `reset`: the primary context, as CUDA's runtime has it, is the current one; it is reset, and taken up anew
-- `exit`, as does the end of its stdin
+- `info`: the GPU, the driver, the multiprocessors that CUDA reports, and the free and the total memory
+- `alloc SIZE`, `free`: allocate device memory; free all of it
+- `alloc-until-refused`: as much as possible, in pieces of 64 MiB; the answer has the amount held, and the refusal
+- `busy SECONDS`: work for so long; the answer has the rate, and the number of multiprocessors that it ran on
+- `sync`: whether an error is pending
+- `fault`: a store to an invalid address
+- `create`, `destroy`: add a context, which becomes the current one; destroy the current one
+- `primary`, `reset`: make the primary context of CUDA's runtime the current one; reset it, and retain it again
+- `exit`, or the end of its stdin
 
-An answer has `ok`, and with it what there is to tell, or the CUDA error by name and number, and the call it came of.
-With `--probe` it only says whether there is a GPU to use, and creates no context. With `--late` it says first that it
-is there, and does what the lines say: `init` initialises CUDA, and what comes after needs that, and a context.
+An answer has `ok`, with the result, or the CUDA error by name and number, and the failed call. With `--probe` it only
+says whether there is a usable GPU, and creates no context. With `--late` it first says that it is there, and then
+carries out the lines: `init` initialises CUDA; the later ones need that, and a context.
 """
 
 import json
@@ -27,7 +27,7 @@ from mpsd.core.units import parse_size
 from tests.gpu.cuda import LIBRARY, Cuda, CudaError
 
 PIECE: Final = 64 << 20
-"""Bytes that `alloc-until-refused` asks for at a time: so far below a limit it may stop."""
+"""Bytes that `alloc-until-refused` requests at a time; it may stop so far below a limit."""
 
 
 def _info(cuda: Cuda) -> dict[str, Any]:
@@ -62,11 +62,11 @@ _PLAIN: Final[dict[str, Callable[[Cuda], None]]] = {
     "primary": Cuda.primary,
     "reset": Cuda.reset,
 }
-"""What is done and answered without more."""
+"""The actions without a result."""
 
 
 def _do(cuda: Cuda, line: str) -> dict[str, Any]:
-    """Do what a line says, and return what there is to tell. Raises CudaError."""
+    """Carry out a line, and return the result. Raises CudaError."""
     match line.split():
         case ["info"]:
             return _info(cuda)
@@ -93,7 +93,7 @@ def _failed(error: CudaError) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Connect, and serve until told to exit."""
+    """Connect, and serve until the command to exit."""
     try:
         cuda = Cuda()
         if sys.argv[1:] == ["--late"]:

@@ -11,6 +11,6 @@ from tests.node import Node
 
 @pytest.fixture
 def node(short_tmp: Path) -> Iterator[Node]:
-    """Start mpsd with the machine's own control program and nothing configured: no lease, next to nothing."""
+    """Start mpsd with the machine's own control program and the default configuration: no lease, next to nothing."""
     with machine.running(short_tmp) as started:
         yield started

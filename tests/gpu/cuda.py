@@ -1,7 +1,7 @@
 """CUDA's driver API by ctypes on libcuda.so.1 alone: contexts on the first visible GPU, their memory, two kernels.
 
-No framework and no toolkit: libcuda comes with the driver, and compiles the text below for whatever GPU there is.
-Source of every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are what the header's plain names stand for.
+It needs no framework and no toolkit: libcuda comes with the driver, and compiles the text below for any GPU. Source of
+every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are those that the header's plain names stand for.
 """
 
 import ctypes
@@ -13,13 +13,15 @@ from typing import Final, NoReturn
 LIBRARY: Final = "libcuda.so.1"
 
 BLOCKS: Final = 8192
-"""Of a launch: many times as many as the largest GPU runs at a time, so that the last ones are no large part of it."""
+"""Blocks of a launch: many times as many as the largest GPU runs at a time, so that the last ones hardly count."""
 
 THREADS: Final = 256
-"""Of a block."""
+"""Threads of a block."""
 
 ROUNDS: Final = 8192
-"""Of a thread. A launch is about 1 ms on a whole data centre GPU, and some 150 ms on one multiprocessor of it."""
+"""Rounds of a thread. A launch takes about 1 ms on a whole data centre GPU, and some 150 ms on one multiprocessor of
+it.
+"""
 
 _PTX: Final = """
 .version 6.0
@@ -61,7 +63,7 @@ again:
 """PTX of 2017, for GPUs since Maxwell (5.0): a driver compiles old PTX for every newer GPU."""
 
 _MOST_MULTIPROCESSORS: Final = 4096
-"""Marks that `busy` has room for: far more than there are on any GPU."""
+"""Marks that `busy` has room for: far more than the multiprocessors of any GPU."""
 
 _MULTIPROCESSOR_COUNT: Final = 16
 """CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
@@ -90,11 +92,11 @@ _SIGNATURES: Final = {
     "cuMemcpyDtoH_v2": [c_void_p, c_uint64, c_size_t],
     "cuGetErrorName": [c_int, POINTER(c_char_p)],
 }  # fmt: skip
-"""What is called, and the types of its arguments; each returns a CUresult."""
+"""The functions in use, and the types of their arguments; each returns a CUresult."""
 
 
 class CudaError(Exception):
-    """A call returned something else than CUDA_SUCCESS."""
+    """A call returned something other than CUDA_SUCCESS."""
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(f"{function}: {name} ({code})")
@@ -103,11 +105,11 @@ class CudaError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What `busy` did."""
+    """The result of `busy`."""
 
     rounds_per_second: float
     multiprocessors: int
-    """How many different ones of them it ran on."""
+    """The number of different multiprocessors that it ran on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ class Context:
     busy: c_void_p
     fault: c_void_p
     held: list[c_uint64] = field(default_factory=list)
-    """What was allocated in it."""
+    """Its allocations."""
 
 
 class Cuda:
@@ -133,7 +135,7 @@ class Cuda:
             entry = getattr(self._library, function)
             entry.argtypes, entry.restype = types, c_int
         self._contexts: list[Context] = []
-        """Those that there are, the current one last."""
+        """The existing contexts, the current one last."""
         self._device = c_int()
 
     def init(self) -> None:
@@ -148,20 +150,20 @@ class Cuda:
         self._contexts.append(self._with_kernels(handle))
 
     def destroy(self) -> None:
-        """Destroy the current context; the one that was created before it is the current one again."""
+        """Destroy the current context; the context created before it becomes the current one."""
         self._call("cuCtxDestroy_v2", self._contexts.pop().handle)
         if self._contexts:
             self._call("cuCtxSetCurrent", self._contexts[-1].handle)
 
     def primary(self) -> None:
-        """Have the primary context, which a program of CUDA's runtime has, be the current one."""
+        """Make the primary context, which a program of CUDA's runtime has, the current one."""
         handle = c_void_p()
         self._call("cuDevicePrimaryCtxRetain", byref(handle), self._device)
         self._call("cuCtxSetCurrent", handle)
         self._contexts.append(self._with_kernels(handle))
 
     def reset(self) -> None:
-        """Reset the primary context, which is the current one, as cudaDeviceReset does, and take it up anew."""
+        """Reset the primary context, which is the current one, like cudaDeviceReset, and retain it again."""
         self._contexts.pop()
         self._call("cuDevicePrimaryCtxReset_v2", self._device)
         self.primary()
@@ -180,7 +182,7 @@ class Cuda:
 
     def _fail(self, function: str, code: int) -> NoReturn:
         name = c_char_p()
-        self._library.cuGetErrorName(code, byref(name))  # leaves NULL where it does not know the code
+        self._library.cuGetErrorName(code, byref(name))  # leaves NULL for an unknown code
         raise CudaError(function, code, (name.value or b"unknown").decode())
 
     @property
@@ -199,13 +201,13 @@ class Cuda:
 
     @property
     def multiprocessors(self) -> int:
-        """How many multiprocessors CUDA says that there are for this process."""
+        """The number of multiprocessors that CUDA reports to this process."""
         count = c_int()
         self._call("cuDeviceGetAttribute", byref(count), _MULTIPROCESSOR_COUNT, self._device)
         return count.value
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes of device memory that are free, and all that there are."""
+        """Return the free bytes of device memory, and the total."""
         free, total = c_size_t(), c_size_t()
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
@@ -215,13 +217,13 @@ class Cuda:
         self._contexts[-1].held.append(self._allocated(size))
 
     def free(self) -> None:
-        """Free all that was allocated in the current context."""
+        """Free all allocations of the current context."""
         held = self._contexts[-1].held
         while held:
             self._call("cuMemFree_v2", held.pop())
 
     def busy(self, seconds: float) -> Work:
-        """Keep the GPU busy for so long, and as long as a quarter of that before: clocks rise with the work."""
+        """Keep the GPU busy for so long, after a quarter of that as warm-up: clocks rise with the work."""
         seen = self._allocated(4 * _MOST_MULTIPROCESSORS)
         try:
             self._rounds(seen, seconds / 4)
@@ -230,16 +232,16 @@ class Cuda:
             marks = (c_uint * _MOST_MULTIPROCESSORS)()
             self._call("cuMemcpyDtoH_v2", marks, seen, ctypes.sizeof(marks))
         finally:
-            # After a fault nothing can be freed, and the error that is on its way out says more than this one would.
+            # After a fault nothing can be freed, and the error being raised says more than this one would.
             self._library.cuMemFree_v2(seen)
         return Work(rate, sum(map(bool, marks)))
 
     def synchronize(self) -> None:
-        """Wait for the GPU; an error that is waiting comes here."""
+        """Wait for the GPU; a pending error is raised here."""
         self._call("cuCtxSynchronize")
 
     def fault(self) -> None:
-        """Store to an address that nobody has; raises CudaError, unless the GPU let it pass."""
+        """Store to an invalid address; raises CudaError, unless the GPU ignored it."""
         self._launch(self._contexts[-1].fault, 1, 1)
         self.synchronize()
 

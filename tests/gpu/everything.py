@@ -1,11 +1,11 @@
-"""All that is to be measured on a GPU, in one command, on a machine with Python, NVIDIA's driver and nothing else.
+"""All measurements on a GPU, in one command, on a machine with only Python and NVIDIA's driver.
 
     python3 tests/gpu/everything.py --fetch wheels [--python 3.12]   where there is a network: what that machine needs
     python3 tests/gpu/everything.py --wheels wheels                  there, as root, in a checkout of mpsd
 
-It needs no pip, no network and no CUDA toolkit there: wheels are archives, and are unpacked. It says what the machine
-lacks; runs the tests of a real GPU, the questions and the report, each with a deadline, which is 7.5 minutes for all;
-and prints their tables for docs/gpu.md. The status is 0 when all of it ran and no test failed.
+It needs no pip, no network and no CUDA toolkit there: wheels are archives, and are unpacked. It lists what the machine
+lacks; runs the tests of a real GPU, the questions and the report, each with a deadline, 7.5 minutes for all; and prints
+their tables for docs/gpu.md. The status is 0 when all parts ran and no test failed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 
 PROGRAMS: Final = ("/usr/local/nvidia/bin", "/opt/nvidia/bin", "/driver-root/usr/bin")
 LIBRARIES: Final = ("/usr/local/nvidia/lib64", "/opt/nvidia/lib64", "/driver-root/usr/lib64")
-"""Where containers and cloud images have the driver's programs and libraries, beside the usual places."""
+"""Directories of the driver's programs and libraries in containers and cloud images, beside the usual ones."""
 
 PARTS: Final = (
     (
@@ -37,18 +37,18 @@ PARTS: Final = (
     ("what NVIDIA does not document", ("-m", "tests.gpu.questions"), 150),
     ("the report", ("-m", "tests.gpu.report"), 90),
 )
-"""What is run, as arguments of Python, and for how many seconds at most."""
+"""The programs to run, as arguments of Python, with the most seconds for each."""
 
 
 def requirements() -> list[str]:
-    """Return what mpsd and these tests need, as pyproject.toml has it."""
+    """Return the requirements of mpsd and these tests, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     tests = project["optional-dependencies"]["test"]
     return [*project["dependencies"], *(each for each in tests if each.startswith("pytest"))]
 
 
 def fetch(directory: Path, python: str | None) -> int:
-    """Download the wheels for a machine with this Python, or with that of here."""
+    """Download the wheels for a machine with this version of Python, by default the local one."""
     which = ["--python-version", python] if python else []
     command = [
         sys.executable,
@@ -65,7 +65,7 @@ def fetch(directory: Path, python: str | None) -> int:
 
 
 def lacking(environment: dict[str, str]) -> Iterator[str]:
-    """Yield what this machine lacks."""
+    """Yield everything that this machine lacks."""
     if sys.version_info < (3, 11):  # noqa: UP036 - this is where that is said
         yield f"Python 3.11 or newer: this is {sys.version.split()[0]}"
     if os.geteuid() != 0:
@@ -89,7 +89,7 @@ def _loads(library: Path | str) -> bool:
 
 
 def run(wheels: Path) -> int:
-    """Unpack the wheels, and run all of it."""
+    """Unpack the wheels, and run all parts."""
     inherited = os.environ.get("LD_LIBRARY_PATH", "")
     environment = {
         **os.environ,
@@ -127,7 +127,7 @@ def run(wheels: Path) -> int:
 
 
 def main() -> int:
-    """Do what the command line says."""
+    """Carry out the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fetch", type=Path, metavar="DIR", help="download what is needed, and do nothing else")
     parser.add_argument("--python", metavar="VERSION", help="of the machine that it is for, such as 3.12")

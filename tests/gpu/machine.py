@@ -1,4 +1,4 @@
-"""The machine that tests of a real GPU run on: whether it has what they need, its clients, and a node on it."""
+"""The machine for the tests of a real GPU: whether it has everything they need, its clients, and a node on it."""
 
 import contextlib
 import json
@@ -19,25 +19,25 @@ CONTROL: Final = "nvidia-cuda-mps-control"
 
 _ROOT: Final = Path(__file__).parents[2]
 PROGRAM: Final = (sys.executable, "-m", "tests.gpu.client")
-"""What starts a client, with this repository on PYTHONPATH."""
+"""The command that starts a client, with this repository on PYTHONPATH."""
 
 ENVIRONMENT: Final = {
     "PYTHONPATH": str(_ROOT),
-    "CUDA_CACHE_DISABLE": "1",  # what the driver compiles would stay behind in the home directory
+    "CUDA_CACHE_DISABLE": "1",  # otherwise the driver's compiled code would stay behind in the home directory
 }
 _NOBODY: Final = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
-"""For what is to run outside MPS, whoever has the default pipe directory."""
+"""For processes that run outside MPS, whatever uses the default pipe directory."""
 
 
 def required() -> bool:
-    """Tell whether a test that needs a GPU fails where there is none, instead of being skipped."""
+    """Return whether a test that needs a GPU fails where there is none, instead of being skipped."""
     return os.environ.get(REQUIRE, "") not in {"", "0"}
 
 
 @cache
 def missing() -> str | None:
-    """Say what is missing here for the tests of a real GPU, or None when all is there."""
-    # In a process of its own: libcuda leaves threads and open files behind in whoever initialises it.
+    """Return what is missing here for the tests of a real GPU, or None when everything is there."""
+    # In a separate process, since libcuda leaves threads and open files behind in the process that initialises it.
     probe = subprocess.run(
         [*PROGRAM, "--probe"],
         env={**os.environ, **ENVIRONMENT, **_NOBODY},
@@ -67,11 +67,11 @@ def control() -> Path:
 class Client(DrivenProgram):
     """A process that uses CUDA on a real GPU (see tests.gpu.client).
 
-    It says first: `gpu`, `cuda`, `multiprocessors`, `free` and `total`; or why it has no context.
+    Its first line has `gpu`, `cuda`, `multiprocessors`, `free` and `total`; or the reason why it has no context.
     """
 
     def busy(self, seconds: float) -> float:
-        """Work for so long, and return the rate."""
+        """Work for so many seconds, and return the rate."""
         answer = self.do(f"busy {seconds}")
         assert answer["ok"], answer
         rate: float = answer["rate"]
@@ -79,13 +79,13 @@ class Client(DrivenProgram):
 
 
 def leased(node: Node, *, threads: float, memory: str) -> Client:
-    """Start a client as a user does, by `mpsctl run`, with a lease on the first GPU."""
+    """Start a client like a user, by `mpsctl run`, with a lease on the first GPU."""
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--gpu", "0"]
     return Client([*mpsctl, "--threads", str(threads), "--memory", memory, "--", *PROGRAM], ENVIRONMENT)
 
 
 def unadmitted(node: Node) -> Client:
-    """Start a client that finds the first GPU's control daemon by itself, and has no lease."""
+    """Start a client that finds the first GPU's control daemon by itself, without a lease."""
     way = {"CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory("gpu0"))}
     return Client(PROGRAM, {**ENVIRONMENT, **way, "CUDA_VISIBLE_DEVICES": first_gpu(node)["uuid"]})
 
@@ -96,14 +96,14 @@ def outside(node: Node) -> Client:
 
 
 def first_gpu(node: Node) -> dict[str, Any]:
-    """Return what the API says of the first GPU."""
+    """Return the first GPU as the API has it."""
     found: dict[str, Any] = node.get("/v1/gpus").json["gpus"][0]
     return found
 
 
 @contextlib.contextmanager
 def running(root: Path, config: str = "") -> Iterator[Node]:
-    """Start mpsd on this machine's GPUs, hand it over, and end it, its control daemons and their servers."""
+    """Start mpsd on this machine's GPUs, yield it, and end it with its control daemons and their servers."""
     node = Node(root=root, simulate=None, control=control(), config=config)
     try:
         yield node.start()
@@ -115,7 +115,7 @@ def running(root: Path, config: str = "") -> Iterator[Node]:
 
 
 def _quit(node: Node) -> None:
-    """End mpsd, and have its control daemons end their servers, as NVIDIA says to: a killed one may wedge a GPU."""
+    """End mpsd, and have its control daemons end their servers as NVIDIA specifies: killing one may wedge a GPU."""
     if node.process is not None and node.process.poll() is None:
         node.end()
     for directory in (node.root / "run" / "mps").glob("gpu*"):

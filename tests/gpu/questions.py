@@ -1,8 +1,8 @@
-"""What NVIDIA does not document of MPS, asked of this machine's first GPU: `python -m tests.gpu.questions`.
+"""Facts about MPS that NVIDIA does not document, measured on this machine's first GPU: `python -m tests.gpu.questions`.
 
-NVIDIA's own control daemon answers, without mpsd, and nothing is judged: whatever happens is the answer, a row of a
-table for docs/gpu.md. The last questions may leave MPS wedged, and each has a control daemon of its own, which is ended
-by `quit -t` and then by force. With `--quick` all work is a tenth as long: enough to try this program, not the GPU.
+NVIDIA's own control daemon answers, without mpsd, and no result is judged: each is a row of a table for docs/gpu.md.
+The last questions may leave MPS wedged, so each has its own control daemon, which is ended by `quit -t` and then by
+force. With `--quick` all work takes a tenth of the time: enough to try this program, not the GPU.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ LATE: Final = (*PROGRAM, "--late")
 OPEN: Final = ("100", "16384M")
 PART: Final = ("30", "4096M")
 CLOSED: Final = ("0.1", "1M")
-"""Limits as the front-end takes them: much of the GPU, a part of it, and the least that reads back."""
+"""Limits in the front-end's syntax: much of the GPU, a part of it, and the least that reads back."""
 
 PACE: Final = 0.1 if "--quick" in sys.argv else 1.0
-"""How long work takes, against what is written below."""
+"""The factor for the durations written below."""
 
 LONG: Final = 20.0
-"""Seconds without an answer after which a client is said to hang."""
+"""Seconds without an answer after which a client counts as hanging."""
 
 Limits = tuple[str, str]
 
 
 class Mps:
-    """One of NVIDIA's own control daemons for the first GPU, in a directory of its own."""
+    """One of NVIDIA's own control daemons for the first GPU, in a private directory."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir()
@@ -66,7 +66,7 @@ class Mps:
         return self
 
     def ask(self, text: str) -> str:
-        """Say something by NVIDIA's front-end, and return what it answers."""
+        """Send a command by NVIDIA's front-end, and return the answer."""
         command = [machine.control()]
         done = subprocess.run(
             command, env=self._environment, input=f"{text}\n", capture_output=True, text=True, timeout=LONG, check=False
@@ -79,7 +79,7 @@ class Mps:
         return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
 
     def set(self, limits: Limits) -> None:
-        """Have the next client get these limits at most."""
+        """Set the limits of the next client to at most these."""
         threads, memory = limits
         lines = [f"set_default_active_thread_percentage {threads}", f"set_default_device_pinned_mem_limit 0 {memory}"]
         for server in self.servers:
@@ -88,13 +88,13 @@ class Mps:
         self.ask("\n".join(lines))
 
     def client(self, **variables: str) -> Client:
-        """Start a client that initialises CUDA when it is told to."""
+        """Start a client that initialises CUDA on command."""
         return Client(LATE, {**machine.ENVIRONMENT, **self.variables, **variables})
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it and its servers: as NVIDIA says, and by force where that does not help."""
+        """End it and its servers: as NVIDIA specifies, and by force where that fails."""
         servers: list[int] = []
         with contextlib.suppress(subprocess.TimeoutExpired):
             servers = self.servers
@@ -111,7 +111,7 @@ class Mps:
 
 
 def do(client: Client, *lines: str, seconds: float = LONG) -> dict[str, Any]:
-    """Have a client do this, and return its last answer, or the first that is an error; a hang is an answer, too."""
+    """Have a client carry out this, and return its last answer, or the first error; a hang is an answer, too."""
     answer: dict[str, Any] = {"ok": True}
     for line in lines:
         client.tell(line)
@@ -125,7 +125,7 @@ def do(client: Client, *lines: str, seconds: float = LONG) -> dict[str, Any]:
 
 
 def context(client: Client) -> str:
-    """Say what the current context has: multiprocessors, as CUDA says and as they ran, and memory."""
+    """Describe the current context: multiprocessors, by CUDA and by measurement, and memory."""
     info, work = do(client, "info"), do(client, "busy 0.3")
     held = do(client, "alloc-until-refused", seconds=60)
     do(client, "free")
@@ -137,7 +137,7 @@ def context(client: Client) -> str:
 
 
 def begun(client: Client, *lines: str) -> str:
-    """Have a client do this, and say what its context then has, or what failed."""
+    """Have a client carry out this, and describe the resulting context, or the error."""
     answer = do(client, *lines)
     return context(client) if answer["ok"] else said(answer)
 
@@ -146,7 +146,7 @@ def begun(client: Client, *lines: str) -> str:
 
 
 def binding(mps: Mps) -> Iterator[Row]:
-    """Whether a client is fixed when it connects or when it makes a context: under closed, open and changed limits."""
+    """Measure whether limits bind a client at connection or at context creation: closed, open and changed limits."""
     mps.set(OPEN)
     with mps.client() as client:
         yield "opened: a client that makes its context at once", begun(client, "init", "create")
@@ -166,7 +166,7 @@ def binding(mps: Mps) -> Iterator[Row]:
 
 
 def contexts(mps: Mps) -> Iterator[Row]:
-    """Whether a second context, or a primary context that was reset, has the limits of its own time."""
+    """Measure whether a second context, or a primary context after a reset, has the limits of its creation."""
     mps.set(OPEN)
     with mps.client() as client:
         yield "opened: the first context", begun(client, "init", "create")
@@ -182,7 +182,7 @@ def contexts(mps: Mps) -> Iterator[Row]:
 
 
 def successors(mps: Mps) -> Iterator[Row]:
-    """What a successor gets that connects at once when its predecessor has ended, under limits that change then."""
+    """Measure the limits of a successor that connects at once after its predecessor, while they change."""
     mps.set(PART)
     with mps.client() as client:
         do(client, "init", "create", "busy 0.2")
@@ -196,7 +196,7 @@ def successors(mps: Mps) -> Iterator[Row]:
 
 
 def least(mps: Mps) -> Iterator[Row]:
-    """What can be run with 0.1 % and 1 MiB, and with each alone."""
+    """Measure what can run with 0.1 % and 1 MiB, and with each alone."""
     for what, limits in (("0.1 % and 1 MiB", CLOSED), ("0.1 %", ("0.1", "16384M")), ("1 MiB", ("100", "1M"))):
         mps.set(limits)
         with mps.client() as client:
@@ -204,7 +204,7 @@ def least(mps: Mps) -> Iterator[Row]:
 
 
 def variables(mps: Mps) -> Iterator[Row]:
-    """What a client's own variables do: lower, higher, and a memory limit for a GPU that it cannot see."""
+    """Measure the effect of a client's own variables: lower, higher, and a memory limit for an invisible GPU."""
     mps.set(PART)
     threads, memory = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
     cases = {
@@ -222,7 +222,7 @@ def variables(mps: Mps) -> Iterator[Row]:
 
 
 def ending(mps: Mps) -> Iterator[Row]:
-    """What the end of a busy client does to another one on the same server."""
+    """Measure the effect of a busy client's end on another client of the same server."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with mps.client() as neighbour, mps.client() as victim:
             for each in (neighbour, victim):
@@ -241,7 +241,7 @@ def ending(mps: Mps) -> Iterator[Row]:
 
 
 def terminating(mps: Mps) -> Iterator[Row]:
-    """What `terminate_client` says, how long it takes, and what it does to the client and to its neighbour."""
+    """Measure the answer of `terminate_client`, its time, and its effect on the client and its neighbour."""
     with mps.client() as neighbour, mps.client() as victim:
         for each in (neighbour, victim):
             do(each, "init", "create", "busy 0.2")
@@ -260,7 +260,7 @@ def terminating(mps: Mps) -> Iterator[Row]:
 
 
 def wedge(mps: Mps) -> Iterator[Row]:
-    """Whether a client that is killed while it is busy, alone on its server, leaves a server that serves nobody."""
+    """Measure whether a client killed while busy, alone on its server, leaves a server that serves no client."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with mps.client() as client:
             do(client, "init", "create", "busy 0.2")
@@ -276,7 +276,7 @@ def wedge(mps: Mps) -> Iterator[Row]:
 
 
 def after(mps: Mps) -> str:
-    """Say how a client fares that comes now."""
+    """Describe the result of a client that starts now."""
     with mps.client() as client:
         begin = time.monotonic()
         answer = do(client, "init", "create", "busy 0.2")
@@ -292,7 +292,7 @@ QUESTIONS: Final[tuple[Callable[[Mps], Iterator[Row]], ...]] = (
 
 
 def answers(root: Path) -> Iterator[Row]:
-    """Ask each question of a control daemon of its own; one that cannot be asked to its end says why."""
+    """Answer each question with its own control daemon; a question that cannot be completed says why."""
     for number, question in enumerate(QUESTIONS):
         with ExitStack() as stack:
             try:

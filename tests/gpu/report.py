@@ -1,6 +1,6 @@
-"""What MPS does on this machine's first GPU, in figures: `python -m tests.gpu.report`, a table for docs/gpu.md.
+"""The behaviour of MPS on this machine's first GPU, in figures: `python -m tests.gpu.report`, a table for docs/gpu.md.
 
-It judges nothing: what fails is a figure too. It needs what the tests need, and a GPU that nobody else uses meanwhile.
+It judges nothing: a failure is a figure too. It needs what the tests need, and a GPU without other users.
 """
 
 import sys
@@ -20,22 +20,22 @@ PERCENTAGES: Final = (100, 75, 50, 25, 10, 1)
 SECONDS: Final = 3.0
 
 Row = tuple[str, str]
-"""What was measured, and what it was."""
+"""The measurement, and its result."""
 
 
 def said(answer: dict[str, Any]) -> str:
-    """Put an answer into words: `works`, or the error and the call it came of."""
+    """Put an answer into words: `works`, or the error and the failed call."""
     return "works" if answer["ok"] else f"{answer['error']} from {answer['call']}"
 
 
 def seen_by(node: Node, client: Client) -> None:
-    """Wait until mpsd knows to which lease a client belongs."""
+    """Wait until mpsd has attributed a client to its lease."""
     assert client.hello["ok"], client.hello
     wait_until(lambda: node.events("client_attributed", client=client.pid), what=f"client {client.pid} to be seen")
 
 
 def threads(node: Node) -> Iterator[Row]:
-    """Measure the rate of a lease by its percentage, against that of the whole GPU outside MPS."""
+    """Measure the rate of a lease by its percentage, relative to the whole GPU outside MPS."""
     with outside(node) as client:
         whole = client.do(f"busy {SECONDS}")
         yield "outside MPS, the whole GPU", f"{whole['multiprocessors']} multiprocessors ran it; its rate is 1"
@@ -49,7 +49,7 @@ def threads(node: Node) -> Iterator[Row]:
 
 
 def memory(node: Node) -> Iterator[Row]:
-    """Measure how much a lease can allocate, and what one without a lease can."""
+    """Measure how much a client can allocate with a lease, and without one."""
     with leased(node, threads=50, memory="4GiB") as client:
         free, total = client.hello["free"] / GIB, client.hello["total"] / GIB
         held = client.do("alloc-until-refused")
@@ -62,7 +62,7 @@ def memory(node: Node) -> Iterator[Row]:
 
 
 def side_by_side(node: Node) -> Iterator[Row]:
-    """Measure two leases of half a GPU at the same time, against one of them alone."""
+    """Measure two concurrent leases of half a GPU, relative to one of them alone."""
     with leased(node, threads=50, memory="2GiB") as one, leased(node, threads=50, memory="2GiB") as other:
         alone = one.busy(SECONDS)
         for client in (one, other):
@@ -75,7 +75,7 @@ def side_by_side(node: Node) -> Iterator[Row]:
 
 
 def drift(node: Node) -> Iterator[Row]:
-    """Measure how long a stranger's percentage stands while a client works."""
+    """Measure how long a stranger's percentage lasts while a client works."""
     with leased(node, threads=50, memory="2GiB") as client:
         seen_by(node, client)
         client.tell("busy 8")
@@ -88,7 +88,7 @@ def drift(node: Node) -> Iterator[Row]:
 
 
 def fault(node: Node) -> Iterator[Row]:
-    """Measure whom a fault hits, and how long the GPU takes to be of use again."""
+    """Measure which clients a fault hits, and how long the GPU takes to recover."""
     with leased(node, threads=25, memory="2GiB") as guilty, leased(node, threads=25, memory="2GiB") as other:
         for client in (guilty, other):
             seen_by(node, client)
@@ -102,7 +102,7 @@ def fault(node: Node) -> Iterator[Row]:
 
 
 def death(node: Node) -> Iterator[Row]:
-    """Measure what a control daemon's death does to a client, and how long there is none."""
+    """Measure the effect of a control daemon's death on a client, and the time until there is a new one."""
     with leased(node, threads=25, memory="2GiB") as client:
         seen_by(node, client)
         before = node.daemons()["gpu0"]["pid"]
@@ -124,7 +124,7 @@ def death(node: Node) -> Iterator[Row]:
 
 
 def measured(root: Path) -> Iterator[Row]:
-    """Start a node for each measurement, since some leave one that is hurt, and give all rows."""
+    """Start a node for each measurement, since some damage theirs, and yield all rows."""
     for number, part in enumerate((threads, memory, side_by_side, drift, fault, death)):
         place = root / f"{number}"
         place.mkdir()

@@ -1,4 +1,4 @@
-"""The canary that shows whether CUDA can be used, with a libcuda.so.1 that has no GPU: built from fake_cuda.c."""
+"""The canary that shows whether CUDA works, with a libcuda.so.1 without a GPU, built from fake_cuda.c."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.gpu.test_client import library  # noqa: F401 - a fixture
 
 
 def run(library: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:  # noqa: F811
-    """Run the canary, and return its status and what it said."""
+    """Run the canary, and return its status and its output."""
     done = subprocess.run(
         [*CanaryProgram().argv, *arguments],
         env={"LD_LIBRARY_PATH": str(library), **variables},
@@ -31,24 +31,24 @@ def run(library: Path, *arguments: str, **variables: str) -> tuple[int, dict[str
 
 @pytest.mark.parametrize(("variable", "mps"), [("1", True), ("0", False)])
 def test_context(library: Path, variable: str, *, mps: bool) -> None:  # noqa: F811
-    """A canary that made a context says so, and whether that is shared through MPS."""
+    """A canary with a context says so, and whether the context is shared through MPS."""
     assert run(library, FAKE_CUDA_MPS=variable) == (0, {"ok": True, "mps": mps})
 
 
 def test_driver_that_does_not_tell(library: Path) -> None:  # noqa: F811
-    """A driver that does not know the attribute is no reason to fail."""
+    """A driver without the attribute does not make it fail."""
     assert run(library) == (0, {"ok": True})
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute", "cuCtxCreate_v2", "cuCtxDestroy_v2"])
 def test_error(library: Path, call: str) -> None:  # noqa: F811
-    """An error is said by its name, its number, and the call that it came of."""
+    """An error is reported by its name, its number, and the failed call."""
     error = {"ok": False, "error": "unknown", "code": 805, "call": call}
     assert run(library, FAKE_CUDA_FAIL=f"{call} 805") == (1, error)
 
 
 def test_no_library(tmp_path: Path) -> None:
-    """A libcuda.so.1 that cannot be loaded is a reason, and no traceback."""
+    """A libcuda.so.1 that cannot be loaded gives a reason, and no traceback."""
     (tmp_path / "libcuda.so.1").write_text("not a library")
     status, said = run(tmp_path)
     assert (status, said["ok"], said["code"]) == (1, False, None)
@@ -56,7 +56,7 @@ def test_no_library(tmp_path: Path) -> None:
 
 
 def test_wedge(library: Path) -> None:  # noqa: F811
-    """In a wedge it says nothing, for ever, and can be killed."""
+    """In a wedge it prints nothing, forever, and can be killed."""
     environment = {"LD_LIBRARY_PATH": str(library), "FAKE_CUDA_HANG": "cuInit"}
     with pytest.raises(subprocess.TimeoutExpired) as overrun:
         subprocess.run(CanaryProgram().argv, env=environment, capture_output=True, timeout=1, check=False)
@@ -73,6 +73,6 @@ print(os.getresuid(), os.getresgid(), os.getgroups())
 
 @pytest.mark.root("become another user")
 def test_user() -> None:
-    """It becomes the user that it is told to be, for good, and in no other group."""
+    """It becomes the given user for good, without other groups."""
     done = subprocess.run([sys.executable, "-c", _WHO], capture_output=True, text=True, check=True, env={**os.environ})
     assert done.stdout.strip() == "(61004, 61004, 61004) (61005, 61005, 61005) []"

@@ -1,4 +1,4 @@
-"""The CUDA client that the tests of a real GPU stand on, with a libcuda.so.1 that has none: built from fake_cuda.c."""
+"""The CUDA client behind the tests of a real GPU, with a libcuda.so.1 without one, built from fake_cuda.c."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ Start = Callable[..., Client]
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the library, and return the directory that it is in."""
+    """Build the library, and return its directory."""
     directory = tmp_path_factory.mktemp("cuda")
     options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
     source = Path(__file__).with_name("fake_cuda.c")
@@ -34,7 +34,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(library: Path) -> Iterator[Start]:
-    """Give a starter of clients, which are ended when the test is over."""
+    """Return a function that starts clients; they are ended after the test."""
     with ExitStack() as stack:
 
         def started(**variables: str) -> Client:
@@ -46,7 +46,7 @@ def start(library: Path) -> Iterator[Start]:
 
 
 def test_what_it_says_first(start: Start) -> None:
-    """It says where it is, and says it again when asked."""
+    """It first describes its GPU, and does so again on request."""
     client = start(FAKE_CUDA_MULTIPROCESSORS="33")
     said = {"pid": client.pid, "gpu": "Fake GPU", "cuda": "12.4", "multiprocessors": 33, "ok": True}
     assert client.hello == {**said, "free": 300 * MIB, "total": 300 * MIB}
@@ -55,7 +55,7 @@ def test_what_it_says_first(start: Start) -> None:
 
 
 def test_memory(start: Start) -> None:
-    """It allocates until it is refused, keeps what it has, and gives all of it back."""
+    """It allocates until it is refused, keeps its memory, and frees all of it."""
     client = start()
     assert client.do("alloc 32MiB") == {"ok": True}
     assert client.do("info")["free"] == 268 * MIB
@@ -69,7 +69,7 @@ def test_memory(start: Start) -> None:
 
 
 def test_work(start: Start) -> None:
-    """It tells its rate and on how many multiprocessors it ran, and holds no more memory afterwards than before."""
+    """It reports its rate and the number of its multiprocessors, and holds no more memory afterwards than before."""
     client = start(FAKE_CUDA_MULTIPROCESSORS="5")
     done = client.do("busy 0.05")
     assert done["ok"]
@@ -80,7 +80,7 @@ def test_work(start: Start) -> None:
 
 
 def test_contexts(library: Path) -> None:
-    """A late client initialises CUDA and makes contexts when it is told to, each with memory of its own."""
+    """A late client initialises CUDA and makes contexts on command, each with its own memory."""
     variables = {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(_ROOT), "FAKE_CUDA_MEMORY": str(300 * MIB)}
     with Client((*PROGRAM, "--late"), variables) as client:
         assert client.hello == {"ok": True, "pid": client.pid}
@@ -98,7 +98,7 @@ def test_contexts(library: Path) -> None:
 
 
 def test_fault(start: Start) -> None:
-    """A fault is told, and stays: whatever is asked next fails of it, and the client is still there to say so."""
+    """A fault is reported, and stays: every later call fails with it, while the client keeps answering."""
     client = start()
     error = {"ok": False, "error": "CUDA_ERROR_ILLEGAL_ADDRESS", "code": 700}
     assert client.do("fault") == {**error, "call": "cuCtxSynchronize"}
@@ -110,7 +110,7 @@ def test_fault(start: Start) -> None:
 
 @pytest.mark.parametrize("call", ["cuMemsetD32_v2", "cuLaunchKernel", "cuMemcpyDtoH_v2"])
 def test_work_that_fails_midway(start: Start, call: str) -> None:
-    """An error within the work is told as that of the call which it came of."""
+    """An error during the work is reported as that of the failed call."""
     client = start(FAKE_CUDA_FAIL=f"{call} 719")
     assert client.do("busy 0.05") == {"ok": False, "error": "unknown", "code": 719, "call": call}
     assert client.do("info")["free"] == 300 * MIB
@@ -118,14 +118,14 @@ def test_work_that_fails_midway(start: Start, call: str) -> None:
 
 @pytest.mark.parametrize("call", ["cuInit", "cuCtxCreate_v2", "cuModuleLoadData"])
 def test_no_context(start: Start, call: str) -> None:
-    """Who gets no context says why, and ends with status 1."""
+    """A client without a context says why, and exits with status 1."""
     client = start(FAKE_CUDA_FAIL=f"{call} 805")
     assert client.hello == {"ok": False, "error": "unknown", "code": 805, "call": call}
     assert client.process.wait(10) == 1
 
 
 def test_no_library(tmp_path: Path) -> None:
-    """A libcuda.so.1 that cannot be loaded is a reason, and no traceback."""
+    """A libcuda.so.1 that cannot be loaded gives a reason, and no traceback."""
     (tmp_path / LIBRARY).write_text("not a library")
     with Client(PROGRAM, {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(_ROOT)}) as client:
         assert client.hello["ok"] is False
@@ -148,7 +148,7 @@ def test_it():
     ids=["skips", "fails where required"],
 )
 def test_without_a_gpu(library: Path, tmp_path: Path, required: str, closing: str) -> None:
-    """Without a GPU its tests skip, loudly and with the reason; with MPSD_REQUIRE_GPU=1 they fail with it."""
+    """Without a GPU its tests skip, visibly and with the reason; with MPSD_REQUIRE_GPU=1 they fail with it."""
     said = inner_pytest(
         tmp_path,
         NEEDY,
@@ -164,7 +164,7 @@ def test_without_a_gpu(library: Path, tmp_path: Path, required: str, closing: st
 
 
 def test_that_nobody_asked_for(library: Path, tmp_path: Path) -> None:
-    """Who runs all tests on a machine with a GPU does not run these: one of them brings about a fault."""
+    """A run of all tests on a machine with a GPU leaves these out: one of them causes a fault."""
     said = inner_pytest(tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), MPSD_REQUIRE_GPU="")
     assert "1 skipped" in said, said
     assert "are run by: pytest -m gpu" in said

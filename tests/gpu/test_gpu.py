@@ -1,8 +1,8 @@
-"""What MPS does on a real GPU with real clients, under mpsd: `pytest -m gpu tests/gpu`; docs/gpu.md has the figures.
+"""MPS on a real GPU with real clients, under mpsd: `pytest -m gpu tests/gpu`; docs/gpu.md has the figures.
 
-One module, so that one worker has the GPU to itself. Rates are compared with rates of the same run, and the bands are
-wide, since threads are handed out in whole pairs of multiprocessors and the clock follows the temperature: they tell a
-limit that holds from one that does not, and measure nothing. `python -m tests.gpu.report` does.
+It is one module, so that one worker has the GPU to itself. Rates are compared with rates of the same run, and the bands
+are wide, since threads are granted in whole pairs of multiprocessors and the clock depends on the temperature: they
+distinguish a limit that holds from one that does not, and measure nothing. `python -m tests.gpu.report` does.
 """
 
 import os
@@ -21,14 +21,14 @@ from tests.node import Node
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 LONG: Final = 8.0
-"""Seconds of work under which something is done to its control daemon or to mpsd, which takes much less."""
+"""Seconds of work during which mpsd or the control daemon is changed, which takes much less."""
 
 CLOSED: Final = {"active_thread_percentage": 0.1, "pinned_device_mem_limit": 1 << 20}
-"""What a client gets that no lease let in (docs/enforcement.md)."""
+"""The limits of a client without a lease (docs/enforcement.md)."""
 
 
 def attached(node: Node, client: Client) -> Any:
-    """Wait until mpsd sees a client as that of a lease, and return it."""
+    """Wait until mpsd has attributed a client to a lease, and return it."""
 
     def look() -> Any:
         clients = node.get("/v1/clients").json["clients"]
@@ -39,13 +39,13 @@ def attached(node: Node, client: Client) -> Any:
 
 
 def is_closed(node: Node) -> bool:
-    """Tell whether the next client gets next to nothing, from the control daemon and from each of its servers."""
+    """Return whether the control daemon and each of its servers give the next client next to nothing."""
     daemon = node.daemons()["gpu0"]
     return all(each["limits"] == CLOSED for each in [daemon, *daemon["servers"]])
 
 
 def finish(client: Client) -> float:
-    """Wait for the end of the work that a client was told, and return its rate."""
+    """Wait for the end of a client's work, and return its rate."""
     answer = client.answer()
     assert answer["ok"], answer
     rate: float = answer["rate"]
@@ -53,7 +53,7 @@ def finish(client: Client) -> float:
 
 
 def rate_of(node: Node, threads: float) -> tuple[float, int]:
-    """Return the rate of a lease that is alone, and on how many multiprocessors it ran."""
+    """Return the rate of a single lease, and the number of its multiprocessors."""
     with leased(node, threads=threads, memory="2GiB") as client:
         attached(node, client)
         answer = client.do("busy 2")
@@ -78,14 +78,14 @@ def test_memory_ceiling(node: Node) -> None:
         answer = client.do("alloc-until-refused")
         assert answer["refused"] == "CUDA_ERROR_OUT_OF_MEMORY"
         assert 3 * GIB <= answer["held"] <= 4 * GIB
-        # What it gives back it gets again, and no more than that.
+        # It can allocate freed memory again, and no more than that.
         assert client.do("free")["ok"]
         assert client.do("alloc-until-refused")["held"] == pytest.approx(answer["held"], abs=2 * PIECE)
         assert client.end() == 0
 
 
 def test_memory_ceiling_without_its_variable(node: Node) -> None:
-    """The limit is the server's: a client that dropped its own variables is refused just the same."""
+    """The limit is the server's: a client that dropped its own variables is refused all the same."""
     lease = node.request("POST", "/v1/leases", {"threads": 25, "memory": "4GiB", "gpu": "0"})
     assert lease.status == 201, lease.body
     with unadmitted(node) as client:
@@ -97,7 +97,7 @@ def test_memory_ceiling_without_its_variable(node: Node) -> None:
 
 
 def test_closed_ceiling(node: Node) -> None:
-    """Who has no lease gets nothing to work with: no context, or no memory; and while another has one, too."""
+    """A client without a lease gets no context or no memory, also while another client has a lease."""
     with leased(node, threads=50, memory="4GiB") as holder:
         attached(node, holder)
         wait_until(lambda: is_closed(node), what="the ceiling to be closed", deadline=90)
@@ -107,13 +107,13 @@ def test_closed_ceiling(node: Node) -> None:
                 assert refused["error"] == "CUDA_ERROR_OUT_OF_MEMORY", refused
             else:
                 assert client.hello["error"].startswith("CUDA_ERROR_"), client.hello
-        # The one who was let in is no worse off.
+        # The client with the lease is unaffected.
         assert holder.do("alloc 1GiB")["ok"]
         assert holder.end() == 0
 
 
 def test_drift_undone_under_load(node: Node) -> None:
-    """A stranger's limits are put back while a client works, which it does not notice; nor does the next one."""
+    """A stranger's limits are undone while a client works, without an effect on this client or the next."""
     with leased(node, threads=50, memory="2GiB") as client:
         server = attached(node, client)["server"]
         before = client.busy(2)
@@ -133,10 +133,10 @@ def test_drift_undone_under_load(node: Node) -> None:
 
 
 def test_two_leases_side_by_side(node: Node) -> None:
-    """Two leases work at the same time, neither beyond its own part; what one allocates the other does not lack.
+    """Two leases work at the same time, each within its share; the memory of one does not reduce the other's.
 
-    A percentage is a cap and reserves nothing: two of 50 % may share multiprocessors, and then each has half of what it
-    has alone. Below that one of them would be waiting for the other.
+    A percentage is a cap and reserves nothing: two of 50 % may share multiprocessors, and then each has half of its
+    rate alone. Below that, one of them would be waiting for the other.
     """
     alone, _ = rate_of(node, 50)
     with (
@@ -155,7 +155,7 @@ def test_two_leases_side_by_side(node: Node) -> None:
 
 
 def test_blast_radius_of_a_fault(node: Node) -> None:
-    """A fault of one client hits every client of its GPU; the GPU is closed until they are gone, and then works."""
+    """A fault of one client hits every client of its GPU; the GPU is closed until they have ended, and then works."""
     daemon = node.daemons()["gpu0"]["pid"]
     with (
         leased(node, threads=25, memory="2GiB") as guilty,
@@ -182,7 +182,7 @@ def test_blast_radius_of_a_fault(node: Node) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_adoption_with_a_client_running(node: Node, number: signal.Signals) -> None:
-    """mpsd goes and comes back under a client, which works on; daemon, server, client and lease are what they were."""
+    """mpsd restarts while a client works on; daemon, server, client and lease are unchanged."""
     with leased(node, threads=50, memory="4GiB") as client:
         before, known = attached(node, client), node.daemons()["gpu0"]
         client.tell(f"busy {LONG}")
@@ -199,7 +199,7 @@ def test_adoption_with_a_client_running(node: Node, number: signal.Signals) -> N
 
 
 def test_control_daemon_killed_with_a_client_running(node: Node) -> None:
-    """A control daemon dies under a client, which works on: its server is an orphan, until both are gone."""
+    """A control daemon dies while its client works on: the server is an orphan until both have ended."""
     with ExitStack() as stack:
         client = stack.enter_context(leased(node, threads=50, memory="2GiB"))
         server = attached(node, client)["server"]
@@ -217,7 +217,7 @@ def test_control_daemon_killed_with_a_client_running(node: Node) -> None:
         assert client.do("alloc 1GiB")["ok"]
         assert client.end() == 0
         assert daemon["pid"] == node.daemons()["gpu0"]["pid"]
-    if is_running(server):  # whether it goes with its last client is not documented
+    if is_running(server):  # whether it ends with its last client is not documented
         os.kill(server, signal.SIGTERM)
         wait_until(lambda: not is_running(server), what="the orphan to be gone", deadline=30)
     wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")

@@ -1,4 +1,4 @@
-"""The programs that measure a real GPU, where there is none: they run to their end, and say what they lack."""
+"""The programs that measure a real GPU, run without one: they run to their end, and say what is missing."""
 
 import os
 import subprocess
@@ -40,13 +40,13 @@ def test_questions(tmp_path: Path) -> None:
     assert answers["opened, then closed: cuInit before, the context 5 s later"] == context
     assert answers["part, since then: it is reset"] == context
     assert answers["SIGKILL of a busy client: its neighbour, in its work"] == "works"
-    # Its clients are nobody's, so that there is no server to ask.
+    # Its clients belong to no server that could be asked.
     assert [what for what, _ in rows if "could not be asked" in what] == ["terminating: could not be asked to its end"]
     assert answers["SIGKILL of a busy client, alone: its server"] == "[], and lists []"
 
 
 def test_what_a_machine_lacks(tmp_path: Path) -> None:
-    """Nothing runs on a machine that lacks something, and all that it lacks is said at once."""
+    """Nothing runs on a machine that lacks something, and everything that it lacks is listed at once."""
     (tmp_path / "mpsd-0-py3-none-any.whl").touch()
     command = [sys.executable, str(_ROOT / "tests/gpu/everything.py"), "--wheels", str(tmp_path)]
     environment = {"PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}

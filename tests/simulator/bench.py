@@ -1,4 +1,4 @@
-"""A simulated control daemon with simulated GPUs, for tests of what is beyond its pipe; there is no mpsd in it."""
+"""A simulated control daemon with simulated GPUs, without mpsd, for tests of what is behind its pipe."""
 
 import os
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ MEMORY: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
 class GpuBench(Bench):
-    """A bench with a simulated GPU; what is started on it ends with it."""
+    """A bench with a simulated GPU; processes started on it end with it."""
 
     def __init__(self, root: Path, branch: int) -> None:
         self.device = Device(root / "g", GPU)
@@ -27,7 +27,7 @@ class GpuBench(Bench):
         self._clients = ExitStack()
 
     def client(self, *before: str, **variables: str) -> SimulatedClient:
-        """Start a client of this daemon, with these variables beside; `before` is a command that becomes it."""
+        """Start a client of this daemon, with these additional variables; `before` is a command that becomes it."""
         return self._clients.enter_context(SimulatedClient({**self._variables, **variables}, before=before))
 
     def late_client(self) -> SimulatedClient:
@@ -39,7 +39,7 @@ class GpuBench(Bench):
         return {"CUDA_MPS_PIPE_DIRECTORY": str(self.pipe), VARIABLE: str(self.root / "g")}
 
     def binds(self, moment: Binds) -> None:
-        """Have the limits of servers that start from now on bind in this moment."""
+        """Make the limits of servers that start from now on bind at this moment."""
         set_binds(self.root / "g", moment)
 
     def server(self) -> int:
@@ -53,7 +53,7 @@ class GpuBench(Bench):
         wait_until(lambda: line in self.log(), what=f"{line!r} in the log")
 
     def ask(self, *commands: str) -> list[str]:
-        """Return what a front-end prints."""
+        """Return the output of a front-end."""
         return self.front_end(*commands).printed
 
     def server_log(self) -> list[str]:
@@ -61,6 +61,6 @@ class GpuBench(Bench):
         return [line.partition("] ")[2] for line in (self.logs / "server.log").read_text().splitlines()]
 
     def close(self) -> None:
-        """End whatever was started here."""
+        """End all processes that were started here."""
         self._clients.close()
         super().close()

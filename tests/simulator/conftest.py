@@ -1,4 +1,4 @@
-"""The subject of the tests of what is beyond the simulated control pipe."""
+"""The benches for tests of what is behind the simulated control pipe."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.simulator.bench import GpuBench
 
 @pytest.fixture
 def idle(short_tmp: Path) -> Iterator[GpuBench]:
-    """Give a bench on which nothing was started yet."""
+    """Yield a bench on which nothing has started yet."""
     bench = GpuBench(short_tmp, 555)
     yield bench
     bench.close()
@@ -18,6 +18,6 @@ def idle(short_tmp: Path) -> Iterator[GpuBench]:
 
 @pytest.fixture
 def bench(idle: GpuBench) -> GpuBench:
-    """Give a bench with a control daemon that serves, and no server yet."""
+    """Return a bench with a control daemon that serves, and without a server yet."""
     idle.start()
     return idle

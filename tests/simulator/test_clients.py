@@ -1,4 +1,4 @@
-"""Simulated servers and clients as processes: what NVIDIA documents of theirs, rule by rule."""
+"""Simulated servers and clients as processes, by the rules that NVIDIA documents."""
 
 import os
 import select
@@ -42,11 +42,11 @@ STRANGERS: Final = (
     "--inh-caps=+dac_read_search",
     "--ambient-caps=+dac_read_search",
 )
-"""Becomes a process of another user, who may read the program under test wherever it lies."""
+"""Becomes a process of another user that may read the program under test at any path."""
 
 
 def limits(client: SimulatedClient) -> tuple[float, int | None]:
-    """Return what a client was pinned to."""
+    """Return the limits that a client is bound to."""
     return client.hello["active_thread_percentage"], client.hello["pinned_device_mem_limit"]
 
 
@@ -76,7 +76,7 @@ def test_first_client_starts_a_server(bench: GpuBench) -> None:
 
 
 def test_second_client_finds_the_server(bench: GpuBench) -> None:
-    """While there is a server, it takes every client of its user; each is listed with its command."""
+    """An existing server takes every client of its user; each is listed with its command."""
     first = bench.client()
     server = first.hello["server"]
     second = bench.client()
@@ -92,7 +92,7 @@ def test_second_client_finds_the_server(bench: GpuBench) -> None:
 
 
 def test_server_stays_without_clients(bench: GpuBench) -> None:
-    """A server outlives its clients, and says in its log whether they exited or were killed."""
+    """A server outlives its clients, and logs whether they exited or were killed."""
     first, second = bench.client(), bench.client()
     server = first.hello["server"]
     assert second.hello["server"] == server
@@ -112,7 +112,7 @@ def test_server_stays_without_clients(bench: GpuBench) -> None:
 
 
 def test_pinned_when_it_connects(bench: GpuBench) -> None:
-    """A client has the least of the server's limits and its own at the moment in which it connects, for good."""
+    """A client has the lower of the server's limits and its own at the moment of its connection, for good."""
     bench.ask("set_default_active_thread_percentage 60", "set_default_device_pinned_mem_limit 0 8G")
     first = bench.client(**{PERCENTAGE: "25", MEMORY: "0=2G"})
     second = bench.client(**{PERCENTAGE: "80", MEMORY: "0=16G"})
@@ -129,7 +129,7 @@ def test_pinned_when_it_connects(bench: GpuBench) -> None:
 
 
 def test_defaults_are_for_the_next_server(bench: GpuBench) -> None:
-    """A default that is changed beside a server changes nothing for it; its own limits are read and set by its pid."""
+    """A default that is changed beside a server does not affect it; its own limits are read and set by its pid."""
     server = bench.server()
     bench.ask("set_default_active_thread_percentage 30", "set_default_device_pinned_mem_limit 0 3G")
     ask = (f"get_active_thread_percentage {server}", f"get_device_pinned_mem_limit {server} 0")
@@ -143,7 +143,7 @@ def test_defaults_are_for_the_next_server(bench: GpuBench) -> None:
 
 
 def test_memory(bench: GpuBench) -> None:
-    """A client allocates up to its limit; what it frees, and what the dead held, is there again."""
+    """A client allocates up to its limit; memory that it frees, and that of ended clients, is available again."""
     client = bench.client(**{MEMORY: "0=1G"})
     assert client.alloc("1GiB") == {**DONE, "allocated": GIB}
     assert client.alloc("1B") == OUT_OF_MEMORY
@@ -152,7 +152,7 @@ def test_memory(bench: GpuBench) -> None:
     assert client.alloc("513MiB") == OUT_OF_MEMORY
     assert client.free() == {**DONE, "allocated": 0}
     other = bench.client()
-    assert other.alloc(f"{WHOLE}B") == OUT_OF_MEMORY  # the server has some
+    assert other.alloc(f"{WHOLE}B") == OUT_OF_MEMORY  # the server has some itself
     assert other.alloc("79GiB")["ok"]
     assert client.alloc("1GiB") == OUT_OF_MEMORY
     other.kill()
@@ -170,7 +170,7 @@ def test_work_takes_longer_on_fewer_threads(bench: GpuBench) -> None:
 
 
 def test_fault(bench: GpuBench) -> None:
-    """A fault is every client's; the server takes nobody until the last of them has exited, and is well again then."""
+    """A fault hits every client; the server accepts none until the last of them has exited, and then recovers."""
     first, second = bench.client(), bench.client()
     server = first.hello["server"]
     assert second.hello["server"] == server
@@ -188,7 +188,7 @@ def test_fault(bench: GpuBench) -> None:
 
 
 def test_terminated_client(bench: GpuBench) -> None:
-    """`terminate_client` prints 0, its error stays with the client, whose process lives on, and nobody else notices."""
+    """`terminate_client` prints 0; the client keeps the error and its process lives; other clients are unaffected."""
     victim, other = bench.client(), bench.client()
     server = victim.hello["server"]
     assert other.hello["server"] == server
@@ -204,7 +204,7 @@ def test_terminated_client(bench: GpuBench) -> None:
 
 
 def test_log_has_the_words_of_nvidias(bench: GpuBench) -> None:
-    """mpsd understands every line that clients and servers make the simulator log, and takes them for what they are."""
+    """mpsd parses every line that clients and servers make the simulator log, to the right event."""
     first, second, third = bench.client(), bench.client(), bench.client()
     server = first.hello["server"]
     assert second.hello["server"] == third.hello["server"] == server
@@ -233,7 +233,7 @@ def test_log_has_the_words_of_nvidias(bench: GpuBench) -> None:
 
 
 def test_death_of_the_server(bench: GpuBench) -> None:
-    """Clients of a server that was killed are told so by their next call; the next client has a new one started."""
+    """Clients of a killed server get the error at their next call; the next client has a new server started."""
     client = bench.client()
     os.kill(client.hello["server"], signal.SIGKILL)
     wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
@@ -243,7 +243,7 @@ def test_death_of_the_server(bench: GpuBench) -> None:
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_death_of_whom_it_comes_to(tmp_path: Path, *, reads: bool) -> None:
-    """A client whose control daemon ends before it has answered, or even read, what it said, cannot connect."""
+    """A client whose control daemon ends before it has answered, or even read, the request cannot connect."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(tmp_path / "simulated_clients"))
         listener.listen()
@@ -257,7 +257,7 @@ def test_death_of_whom_it_comes_to(tmp_path: Path, *, reads: bool) -> None:
 
 
 def test_server_that_is_stopped(bench: GpuBench) -> None:
-    """What a stopped server is asked, its control daemon waits for: nobody else is served until it goes on."""
+    """A command for a stopped server blocks its control daemon: no other process is served until the server runs."""
     server = bench.server()
     os.kill(server, signal.SIGSTOP)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -269,7 +269,7 @@ def test_server_that_is_stopped(bench: GpuBench) -> None:
 
 
 def test_gpu_that_is_lost(bench: GpuBench) -> None:
-    """On a GPU that fell off the bus calls fail, and no server starts: after six tries the client is told."""
+    """On a GPU that fell off the bus calls fail, and no server starts: after six tries the client gets the error."""
     client = bench.client()
     assert client.hello["ok"]
     bench.device.lose()
@@ -297,7 +297,7 @@ def test_clients_that_do_not_go(bench: GpuBench) -> None:
 
 
 def test_fails_open(idle: GpuBench) -> None:
-    """Where no control daemon can be reached, a client runs outside MPS, and none of its limits holds."""
+    """Without a reachable control daemon, a client runs outside MPS, and none of its limits holds."""
     client = idle.client(**{PERCENTAGE: "10", MEMORY: "0=1G"})
     assert (client.hello["mps"], client.hello["server"], client.hello["gpu"]) == (False, None, GPU)
     assert limits(client) == (100.0, None)
@@ -308,7 +308,7 @@ def test_fails_open(idle: GpuBench) -> None:
 
 
 def test_exclusive_process(idle: GpuBench) -> None:
-    """On a GPU in mode exclusive-process whoever is first has it: then nobody else gets in but by MPS."""
+    """On a GPU in mode exclusive-process the first process has it; others then get in only through MPS."""
     idle.device.set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
     idle.start()
     assert idle.client().hello["mps"]
@@ -317,7 +317,7 @@ def test_exclusive_process(idle: GpuBench) -> None:
 
 
 def test_prohibited(idle: GpuBench) -> None:
-    """On a GPU in mode prohibited nobody runs."""
+    """On a GPU in mode prohibited no process runs."""
     idle.device.set_compute_mode(ComputeMode.PROHIBITED)
     assert idle.client().hello == error("DEVICE_UNAVAILABLE", 46)
     idle.device.set_compute_mode(ComputeMode.DEFAULT)
@@ -331,7 +331,7 @@ def test_invisible_gpu(bench: GpuBench) -> None:
 
 
 def test_death_of_the_daemon(bench: GpuBench) -> None:
-    """Clients and server of a daemon that was killed go on; new clients run without MPS, or on another server."""
+    """Clients and server of a killed daemon keep running; new clients run without MPS, or on another server."""
     client = bench.client()
     server = client.hello["server"]
     bench.kill()
@@ -348,7 +348,7 @@ def test_death_of_the_daemon(bench: GpuBench) -> None:
 
 
 def test_quit_waits_for_clients(bench: GpuBench) -> None:
-    """`quit` takes no new clients, and waits for those that there are, with no limit; then all is gone."""
+    """`quit` accepts no new clients, and waits for existing ones without a limit; then everything is gone."""
     client = bench.client()
     assert client.hello["ok"]
     with pytest.raises(subprocess.TimeoutExpired):
@@ -361,7 +361,7 @@ def test_quit_waits_for_clients(bench: GpuBench) -> None:
 
 
 def test_quit_with_a_time(bench: GpuBench) -> None:
-    """`quit -t` interrupts the server when its time is over, and its clients lose it."""
+    """`quit -t` interrupts the server at its deadline, and its clients lose it."""
     client = bench.client()
     assert client.hello["ok"]
     bench.front_end("quit -t 0")
@@ -370,7 +370,7 @@ def test_quit_with_a_time(bench: GpuBench) -> None:
 
 
 def test_shutdown(bench: GpuBench) -> None:
-    """A server that is shut down exits with its last client; who comes meanwhile waits, and gets another."""
+    """A server that is shut down exits with its last client; a client that comes meanwhile waits for another server."""
     first = bench.client()
     server = first.hello["server"]
     assert bench.ask(f"shutdown_server {server}") == []
@@ -390,7 +390,7 @@ def test_shutdown(bench: GpuBench) -> None:
 
 @as_root
 def test_one_user_at_a_time(bench: GpuBench) -> None:
-    """Another user's client waits until the last client of the first has exited; then that user's server goes."""
+    """Another user's client waits until the last client of the first has exited; then that user's server ends."""
     bench.root.chmod(0o711)
     first = bench.client()
     server = first.hello["server"]
@@ -409,7 +409,7 @@ def test_one_user_at_a_time(bench: GpuBench) -> None:
 
 @as_root
 def test_client_that_waited_in_vain(bench: GpuBench) -> None:
-    """A client that is killed while it waits is forgotten: no server hears of it."""
+    """A client that is killed while it waits is forgotten: no server gets it."""
     bench.root.chmod(0o711)
     first = bench.client()
     assert first.hello["mps"]
@@ -424,7 +424,7 @@ def test_client_that_waited_in_vain(bench: GpuBench) -> None:
 
 @as_root
 def test_many_users(idle: GpuBench) -> None:
-    """With -multiuser-server one server, root's, takes the clients of every user."""
+    """With -multiuser-server one server of root takes the clients of every user."""
     idle.root.chmod(0o711)
     idle.flags = ("-f", "-multiuser-server")
     idle.start()

@@ -1,4 +1,4 @@
-"""Simulated clients that initialise CUDA and make contexts at times of their own, several of them, and again."""
+"""Simulated clients that initialise CUDA and make contexts at any time, several of them, and again."""
 
 import os
 import signal
@@ -18,22 +18,22 @@ INVALID_CONTEXT: Final = error("INVALID_CONTEXT", 201)
 
 
 def narrow(bench: GpuBench, server: int) -> None:
-    """Close a server behind whoever is there."""
+    """Close a server behind its clients."""
     bench.ask(f"set_active_thread_percentage {server} 10", f"set_device_pinned_mem_limit {server} 0 1G")
 
 
 def widen(bench: GpuBench, server: int) -> None:
-    """Open a server for whoever comes."""
+    """Open a server for the next client."""
     bench.ask(f"set_active_thread_percentage {server} 60", f"set_device_pinned_mem_limit {server} 0 8G")
 
 
 def parts(answer: dict[str, object]) -> tuple[object, object]:
-    """Return what a context was pinned to."""
+    """Return the limits that a context is bound to."""
     return answer["active_thread_percentage"], answer["pinned_device_mem_limit"]
 
 
 def test_late(bench: GpuBench) -> None:
-    """A late client connects when it initialises CUDA, is listed from then on, and is on the GPU with a context."""
+    """A late client connects when it initialises CUDA, is listed from then on, and uses the GPU with a context."""
     client = bench.late_client()
     assert client.hello == {**DONE, "pid": client.pid}
     assert bench.ask("get_server_list") == []
@@ -54,7 +54,7 @@ def test_late(bench: GpuBench) -> None:
 
 @pytest.mark.parametrize("moment", Binds)
 def test_when_limits_bind(bench: GpuBench, moment: Binds) -> None:
-    """The driver's setting says whether limits bind with CUDA's initialisation or with each context."""
+    """The driver's setting decides whether limits bind at CUDA's initialisation or with each context."""
     bench.binds(moment)
     server = bench.server()
     widen(bench, server)
@@ -70,7 +70,7 @@ def test_when_limits_bind(bench: GpuBench, moment: Binds) -> None:
 
 @pytest.mark.parametrize("moment", Binds)
 def test_reset(bench: GpuBench, moment: Binds) -> None:
-    """A reset drops the primary context and what was allocated in it; the next use makes it anew."""
+    """A reset drops the primary context with its allocations; the next use makes it again."""
     bench.binds(moment)
     server = bench.server()
     widen(bench, server)
@@ -86,7 +86,7 @@ def test_reset(bench: GpuBench, moment: Binds) -> None:
 
 
 def test_several_contexts(bench: GpuBench) -> None:
-    """A process's contexts share its memory limit; each is destroyed with what was allocated in it, and once."""
+    """A process's contexts share its memory limit; each is destroyed with its allocations, and once."""
     client = bench.client(**{MEMORY: "0=3G"})
     assert client.alloc("1GiB")["ok"]
     second = client.context()
@@ -102,7 +102,7 @@ def test_several_contexts(bench: GpuBench) -> None:
 
 
 def test_places(bench: GpuBench) -> None:
-    """Contexts are counted: one client can use up all 48 places, and nobody else gets a context then."""
+    """Contexts are counted: one client can use up all 48 places, and then no other gets a context."""
     client = bench.client()
     for _ in range(47):
         assert client.context()["ok"]
@@ -116,7 +116,7 @@ def test_places(bench: GpuBench) -> None:
 
 
 def test_contexts_without_mps(idle: GpuBench) -> None:
-    """A client that finds no MPS has contexts just as well, each with the whole GPU."""
+    """A client without MPS also has contexts, each with the whole GPU."""
     client = idle.late_client()
     assert not client.init()["mps"]
     assert idle.device.processes() == {}
@@ -129,7 +129,7 @@ def test_contexts_without_mps(idle: GpuBench) -> None:
 
 
 def test_own_variables_in_process(bench: GpuBench) -> None:
-    """What a process sets for itself before it initialises CUDA counts, and later no more."""
+    """Variables that a process sets for itself before it initialises CUDA count, later ones do not."""
     client = bench.late_client()
     client.do(f"setenv {PERCENTAGE} 25")
     client.init()
@@ -139,7 +139,7 @@ def test_own_variables_in_process(bench: GpuBench) -> None:
 
 
 def test_framework(bench: GpuBench) -> None:
-    """A program that takes a part of the GPU's total memory, which a limit does not lower, meets the limit (NVG)."""
+    """A program that takes a part of the GPU's total memory, which a limit does not lower, hits the limit (NVG)."""
     client = bench.client(**{MEMORY: "0=8G"})
     assert client.hello["total"] == WHOLE
     assert client.do("framework 0.9") == OUT_OF_MEMORY
@@ -150,18 +150,18 @@ def test_framework(bench: GpuBench) -> None:
 
 
 def status(bench: GpuBench, server: int) -> list[str]:
-    """Return what a server says of itself, and its clients."""
+    """Return a server's status, and its clients."""
     return bench.ask(f"get_server_status {server}", f"get_client_list {server}")
 
 
 def ends_by(how: str) -> signal.Signals:
-    """Return the signal that a client is ended by."""
+    """Return the signal that ends a client."""
     return signal.Signals[f"SIG{how.rpartition(' ')[2]}"]
 
 
 @pytest.mark.parametrize("how", ["KILL", "TERM", "caught TERM"])
 def test_killed_in_mid_kernel(bench: GpuBench, how: str) -> None:
-    """Who is ended in mid-kernel harms its neighbours: by SIGKILL, by SIGTERM, and also where it catches that."""
+    """A client that ends in mid-kernel harms its neighbours: by SIGKILL, by SIGTERM, and even if it catches that."""
     client, neighbour, idle = bench.client(), bench.client(), bench.late_client()
     server = client.hello["server"]
     assert neighbour.hello["server"] == idle.init()["server"] == server
@@ -179,7 +179,7 @@ def test_killed_in_mid_kernel(bench: GpuBench, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["obey", "terminate", "done"])
 def test_ends_that_harm_nobody(bench: GpuBench, how: str) -> None:
-    """Who says goodbye, whose contexts its server has ended, or whose kernel is done, harms nobody by its end."""
+    """A client that disconnects, whose contexts were ended, or without a running kernel harms no client by its end."""
     client, neighbour = bench.client(), bench.client()
     server = client.hello["server"]
     assert neighbour.hello["server"] == server
@@ -198,7 +198,10 @@ def test_ends_that_harm_nobody(bench: GpuBench, how: str) -> None:
 
 
 def test_terminate_client_waits_for_the_work(bench: GpuBench) -> None:
-    """`terminate_client` has the one seat for as long as the kernel takes; who comes meanwhile gets error 807 (TS)."""
+    """`terminate_client` has the only connection until the kernel ends.
+
+    Clients that come meanwhile get error 807 (TS).
+    """
     client = bench.client(**{PERCENTAGE: "50"})
     server = client.hello["server"]
     client.loop(1)
@@ -215,9 +218,9 @@ def test_terminate_client_waits_for_the_work(bench: GpuBench) -> None:
 
 
 def test_wedge(bench: GpuBench) -> None:
-    """Killed in mid-kernel with nobody beside it, a client leaves a server that serves nobody and says it is well.
+    """A client killed in mid-kernel without neighbours leaves a server that serves no client and says it is well.
 
-    It logs nothing, lists the dead client and those that hang, and does not even go when it is told to: a new one
+    The server logs nothing, lists the dead client and those that hang, and does not even end on command: a new one
     serves.
     """
     client = bench.client()
@@ -242,7 +245,7 @@ def test_wedge(bench: GpuBench) -> None:
 
 
 def test_quit_of_a_wedged_daemon(bench: GpuBench) -> None:
-    """A control daemon whose server is wedged quits by force alone."""
+    """A control daemon with a wedged server quits only by force."""
     client = bench.client()
     client.launch(30)
     client.kill()

@@ -1,4 +1,4 @@
-"""What a client is pinned to when it connects: by the server's limits and its own environment."""
+"""The limits of a client at its connection: from the server's limits and its own environment."""
 
 from typing import Final
 
@@ -26,7 +26,7 @@ VISIBLE: Final[dict[str | None, tuple[str, ...]]] = {
     FIRST: (FIRST,),
     f"{SECOND},{FIRST}": (SECOND, FIRST),
     "GPU-12": (SECOND,),
-    "GPU-1": (),  # the start of two
+    "GPU-1": (),  # the beginning of two UUIDs
     "11111111": (),  # beyond any ordinal
     "abc": (),
 }
@@ -34,7 +34,7 @@ VISIBLE: Final[dict[str | None, tuple[str, ...]]] = {
 PERCENTAGES: Final = {"25": 25.0, "12.5": 12.5, "60": 60.0, "80": 60.0, "0": 60.0, "-5": 60.0, "150": 60.0, "abc": 60.0}
 
 MEMORY: Final[dict[str, int | None]] = {
-    # Of the server's 8 GiB on the first device.
+    # The server's limit on the first device is 8 GiB.
     "": 8 * GIB,
     "0=2G": 2 * GIB,
     "0=512M": 512 * MIB,
@@ -45,7 +45,7 @@ MEMORY: Final[dict[str, int | None]] = {
     "1=1G": 8 * GIB,
     "0=2G,1=1G": 2 * GIB,
     "1=1G,0=2G": 2 * GIB,
-    "2=1G": None,  # an entry for a GPU that it cannot see drops every limit
+    "2=1G": None,  # an entry for an invisible GPU drops every limit
     "0=2G,2=4G": None,
     "0=512MB": 512 * MIB,
 }
@@ -53,26 +53,26 @@ MEMORY: Final[dict[str, int | None]] = {
 
 @pytest.mark.parametrize("variable", VISIBLE)
 def test_visible(variable: str | None) -> None:
-    """CUDA_VISIBLE_DEVICES picks and orders devices, up to the first entry that makes no sense."""
+    """CUDA_VISIBLE_DEVICES selects and orders devices, up to the first invalid entry."""
     assert visible(DEVICES, variable) == VISIBLE[variable]
 
 
 @pytest.mark.parametrize("own", PERCENTAGES)
 def test_percentage(own: str) -> None:
-    """A process can lower the server's percentage, and nothing else."""
+    """A process can only lower the server's percentage."""
     share = pinned(DEVICES, 60.0, {}, {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": own})
     assert share == Pinned(FIRST, PERCENTAGES[own], None)
 
 
 @pytest.mark.parametrize("own", MEMORY)
 def test_memory(own: str) -> None:
-    """A process can lower the server's memory limit, or lose it altogether, the percentage being kept."""
+    """A process can lower the server's memory limit, or drop it altogether; the percentage stays."""
     share = pinned(DEVICES, 60.0, {0: 8 * GIB}, {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": own})
     assert share == Pinned(FIRST, 60.0, MEMORY[own])
 
 
 def test_limit_of_the_device_that_it_works_on() -> None:
-    """The server counts the devices that it sees, the client those that are left for it."""
+    """The server numbers the devices that it sees, the client those that it sees of them."""
     environment = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3G"}
     assert pinned(DEVICES, 100.0, {0: GIB, 1: 8 * GIB}, environment) == Pinned(SECOND, 100.0, 3 * GIB)
     assert pinned(DEVICES, 100.0, {0: GIB, 1: 2 * GIB}, environment) == Pinned(SECOND, 100.0, 2 * GIB)
@@ -82,7 +82,7 @@ def test_limit_of_the_device_that_it_works_on() -> None:
 
 @given(st.floats(min_value=0.1, max_value=100))
 def test_multiprocessors(percentage: float) -> None:
-    """A percentage comes to whole pairs of multiprocessors, never to more than it says unless to the least there is."""
+    """A percentage is rounded down to whole pairs of multiprocessors, but to at least one pair."""
     share = Pinned(FIRST, percentage, None)
     assert share.multiprocessors % 2 == 0
     assert share.multiprocessors == 2 or share.rate <= percentage / 100
@@ -90,7 +90,7 @@ def test_multiprocessors(percentage: float) -> None:
 
 
 def test_rates() -> None:
-    """All of the threads are the whole GPU; half of them, half; and a third, what is left of it when rounded down."""
+    """All threads are the whole GPU, half of them half of it, and a third is rounded down."""
     assert [Pinned(FIRST, percentage, None).multiprocessors for percentage in (100, 50, 33.3, 25, 1)] == [
         132,
         66,

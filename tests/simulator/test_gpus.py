@@ -1,4 +1,4 @@
-"""The GPUs of a simulated node: as good as real ones to everything that asks for GPUs."""
+"""The GPUs of a simulated node, which behave like real ones for every reader."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("count", [1, 2, 17])
 def test_inventory_has_as_many_gpus_as_asked_for(count: int) -> None:
-    """So many, each with its own index and a UUID of the shape that NVIDIA's have; all of them can run MPS."""
+    """There are so many, each with its index and a UUID in NVIDIA's format; all of them can run MPS."""
     source: GpuSource = SimulatedGpus(count)
     inventory = asyncio.run(source.inventory())
     assert inventory.unknown == {}
@@ -36,18 +36,18 @@ def test_inventory_has_as_many_gpus_as_asked_for(count: int) -> None:
 
 
 def test_gpus_are_the_same_each_time() -> None:
-    """A node that is simulated again has the GPUs that it had: leases and control daemons name them."""
+    """A node that is simulated again has the same GPUs, since leases and control daemons name them."""
     assert asyncio.run(SimulatedGpus(3).inventory()) == asyncio.run(SimulatedGpus(3).inventory())
 
 
 def test_driver_version_is_a_choice() -> None:
-    """Whoever simulates a node with another control daemon says which driver that belongs to."""
+    """A node with another control daemon is simulated with that daemon's driver version."""
     (gpu,) = asyncio.run(SimulatedGpus(1, driver_version="470.256.02").inventory()).gpus
     assert driver_branch(gpu.driver_version) == 470
 
 
 def test_nothing_is_in_use() -> None:
-    """On a simulated GPU nobody holds anything; of a GPU that is none of them nothing is known."""
+    """A simulated GPU is not in use; for an unknown GPU nothing is known."""
     source = SimulatedGpus(1)
     (gpu,) = asyncio.run(source.inventory()).gpus
     assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(memory_used=0, processes={}))
@@ -57,7 +57,7 @@ def test_nothing_is_in_use() -> None:
 
 
 def test_what_processes_hold(tmp_path: Path) -> None:
-    """Of a GPU in a directory that others know, who holds how much is told, clients of MPS as such, the dead not."""
+    """For a GPU in a shared directory, each living process's memory is reported, and whether it is a client of MPS."""
     source = SimulatedGpus(2, directory=tmp_path)
     first, second = asyncio.run(source.inventory()).gpus
     assert asyncio.run(source.usage(first)) == Known(GpuUsage(0))
@@ -87,7 +87,7 @@ def test_gpu_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_compute_mode(tmp_path: Path) -> None:
-    """It is set on one GPU, for all who see that GPU, and read back; of a GPU that is lost nothing is known."""
+    """It is set on one GPU for all that see it, and reads back; for a lost GPU it is unknown."""
     source: GpuSource = SimulatedGpus(2, directory=tmp_path)
     first, second = asyncio.run(source.inventory()).gpus
     for mode in ComputeMode:
@@ -104,7 +104,7 @@ def test_compute_mode(tmp_path: Path) -> None:
 
 
 def test_compute_mode_without_a_directory() -> None:
-    """Where only this process knows the GPUs, it knows their modes."""
+    """Without a shared directory, the modes are known in this process only."""
     source = SimulatedGpus(1)
     (gpu,) = asyncio.run(source.inventory()).gpus
     assert asyncio.run(source.set_compute_mode(gpu, ComputeMode.PROHIBITED)) == Known(ComputeMode.PROHIBITED)
@@ -112,7 +112,7 @@ def test_compute_mode_without_a_directory() -> None:
 
 
 def test_faults(tmp_path: Path) -> None:
-    """What GPUs report is told once, and nothing that an earlier node was there to hear."""
+    """A fault is reported once; faults from the time of an earlier node are not."""
     earlier = SimulatedGpus(1, directory=tmp_path)
     (gpu,) = asyncio.run(earlier.inventory()).gpus
     asyncio.run(earlier.usage(gpu))
@@ -127,6 +127,6 @@ def test_faults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_node_has_at_least_one_gpu(count: int) -> None:
-    """A simulated node without GPUs would simulate nothing."""
+    """A simulated node has at least one GPU."""
     with pytest.raises(InvalidRequestError):
         SimulatedGpus(count)

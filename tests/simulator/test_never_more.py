@@ -1,9 +1,10 @@
-"""What clients of leases get in each mode, whenever a limit binds: 1,000 runs of each mode under both readings of MPS.
+"""Clients of leases in each mode, for each moment at which limits may bind: 1,000 runs of each mode and moment.
 
-Whatever its environment says, no client has more than the table in docs/enforcement.md says; and in `anytime` no honest
-one ever has less than its part, however late, often, or soon after another it comes.
+With any environment, no client has more than the table in docs/enforcement.md says; and in `anytime` no honest client
+has less than its share, however late, often, or soon after another it comes.
 
-Pure: the simulator's server, and the rules by which mpsd opens and closes it. Real processes are in tests/daemon.
+The test is pure: the simulator's server, and the rules by which mpsd opens and closes it. Tests with real processes are
+in tests/daemon.
 """
 
 import random
@@ -43,7 +44,7 @@ UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 
 
 
 def within(found: Pinned, limits: Limits) -> bool:
-    """Tell whether a client was pinned to no more than that."""
+    """Return whether a client has at most these limits."""
     most = limits.pinned_device_mem_limit
     assert most is not None
     threads = round(found.percentage * 10) <= limits.active_thread_percentage.tenths
@@ -51,7 +52,7 @@ def within(found: Pinned, limits: Limits) -> bool:
 
 
 def reaches(found: Pinned, limits: Limits) -> bool:
-    """Tell whether a client was pinned to no less than that."""
+    """Return whether a client has at least these limits."""
     least = limits.pinned_device_mem_limit
     assert least is not None
     threads = round(found.percentage * 10) >= limits.active_thread_percentage.tenths
@@ -60,7 +61,7 @@ def reaches(found: Pinned, limits: Limits) -> bool:
 
 @dataclass
 class Process:
-    """A process of a lease that has connected, and the numbers of the contexts that it has."""
+    """A process of a lease that has connected, and the numbers of its contexts."""
 
     identity: ProcessIdentity
     lease: str
@@ -80,16 +81,16 @@ class Run:
     leases: dict[str, Lease] = field(default_factory=dict)
     processes: list[Process] = field(default_factory=list)
     proofs: dict[ProcessIdentity, ContextProof] = field(default_factory=dict)
-    """What NVML proved of each client when it was asked last."""
+    """NVML's last proof for each client."""
     now: float = 0.0
     pids: int = 1
     given: int = 0
-    """How many contexts were made in all."""
+    """The number of contexts made so far."""
 
     # -- what mpsd does ------------------------------------------------------------------------------------------------
 
     def settle(self) -> Limits:
-        """Have the server give what is open now, as mpsd does before it answers a grant, and return it."""
+        """Set the server to the current ceiling, as mpsd does before it answers a grant, and return the ceiling."""
         limits = self.expected.settle(CeilingRules(SMALLEST, self.attach, WINDOW), self.now).limits
         assert limits.pinned_device_mem_limit is not None
         self.server.answer("set_active_thread_percentage", [f"{limits.active_thread_percentage}"])
@@ -97,17 +98,17 @@ class Run:
         return limits
 
     def part(self, lease: Lease) -> Limits:
-        """Return what each process of a lease is to get."""
+        """Return the limits that each process of a lease should get."""
         return each_process(lease, lease.shares[0])
 
     def awaits(self, lease: Lease, *, anew: bool) -> None:
-        """Follow a lease, as LimitGates does."""
+        """Update a lease, like LimitGates."""
         proofs = [self.proofs.get(each, ContextProof.MISSING) for each in lease.clients]
         how_long = awaited(lease, self.attach, proofs)
         self.expected.expect(lease.id, self.part(lease), how_long, now=self.now, anew=anew)
 
     def change(self, lease: Lease, clients: Iterable[ProcessIdentity]) -> None:
-        """Note which clients a lease has."""
+        """Record the clients of a lease."""
         lease = self.leases[lease.id] = structs.replace(lease, clients=tuple(clients))
         self.awaits(lease, anew=True)
 
@@ -121,7 +122,7 @@ class Run:
         return client
 
     def connect(self, lease: Lease) -> None:
-        """Have a process of a lease come, honest or not."""
+        """Have a process of a lease connect, honest or not."""
         honest = self.dice.random() < 0.6
         part = self.part(lease)
         client = self.admitted(dict(variables(part)) if honest else any_environment(self.dice, part))
@@ -131,7 +132,7 @@ class Run:
             self.check(process, client.bound)
 
     def make_context(self, process: Process) -> None:
-        """Have a process make a context, the first, a further one, or one after a reset; see what it has there."""
+        """Have a process make a context: the first, another, or one after a reset; check its limits."""
         context = self.server.context(process.identity.pid)
         assert isinstance(context, Context)
         process.contexts.append(context.number)
@@ -147,7 +148,7 @@ class Run:
             assert self.server.destroy(process.identity.pid, process.contexts.pop())
 
     def check(self, process: Process, found: Pinned) -> None:
-        """See that a process has just got no more than may be, and no less than it is to have."""
+        """Check that a process has at most what it may have, and at least what it should have."""
         assert within(found, self.most())
         lease = self.leases.get(process.lease)
         if lease is None or not process.honest:
@@ -158,7 +159,7 @@ class Run:
             assert reaches(found, self.part(lease))
 
     def most(self) -> Limits:
-        """Return the most that anybody gets now, by the table of docs/enforcement.md."""
+        """Return the most that any client may get now, by the table of docs/enforcement.md."""
         match self.attach:
             case Attach.ANYTIME:
                 living = [*self.leases.values()]
@@ -174,14 +175,14 @@ class Run:
         return reduce(widest_limits, map(self.part, living), SMALLEST)
 
     def is_full_and_seen(self, lease: Lease) -> bool:
-        """Tell whether a lease has all its processes, and NVML showed memory of each."""
+        """Return whether a lease has all its processes, and NVML has shown memory of each."""
         full = lease.request.processes is not None and len(lease.clients) == lease.request.processes
         return full and all(self.proofs.get(each) is ContextProof.SHOWN for each in lease.clients)
 
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def grant(self) -> None:
-        """Have one more lease."""
+        """Grant another lease."""
         threads = ActiveThreadPercentage(self.dice.randint(10, 1000))
         memory = PinnedDeviceMemLimit(self.dice.randint(10, 80 * 1024))
         lease = asked(LeaseRequest(threads, memory, processes=self.dice.choice([1, 1, 2, 3, None])))
@@ -191,7 +192,7 @@ class Run:
         self.settle()
 
     def look(self) -> None:
-        """Have the GPU read: behind whom its memory shows, the ceiling closes."""
+        """Read the GPU: the ceiling closes behind processes with memory."""
         tells = self.dice.random() < 0.8
         unknown = dict.fromkeys((each.identity for each in self.processes), ContextProof.UNKNOWN)
         known = {
@@ -203,7 +204,7 @@ class Run:
             self.awaits(lease, anew=False)
 
     def notice(self) -> None:
-        """Have mpsd see who has come."""
+        """Have mpsd notice new processes."""
         for process in self.processes:
             lease = self.leases.get(process.lease)
             if lease is None or process.identity in lease.clients:
@@ -212,7 +213,7 @@ class Run:
                 self.change(lease, (*lease.clients, process.identity))
 
     def exit(self, process: Process) -> None:
-        """Have a process go, which its pidfd says; in `anytime` another one comes before anybody has looked."""
+        """Have a process exit, which its pidfd reports; in `anytime` another one comes before mpsd has looked."""
         self.processes.remove(process)
         self.server.left(process.identity.pid, said=True)
         if self.attach is Attach.ANYTIME and process.lease in self.leases:
@@ -227,7 +228,7 @@ class Run:
         self.expected.expect(lease.id, self.part(lease), Awaited.NOBODY, now=self.now)
 
     def step(self) -> None:
-        """Do any of the things that happen on a node, and have mpsd look now and then."""
+        """Carry out one random event of a node, and have mpsd look now and then."""
         self.now += self.dice.choice([0.0, 0.0, 0.1, WINDOW / 2, 2 * WINDOW])
         limits = self.settle()
         assert limits == self.most()
@@ -238,7 +239,7 @@ class Run:
             self.look()
 
     def happens(self, limits: Limits) -> None:
-        """Do one of these things while these limits are open."""
+        """Carry out one of these events while these limits are open."""
         leases, processes = [*self.leases.values()], self.processes
         match self.dice.choice([*THINGS]):
             case "grant":
@@ -253,7 +254,7 @@ class Run:
                 self.reset(self.dice.choice(processes))
             case "release" if leases:
                 self.release(self.dice.choice(leases))
-            case "attach" if leases:  # of one whose window is over, or that waits anyway
+            case "attach" if leases:  # for a lease whose window has ended, or that is awaited anyway
                 self.awaits(self.dice.choice(leases), anew=True)
             case _ if not any(self.expected.expects(each.id) for each in leases):
                 assert limits == SMALLEST
@@ -267,7 +268,7 @@ class Run:
 @pytest.mark.parametrize("binds", Binds)
 @pytest.mark.parametrize("attach", Attach)
 def test_runs(attach: Attach, binds: Binds) -> None:
-    """Nobody has more than the table says, and in `anytime` nobody honest less than its part."""
+    """No client has more than the table says, and in `anytime` no honest client has less than its share."""
     given = 0
     for seed in range(RUNS):
         server = Server(1, Start((GPU,), 100.0, {}, priority=0, binds=binds), lambda _: None)

@@ -1,4 +1,4 @@
-"""A node of simulated parts alone: mpsd, control daemons, their servers, and clients with and without leases."""
+"""A node of simulated parts only: mpsd, control daemons, their servers, and clients with and without leases."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.simulated_clients import SimulatedClient, gpus, leased, outside, vari
 
 @pytest.fixture
 def node(short_tmp: Path) -> Iterator[Node]:
-    """Give a node with two simulated GPUs and the simulator's control program."""
+    """Yield a node with two simulated GPUs and the simulator's control program."""
     yield from running(root=short_tmp, simulate=2)
 
 
@@ -26,7 +26,7 @@ def servers(node: Node, name: str) -> list[dict[str, Any]]:
 
 
 def test_client_with_a_lease(node: Node) -> None:
-    """A client that a lease was granted to is pinned to it, listed by its server, and attributed to the lease."""
+    """A client with a lease is bound to its limits, listed by its server, and attributed to the lease."""
     with leased(node, "--gpu", "1", "--threads", "25", "--memory", "2GiB") as client:
         assert client.hello["mps"]
         assert client.hello["gpu"] == gpus(node)[1].uuid
@@ -48,7 +48,7 @@ def test_client_with_a_lease(node: Node) -> None:
 
 
 def test_client_without_a_lease(node: Node) -> None:
-    """Who only knows the pipe directory gets in with the daemon's own limits; who does not, runs without any."""
+    """A client that only knows the pipe directory gets the daemon's own limits; one that does not runs without any."""
     with SimulatedClient(variables(node)) as client, SimulatedClient(outside(node)) as stray:
         assert client.hello["mps"]
         assert not stray.hello["mps"]
@@ -59,16 +59,16 @@ def test_client_without_a_lease(node: Node) -> None:
 
 
 def test_front_end(node: Node) -> None:
-    """The simulated control daemons are asked by hand as NVIDIA's are."""
+    """The simulated control daemons answer a front-end like NVIDIA's."""
     with SimulatedClient(variables(node)) as client:
         server = client.hello["server"]
         assert node.ask("gpu0", f"get_server_list\nget_client_list {server}") == [str(server), str(client.pid)]
 
 
 def test_server_is_known_by_evidence(node: Node) -> None:
-    """When its control daemon dies, a simulated server is an orphan to mpsd, as NVIDIA's is; also to the next mpsd.
+    """When its control daemon dies, a simulated server is an orphan to mpsd and to the next mpsd, like NVIDIA's.
 
-    Its clients go on; the next client has the new control daemon start another.
+    Its clients keep running; the next client has the new control daemon start another server.
     """
     with SimulatedClient(variables(node)) as client:
         server = client.hello["server"]
@@ -92,7 +92,7 @@ def test_server_is_known_by_evidence(node: Node) -> None:
 
 
 def test_next_mpsd_finds_the_server(node: Node) -> None:
-    """A server whose control daemon runs on is listed by the next mpsd with its clients, which notice nothing."""
+    """A server whose control daemon still runs is listed by the next mpsd with its clients, which are unaffected."""
     with SimulatedClient(variables(node)) as client:
         server = client.hello["server"]
         node.end()

@@ -1,4 +1,4 @@
-"""What a simulated server knows and says, without a process: states, clients, limits and its log."""
+"""The state and the answers of a simulated server, without a process: states, clients, limits and its log."""
 
 from typing import Final
 
@@ -13,27 +13,27 @@ GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 
 @pytest.fixture
 def log() -> list[str]:
-    """Give the server's log."""
+    """Return the server's log."""
     return []
 
 
 @pytest.fixture
 def server(log: list[str]) -> Server:
-    """Give a server that has begun."""
+    """Return a server that has begun."""
     server = Server(77, Start((GPU,), 50.0, {0: 2 * GIB}, priority=1), log.append)
     server.begin()
     return server
 
 
 def admit(server: Server, pid: int) -> Client:
-    """Admit a client with nothing in its environment, and no context yet."""
+    """Admit a client with an empty environment, and without a context yet."""
     client = server.admit(pid, f"./program-{pid}", "4026531836", {})
     assert isinstance(client, Client)
     return client
 
 
 def context(server: Server, pid: int) -> Pinned:
-    """Make a context of a client, which is admitted if it is not there yet; return what it is pinned to."""
+    """Make a context of a client, which is admitted if necessary; return the limits that it is bound to."""
     if pid not in server.clients:
         admit(server, pid)
     made = server.context(pid)
@@ -42,7 +42,7 @@ def context(server: Server, pid: int) -> Pinned:
 
 
 def test_begin(server: Server, log: list[str]) -> None:
-    """A server logs the limits that it begins with: the one proof that they were applied."""
+    """A server logs its initial limits: the only proof that they were applied."""
     assert log[-4:] == [
         "Active Threads Percentage set to 50.0",
         "Device pinned memory limit for device 0 set to 0x80000000 bytes",
@@ -53,14 +53,14 @@ def test_begin(server: Server, log: list[str]) -> None:
 
 
 def test_not_begun(log: list[str]) -> None:
-    """A server that initialises takes nobody."""
+    """A server that initialises accepts no client."""
     server = Server(77, Start((GPU,), 50.0, {}, priority=0), log.append)
     assert server.status is Status.INITIALIZING
     assert server.admit(1, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
 
 
 def test_as_many_as_it_takes(server: Server) -> None:
-    """A server takes 48 contexts, whosever they are, and another when one of them is gone; processes do not count."""
+    """A server takes 48 contexts, of any clients, and another when one of them is gone; processes do not count."""
     for pid in range(1, 47):
         context(server, pid)
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_places_of_other_gpus_and_drivers(log: list[str], places: int) -> None:
 
 
 def test_lists(server: Server) -> None:
-    """Clients are listed in the order in which they came: alone, by device, and with what they are."""
+    """Clients are listed in the order of their arrival: alone, by device, and with details."""
     admit(server, 12345)
     admit(server, 9)
     assert server.answer("get_client_list", []).printed == ["12345", "9"]
@@ -100,7 +100,7 @@ def test_lists(server: Server) -> None:
 
 
 def test_setters(server: Server) -> None:
-    """Limits are for clients that come afterwards; what makes no sense changes nothing, and 0 takes a limit away."""
+    """Limits apply to later clients; an invalid one changes nothing, and 0 removes a limit."""
     before = context(server, 1)
     assert server.answer("set_active_thread_percentage", ["12.5"]).printed == ["12.5"]
     assert server.answer("set_active_thread_percentage", ["101"]).printed == ["12.5"]
@@ -116,10 +116,10 @@ def test_setters(server: Server) -> None:
 
 
 def test_fault(server: Server, log: list[str]) -> None:
-    """A fault is all clients'; until the last of them has exited nobody is taken in, a terminated one included."""
+    """A fault hits all clients; until the last of them, even a terminated one, has exited, no client is accepted."""
     for pid in (1, 2, 3):
         context(server, pid)
-    admit(server, 5)  # without a context it meets nothing
+    admit(server, 5)  # without a context the fault does not hit it
     assert server.fault() == (1, 2, 3)
     assert server.answer("get_server_status", []).printed == ["FAULT"]
     assert server.answer("terminate_client", ["3"]).terminated == 3
@@ -138,7 +138,7 @@ def test_fault(server: Server, log: list[str]) -> None:
 
 
 def test_fault_again(server: Server) -> None:
-    """A second fault while the first is not over makes it no longer."""
+    """A second fault during the first does not prolong it."""
     context(server, 1)
     assert server.fault() == server.fault() == (1,)
     server.left(1, said=True)
@@ -146,7 +146,7 @@ def test_fault_again(server: Server) -> None:
 
 
 def test_terminate(server: Server) -> None:
-    """A client is terminated once; who is no client cannot be."""
+    """A client is terminated once; a process that is no client cannot be."""
     admit(server, 1)
     answer = server.answer("terminate_client", ["1"])
     assert (answer.printed, answer.terminated) == (["0"], 1)
@@ -162,14 +162,14 @@ WIDE: Final = ("set_active_thread_percentage", ["80"])
 
 
 def bound(log: list[str], moment: Binds) -> Server:
-    """Return a server whose limits bind in this moment."""
+    """Return a server whose limits bind at this moment."""
     server = Server(77, Start((GPU,), 80.0, {0: 8 * GIB}, priority=0, binds=moment), log.append)
     server.begin()
     return server
 
 
 def test_binds_when_it_connects(log: list[str]) -> None:
-    """Where limits bind when a client connects, all of its contexts have what was open then, however late they are."""
+    """If limits bind at the connection, all contexts of a client have what was open then, however late."""
     server = bound(log, Binds.CONNECT)
     admit(server, 1)
     server.answer(*NARROW)
@@ -181,7 +181,7 @@ def test_binds_when_it_connects(log: list[str]) -> None:
 
 
 def test_binds_with_each_context(log: list[str]) -> None:
-    """Where limits bind with a context, each has what is open when it is made: a second one, and one after a reset."""
+    """If limits bind with a context, each has what is open at its creation: a second one, and one after a reset."""
     server = bound(log, Binds.CONTEXT)
     admit(server, 1)
     server.answer(*NARROW)
@@ -196,7 +196,7 @@ def test_binds_with_each_context(log: list[str]) -> None:
 
 @pytest.mark.parametrize("moment", Binds)
 def test_own_variables_bind_when_it_starts(log: list[str], moment: Binds) -> None:
-    """A process's own variables bind when it initialises CUDA; a later percentage counts with the opt-in alone."""
+    """A process's own variables bind when it initialises CUDA; a later percentage counts only with the opt-in."""
     server = bound(log, moment)
     variable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
     server.admit(1, "", "", {variable: "50"})
@@ -207,7 +207,7 @@ def test_own_variables_bind_when_it_starts(log: list[str], moment: Binds) -> Non
 
 @pytest.mark.parametrize("moment", Binds)
 def test_invisible_gpu_drops_every_limit(log: list[str], moment: Binds) -> None:
-    """An entry for a GPU that the process cannot see drops every pinned limit of every context; threads stay (NVG)."""
+    """An entry for an invisible GPU drops every pinned limit of every context; threads stay limited (NVG)."""
     server = bound(log, moment)
     server.admit(1, "", "", {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G,1=4G"})
     assert context(server, 1) == context(server, 1) == Pinned(GPU, 80.0, None)
@@ -229,7 +229,7 @@ def test_contexts_in_lists_and_log(server: Server, log: list[str]) -> None:
 
 
 def test_killed_in_mid_kernel_beside_others(server: Server) -> None:
-    """Who is killed in mid-kernel leaves an illegal address to all others with a context, and the server faults."""
+    """A client killed in mid-kernel causes an illegal address in all others with a context, and the server faults."""
     for pid in (1, 2, 3):
         context(server, pid)
     admit(server, 4)
@@ -244,7 +244,7 @@ def test_killed_in_mid_kernel_beside_others(server: Server) -> None:
 
 @pytest.mark.parametrize("how", ["idle", "goodbye", "terminated"])
 def test_ends_that_harm_nobody(server: Server, how: str) -> None:
-    """One that has no kernel in flight, said goodbye, or had its contexts ended by its server leaves nothing behind."""
+    """A client without a running kernel, after a disconnect, or whose contexts were ended has no effect by its end."""
     context(server, 1)
     context(server, 2)
     server.clients[1].working = how == "goodbye"
@@ -256,9 +256,9 @@ def test_ends_that_harm_nobody(server: Server, how: str) -> None:
 
 
 def test_wedge(server: Server, log: list[str]) -> None:
-    """Who is killed in mid-kernel with nobody beside it leaves a wedge: ACTIVE, listed, and not a word of it."""
+    """A client killed in mid-kernel without neighbours leaves a wedge: ACTIVE, listed, and without a message."""
     context(server, 1)
-    admit(server, 2)  # has no context that could consume the fault
+    admit(server, 2)  # it has no context that could consume the fault
     server.clients[1].working = True
     before = list(log)
     assert server.left(1, said=False) == ()
@@ -268,13 +268,13 @@ def test_wedge(server: Server, log: list[str]) -> None:
     assert server.answer("get_client_list", []).printed == ["1", "2", "3"]
     server.left(3, said=False)
     assert server.answer("get_client_list", []).printed == ["1", "2"]
-    assert server.terminate(1).awaits == 1  # for ever
+    assert server.terminate(1).awaits == 1  # forever
     assert server.answer("get_server_status", []).printed == ["ACTIVE"]
     assert log == before
 
 
 def test_terminate_takes_as_long_as_the_work(server: Server) -> None:
-    """Contexts are ended when their work has: until then nothing is printed, and nobody else is taken in (TS)."""
+    """Contexts end when their work ends: until then nothing is printed, and no other client is accepted (TS)."""
     context(server, 1)
     server.clients[1].working = True
     assert server.answer("terminate_client", ["1"]).awaits == 1
@@ -286,7 +286,7 @@ def test_terminate_takes_as_long_as_the_work(server: Server) -> None:
 
 
 def test_terminated_too_late(server: Server) -> None:
-    """A client that leaves while its contexts are to be ended is none any more, and nobody else is kept out for it."""
+    """A client that leaves while its contexts are being ended is removed, and then other clients are accepted."""
     context(server, 1)
     server.clients[1].working = True
     assert server.terminate(1).awaits == 1

@@ -1,8 +1,8 @@
-"""A stand-in for the API server: the few routes that the driver asks, over TLS on loopback, with its refusals.
+"""A stand-in for the API server: the few routes that the driver uses, over TLS on loopback, with its refusals.
 
-What it does is what a kube-apiserver 1.36.2 was seen to do: it believes a bearer token, stores objects with a
-resourceVersion, refuses the second of two writers with 409, leaves empty lists out, and drops what belongs to a feature
-that is switched off. Whatever is written to it is noted, for the tests to hold it to Kubernetes' own schemas.
+It behaves as observed in kube-apiserver 1.36.2: it trusts a bearer token, stores objects with a resourceVersion,
+refuses the second of two writers with 409, omits empty lists, and drops fields of a feature that is switched off. It
+records every written object, which the tests check against Kubernetes' own schemas.
 """
 
 import copy
@@ -34,7 +34,7 @@ class Request:
     path: str
     status: int
     at: float
-    """When it was answered, on the clock that does not jump."""
+    """The time of the answer, on the monotonic clock."""
 
 
 @dataclass
@@ -45,13 +45,13 @@ class ApiServer:
     objects: dict[str, Document] = field(default_factory=dict)
     """By path."""
     written: list[Document] = field(default_factory=list)
-    """Every object that was created or replaced, as it came."""
+    """Every object that was created or replaced, as it was sent."""
     requests: list[Request] = field(default_factory=list)
     token: str = TOKEN
     shares_devices: bool = True
     """Whether the feature gate DRAConsumableCapacity is on."""
     refusal: int | None = None
-    """The HTTP status that every request is answered with; None: as is right."""
+    """The HTTP status of all answers; None for the correct one."""
     forbidden: frozenset[str] = frozenset()
     """Methods that the service account may not use."""
     version: int = 0
@@ -60,7 +60,7 @@ class ApiServer:
     port: int = 0
 
     def __post_init__(self) -> None:
-        """Make the service account's directory, as kubelet does for a pod."""
+        """Make the service account's directory, like kubelet for a pod."""
         authority = trustme.CA()
         self.folder.mkdir(exist_ok=True)
         authority.cert_pem.write_to_path(str(self.folder / "ca.crt"))
@@ -70,11 +70,11 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         return f"https://127.0.0.1:{self.port}"
 
     def start(self) -> "ApiServer":
-        """Listen; at the same port as before, if it has been stopped."""
+        """Listen; after a stop, at the same port as before."""
         stand_in = self
 
         class Handler(_Handler):
@@ -93,14 +93,14 @@ class ApiServer:
         return self
 
     def stop(self) -> None:
-        """Be away: nothing listens."""
+        """Stop listening."""
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
             self.server = None
 
     def put(self, path: str, document: Document) -> Document:
-        """Store an object, as whoever else writes to an API server."""
+        """Store an object, like another writer of the API server."""
         with self.lock:
             self.version += 1
             stored = copy.deepcopy(document)
@@ -125,7 +125,7 @@ class ApiServer:
     # -- what it answers -----------------------------------------------------------------------------------------------
 
     def answer(self, method: str, path: str, body: Document | None, token: str, kind: str) -> tuple[int, Document]:
-        """Return the status and the object that a request is answered with."""
+        """Return the status and the object of the answer."""
         with self.lock:
             status, document = self._answer(method, path, body, token, kind)
             self.requests.append(Request(method, path, status, time.monotonic()))
@@ -170,7 +170,7 @@ class ApiServer:
         return 200, self.put(path, self._kept({**body, "metadata": {**body["metadata"], "uid": before["uid"]}}))
 
     def _kept(self, body: Document) -> Document:
-        """Return an object as it is stored."""
+        """Return an object in its stored form."""
         kept = copy.deepcopy(body)
         spec = kept.get("spec", {})
         if "devices" in spec and not spec["devices"]:
@@ -183,7 +183,7 @@ class ApiServer:
 
 
 def merged(document: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
-    """Return an object with a merge patch applied, as RFC 7386 has it."""
+    """Return an object with a merge patch applied, as in RFC 7386."""
     result = copy.deepcopy(dict(document))
     for name, value in patch.items():
         if value is None:
@@ -222,4 +222,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815 - as the library calls them
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""

@@ -1,9 +1,9 @@
 """A node of a cluster with Dynamic Resource Allocation, for tests: kubelet's part, the API server's, and the driver.
 
-kubelet's part is in this process, since it is the one that calls. What it does is what a kubelet 1.36.2 was seen to do:
+kubelet's part is in this process, since kubelet is the caller. It behaves as observed in kubelet 1.36.2:
 
-- it finds a driver by its socket in `plugins_registry`, asks it who it is, and says whether it takes it
-- when it starts it deletes the node's ResourceSlices, and asks each driver again; what is prepared is not again
+- it finds a driver by its socket in `plugins_registry`, asks for its name, and replies whether it accepts the driver
+- at its start it deletes the node's ResourceSlices, and asks each driver again; prepared claims are not prepared again
 - it has a claim prepared when the sandbox of its first pod is made, by namespace, name and uid alone
 - it has a claim unprepared when the last of its pods has no process any more, and the pod stays until that is done
 - the container runtime reads CDI's files at each start of a container
@@ -41,7 +41,7 @@ def gpu(number: int) -> str:
 
 
 def result(threads: str = "25", memory: str = "8Gi", **more: Any) -> dict[str, Any]:
-    """Return a device as the scheduler allocates it."""
+    """Return a device in the scheduler's form."""
     return {
         "request": "share",
         "driver": DRIVER,
@@ -56,7 +56,7 @@ def result(threads: str = "25", memory: str = "8Gi", **more: Any) -> dict[str, A
 def opaque(
     driver: str = DRIVER, requests: Sequence[str] = (), source: str = "FromClaim", **more: Any
 ) -> dict[str, Any]:
-    """Return an opaque configuration as an allocation has it."""
+    """Return an opaque configuration in the form of an allocation."""
     parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **more}
     found: dict[str, Any] = {"source": source, "opaque": {"driver": driver, "parameters": parameters}}
     return {**found, "requests": list(requests)} if requests else found
@@ -70,7 +70,7 @@ class Claim:
     uid: str
     pods: set[str] = field(default_factory=set)
     devices: list[dra.Device] | None = None
-    """What the driver answered; None while it is not prepared."""
+    """The driver's answer; None while the claim is not prepared."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class DraCluster(StandIn):
 
     @property
     def options(self) -> list[str]:
-        """How the driver is called."""
+        """Return the driver's options."""
         return [*super().options, "--dra", "--node", NODE]
 
     def variables(self) -> dict[str, str]:
@@ -116,7 +116,7 @@ class DraCluster(StandIn):
         return self
 
     def start_kubelet(self) -> None:
-        """Begin as a kubelet does: nobody is registered, and the node has no slices."""
+        """Begin like a kubelet: no driver is registered, and the node has no slices."""
         self.endpoint = None
         for path in [each for each in self.api_server.objects if each.startswith(SLICES)]:
             self.api_server.objects.pop(path, None)
@@ -143,7 +143,7 @@ class DraCluster(StandIn):
         self.register()
 
     def await_slice(self, number: int | None = None) -> Any:
-        """Wait for a slice, of so many devices."""
+        """Wait for a slice with so many devices."""
 
         def found() -> Any:
             published = self.api_server.slice()
@@ -185,7 +185,7 @@ class DraCluster(StandIn):
         return found
 
     def pod(self, *claims: Claim) -> StandInPod:
-        """Have a pod placed here that uses these claims."""
+        """Place a pod here that uses these claims."""
         uid = str(uuid.uuid4())
         pod = StandInPod(self, uid, self.group(uid))
         self.pods[uid] = pod
@@ -197,7 +197,7 @@ class DraCluster(StandIn):
         return pod
 
     def prepare(self, *claims: Claim) -> None:
-        """Have claims prepared, as kubelet does for a pod. Raises RefusedError, and grpc.RpcError."""
+        """Have claims prepared, like kubelet for a pod. Raises RefusedError, and grpc.RpcError."""
         wanted = [each for each in claims if each.devices is None]
         if not wanted:
             return
@@ -212,7 +212,7 @@ class DraCluster(StandIn):
             each.devices = list(answer.claims[each.uid].devices)
 
     def unprepare(self, *claims: Claim) -> None:
-        """Have claims taken back. Raises RefusedError, and grpc.RpcError."""
+        """Have claims unprepared. Raises RefusedError, and grpc.RpcError."""
         request = dra.NodeUnprepareResourcesRequest(
             claims=[dra.Claim(namespace="default", uid=each.uid, name=each.name) for each in claims]
         )
@@ -228,7 +228,7 @@ class DraCluster(StandIn):
         return wire.ask(self.endpoint, call, request, deadline=45)
 
     def order(self, verb: str, **arguments: Any) -> Any:
-        """Do what the stand-in for the device manager is asked for pods: give a container what it is created with."""
+        """Do for pods what the stand-in for the device manager does: return what a container is created with."""
         assert verb == "start"
         claims = self.of_pod[arguments["pod"]]
         self.prepare(*claims)
@@ -237,7 +237,7 @@ class DraCluster(StandIn):
         return self.created(claims)
 
     def created(self, claims: Sequence[Claim]) -> dict[str, Any]:
-        """Return what a container runtime gives a container that has these claims."""
+        """Return what a container runtime gives a container with these claims."""
         variables: dict[str, str] = {}
         mounts: dict[str, list[Any]] = {}
         ids = [one for each in claims for device in each.devices or [] for one in device.cdi_device_ids]
@@ -248,7 +248,7 @@ class DraCluster(StandIn):
         return {"variables": variables, "mounts": mounts, "cdi_devices": ids, "annotations": {}}
 
     def edits(self, device: str) -> dict[str, Any]:
-        """Return what a CDI device changes of a container."""
+        """Return the changes of a CDI device to a container."""
         kind, _, name = device.partition("=")
         for path in (self.root / "cdi").glob("*.json"):
             document = json.loads(path.read_text())
@@ -259,7 +259,7 @@ class DraCluster(StandIn):
         raise RefusedError(f"unresolvable CDI devices {device}")
 
     def forget(self, pod: StandInPod) -> None:
-        """Have what a pod used taken back: its processes have ended."""
+        """Have a pod's claims unprepared: its processes have ended."""
         for each in self.of_pod.get(pod.uid, []):
             each.pods.discard(pod.uid)
             if not each.pods and self.plugin is not None:
@@ -268,11 +268,11 @@ class DraCluster(StandIn):
     # -- what is left --------------------------------------------------------------------------------------------------
 
     def stored(self) -> dict[str, Any]:
-        """Return what the driver has stored, by the uid of the claim."""
+        """Return the driver's stored records, by the uid of the claim."""
         folder = self.root / "plugins" / DRIVER / "claims"
         found = {}
         for path in folder.glob("*.json"):
-            with contextlib.suppress(FileNotFoundError):  # a claim that was just taken back
+            with contextlib.suppress(FileNotFoundError):  # a claim that has just been unprepared
                 found[path.stem] = json.loads(path.read_text())
         return found
 
@@ -286,7 +286,7 @@ class DraCluster(StandIn):
 
 
 def call_hook(cluster: DraCluster, device: str, pid: int, *, uid: int = 0) -> "subprocess.CompletedProcess[str]":
-    """Call the hook of a device as a container runtime does, for a process that is in its container's group already."""
+    """Call the hook of a device like a container runtime, for a process that is in its container's group already."""
     edits = cluster.edits(device)
     (hook,) = edits["hooks"]
     bundle = cluster.root / f"bundle-{pid}"

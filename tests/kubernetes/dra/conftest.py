@@ -11,12 +11,12 @@ from tests.kubernetes.dra.cluster import DraCluster
 from tests.node import Node
 
 MakeCluster = Callable[..., DraCluster]
-"""Makes a node of a cluster that runs; takes what `Node` takes, and the driver's settings as `settings`."""
+"""Makes a running node of a cluster; takes the arguments of `Node`, and the driver's settings as `settings`."""
 
 
 @pytest.fixture
 def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeCluster]:
-    """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
+    """Return a maker of nodes. After the test the nodes and all that they started are ended."""
     made: list[DraCluster] = []
 
     def make(*, settings: dict[str, str] | None = None, start: bool = True, **options: Any) -> DraCluster:
@@ -39,5 +39,5 @@ def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeClust
 
 @pytest.fixture
 def cluster(make_cluster: MakeCluster) -> DraCluster:
-    """Give a node that runs, with one GPU."""
+    """Return a running node with one GPU."""
     return make_cluster()

@@ -1,13 +1,13 @@
-"""A stand-in for kubelet's manager of claims, as a process that can be killed: what kubelets do towards drivers.
+"""A stand-in for kubelet's manager of claims, as a process that can be killed: kubelet's calls to drivers.
 
-Run as `python -m tests.kubernetes.dra.kubelet_program DIRECTORY`. It answers orders, a line of JSON each, on
-`orders.sock` in the directory, and has kubelet's `dra_manager_state` there. What is modelled, as its source has it:
+Run it as `python -m tests.kubernetes.dra.kubelet_program DIRECTORY`. It answers orders, a line of JSON each, on
+`orders.sock` in the directory, and keeps kubelet's `dra_manager_state` there. The model follows kubelet's source:
 
-- a claim with its pod is in the checkpoint before the driver is asked for it, and its devices when that has answered
-- what the checkpoint has as prepared is not prepared again; what it has as begun is, with the next try for its pod
-- a claim is unprepared when its pod is over; it leaves the checkpoint when the driver has answered that
-- claims of pods that are not there any more are unprepared by a loop, once kubelet knows which pods there are
-- a driver is found by its socket, again when that is another one
+- the checkpoint has a claim with its pod before the driver is called for it, and its devices after the answer
+- a claim that the checkpoint has as prepared is not prepared again; one that was only begun is, at its pod's next try
+- a claim is unprepared when its pod has ended; it leaves the checkpoint after the driver's answer
+- a loop unprepares the claims of pods that no longer exist, once kubelet knows the existing pods
+- a driver is found by its socket, and again when the socket is replaced
 """
 
 import base64
@@ -32,20 +32,20 @@ _FINDER: Final = "plugins_registry/mpsd-reg.sock"
 _SERVICE: Final = wire.DRA_SERVICES[0]
 _LOOK: Final = 0.05
 _RECONCILE: Final = 0.5
-"""Seconds; a real kubelet's is a minute."""
+"""Seconds; a minute in a real kubelet."""
 
 
 class ClaimManager:
-    """The part of kubelet that drivers meet."""
+    """The part of kubelet that drivers interact with."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.lock = threading.RLock()
-        """Held for each order, and not while the driver is asked."""
+        """Held for each order, but not during calls of the driver."""
         self.claims: dict[str, dict[str, Any]] = {}
-        """By uid: name, pods, and what the driver answered, or null."""
+        """By uid: name, pods, and the driver's answer, or null."""
         self.pods: set[str] | None = None
-        """Which there are; None until that is known."""
+        """The existing pods; None until they are known."""
         self.endpoint: Path | None = None
         self.busy: dict[str, threading.Lock] = {}
         self.never = threading.Event()
@@ -55,7 +55,7 @@ class ClaimManager:
             threading.Thread(target=loop, daemon=True).start()
 
     def store(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         hidden = self.directory / f".{CHECKPOINT}"
         hidden.write_text(json.dumps(self.claims))
         hidden.rename(self.directory / CHECKPOINT)
@@ -63,7 +63,7 @@ class ClaimManager:
     # -- the driver ----------------------------------------------------------------------------------------------------
 
     def find(self) -> None:
-        """Ask each socket that comes up who it is, and take it."""
+        """Ask each new socket for its driver, and accept it."""
         path = self.directory / _FINDER
         known: tuple[int, int] | None = None
         while not self.never.wait(_LOOK):
@@ -114,7 +114,7 @@ class ClaimManager:
         return devices
 
     def unprepare(self, pod: str) -> None:
-        """Have the claims of a pod taken back that no other pod has."""
+        """Unprepare the claims of a pod that no other pod has."""
         with self.lock:
             mine = [(uid, each) for uid, each in self.claims.items() if pod in each["pods"]]
         for uid, known in mine:
@@ -131,12 +131,12 @@ class ClaimManager:
                     self.store()
 
     def alone(self, uid: str) -> threading.Lock:
-        """Return what keeps others from working on a claim."""
+        """Return the lock of a claim."""
         with self.lock:
             return self.busy.setdefault(uid, threading.Lock())
 
     def reconcile(self) -> None:
-        """Have the claims taken back of pods that are not there any more."""
+        """Unprepare the claims of pods that no longer exist."""
         while not self.never.wait(_RECONCILE):
             with self.lock:
                 if self.pods is None:
@@ -147,7 +147,7 @@ class ClaimManager:
                     self.unprepare(pod)
 
     def keep(self, pods: list[str]) -> None:
-        """Know which pods there are, as from the API server."""
+        """Learn which pods exist, as from the API server."""
         with self.lock:
             self.pods = set(pods)
 

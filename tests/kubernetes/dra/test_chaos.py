@@ -1,8 +1,8 @@
-"""Whatever dies between Prepare and the end of a container: no lease leaks, is doubled, or ends under a container.
+"""No lease leaks, is doubled, or ends under a container, whatever dies between Prepare and the container's end.
 
 Pods with claims come and go on a node whose kubelet, driver, mpsd and containers are killed at random, also in the
-middle of what they do; some are deleted by force while nobody is there to take back what they had. In CI that is some
-kills; by hand, as many as you like:
+middle of a step; some pods are deleted by force while no program is there to unprepare their claims. In CI there are a
+few kills; by hand, as many as you set:
 
     MPSD_CHAOS_KILLS=500 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/kubernetes/dra/test_chaos.py
 """
@@ -39,7 +39,7 @@ pytestmark = [
 
 @dataclass
 class ClaimChaos(Chaos):
-    """Who creates pods with claims on a node, as far as the scheduler finds room, and kills."""
+    """A source of pods with claims on a node, as far as the scheduler finds room, and of kills."""
 
     cluster: WithKubelet
     allocated: dict[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class ClaimChaos(Chaos):
     # -- pods ----------------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Have a claim allocated and a pod placed, and start it, as far as that goes."""
+        """Have a claim allocated and a pod placed, and start it, as far as possible."""
         if len(self.cluster.pods) >= MOST:
             return
         self.done["pods"] += 1
@@ -63,7 +63,7 @@ class ClaimChaos(Chaos):
             self.begin(pod)
 
     def begin(self, pod: StandInPod) -> None:
-        """Start the container of a pod, unless the pod ends; kubelet tries again later where that is refused."""
+        """Start the container of a pod, unless the pod is ending; after a refusal kubelet tries again later."""
         if pod.uid not in self.cluster.ending:
             super().begin(pod)
 
@@ -73,7 +73,7 @@ class ClaimChaos(Chaos):
         super().restart()
 
     def finish(self) -> None:
-        """End a pod; it stays as long as kubelet cannot have its claim taken back, unless it is deleted by force."""
+        """End a pod; it stays until kubelet can unprepare its claim, unless it is deleted by force."""
         if not self.cluster.pods:
             return
         self.check()
@@ -85,7 +85,7 @@ class ClaimChaos(Chaos):
         self.end(pod, by_force=by_force)
 
     def end(self, pod: StandInPod, *, by_force: bool = False) -> None:
-        """End a pod, as far as that goes."""
+        """End a pod, as far as possible."""
         self.cluster.ending.add(pod.uid)
         if by_force:
             self.cluster.delete_by_force(pod)
@@ -112,7 +112,7 @@ class ClaimChaos(Chaos):
         assert sum(each["active_thread_percentage"] for each in granted) <= 100
 
     def settle(self) -> None:
-        """See that, with all alive, pods that end have ended, and what is left is what pods have."""
+        """Check, with everything alive, that ending pods have ended, and only the other pods' leases are left."""
         self.mend()
         wait_until(self.all_gone, what="the pods to end that are to", deadline=60)
 
@@ -128,7 +128,7 @@ class ClaimChaos(Chaos):
         self.check()
 
     def all_gone(self) -> bool:
-        """Try once more to end the pods that are to, and tell whether they are gone."""
+        """Try once more to end the ending pods, and return whether they are gone."""
         for pod in [each for each in self.cluster.pods.values() if each.uid in self.cluster.ending]:
             self.end(pod)
         return not self.cluster.ending & self.cluster.pods.keys()
@@ -141,7 +141,7 @@ class ClaimChaos(Chaos):
 
 @pytest.fixture
 def cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[WithKubelet]:
-    """Give a node with the driver whose kubelet is a process."""
+    """Yield a node with the driver whose kubelet is a process."""
     root = short_tmp / "d"
     root.mkdir()
     short_tmp.chmod(0o711)

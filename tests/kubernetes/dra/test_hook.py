@@ -1,4 +1,4 @@
-"""The hook of a share's CDI device, called as a container runtime calls it before the container's program starts."""
+"""The hook of a share's CDI device, called like a container runtime does before the container's program starts."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def cluster(make_cluster: MakeCluster) -> DraCluster:
 
 
 def created(pod: StandInPod, number: int) -> "subprocess.Popen[str]":
-    """Have a process in the control group of a container of a pod, as it is when the hook is called."""
+    """Start a process in the control group of a pod's container, as it is when the hook is called."""
     pod.begin()
     group = pod.group / f"{number:064x}"
     group.mkdir()
@@ -37,7 +37,7 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def test_takes_the_lease_for_the_pod(cluster: DraCluster) -> None:
-    """The lease is open to the container's user before its program starts, and is held by the pod: restarts keep it."""
+    """The lease is open to the container's user before its program starts; the pod holds it across restarts."""
     claim = cluster.claim()
     pod = cluster.pod(claim)
     pod.begin()
@@ -45,7 +45,7 @@ def test_takes_the_lease_for_the_pod(cluster: DraCluster) -> None:
     (device,) = (claim.devices or [])[0].cdi_device_ids
     (claimed,) = cluster.leases()
     assert cluster.held(pod) == []
-    for number in (7, 8):  # the container, and the one that takes its place
+    for number in (7, 8):  # the container, and the one that replaces it
         process = created(pod, number)
         done = call_hook(cluster, device, process.pid, uid=1234)
         assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_takes_the_lease_for_the_pod(cluster: DraCluster) -> None:
 
 
 def test_another_user_of_the_same_claim(cluster: DraCluster) -> None:
-    """A container that runs as another user than the first is refused: it would not reach the GPU."""
+    """A container of another user than the first is refused: it would not reach the GPU."""
     claim = cluster.claim()
     pod = cluster.pod(claim)
     pod.begin()
@@ -74,7 +74,7 @@ def test_another_user_of_the_same_claim(cluster: DraCluster) -> None:
 
 
 def test_another_pod_of_the_same_claim(cluster: DraCluster) -> None:
-    """A pod that shares a claim with another starts with its lease."""
+    """A pod that shares a claim with another starts with the claim's lease."""
     claim = cluster.claim()
     pods = [cluster.pod(claim), cluster.pod(claim)]
     cluster.prepare(claim)
@@ -89,7 +89,7 @@ def test_another_pod_of_the_same_claim(cluster: DraCluster) -> None:
 
 
 def test_outside_of_a_pod(cluster: DraCluster) -> None:
-    """A container that is in no pod gets none of a pod's leases."""
+    """A container outside of pods gets none of a pod's leases."""
     claim = cluster.claim()
     cluster.prepare(claim)
     (device,) = (claim.devices or [])[0].cdi_device_ids

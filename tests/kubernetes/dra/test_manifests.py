@@ -1,4 +1,4 @@
-"""The manifests of container/kubernetes/dra are as Kubernetes' own schemas have them, and say what the driver needs."""
+"""The manifests of container/kubernetes/dra match Kubernetes' own schemas, and contain what the driver needs."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ KUBERNETES = Path(__file__).parents[3] / "container/kubernetes"
 
 
 def documents() -> list[dict[str, Any]]:
-    """Return every object; what kustomize reads is none."""
+    """Return every object; kustomize's input is not one."""
     paths = [path for folder in ("dra", "policy") for path in sorted((KUBERNETES / folder).rglob("*.yaml"))]
     found = [each for path in paths for each in yaml.safe_load_all(path.read_text())]
     return [each for each in found if each["kind"] != "Kustomization"]
@@ -23,7 +23,7 @@ def documents() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("release", ["1.34", "1.35", "1.36", "1.37"])
 def test_are_valid(release: str) -> None:
-    """No field is misspelt or misplaced."""
+    """No field is misspelled or misplaced."""
     found = documents()
     kinds = {each["kind"] for each in found}
     assert kinds > {"DeviceClass", "ResourceClaimTemplate", "ClusterRole", "ValidatingAdmissionPolicy"}
@@ -32,7 +32,7 @@ def test_are_valid(release: str) -> None:
 
 
 def test_their_parameters_are_understood() -> None:
-    """What they give the driver is what it reads."""
+    """The driver accepts their parameters."""
     found = 0
     for each in documents():
         spec = each.get("spec", {})
@@ -45,7 +45,7 @@ def test_their_parameters_are_understood() -> None:
 
 
 def test_pods_are_restricted() -> None:
-    """The pod of the examples fits `restricted`: a share that comes by CDI takes neither a volume nor a right."""
+    """The pod of the examples fits `restricted`: a share by CDI needs neither a volume nor a privilege."""
     (pod,) = (each for each in documents() if each["kind"] == "Pod")
     assert list(forbidden(pod["spec"])) == []
     pod["spec"]["volumes"] = [{"name": "run", "hostPath": {"path": "/run/mpsd"}}]

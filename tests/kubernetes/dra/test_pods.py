@@ -1,4 +1,4 @@
-"""Pods with claims, from the preparation to the end: what they get, what holds it, and what is refused."""
+"""Pods with claims, from the preparation to the end: their shares, the holders of their leases, and refusals."""
 
 import json
 import stat
@@ -21,7 +21,7 @@ class TestPod:
     """One claim, one pod."""
 
     def test_from_prepare_to_unprepare(self, cluster: DraCluster) -> None:
-        """A pod has what was allocated to its claim, held by the pod, until the pod ends; nothing is left then."""
+        """A pod has what was allocated to its claim, and holds it until the pod ends; nothing is left then."""
         claim = cluster.claim(result("25", "8Gi"))
         pod = cluster.pod(claim)
         container = pod.start("main")
@@ -56,7 +56,7 @@ class TestPod:
         )
 
     def test_prepared_twice(self, cluster: DraCluster) -> None:
-        """kubelet may ask again, by either version of the API, and gets the same."""
+        """kubelet may repeat the request, by either version of the API, and gets the same answer."""
         claim = cluster.claim()
         cluster.prepare(claim)
         (first,) = cluster.leases()
@@ -79,13 +79,13 @@ class TestPod:
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
 
     def test_another_user(self, cluster: DraCluster) -> None:
-        """A container that runs as a user has a lease of that user's."""
+        """A container that runs as a user has a lease of that user."""
         pod = cluster.pod(cluster.claim())
         pod.start("main", uid=1234)
         wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [1234], what="it to be the user's")
 
     def test_a_claim_that_is_freed_early(self, cluster: DraCluster) -> None:
-        """A claim that was prepared, and whose pod never came, gives back what it had."""
+        """A claim that was prepared, and whose pod never came, releases its lease."""
         claim = cluster.claim(result("100", "70Gi"))
         cluster.prepare(claim)
         cluster.unprepare(claim)
@@ -95,10 +95,10 @@ class TestPod:
 
 
 class TestConfiguration:
-    """What the author of a claim asks for beside threads and memory."""
+    """The configuration of a claim beside threads and memory."""
 
     def test_is_followed(self, cluster: DraCluster) -> None:
-        """What the claim says beats what its class says, setting by setting; other drivers' parameters are theirs."""
+        """The claim's settings precede those of its class, one by one; other drivers' parameters are ignored."""
         config = [
             opaque(source="FromClass", processes=2, priority="below-normal"),
             opaque(processes="any", stop="sigterm", user=1000),
@@ -129,7 +129,7 @@ class TestConfiguration:
         ids=str,
     )
     def test_is_refused_with_a_sentence(self, cluster: DraCluster, parameters: dict[str, Any], sentence: str) -> None:
-        """What is wrong is named, with what may be written there; nothing is claimed."""
+        """A wrong parameter is named, with its valid values; nothing is claimed."""
         with pytest.raises(RefusedError) as refused:
             cluster.prepare(cluster.claim(config=[opaque(**parameters)]))
         assert sentence in str(refused.value)
@@ -137,7 +137,7 @@ class TestConfiguration:
         assert cluster.stored() == {}
 
     def test_a_stricter_node(self, make_cluster: MakeCluster) -> None:
-        """A claim that asks for a strict node is prepared on one, which says so in its slice."""
+        """A claim that requests a strict node is prepared on one, whose slice says so."""
         cluster = make_cluster(config='[enforcement]\nattach = "strict"\n')
         (device,) = cluster.await_slice(1)["spec"]["devices"]
         assert device["attributes"]["attach"] == {"string": "strict"}
@@ -162,7 +162,7 @@ class TestRefusals:
         ids=["capacity", "admin", "count", "device", "pool", "quantity", "size"],
     )
     def test_say_why(self, make_cluster: MakeCluster, results: list[dict[str, Any]], sentence: str) -> None:
-        """Each refusal is a sentence that says what to do."""
+        """Each refusal is a sentence with a remedy."""
         cluster = make_cluster(settings={"WAIT": "0.1"})
         with pytest.raises(RefusedError) as refused:
             cluster.prepare(cluster.claim(*results))
@@ -178,7 +178,7 @@ class TestRefusals:
 
     @pytest.mark.slow
     def test_an_api_server_that_is_away(self, cluster: DraCluster) -> None:
-        """A claim waits for the API server, and is refused after a while; what is prepared can be taken back."""
+        """A claim waits for the API server, and is refused after a while; prepared claims can be unprepared."""
         prepared, other = cluster.claim(), cluster.claim()
         cluster.prepare(prepared)
         cluster.api_server.stop()
@@ -200,7 +200,7 @@ class TestRefusals:
 
 @pytest.mark.parametrize("release", ["1.34", "1.35", "1.36", "1.37"])
 def test_all_that_is_written_is_valid(cluster: DraCluster, release: str) -> None:
-    """Whatever the driver writes to the API server is as Kubernetes' own schemas have it, to the last field."""
+    """All objects that the driver writes to the API server match Kubernetes' own schemas, to the last field."""
     cluster.node.mpsctl("hold", "gpu0")
     cluster.await_slice(0)
     assert {each["kind"] for each in cluster.api_server.written} == {"ResourceSlice"}

@@ -1,4 +1,4 @@
-"""Labels of a node that offers its GPUs by the device plugin, to which the API server is beside the point."""
+"""Labels of a node that offers its GPUs by the device plugin, which works without the API server."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.root("name control groups for others")
 
 @pytest.fixture
 def api_server(tmp_path: Path) -> Iterator[ApiServer]:
-    """Give an API server with one Node."""
+    """Yield an API server with one Node."""
     server = ApiServer(tmp_path / "account").start()
     server.put(f"/api/v1/nodes/{NODE}", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}})
     yield server
@@ -26,7 +26,7 @@ def api_server(tmp_path: Path) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def cluster(fork_server: ForkServer, api_server: ApiServer, short_tmp: Path) -> Iterator[StandIn]:
-    """Give a node with the device plugin."""
+    """Yield a node with the device plugin."""
     short_tmp.chmod(0o711)
     node = Node(root=short_tmp / "n", simulate=1, fork_server=fork_server)
     node.root.mkdir()
@@ -41,7 +41,7 @@ def cluster(fork_server: ForkServer, api_server: ApiServer, short_tmp: Path) -> 
 
 
 def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServer) -> None:
-    """The node is labelled; while the API server is away pods start as ever, and are seen when it is back."""
+    """The node is labelled; pods start also while the API server is away, and are reported when it is back."""
     metadata = api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]
     wait_until(lambda: metadata_of(api_server).get("mpsd/offers") == "slices", what="labels")
     assert metadata_of(api_server)["mpsd/free-threads"] == "100"

@@ -1,4 +1,4 @@
-"""Prepared claims over the deaths of everything that has to do with them: no lease is lost, doubled, or left behind."""
+"""Prepared claims across deaths of all programs involved: no lease is lost, doubled, or left behind."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.root("name control groups for others")
 
 
 def calling(call: Callable[[Claim], None], claim: Claim) -> "threading.Thread":
-    """Make a call of kubelet's that will not be answered."""
+    """Make a call of kubelet whose answer will be lost."""
 
     def run() -> None:
         with pytest.raises((grpc.RpcError, RefusedError)):
@@ -34,12 +34,12 @@ def await_stored(cluster: DraCluster, claim: Claim, stage: str) -> None:
 
 
 def stop_mpsd(cluster: DraCluster) -> None:
-    """Have mpsd do nothing until it is sent SIGCONT."""
+    """Stop mpsd until it is sent SIGCONT."""
     os.kill(cluster.node.pid, signal.SIGSTOP)
 
 
 def continue_mpsd(cluster: DraCluster) -> None:
-    """Have mpsd do what it was asked meanwhile."""
+    """Have mpsd continue with the requests of the meantime."""
     os.kill(cluster.node.pid, signal.SIGCONT)
 
 
@@ -47,7 +47,7 @@ class TestDriver:
     """The driver is killed."""
 
     def test_before_anything_was_claimed(self, cluster: DraCluster) -> None:
-        """A claim that was stored, and for which mpsd has granted nothing: kubelet asks again, and it has one lease."""
+        """For a stored claim without a lease yet, kubelet repeats the request, and the claim has one lease."""
         claim = cluster.claim()
         stop_mpsd(cluster)
         try:
@@ -64,7 +64,7 @@ class TestDriver:
         cluster.await_nothing()
 
     def test_before_it_knows_the_gpus(self, cluster: DraCluster) -> None:
-        """A driver that has just been started waits for mpsd before it says that there is no such GPU."""
+        """A driver that has just started waits for mpsd before it reports a GPU as unknown."""
         claim = cluster.claim()
         cluster.kill("plugin")
         stop_mpsd(cluster)
@@ -79,10 +79,10 @@ class TestDriver:
         assert len(cluster.leases()) == 1
 
     def test_before_the_device_was_written(self, cluster: DraCluster) -> None:
-        """A claim whose lease is there, and whose CDI device is not: kubelet asks again, and it has that lease."""
+        """For a claim with a lease and without a CDI device, kubelet asks again, and the claim has that lease."""
         claim = cluster.claim()
         directory = cluster.root / "cdi"
-        directory.touch()  # where a directory should be
+        directory.touch()  # in place of a directory
         with pytest.raises(RefusedError, match="cannot be written"):
             cluster.prepare(claim)
         (lease,) = cluster.leases()
@@ -95,7 +95,7 @@ class TestDriver:
         assert pod.start("main").variables["MPSD_LEASE"] == lease["id"]
 
     def test_after_it_was_prepared(self, cluster: DraCluster) -> None:
-        """What was prepared stays so: kubelet does not ask again, and the container has its lease."""
+        """A prepared claim stays prepared: kubelet does not ask again, and the container has its lease."""
         claim = cluster.claim()
         pod = cluster.pod(claim)
         cluster.prepare(claim)
@@ -113,7 +113,7 @@ class TestDriver:
         cluster.await_nothing()
 
     def test_while_a_pod_is_deleted(self, cluster: DraCluster) -> None:
-        """The driver is away while a pod ends: the pod waits for it, and nothing is left when it is back."""
+        """The driver is down while a pod ends: the pod waits for it, and nothing is left when it is back."""
         claim = cluster.claim()
         pod = cluster.pod(claim)
         pod.start("main")
@@ -128,7 +128,7 @@ class TestDriver:
         cluster.await_nothing()
 
     def test_in_the_middle_of_the_end(self, cluster: DraCluster) -> None:
-        """A claim of which kubelet said that it is over is taken back, also if kubelet does not come again."""
+        """A claim that kubelet has reported as finished is unprepared, even if kubelet does not ask again."""
         claim = cluster.claim()
         cluster.prepare(claim)
         stop_mpsd(cluster)
@@ -144,7 +144,7 @@ class TestDriver:
         cluster.unprepare(claim)
 
     def test_a_record_that_is_damaged(self, cluster: DraCluster) -> None:
-        """What cannot be read is named, and nothing else suffers; its lease is given back."""
+        """A damaged record is named without an effect on others; its lease is released."""
         damaged, other = cluster.claim(), cluster.claim()
         cluster.prepare(damaged)
         cluster.prepare(other)
@@ -188,7 +188,7 @@ class TestMpsd:
         assert len(cluster.leases()) == 1
 
     def test_is_away_for_long(self, make_cluster: MakeCluster) -> None:
-        """Nothing is offered of a node whose mpsd does not come back, until it does."""
+        """A node whose mpsd does not come back offers nothing, until it does."""
         cluster = make_cluster(settings={"UNREACHABLE_GRACE": "1"})
         cluster.node.end(signal.SIGKILL)
         cluster.await_slice(0)
@@ -197,11 +197,11 @@ class TestMpsd:
 
 
 class TestLease:
-    """A lease ends before its claim is over."""
+    """A lease ends before its claim."""
 
     @pytest.mark.parametrize("taken", [False, True], ids=["claimed", "held"])
     def test_is_claimed_again(self, cluster: DraCluster, *, taken: bool) -> None:
-        """A prepared claim gets another lease, under the same CDI device, which the next container starts with."""
+        """A prepared claim gets another lease, under the same CDI device, with which the next container starts."""
         claim = cluster.claim()
         pod = cluster.pod(claim)
         if taken:
@@ -223,7 +223,7 @@ class TestLease:
         cluster.await_nothing()
 
     def test_is_not_claimed_for_nobody(self, cluster: DraCluster) -> None:
-        """A claim that the cluster has forgotten, as of a pod deleted by force, takes no share away from the next."""
+        """A claim that the cluster has forgotten, as of a pod deleted by force, withholds no share from the next."""
         claim = cluster.claim(result(threads="80"))
         pod = cluster.pod(claim)
         pod.start("main")
@@ -241,7 +241,7 @@ class TestLease:
 
     @pytest.mark.slow
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
-        """A lease that no container takes for long, while an image is pulled, does not expire."""
+        """A lease that is not taken for long, while an image is pulled, does not expire."""
         cluster = make_cluster(settings={"CLAIM_DEADLINE": "6"})
         cluster.prepare(cluster.claim())
         (lease,) = cluster.leases()
@@ -249,7 +249,7 @@ class TestLease:
         assert [each["id"] for each in cluster.leases()] == [lease["id"]]
 
     def test_devices_that_are_gone(self, cluster: DraCluster) -> None:
-        """The directory of CDI devices is empty after the machine was restarted, and is written again."""
+        """After a restart of the machine the directory of CDI devices is empty, and is written again."""
         claim = cluster.claim()
         pod = cluster.pod(claim)
         cluster.prepare(claim)
@@ -266,7 +266,7 @@ class TestKubelet:
     """kubelet is restarted."""
 
     def test_finds_the_driver_again(self, cluster: DraCluster) -> None:
-        """It deletes the slices of the node, and they are published again when it has found the driver."""
+        """kubelet deletes the node's slices, and they are published again when it has found the driver."""
         claim = cluster.claim()
         pod = cluster.pod(claim)
         pod.start("main")
@@ -279,7 +279,7 @@ class TestKubelet:
         cluster.await_nothing()
 
     def test_sockets_that_are_removed(self, cluster: DraCluster) -> None:
-        """Sockets that somebody has removed are made again."""
+        """Removed sockets are made again."""
         for each in ("plugins_registry/mpsd-reg.sock", "plugins/mpsd/dra.sock"):
             (cluster.root / each).unlink()
         cluster.register()
@@ -287,7 +287,7 @@ class TestKubelet:
         cluster.prepare(cluster.claim())
 
     def test_a_claim_it_never_takes_back(self, make_cluster: MakeCluster) -> None:
-        """A claim that could not be prepared, and of which kubelet says no more, leaves nothing behind."""
+        """A claim that could not be prepared, and that kubelet does not mention again, leaves nothing behind."""
         cluster = make_cluster(settings={"WAIT": "0.1", "CLAIM_DEADLINE": "2"})
         claim = cluster.claim(result(request="a"), result(threads="90", request="b"))
         with pytest.raises(RefusedError):

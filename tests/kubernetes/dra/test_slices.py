@@ -1,4 +1,4 @@
-"""What the scheduler sees of a node: its ResourceSlice, which follows mpsd, and what the API server may do with it."""
+"""The scheduler's view of a node: its ResourceSlice, which follows mpsd, and the API server's effects on it."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.root("name control groups for others")
 
 
 def test_is_published(make_cluster: MakeCluster) -> None:
-    """A node has one pool of one slice, with what can be asked for of each GPU, and in which steps."""
+    """A node has one pool of one slice, with the amounts that can be requested of each GPU, and their steps."""
     cluster = make_cluster(simulate=2)
     published = cluster.await_slice(2)
     assert published["metadata"]["name"] == f"{NODE}-mpsd"
@@ -42,7 +42,7 @@ def test_is_published(make_cluster: MakeCluster) -> None:
 
 @pytest.mark.slow
 def test_follows_holds(make_cluster: MakeCluster) -> None:
-    """A GPU whose control daemon is held is left out, with a new generation, until it is resumed."""
+    """A GPU whose control daemon is held is left out, in a new generation, until it is resumed."""
     cluster = make_cluster(simulate=2)
     assert cluster.node.mpsctl("hold", "gpu0").returncode == 0
     published = cluster.await_slice(1)
@@ -55,7 +55,7 @@ def test_follows_holds(make_cluster: MakeCluster) -> None:
 
 
 def test_is_written_only_where_it_changes(cluster: DraCluster) -> None:
-    """Leases that come and go, and a driver that is restarted, cost the API server no write."""
+    """Leases that come and go, and a restart of the driver, cause no write to the API server."""
     before = cluster.api_server.slice()
     pod = cluster.pod(cluster.claim())
     pod.start("main")
@@ -69,7 +69,7 @@ def test_is_written_only_where_it_changes(cluster: DraCluster) -> None:
 
 
 def test_another_writer(cluster: DraCluster) -> None:
-    """A slice that somebody has written over, or deleted, is as it should be again once kubelet has come."""
+    """A slice that another writer has changed or deleted is restored once kubelet has come."""
     stored = cluster.api_server.slice()
     assert stored is not None
     path = f"{SLICES}/{NODE}-mpsd"
@@ -83,7 +83,7 @@ def test_another_writer(cluster: DraCluster) -> None:
 
 
 def test_a_cluster_that_does_not_share_devices(make_cluster: MakeCluster) -> None:
-    """Where the feature gate is off each claim would be given a whole GPU: nothing is published, and it is said why."""
+    """If the feature gate is off, each claim would get a whole GPU: nothing is published, and the log says why."""
     cluster = make_cluster(start=False)
     cluster.api_server.shares_devices = False
     cluster.start_plugin()
@@ -96,7 +96,7 @@ def test_a_cluster_that_does_not_share_devices(make_cluster: MakeCluster) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("refusal", [403, 503])
 def test_an_api_server_that_refuses(make_cluster: MakeCluster, refusal: int) -> None:
-    """The driver serves kubelet while the API server refuses; what is right is published once it does not."""
+    """The driver serves kubelet while the API server refuses, and publishes the current state afterwards."""
     cluster = make_cluster(start=False)
     cluster.api_server.refusal = refusal
     cluster.start_plugin()
@@ -109,7 +109,7 @@ def test_an_api_server_that_refuses(make_cluster: MakeCluster, refusal: int) -> 
 
 @pytest.mark.slow
 def test_a_stranger_in_its_place(make_cluster: MakeCluster) -> None:
-    """An API server whose certificate is not of the cluster's authority is told nothing: no token, no slice."""
+    """An API server with a certificate of another authority gets nothing: no token, no slice."""
     cluster = make_cluster(start=False)
     other = make_cluster(start=False)
     (cluster.api_server.folder / "ca.crt").write_bytes((other.api_server.folder / "ca.crt").read_bytes())
@@ -121,7 +121,7 @@ def test_a_stranger_in_its_place(make_cluster: MakeCluster) -> None:
 
 
 def test_health(cluster: DraCluster) -> None:
-    """kubelet follows the health of devices, which it shows in the status of pods."""
+    """kubelet follows the health of devices, and shows it in the status of pods."""
     assert cluster.endpoint is not None
     with grpc.insecure_channel(f"unix:{cluster.endpoint}") as channel:
         call = wire.WATCH_HEALTH
@@ -140,12 +140,12 @@ class TestNode:
     """Labels and the annotation of the Node."""
 
     def metadata(self, cluster: DraCluster) -> dict[str, Any]:
-        """Return what the Node says."""
+        """Return the metadata of the Node."""
         found: dict[str, Any] = cluster.api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]
         return found
 
     def test_labels(self, make_cluster: MakeCluster) -> None:
-        """The node says what it offers and how much is free, and who has what."""
+        """The node states its GPUs, how much is free, and which pods have shares."""
         cluster = make_cluster(simulate=2, settings={"REPORT_INTERVAL": "1"})
         wait_until(lambda: "labels" in self.metadata(cluster), what="labels")
         assert self.metadata(cluster)["labels"] == {
@@ -174,7 +174,7 @@ class TestNode:
 
     @pytest.mark.slow
     def test_is_written_at_a_pace(self, make_cluster: MakeCluster) -> None:
-        """However often pods come and go, there is time between two writes."""
+        """However often pods come and go, there is a pause between two writes."""
         cluster = make_cluster(settings={"REPORT_INTERVAL": "3"})
 
         def written() -> list[float]:
@@ -189,7 +189,7 @@ class TestNode:
         assert min(after - before for before, after in itertools.pairwise(writes)) >= 3
 
     def test_what_others_wrote_stays(self, make_cluster: MakeCluster) -> None:
-        """Labels and annotations of others are theirs."""
+        """Labels and annotations of other writers are unchanged."""
         cluster = make_cluster(start=False)
         path = f"/api/v1/nodes/{NODE}"
         node = cluster.api_server.objects[path]

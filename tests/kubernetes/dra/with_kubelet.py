@@ -1,4 +1,4 @@
-"""A node with the driver whose stand-in for kubelet is a process of its own, so that it can be killed at any moment."""
+"""A node with the driver whose stand-in for kubelet is a separate process, so that it can be killed at any moment."""
 
 import subprocess
 import sys
@@ -14,15 +14,15 @@ from tests.kubernetes.plugin.cluster import StandIn, StandInPod
 
 @dataclass
 class WithKubelet(DraCluster):
-    """A node whose kubelet is `kubelet_program`, which remembers over its death what it had prepared."""
+    """A node whose kubelet is `kubelet_program`, which remembers its prepared claims when it dies."""
 
     ending: set[str] = field(default_factory=set)
-    """Pods that are deleted, and stay until kubelet has their claims taken back."""
+    """Deleted pods, which stay until kubelet has unprepared their claims."""
     by_force: set[str] = field(default_factory=set)
-    """Of those, the ones that the API server has forgotten: kubelet finds that out by itself."""
+    """Those of them that the API server has forgotten: kubelet finds that out by itself."""
 
     def start_kubelet(self) -> None:
-        """Start kubelet, which deletes the slices of its node, and knows from the API server which pods there are."""
+        """Start kubelet, which deletes the slices of its node, and knows the existing pods from the API server."""
         super().start_kubelet()
         (self.root / "orders.sock").unlink(missing_ok=True)
         with (self.root / "kubelet.log").open("ab") as log:
@@ -49,7 +49,7 @@ class WithKubelet(DraCluster):
         wait_until(lambda: self.is_alive() and StandIn.order(self, "registered"), what=what, deadline=20)
 
     def order(self, verb: str, **arguments: Any) -> Any:
-        """Have kubelet prepare the claims of a pod, and give a container what its runtime creates it with."""
+        """Have kubelet prepare the claims of a pod, and return what its runtime creates a container with."""
         assert verb == "start"
         claims = self.of_pod[arguments["pod"]]
         ids = StandIn.order(self, "start", pod=arguments["pod"], claims=[[each.uid, each.name] for each in claims])
@@ -58,7 +58,7 @@ class WithKubelet(DraCluster):
         return self.created(claims)
 
     def forget(self, pod: StandInPod) -> None:
-        """Have kubelet take back what a pod used; one that was deleted by force it is to find out by itself."""
+        """Have kubelet unprepare a pod's claims; for a pod deleted by force, kubelet has to find out by itself."""
         if pod.uid in self.by_force:
             self._knows_its_pods()
         else:

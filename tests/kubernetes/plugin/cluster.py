@@ -1,7 +1,7 @@
 """A node of a cluster, for tests: kubelet, the plugin, and pods whose containers are processes in control groups.
 
-`Cluster` is what the tests ask; `StandIn` is one with a stand-in for kubelet. A real kubelet has pods and events too,
-so that the same tests can be given another `Cluster`.
+`Cluster` is the interface of the tests; `StandIn` implements it with a stand-in for kubelet. A real kubelet has pods
+and events too, so the same tests can run with another `Cluster`.
 """
 
 import contextlib
@@ -28,13 +28,13 @@ CORE: Final = "nvidia.com/mps-core"
 MEMORY: Final = "nvidia.com/mps-memory"
 
 Requests = Mapping[str, Mapping[str, int]]
-"""By container, how much it asks for of each resource."""
+"""By container, the requested amount of each resource."""
 
 SLEEPS: Final = ("sleep", "inf")
 
 
 class RefusedError(Exception):
-    """What an event of the pod says."""
+    """The text of the pod's event."""
 
 
 class Pod(Protocol):
@@ -43,7 +43,7 @@ class Pod(Protocol):
     uid: str
 
     def start(self, container: str, command: Sequence[str] = SLEEPS, *, uid: int | None = None) -> "Container":
-        """Start a container of it; raises RefusedError with what its event says."""
+        """Start a container of it; raises RefusedError with the text of its event."""
 
     def delete(self) -> None:
         """End it, with all of its containers."""
@@ -56,7 +56,7 @@ class Cluster(Protocol):
         """Return how many devices can be allocated."""
 
     def create(self, requests: Requests) -> Pod:
-        """Have a pod admitted; raises RefusedError with what its event says."""
+        """Have a pod admitted; raises RefusedError with the text of its event."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class StandInPod:
         more: Mapping[str, str] | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> Container:
-        """Start a container: kubelet first, which makes the pod's group and sandbox, and then its runtime.
+        """Start a container: first kubelet, which makes the pod's group and sandbox, then the runtime.
 
         `before` is called between the two.
         """
@@ -111,7 +111,7 @@ class StandInPod:
         group.mkdir()
         user = () if uid is None else ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
         variables = {"PATH": os.environ["PATH"], **(more or {}), **created["variables"]}
-        # As a runtime does: no process has the container's variables before it is the container's user.
+        # Like a runtime: no process has the container's variables before it runs as the container's user.
         given = [f"{name}={value}" for name, value in variables.items()]
         process = subprocess.Popen(
             ["sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs"), *user, "env", *given, *command],
@@ -132,7 +132,7 @@ class StandInPod:
         return started
 
     def begin(self) -> None:
-        """Make the pod's control group, with its sandbox, as kubelet does before it creates its first container."""
+        """Make the pod's control group, with its sandbox, like kubelet before it creates its first container."""
         if self.sandbox is None:
             self.group.mkdir(parents=True, exist_ok=True)
             pause = self.group / f"{0:064x}"
@@ -144,7 +144,7 @@ class StandInPod:
             wait_until(lambda: pid in (pause / "cgroup.procs").read_text().split(), what="the sandbox to run")
 
     def delete(self) -> None:
-        """End it, as kubelet does: its processes, then its control group; the API server forgets it at last."""
+        """End it, like kubelet: its processes, then its control group; the API server forgets it last."""
         for each in self.containers.values():
             each.end()
         self.containers.clear()
@@ -171,7 +171,7 @@ class StandIn:
     top: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find where pods have their control groups."""
+        """Find the control groups of pods."""
         found = mounted("name=systemd") or mounted("cgroup2")
         if found is None or not os.access(found, os.W_OK):
             pytest.skip("no control group can be made here")
@@ -179,14 +179,14 @@ class StandIn:
 
     @property
     def resources(self) -> list[str]:
-        """What the node offers."""
+        """The resources of the node."""
         offered = {"slices": [SLICE], "memory": [MEMORY], "threads-and-memory": [CORE, MEMORY]}
         return offered[self.settings.get("RESOURCES", "slices")]
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def start_kubelet(self) -> None:
-        """Start kubelet; it begins with an empty directory but for its checkpoint."""
+        """Start kubelet; it empties its directory except for its checkpoint."""
         self.root.mkdir(exist_ok=True)
         (self.root / "orders.sock").unlink(missing_ok=True)
         with (self.root / "kubelet.log").open("ab") as log:
@@ -204,7 +204,7 @@ class StandIn:
         return True
 
     def start_plugin(self, *arguments: str) -> None:
-        """Start the plugin, and do not wait for anything."""
+        """Start the plugin, without waiting."""
         self.root.mkdir(exist_ok=True)
         with (self.root / "plugin.log").open("ab") as log:
             self.plugin = subprocess.Popen(
@@ -218,7 +218,7 @@ class StandIn:
 
     @property
     def options(self) -> list[str]:
-        """How the plugin is called."""
+        """Return the plugin's options."""
         return ["--socket", str(self.node.socket), "--kubelet-dir", str(self.root)]
 
     def variables(self) -> dict[str, str]:
@@ -244,7 +244,7 @@ class StandIn:
         )
 
     def is_alive(self) -> bool:
-        """Fail where the plugin has ended."""
+        """Fail if the plugin has ended."""
         assert self.plugin is not None
         assert self.plugin.poll() is None, (self.root / "plugin.log").read_text()
         return True
@@ -268,7 +268,7 @@ class StandIn:
         self.remove(self.top)
 
     def stop_plugin(self) -> None:
-        """Have the plugin do nothing until it is sent SIGCONT."""
+        """Stop the plugin until it is sent SIGCONT."""
         assert self.plugin is not None
         self.plugin.send_signal(signal.SIGSTOP)
 
@@ -283,7 +283,7 @@ class StandIn:
     # -- what kubelet says ---------------------------------------------------------------------------------------------
 
     def order(self, verb: str, **arguments: Any) -> Any:
-        """Give the stand-in an order. Raises RefusedError, and OSError where it is killed meanwhile."""
+        """Send the stand-in an order. Raises RefusedError, and OSError if it is killed meanwhile."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(60)
             connection.connect(os.fspath(self.root / "orders.sock"))
@@ -315,12 +315,12 @@ class StandIn:
         return self.top / "kubepods" / "burstable" / f"pod{uid}"
 
     def forget(self, pod: StandInPod) -> None:
-        """Have kubelet know that a pod has ended."""
+        """Inform kubelet that a pod has ended."""
         with contextlib.suppress(OSError):
             self.order("ended", pod=pod.uid)
 
     def remove(self, group: Path) -> None:
-        """Remove a control group with those below it; what was killed takes a moment to leave."""
+        """Remove a control group with those below it; killed processes take a moment to leave."""
 
         def gone() -> bool:
             for folder, _, _ in os.walk(group, topdown=False):
@@ -359,6 +359,6 @@ def _is_whole(line: str) -> bool:
 
 
 def uid_of(holder: Mapping[str, Any]) -> str:
-    """Return the uid of the pod whose control group a holder is."""
+    """Return the uid of the pod whose control group is this holder."""
     name = (holder.get("cgroup") or "").rpartition("/")[2]
     return name.removeprefix("pod") if name.startswith("pod") else ""

@@ -11,12 +11,12 @@ from tests.kubernetes.plugin.cluster import StandIn
 from tests.node import Node
 
 MakeCluster = Callable[..., StandIn]
-"""Makes a node of a cluster that runs; takes what `Node` takes, and the plugin's settings as `settings`."""
+"""Makes a running node of a cluster; takes the arguments of `Node`, and the plugin's settings as `settings`."""
 
 
 @pytest.fixture
 def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeCluster]:
-    """Give a maker of nodes, which are ended, with all that they started, when the test is over."""
+    """Return a maker of nodes. After the test the nodes and all that they started are ended."""
     made: list[StandIn] = []
 
     def make(

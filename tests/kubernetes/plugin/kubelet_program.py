@@ -1,15 +1,16 @@
-"""A stand-in for kubelet's device manager, as a process: what kubelets 1.20 and 1.36 do towards device plugins.
+"""A stand-in for kubelet's device manager, as a process: the calls of kubelets 1.20 and 1.36 to device plugins.
 
-Run as `python -m tests.kubernetes.plugin.kubelet_program DIRECTORY RELEASE`. It has kubelet's sockets, `device-plugins`
-and `pod-resources`, below the directory, and answers orders, a line of JSON each, on `orders.sock` there. What is
-modelled, each as a real kubelet was seen to do it, or as its source has it:
+Run it as `python -m tests.kubernetes.plugin.kubelet_program DIRECTORY RELEASE`. It has kubelet's sockets,
+`device-plugins` and `pod-resources`, below the directory, and answers orders, a line of JSON each, on `orders.sock`
+there. The model follows observations of a real kubelet, or its source:
 
-- at its start it removes everything from `device-plugins` but its checkpoint, and takes whatever is in that for granted
-- a plugin that registers is connected to at its own socket; 1.20 takes its options from the registration, 1.36 asks
+- at its start it removes everything from `device-plugins` except its checkpoint, which it trusts
+- it connects to a plugin that registers at the plugin's own socket; 1.20 takes its options from the registration, 1.36
+  asks for them
 - the devices of a plugin whose stream ends are unhealthy until it registers again
 - resources of a container are allocated one after the other, in any order, with a call each; the checkpoint is written
   when a container has all of its own. A pod that is refused keeps what its containers got
-- what pods had that have ended is taken back when something is allocated next, and not before
+- the devices of ended pods are reclaimed at the next allocation, and not before
 - before a container is created, PreStartContainer is called for each of its resources, at each start of it
 """
 
@@ -39,7 +40,7 @@ NUMA: Final = "1.20"
 
 
 class RefusedError(Exception):
-    """What kubelet tells about a pod, in its words."""
+    """kubelet's report about a pod, in its words."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ Had = dict[str, dict[str, dict[str, tuple[list[str], str]]]]
 
 
 class DeviceManager:
-    """The part of kubelet that plugins meet."""
+    """The part of kubelet that plugins interact with."""
 
     def __init__(self, directory: Path, release: str) -> None:
         self.directory = directory / "device-plugins"
@@ -80,7 +81,7 @@ class DeviceManager:
     # -- the checkpoint ------------------------------------------------------------------------------------------------
 
     def restore(self, document: dict[str, Any]) -> None:
-        """Take over what an earlier kubelet stored; all its pods live until somebody says otherwise."""
+        """Restore what an earlier kubelet stored; all its pods live until an order says otherwise."""
         for each in document["Data"]["PodDeviceEntries"] or []:
             ids = each["DeviceIDs"]
             ids = [one for part in ids.values() for one in part] if isinstance(ids, dict) else ids
@@ -89,7 +90,7 @@ class DeviceManager:
             self.pods.setdefault(each["PodUID"], each["PodUID"])
 
     def store(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         entries = [
             {
                 "PodUID": pod,
@@ -162,7 +163,7 @@ class DeviceManager:
     # -- pods ----------------------------------------------------------------------------------------------------------
 
     def taken(self, resource: str) -> set[str]:
-        """Return the devices that pods have."""
+        """Return the devices of pods."""
         return {
             one
             for containers in self.had.values()
@@ -171,7 +172,7 @@ class DeviceManager:
         }
 
     def admit(self, pod: str, name: str, containers: dict[str, dict[str, int]], init: list[str]) -> None:
-        """Allocate what a pod's containers ask for; those after an init container use its devices again."""
+        """Allocate what a pod's containers request; those after an init container use its devices again."""
         with self.lock:
             self.pods[pod] = name
             try:
@@ -223,7 +224,7 @@ class DeviceManager:
         self.had.setdefault(pod, {}).setdefault(container, {})[resource] = (chosen, encoded)
 
     def call(self, plugin: Plugin, call: "wire.Call[Any, Any]", request: Any) -> Any:
-        """Call a plugin, which may take its time."""
+        """Call a plugin, which may take some time."""
         try:
             return wire.ask(Path(plugin.endpoint), call, request, deadline=60)
         except grpc.RpcError as error:
@@ -233,7 +234,7 @@ class DeviceManager:
             ) from None
 
     def start(self, pod: str, container: str) -> dict[str, Any]:
-        """Return what a container is to be created with, once its plugins have said that it may start."""
+        """Return what a container is created with, once its plugins have allowed its start."""
         with self.lock:
             had = dict(self.had.get(pod, {}).get(container, {}))
             if not had:
@@ -271,17 +272,17 @@ class DeviceManager:
         return orders[verb](**arguments)
 
     def end(self, pod: str) -> None:
-        """Know that a pod has ended."""
+        """Record that a pod has ended."""
         with self.lock:
             self.pods.pop(pod, None)
 
     def keep(self, pods: list[str]) -> None:
-        """Know which pods there are, as from the API server when kubelet starts."""
+        """Learn which pods exist, as from the API server when kubelet starts."""
         with self.lock:
             self.pods = {pod: name for pod, name in self.pods.items() if pod in pods}
 
     def let_go(self, resource: str) -> None:
-        """Lose the stream of a plugin, as where a connection breaks."""
+        """Drop the stream of a plugin, like a broken connection."""
         self.streams[resource].cancel()
 
     def devices(self) -> dict[str, dict[str, bool]]:
@@ -300,7 +301,7 @@ def main() -> None:
 
 
 def serve_orders(directory: Path, order: Callable[[str, dict[str, Any]], Any]) -> None:
-    """Have orders carried out, a line of JSON each, until killed."""
+    """Carry out orders, a line of JSON each, until killed."""
 
     class Orders(socketserver.StreamRequestHandler):
         def handle(self) -> None:

@@ -1,7 +1,7 @@
-"""Whatever dies between Allocate and the end of a container: no lease leaks, is doubled, or ends under a container.
+"""No lease leaks, is doubled, or ends under a container, whatever dies between Allocate and the container's end.
 
-Pods come and go on a node whose kubelet, plugin, mpsd and containers are killed at random, also in the middle of what
-they do. In CI that is some kills; by hand, as many as you like:
+Pods come and go on a node whose kubelet, plugin, mpsd and containers are killed at random, also in the middle of a
+step. In CI there are a few kills; by hand, as many as you set:
 
     MPSD_CHAOS_KILLS=500 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/kubernetes/plugin/test_chaos.py
 """
@@ -39,21 +39,21 @@ MOST = 6
 
 @dataclass
 class Chaos:
-    """Who creates pods on a node, and kills."""
+    """A source of pods on a node, and of kills."""
 
     cluster: StandIn
     dice: random.Random
     running: list[StandInPod] = field(default_factory=list)
-    """Pods whose container has been started by its runtime, and not ended."""
+    """Pods whose container its runtime has started, and that has not ended."""
     done: Counter[str] = field(default_factory=Counter)
     timers: list[threading.Timer] = field(default_factory=list)
     struck: set[str] = field(default_factory=set)
-    """Who is dead, or dies in a moment."""
+    """The programs that are dead, or die in a moment."""
 
     # -- killing -------------------------------------------------------------------------------------------------------
 
     def strike(self) -> None:
-        """Kill one or two of them, now or in a moment, in the middle of what is done next."""
+        """Kill one or two of them, now or in a moment, in the middle of the next step."""
         for victim in self.dice.sample(["kubelet", "plugin", "mpsd"], self.dice.choice([1, 1, 1, 2, 3])):
             self.done[f"killed {victim}"] += 1
             self.done["kills"] += 1
@@ -69,7 +69,7 @@ class Chaos:
             self.timers.append(timer)
 
     def mend(self) -> None:
-        """Start whatever has died, in any order, and wait for it."""
+        """Start all dead programs, in any order, and wait for them."""
         for timer in self.timers:
             timer.join()
         self.timers.clear()
@@ -78,7 +78,7 @@ class Chaos:
         self.cluster.await_devices()
 
     def revive(self, victim: str) -> None:
-        """Start one of them, if it was struck."""
+        """Start one of them, if it was killed."""
         cluster = self.cluster
         if victim not in self.struck:
             return
@@ -97,7 +97,7 @@ class Chaos:
     # -- pods ----------------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Have a pod admitted, and start it, as far as that goes."""
+        """Have a pod admitted, and start it, as far as possible."""
         if len(self.cluster.pods) >= MOST:
             return
         self.done["pods"] += 1
@@ -113,7 +113,7 @@ class Chaos:
             self.begin(pod)
 
     def begin(self, pod: StandInPod) -> None:
-        """Start the container of a pod; kubelet tries again later where that is refused."""
+        """Start the container of a pod; after a refusal kubelet tries again later."""
         try:
             pod.start("main")
         except (RefusedError, OSError) as refused:
@@ -153,7 +153,7 @@ class Chaos:
         return None
 
     def check(self) -> None:
-        """See that each container that runs has its lease, once, and that the GPU has no more than it has."""
+        """Check that each running container has its lease, once, and that the GPU has no more granted than it has."""
         leases = self.leases()
         if leases is None:
             return
@@ -167,7 +167,7 @@ class Chaos:
         assert sum(each["active_thread_percentage"] for each in leases) <= 100
 
     def settle(self) -> None:
-        """See that, with all alive, only those pods have a lease that kubelet knows of, and each that runs has."""
+        """Check, with everything alive, that only pods known to kubelet have a lease, and each running one has."""
         self.mend()
         wanted = {pod.uid for pod in self.running}
 
@@ -199,7 +199,7 @@ def _holds_uid(uid: str, lease: dict[str, Any]) -> bool:
 
 
 def _word(text: str) -> str:
-    """Return what a refusal is of, for the sum at the end."""
+    """Return the kind of a refusal, for the final count."""
     for word in ("Available", "does_not_fit", "daemon_not_ready", "unreachable", "UNAVAILABLE", "endpoint not found"):
         if word in text:
             return word
@@ -208,7 +208,7 @@ def _word(text: str) -> str:
 
 @pytest.fixture
 def dice() -> random.Random:
-    """Throw the dice of MPSD_CHAOS_SEED, or others each time; a run that fails is printed with its seed."""
+    """Return random numbers of MPSD_CHAOS_SEED, or of a new seed; pytest prints the seed of a run that fails."""
     seed = int(os.environ.get("MPSD_CHAOS_SEED") or random.getrandbits(32))
     sys.stdout.write(f"MPSD_CHAOS_SEED={seed}\n")
     return random.Random(seed)

@@ -1,4 +1,4 @@
-"""Pods from their admission to their end: what they get, what holds it, and what is refused."""
+"""Pods from their admission to their end: their shares, the holders of their leases, and refusals."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ TWO = {"RESOURCES": "threads-and-memory"}
 
 
 def is_idle(cluster: StandIn) -> bool:
-    """Tell whether nothing of the node is granted."""
+    """Return whether nothing of the node is granted."""
     gpus = cluster.node.get("/v1/gpus").json["gpus"]
     return not cluster.leases() and all((each["threads_granted"], each["memory_granted"]) == (0, 0) for each in gpus)
 
@@ -31,7 +31,7 @@ def await_idle(cluster: StandIn) -> None:
 
 
 def await_owner(cluster: StandIn, pod: StandInPod, uid: int) -> None:
-    """Wait until a pod's lease is that of a user."""
+    """Wait until a pod's lease belongs to a user."""
     wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [uid], what=f"it to be uid {uid}'s")
 
 
@@ -89,7 +89,7 @@ class TestSlices:
         assert verdict["ok"], verdict
 
     def test_is_open_before_it_starts(self, make_cluster: MakeCluster) -> None:
-        """A program that looks for its GPU in its first instant finds all of its lease open."""
+        """A program that looks for its GPU at once finds its whole lease open."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 20}})
         assert cluster.plugin is not None
@@ -100,7 +100,7 @@ class TestSlices:
         cluster.plugin.send_signal(signal.SIGCONT)
 
     def test_changes_its_user(self, make_cluster: MakeCluster) -> None:
-        """A lease is that of the user who a program becomes that has started as root."""
+        """If a program starts as root and becomes another user, its lease belongs to that user."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 20}})
         becomes = ("sh", "-c", "read go && exec setpriv --reuid=1234 --regid=1234 --clear-groups sleep inf")
@@ -114,7 +114,7 @@ class TestSlices:
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
 
     def test_never_over_committed(self, make_cluster: MakeCluster) -> None:
-        """What the node has not is refused by kubelet, and a pod that ends gives room to the next at once."""
+        """kubelet refuses more than the node has, and a pod that ends frees room for the next at once."""
         cluster = make_cluster()
         pods = [cluster.create({"main": {SLICE: 40}}) for _ in range(2)]
         for pod in pods:
@@ -145,7 +145,7 @@ class TestSlices:
         assert len(cluster.leases()) == 3
 
     def test_several_containers(self, make_cluster: MakeCluster) -> None:
-        """Each container of a pod has a lease of its own, for its own user; what needs no GPU has none."""
+        """Each container of a pod has its own lease, for its own user; a container without a GPU has none."""
         cluster = make_cluster(config='[daemon]\nusers = "many"\n')
         pod = cluster.create({"one": {SLICE: 10}, "two": {SLICE: 20}})
         pod.start("one", uid=1001)
@@ -160,7 +160,7 @@ class TestSlices:
 
     @pytest.mark.parametrize("number", [10, 20, 30])
     def test_init_containers(self, make_cluster: MakeCluster, number: int) -> None:
-        """The devices of an init container are those of the container after it too, as are its threads and memory."""
+        """The devices of an init container are reused by the container after it, and its threads and memory too."""
         cluster = make_cluster()
         pod = cluster.create({"first": {SLICE: 20}, "main": {SLICE: number}}, init=["first"])
         first = pod.start("first")
@@ -193,7 +193,7 @@ class TestSlices:
             cluster.create({"main": {SLICE: 10}})
 
     def test_restarts_of_a_container(self, make_cluster: MakeCluster) -> None:
-        """A container that is started again has the lease that it had; the pod's other containers notice nothing."""
+        """A restarted container has the same lease; the pod's other containers are unaffected."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 10}})
         container = pod.start("main")
@@ -204,7 +204,7 @@ class TestSlices:
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
 
     def test_a_lease_that_was_ended(self, make_cluster: MakeCluster) -> None:
-        """A container whose lease somebody ended gets another one, of the same, before it starts again."""
+        """A container whose lease was ended gets another one, of the same share, before it starts again."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 10}})
         container = pod.start("main")
@@ -218,7 +218,7 @@ class TestSlices:
         assert other["active_thread_percentage"] == 10
 
     def test_what_kubelet_has_is_another(self, make_cluster: MakeCluster) -> None:
-        """A container whose variables are not those that its new lease would have does not start, and has no lease."""
+        """A container whose variables differ from those of its new lease does not start, and has no lease."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 10}})
         pod.start("main").end()
@@ -233,7 +233,10 @@ class TestSlices:
         assert cluster.leases() == []
 
     def test_no_control_group(self, make_cluster: MakeCluster) -> None:
-        """A container does not start whose pod has no control group that could hold its lease, and that is released."""
+        """A container of a pod without a control group that could hold its lease does not start.
+
+        The lease is released.
+        """
         cluster = make_cluster(settings={"CGROUP_ROOT": "/nowhere", "ORPHAN_GRACE": "0.5"})
         pod = cluster.create({"main": {SLICE: 10}})
         with pytest.raises(RefusedError, match=r"has no control group, which would hold its lease, below /nowhere"):
@@ -252,7 +255,7 @@ class TestSlices:
 
     @pytest.mark.parametrize("how", ["cdi-field", "cdi-annotation", "none"])
     def test_devices_of_the_gpu(self, make_cluster: MakeCluster, how: str) -> None:
-        """The GPU itself comes by CDI where the node is set so."""
+        """The GPU itself comes by CDI if the node is configured so."""
         cluster = make_cluster(settings={"GPU_DEVICES": how})
         pod = cluster.create({"main": {SLICE: 10}})
         container = pod.start("main")
@@ -263,7 +266,7 @@ class TestSlices:
 
 
 class TestThreadsAndMemory:
-    """Two resources, which Kubernetes pairs with nothing."""
+    """Two resources, which Kubernetes does not pair."""
 
     def test_both(self, make_cluster: MakeCluster) -> None:
         """50 of one and 8 of the other are half of the threads and 8 GiB, claimed before the container starts."""
@@ -282,7 +285,7 @@ class TestThreadsAndMemory:
 
     @pytest.mark.parametrize(("requests", "lacking"), [({CORE: 50}, MEMORY), ({MEMORY: 8}, CORE)])
     def test_one_alone(self, make_cluster: MakeCluster, requests: dict[str, int], lacking: str) -> None:
-        """Neither is granted without the other's limit: the container fails with the reason, and has nothing."""
+        """Neither is granted without the other's limit: the container fails with the reason, and gets nothing."""
         cluster = make_cluster(settings=TWO)
         pod = cluster.create({"main": requests})
         with pytest.raises(RefusedError, match=f"and not for {lacking}"):
@@ -290,7 +293,7 @@ class TestThreadsAndMemory:
         assert cluster.leases() == []
 
     def test_two_gpus(self, make_cluster: MakeCluster) -> None:
-        """A node with two GPUs is not offered so, and the reason is the program's last word."""
+        """A node with two GPUs is not offered like this, and the program's last message has the reason."""
         cluster = make_cluster(settings=TWO, simulate=2, start=False)
         cluster.start_kubelet()
         cluster.start_plugin()
@@ -302,7 +305,7 @@ class TestThreadsAndMemory:
         assert cluster.order("devices") == {}
 
     def test_no_room(self, make_cluster: MakeCluster) -> None:
-        """Where others have what kubelet counts as free, the container fails with mpsd's reason until they are gone."""
+        """If others have what kubelet counts as free, the container fails with mpsd's reason until they are gone."""
         cluster = make_cluster(settings={**TWO, "WAIT": "0.1"})
         other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
         pod = cluster.create({"main": {CORE: 50, MEMORY: 8}})
@@ -317,7 +320,7 @@ class TestMemory:
     """One resource, memory, as other plugins offer it; threads come with it."""
 
     def test_in_proportion(self, make_cluster: MakeCluster) -> None:
-        """`aliyun.com/gpu-mem: 7` is 7 GiB and as much of the threads."""
+        """`aliyun.com/gpu-mem: 7` is 7 GiB and the same part of the threads."""
         name = "aliyun.com/gpu-mem"
         cluster = make_cluster(settings={"RESOURCES": "memory", "MEMORY_RESOURCE": name}, simulate=2, start=False)
         cluster.start_kubelet()
@@ -332,7 +335,7 @@ class TestMemory:
 
 
 def test_local_leases_are_seen(make_cluster: MakeCluster) -> None:
-    """What somebody on the node has is not given to a pod: it fails with mpsd's reason."""
+    """A share of a local user is not given to a pod: the pod fails with mpsd's reason."""
     cluster = make_cluster(settings={"WAIT": "0.1"})
     cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"})
     with pytest.raises(RefusedError, match=r"only 40 % are left"):
@@ -341,7 +344,7 @@ def test_local_leases_are_seen(make_cluster: MakeCluster) -> None:
 
 
 def test_a_label_is_no_evidence(make_cluster: MakeCluster) -> None:
-    """A lease of somebody's own that has the labels of a container's is neither touched nor taken for one."""
+    """A user's own lease with the labels of a container's is neither touched nor counted as one."""
     cluster = make_cluster(settings={"ORPHAN_GRACE": "0.1"})
     labels = {"kubernetes/slice": f"{2**100 - 1:x}"}
     body = {"threads": 10, "memory": "1GiB", "labels": labels}

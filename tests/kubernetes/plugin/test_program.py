@@ -1,4 +1,4 @@
-"""How mpsd-kubernetes begins and ends as a program."""
+"""The start and the end of mpsd-kubernetes as a program."""
 
 import subprocess
 import sys
@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("library", ["grpc", "google"])
 def test_without_its_extra(library: str) -> None:
-    """Where a library of the extra is not installed, the program says what to install, and shows no traceback."""
+    """If a library of the extra is missing, the program says what to install, without a traceback."""
     script = (
-        f"import sys; sys.modules[{library!r}] = None;"  # its import then fails as if it were not there
+        f"import sys; sys.modules[{library!r}] = None;"  # its import then fails as if it were not installed
         "from mpsd.kubernetes.__main__ import main; sys.argv = ['mpsd-kubernetes']; main()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
@@ -24,7 +24,7 @@ def test_without_its_extra(library: str) -> None:
 
 
 def test_binary_configuration(tmp_path: Path) -> None:
-    """A configuration that is not text is refused, with the byte that is none."""
+    """A configuration that is not text is refused, with the invalid byte."""
     config = tmp_path / "kubernetes.toml"
     config.write_bytes(b"offer = \xff")
     command = [sys.executable, "-m", "mpsd.kubernetes", "--config", str(config)]

@@ -1,4 +1,4 @@
-"""kubelet, the plugin and mpsd die and come back in any order, and no lease is lost, leaked or doubled."""
+"""kubelet, the plugin and mpsd die and return in any order, and no lease is lost, leaked or doubled."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def await_unhealthy(cluster: StandIn) -> None:
 
 
 class TestHealth:
-    """What ListAndWatch says, and when."""
+    """The reports of ListAndWatch, and their times."""
 
     @pytest.mark.parametrize("verb", ["hold", "drain"])
     def test_a_held_gpu(self, make_cluster: MakeCluster, verb: str) -> None:
@@ -36,7 +36,7 @@ class TestHealth:
         wait_until(lambda: cluster.healthy(SLICE) == 200, what="all devices to be healthy again")
 
     def test_mpsd_is_restarted(self, make_cluster: MakeCluster) -> None:
-        """An mpsd that comes back soon was never away for kubelet: a pod that is admitted meanwhile waits for it."""
+        """A short restart of mpsd is invisible to kubelet: a pod that is admitted meanwhile waits for it."""
         cluster = make_cluster()
         cluster.node.end(signal.SIGKILL)
         wait_until(lambda: cluster.log("mpsd_unreachable"), what="the plugin to notice")
@@ -48,7 +48,7 @@ class TestHealth:
         wait_until(lambda: cluster.log("mpsd_answers"), what="the plugin to notice")
 
     def test_mpsd_is_gone(self, make_cluster: MakeCluster) -> None:
-        """After a while without mpsd all devices are unhealthy, and a pod that runs is not touched."""
+        """After a while without mpsd all devices are unhealthy, and a running pod is not touched."""
         cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"})
         pod = cluster.create({"main": {SLICE: 10}})
         container = pod.start("main")
@@ -63,7 +63,7 @@ class TestHealth:
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
 
     def test_mpsd_hangs(self, make_cluster: MakeCluster) -> None:
-        """An mpsd that is stopped keeps its connections, and is found out all the same."""
+        """A stopped mpsd keeps its connections, and is detected all the same."""
         cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"})
         os.kill(cluster.node.pid, signal.SIGSTOP)
         try:
@@ -80,10 +80,10 @@ class TestHealth:
 
 
 class TestRestarts:
-    """Who knows what after a restart."""
+    """The knowledge of each program after a restart."""
 
     def test_kubelet(self, make_cluster: MakeCluster) -> None:
-        """A kubelet that comes back is registered with again, and its pods have the leases that they had."""
+        """The plugin registers again with a restarted kubelet, whose pods have the same leases."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 60}})
         container = pod.start("main")
@@ -100,14 +100,14 @@ class TestRestarts:
         await_idle(cluster)
 
     def test_a_lost_connection(self, make_cluster: MakeCluster) -> None:
-        """A kubelet that lives and does not follow the devices any more is registered with again."""
+        """The plugin registers again with a living kubelet that no longer follows the devices."""
         cluster = make_cluster()
         cluster.order("let_go", resource=SLICE)
         wait_until(lambda: not cluster.order("devices"), what="the connection to be lost")
         cluster.await_devices()
 
     def test_the_plugin(self, make_cluster: MakeCluster) -> None:
-        """A plugin that comes back needs nothing but what mpsd and kubelet know."""
+        """A restarted plugin needs only what mpsd and kubelet know."""
         cluster = make_cluster()
         running, waiting = cluster.create({"main": {SLICE: 10}}), cluster.create({"main": {SLICE: 20}})
         running.start("main")
@@ -120,12 +120,12 @@ class TestRestarts:
         (taken,) = cluster.await_held(waiting)
         assert {each["id"] for each in cluster.leases()} == {held["id"], taken["id"]}
         assert cluster.end_plugin() == 0
-        running.delete()  # nobody is needed for the end
+        running.delete()  # no other program is needed for the end
         waiting.delete()
         await_idle(cluster)
 
     def test_a_claim_that_nobody_was_answered(self, make_cluster: MakeCluster) -> None:
-        """A claim whose kubelet died before it stored the allocation is released, and one that it stored is not."""
+        """A claim whose kubelet died before it stored the allocation is released; a stored one is not."""
         cluster = make_cluster(settings={"ORPHAN_GRACE": "1.0"})
         stored = cluster.create({"main": {SLICE: 20}})
         before = (cluster.root / "device-plugins" / "kubelet_internal_checkpoint").read_bytes()
@@ -142,14 +142,14 @@ class TestRestarts:
         assert lease["id"] == left["id"]
 
     def test_a_claim_without_a_plugin(self, make_cluster: MakeCluster) -> None:
-        """A claim ends by itself, with nobody there to release it."""
+        """A claim ends by itself, without any program to release it."""
         cluster = make_cluster(settings={"CLAIM_DEADLINE": "1.0"})
         cluster.create({"main": {SLICE: 20}})
         cluster.kill("plugin")
         await_idle(cluster)
 
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
-        """An image that takes long to come does not cost a container its lease."""
+        """An image that takes long to arrive does not cost a container its lease."""
         cluster = make_cluster(settings={"CLAIM_DEADLINE": "3.0"})
         pod = cluster.create({"main": {SLICE: 20}})
         (claim,) = cluster.leases()
@@ -159,7 +159,7 @@ class TestRestarts:
         assert lease["id"] == claim["id"]
 
     def test_a_pod_that_never_started(self, make_cluster: MakeCluster) -> None:
-        """What a pod had that ended before it started is given to the next one that gets its devices."""
+        """The share of a pod that ended before it started is given to the next one with its devices."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 80}})
         pod.delete()
@@ -170,7 +170,7 @@ class TestRestarts:
         cluster.await_held(other)
 
     def test_a_reboot(self, make_cluster: MakeCluster) -> None:
-        """Without any lease of before, a container of kubelet's record gets another one when it starts again."""
+        """If no lease from before is left, a container of kubelet's record gets another one when it starts again."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 25}})
         pod.start("main").end()

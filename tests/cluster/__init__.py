@@ -1,8 +1,8 @@
-"""A real cluster of one node, for tests of what runs on one: Kubernetes' own programs, etcd, containerd and runc.
+"""A real cluster of one node, for tests: Kubernetes' own programs, etcd, containerd and runc.
 
-No package brings a kubelet, but Debian's source package of kubectl has the whole tree of Kubernetes 1.20.2 in it. Its
-programs are built once, without a network, into a cache outside the tree; what they stand on are packages of Debian's,
-unpacked there and not installed. `python3 -m tests.cluster` does it, before anything else is installed: this module
+No package contains a kubelet, but Debian's source package of kubectl has the whole tree of Kubernetes 1.20.2. Its
+programs are built once, without a network, into a cache outside the tree; their dependencies are packages of Debian,
+unpacked there and not installed. `python3 -m tests.cluster` does this, before anything else is installed: this module
 imports no pytest.
 """
 
@@ -15,46 +15,46 @@ from typing import Final
 from tests import real
 
 CACHE: Final = "MPSD_KUBERNETES"
-"""Names the cache; `no` leaves the tests of the cluster out, also where everything is required."""
+"""Names the cache; `no` leaves the tests of the cluster out, even where everything is required."""
 
 VERSION: Final = "1.20.2"
 
 BUILT: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
-"""What is built of Kubernetes itself."""
+"""The programs that are built from Kubernetes' source."""
 
 NEWER: Final = "trixie"
-"""The release of Debian whose kubectl knows today's kustomize; it is in a folder of this name."""
+"""The release of Debian whose kubectl has a current kustomize; it is in a folder of this name."""
 
 UNPACKED: Final = (
     "usr/bin/kubectl", "usr/bin/etcd", "usr/bin/containerd", "usr/bin/ctr", "usr/lib/cni/bridge", "usr/sbin/runc",
     f"{NEWER}/usr/bin/kubectl",
 )  # fmt: skip
-"""What comes from packages of Debian's, where it is in the cache."""
+"""Files from packages of Debian, and their paths in the cache."""
 
 
 def unwanted() -> bool:
-    """Tell whether the tests of the cluster were left out in so many words."""
+    """Return whether the tests of the cluster were left out explicitly."""
     return os.environ.get(CACHE) == "no"
 
 
 def cache_directory() -> Path:
-    """Return where Kubernetes is, or is to be."""
+    """Return the directory for Kubernetes."""
     return real.cache(CACHE, "kubernetes")
 
 
 def programs() -> Path | None:
-    """Return the directory of the programs, or None where they are not built, or by another recipe than today's."""
+    """Return the directory of the programs, or None if they are missing, or were built by another recipe."""
     place = cache_directory() / f"{VERSION}-{recipe()}"
     return place if place.exists() else None
 
 
 def recipe() -> str:
-    """Return a name for what they are made from, and how."""
+    """Return a name for their inputs and their recipe."""
     return hashlib.sha256(Path(__file__).with_name("building.py").read_bytes()).hexdigest()[:12]
 
 
 def missing() -> str | None:
-    """Say what this machine lacks to run a cluster, or None when all is there."""
+    """Return what this machine lacks to run a cluster, or None if it lacks nothing."""
     needed = ("podman", "unshare", "nsenter", "setpriv", "ip", "openssl")
     absent = [program for program in needed if shutil.which(program) is None]
     if absent:

@@ -1,4 +1,4 @@
-"""`python3 -m tests.cluster`: build Kubernetes where that was not done yet."""
+"""`python3 -m tests.cluster`: build Kubernetes if it is missing."""
 
 import sys
 
@@ -7,7 +7,7 @@ from tests.real.apt import FetchError
 
 
 def main() -> int:
-    """Build it, print where it is, and return 1 when it is missing all the same."""
+    """Build it, print its path, and return 1 if it is still missing."""
     try:
         print(kubernetes(say=lambda what: print(what, flush=True)))
     except (FetchError, OSError) as error:

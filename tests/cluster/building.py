@@ -1,4 +1,4 @@
-"""Kubernetes, built from Debian's source package, and what it stands on, unpacked from Debian's packages."""
+"""Kubernetes, built from Debian's source package, with its dependencies, unpacked from Debian's packages."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ from tests import cluster
 from tests.real.apt import FetchError, architecture, configuration, mirrors, run
 
 _SUITE: Final = "bookworm"
-"""The last whose source package is the whole of Kubernetes: later ones have kubectl alone."""
+"""The last suite whose source package is the whole of Kubernetes: later ones have kubectl alone."""
 
 _PACKAGES: Final = ("containerd", "containernetworking-plugins", "etcd-server", "kubernetes-client", "runc")
 _NEWER: Final = ("kubectl",)
@@ -21,26 +21,26 @@ _GO: Final = ("golang-1.19-go", "golang-1.19-src")
 _GO_ROOT: Final = "usr/lib/go-1.19"
 
 _TAGS: Final = "providerless,dockerless"
-"""Kubernetes' own, which leave out the clouds, whose metadata nobody has here, and Docker."""
+"""Kubernetes' own tags, which leave out the clouds, whose metadata is unavailable here, and Docker."""
 
 _SECONDS: Final = 3000.0
-"""For the build, beside tests on two processors."""
+"""Deadline of the build, beside tests on two processors."""
 
 _NAME: Final = "k8s.io/kubernetes"
 _OPENAPI: Final = "pkg/generated/openapi"
 
 
 def kubernetes(say: Callable[[str], object] = lambda _: None) -> Path:
-    """Return the directory with all programs, and make it first where that was not done yet.
+    """Return the directory with all programs; make it first if it is missing.
 
-    Raises FetchError when something for it does not come, or is not built. Several at once do not disturb each other.
+    Raises FetchError when something for it cannot be fetched or built. Concurrent calls do not disturb each other.
     """
     cache = cluster.cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
     place = cache / f"{cluster.VERSION}-{cluster.recipe()}"
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for left in cache.glob(".building-*"):  # by one that was killed
+        for left in cache.glob(".building-*"):  # left by a build that was killed
             shutil.rmtree(left)
         if not place.exists():
             folder = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
@@ -66,7 +66,7 @@ def _make(folder: Path, say: Callable[[str], object]) -> None:
     run("apt-get", "-qq", "source", "--download-only", "kubernetes", config=config, cwd=folder)
     (description,) = folder.glob("kubernetes_*.dsc")
     tree.parent.mkdir(parents=True)
-    # apt has verified it by its index; --no-check spares the keys of those who uploaded it.
+    # apt has verified it by its index; --no-check avoids the need for its uploaders' keys.
     run("dpkg-source", "--no-check", "--extract", str(description), str(tree))
     (made / "bin").mkdir(parents=True)
     pause = tree / "build" / "pause" / "linux" / "pause.c"
@@ -105,7 +105,7 @@ def _unpack(packages: tuple[str, ...], root: Path, folder: Path, config: Path) -
 
 
 class _Go:
-    """Debian's Go, in the mode that knows no modules: this tree's go.mod is refused by this Go."""
+    """Debian's Go, in the mode without modules: it refuses this tree's go.mod."""
 
     def __init__(self, root: Path, folder: Path, tree: Path) -> None:
         self.tree = tree
@@ -122,7 +122,7 @@ class _Go:
 
 
 def _write_openapi(go: _Go, folder: Path) -> None:
-    """Write what the API server says of its types: the one generated file that the source package lacks."""
+    """Write the API server's description of its types: the only generated file that the source package lacks."""
     marked: set[str] = set()
     for root, name in (("staging/src", ""), ("pkg", f"{_NAME}/pkg")):
         for path in (go.tree / root).rglob("*.go"):

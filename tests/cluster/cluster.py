@@ -1,4 +1,4 @@
-"""A real cluster of one node: started, asked and told by kubectl, and ended with all that runs there."""
+"""A real cluster of one node: started, controlled by kubectl, and ended with everything that runs there."""
 
 import contextlib
 import json
@@ -18,27 +18,28 @@ from tests.harness import pids, wait_until
 _TREE: Final = Path(__file__).resolve().parents[2]
 
 _SECONDS: Final = 120.0
-"""For the cluster to be ready on a busy machine (half a minute on a quiet one), and for anything that it is to do."""
+"""Deadline for the cluster to be ready on a busy machine (half a minute on a quiet one), and for each of its actions.
+"""
 
 
 _CTR: Final = (f"{PROGRAMS}/usr/bin/ctr", f"--address={CONTAINERD}", "--namespace=k8s.io")
 
 _LINES: Final = 12
 _COLUMNS: Final = 400
-"""Of each log, where something never came about."""
+"""Columns of each log in the error message of a wait."""
 
 
 class Cluster:
-    """A cluster whose one node runs containers of the images that it was given.
+    """A cluster whose only node runs containers of the given images.
 
-    As a context manager it starts, and ends. It ends with its owner, also where that is killed.
+    As a context manager it starts, and ends. It ends with its owner, even if that is killed.
     """
 
     def __init__(self, home: Path, programs: Path) -> None:
-        """`home` is a directory that is not there yet."""
+        """`home` is a directory that does not exist yet."""
         self.home = home
         self.name = f"mpsd-tests-{os.getpid()}-{home.name}"
-        """The control group that its pods are in."""
+        """The control group of its pods."""
         self._programs = programs
         self._lifeline = -1
         self._keeper = -1
@@ -93,13 +94,13 @@ class Cluster:
         return ready.get("Ready") == "True" and account.returncode == 0 and "secrets" in json.loads(account.stdout)
 
     def is_gone(self) -> bool:
-        """Tell whether nothing of it is left: no process, no control group."""
+        """Return whether nothing of it is left: no process, no control group."""
         return not Path(f"/proc/{self._leader}").exists() and not any(
             group.exists() for group in keeper.groups(self.name)
         )
 
     def close(self) -> None:
-        """End it, and wait until nothing is left of it; nothing happens where it has ended already."""
+        """End it, and wait until nothing is left of it; do nothing if it has ended already."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -111,7 +112,7 @@ class Cluster:
     # -- the node -----------------------------------------------------------------------------------------------------
 
     def run(self, *command: str, check: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run a command on the node, as root, to its end; where it fails, what it said is the error's message."""
+        """Run a command on the node, as root, to its end; on failure, the error has its output."""
         enter = ["nsenter", f"--target={self._leader}", "--mount", "--net", "--ipc", "--uts", "--pid", "--", *command]
         nothing = {} if "input" in options else {"stdin": subprocess.DEVNULL}
         done = subprocess.run(
@@ -127,11 +128,11 @@ class Cluster:
         return Path(f"/proc/{self._leader}/root", path.lstrip("/"))
 
     def log(self, name: str) -> str:
-        """Return what a program of the cluster said."""
+        """Return the output of a program of the cluster."""
         return (self.home / "log" / f"{name}.log").read_text(errors="replace")
 
     def processes(self, *words: str) -> list[int]:
-        """Return the pids, as they are outside, of the node's own processes with all of these arguments."""
+        """Return the outside pids of the node's own processes with all of these arguments."""
         namespace = Path(f"/proc/{self._leader}/ns/pid").readlink()
         found = []
         for pid in pids():
@@ -149,7 +150,7 @@ class Cluster:
         wait_until(lambda: note.read_text() != before, what=f"the next {name}")
 
     def load(self, archive: Path) -> None:
-        """Give the node the images of an archive."""
+        """Load the images of an archive into the node."""
         with archive.open("rb") as file:
             self.run(*_CTR, "images", "import", "-", stdin=file)
 
@@ -160,23 +161,23 @@ class Cluster:
     # -- the cluster --------------------------------------------------------------------------------------------------
 
     def try_kubectl(self, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Call kubectl as an administrator, whatever comes of it."""
+        """Call kubectl as an administrator, with any result."""
         program = (f"{PROGRAMS}/usr/bin/kubectl", f"--kubeconfig={STATE}/admin.kubeconfig")
         return self.run("env", "HOME=/run", *program, *arguments, check=False, **options)
 
     def kubectl(self, *arguments: str, **options: Any) -> str:
-        """Call kubectl as an administrator, and return what it printed; where it fails, the error has what it said."""
+        """Call kubectl as an administrator, and return its output; on failure, the error has it."""
         done = self.try_kubectl(*arguments, **options)
         if done.returncode != 0:
             raise AssertionError(f"kubectl {' '.join(arguments)}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done.stdout
 
     def get(self, *arguments: str) -> Any:
-        """Return objects, as `kubectl get` has them."""
+        """Return objects, in the form of `kubectl get`."""
         return json.loads(self.kubectl("get", "--output=json", *arguments))
 
     def apply(self, *objects: Any, options: Sequence[str] = ()) -> str:
-        """Have objects, as `kubectl apply` does; return what it said."""
+        """Apply objects, by `kubectl apply`; return its output."""
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
         return self.kubectl("apply", *options, "--filename=-", input=text)
 
@@ -185,7 +186,7 @@ class Cluster:
         return str(self.get("pod", pod)["status"].get("phase"))
 
     def said(self, pod: str) -> dict[str, Any]:
-        """Wait for the first line of a client of MPS in a pod, which says what it has."""
+        """Wait for the first line of a client of MPS in a pod, with its limits."""
 
         def look() -> list[str]:
             return self.try_kubectl("logs", pod).stdout.splitlines()
@@ -200,7 +201,7 @@ class Cluster:
         self.kubectl("delete", "pod", "--wait=true", "--grace-period=1", *pods)
 
     def wait(self, what: str, condition: Callable[[], Any], deadline: float = _SECONDS) -> Any:
-        """Wait until something is so on the cluster, and return it; if it never is, say what pods and programs said."""
+        """Wait until a condition holds on the cluster, and return it; on a timeout, report pods and programs."""
         try:
             return wait_until(condition, what=what, deadline=deadline)
         except AssertionError as error:

@@ -1,4 +1,4 @@
-"""The cluster, one for a run of the tests, with mpsd's image on its node."""
+"""The cluster, one for a test run, with mpsd's image on its node."""
 
 import os
 import tarfile
@@ -18,7 +18,7 @@ __all__ = ["build", "image", "inputs", "podman"]
 
 @pytest.fixture(scope="session")
 def images(podman: Podman, image: str) -> Path:
-    """Make an archive of the images of the node: mpsd's, and what a pod's own process runs in."""
+    """Make an archive of the node's images: mpsd's, and the one of a pod's own process."""
     programs = found_programs()
     assert programs is not None
     pause = podman.home / "pause.tar"
@@ -32,7 +32,7 @@ def images(podman: Podman, image: str) -> Path:
 
 @pytest.fixture(scope="session")
 def cluster(private_root: Path, images: Path) -> Iterator[Cluster]:
-    """Start the cluster, and see that nothing is left of it."""
+    """Start the cluster, and check that nothing is left of it."""
     programs = found_programs()
     assert programs is not None
     home = private_root / f"cluster{os.getpid()}"

@@ -1,6 +1,6 @@
-"""Helm as a program, by its library for Python: what that leaves open is gone with the process.
+"""Helm as a program, by its library for Python: descriptors that the library leaves open close with the process.
 
-`python -m tests.cluster.helm_program render|lint CHART` reads values from stdin, and prints what Helm made of them.
+`python -m tests.cluster.helm_program render|lint CHART` reads values from stdin, and prints Helm's result.
 """
 
 import json
@@ -11,7 +11,7 @@ import helm_python
 
 
 def main() -> None:
-    """Print `rendered`, files by their names, `lint`, what it has to say, or `refused`, why it takes no such values."""
+    """Print `rendered`, files by their names; `lint`, its messages; or `refused`, the reason against the values."""
     what, chart = sys.argv[1:]
     values = json.load(sys.stdin)
     answer: dict[str, Any]

@@ -1,8 +1,8 @@
-"""The process that keeps a cluster: it starts it in namespaces and control groups of its own, and ends it.
+"""The process that keeps a cluster: it starts it in private namespaces and control groups, and ends it.
 
-It is nobody's child, and holds on to the reading end of a pipe: when nobody has the other end any more, be it closed or
-its owner killed, it kills PID 1 of the cluster, and with that every process there; their mounts, interfaces and pids go
-with the namespaces, and it removes the control groups.
+It is a child of no test, and holds the reading end of a pipe: when no process has the other end any more, closed or
+killed, it kills PID 1 of the cluster, and with that every process there; their mounts, interfaces and pids end with the
+namespaces, and it removes the control groups.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _NAMESPACES = ("--mount", "--propagation=private", "--net", "--ipc", "--uts", "-
 
 
 def groups(name: str) -> Iterator[Path]:
-    """Yield the control group of this name in each hierarchy that a kubelet makes groups in."""
+    """Yield the control group of this name in each hierarchy in which a kubelet makes groups."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, after = line.split(" - ", 1)
         kind = after.split(" ", 1)[0]
@@ -29,7 +29,7 @@ def groups(name: str) -> Iterator[Path]:
 def _make_groups(name: str) -> None:
     for place in groups(name):
         place.mkdir()
-        for file in ("cpuset.cpus", "cpuset.mems"):  # the one controller of version 1 that begins with nothing
+        for file in ("cpuset.cpus", "cpuset.mems"):  # the only controller of version 1 that begins empty
             if (place / file).exists():
                 (place / file).write_text((place.parent / file).read_text())
 
@@ -42,18 +42,18 @@ def _remove_groups(name: str) -> None:
 
 
 def _gone(name: str) -> bool:
-    """Remove the control groups, as far as the kernel is done with them; tell whether all are gone."""
+    """Remove the control groups, as far as the kernel has released them; return whether all are gone."""
     with contextlib.suppress(OSError):
         _remove_groups(name)
     return not any(place.exists() for place in groups(name))
 
 
 def main() -> None:
-    """Start a cluster: its name, and the command of its PID 1; print the pids of the keeper and of that."""
+    """Start a cluster by its name and the command of its PID 1; print the pids of the keeper and of PID 1."""
     name, *command = sys.argv[1:]
     try:
         _make_groups(name)
-        # Each ends with its parent: setpriv makes unshare do so, and unshare PID 1.
+        # Each process ends with its parent: setpriv makes unshare do so, and unshare PID 1.
         cluster = subprocess.Popen(
             ["setpriv", "--pdeathsig=KILL", "unshare", *_NAMESPACES, "--fork", "--kill-child=KILL", "--", *command],
             stdin=subprocess.DEVNULL,

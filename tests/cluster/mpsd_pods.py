@@ -1,4 +1,4 @@
-"""mpsd on the cluster: its DaemonSet on a node with simulated GPUs, and who uses it."""
+"""mpsd on the cluster: its DaemonSet on a node with simulated GPUs, and the pods that use it."""
 
 import json
 import sys
@@ -21,11 +21,11 @@ LABEL: Final = "mpsd/sharing=true"
 SIMULATED: Final = "/run/mpsd/simulated"
 
 CLIENT: Final = ("python3", "-m", "mpsd.simulator.client")
-"""The program of a client's container; with a stdin that nobody writes to, it stays."""
+"""The program of a client's container; with a silent stdin it stays."""
 
 
 class Mpsd:
-    """The DaemonSet of an overlay, on a node that has the label for it."""
+    """The DaemonSet of an overlay, on a node with its label."""
 
     def __init__(self, cluster: Cluster, overlay: str, *, gpus: int = 2, mpsd: str = "", plugin: str = "") -> None:
         """Give each node so many simulated GPUs; the texts are the configuration of mpsd, and of mpsd-kubernetes."""
@@ -39,7 +39,7 @@ class Mpsd:
 
     @staticmethod
     def _prepare(daemonset: Any, gpus: int) -> None:
-        """Have it do without GPUs, and without a registry."""
+        """Adapt it to work without GPUs, and without a registry."""
         for container in daemonset["spec"]["template"]["spec"]["containers"]:
             assert container["image"] == f"{IMAGE}:latest"
             container["imagePullPolicy"] = "Never"
@@ -54,7 +54,7 @@ class Mpsd:
         self.ready()
 
     def ready(self) -> Any:
-        """Wait until there is a pod that is ready, and return it."""
+        """Wait until a pod is ready, and return it."""
         return self.cluster.wait("mpsd's pod to be ready", self._find_ready)
 
     def _find_ready(self) -> Any:
@@ -65,14 +65,14 @@ class Mpsd:
         return pods[0] if conditions.get("Ready") == "True" else None
 
     def pods(self) -> list[Any]:
-        """Return its pods, those that are going included."""
+        """Return its pods, including terminating ones."""
         found = self.cluster.get("pods", f"--namespace={NAMESPACE}", "--selector=app.kubernetes.io/name=mpsd")
         items: list[Any] = found["items"]
         return items
 
     @property
     def name(self) -> str:
-        """The name of its one pod."""
+        """The name of its only pod."""
         (pod,) = self.pods()
         return str(pod["metadata"]["name"])
 
@@ -82,21 +82,21 @@ class Mpsd:
         return self.cluster.run(*program, *arguments, check=check, cwd=_TREE).stdout
 
     def execute(self, *command: str) -> str:
-        """Run a command in its container, as operators do."""
+        """Run a command in its container, like an operator."""
         inside = (f"--namespace={NAMESPACE}", self.name, "--container=mpsd", "--")
         return self.cluster.kubectl("exec", *inside, *command)
 
     def ask(self, what: str) -> Any:
-        """Return what `mpsctl WHAT` lists."""
+        """Return the list of `mpsctl WHAT`."""
         return json.loads(self.mpsctl(what, "--output=json"))[what]
 
     def try_ask(self, what: str) -> Any:
-        """Return the same, or None where mpsd does not answer."""
+        """Return the same, or None if mpsd does not answer."""
         said = self.mpsctl(what, "--output=json", check=False)
         return json.loads(said)[what] if said else None
 
     def remove(self) -> None:
-        """Take it away, whoever uses it, and wait until it is gone."""
+        """Remove it, with or without clients, and wait until it is gone."""
         self.cluster.kubectl("label", "node", NODE, LABEL.partition("=")[0] + "-")
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
         self.cluster.kubectl("delete", "pods", f"--namespace={NAMESPACE}", "--all", "--force", "--grace-period=0")
@@ -105,7 +105,7 @@ class Mpsd:
 
 
 def pod(name: str, resources: Mapping[str, int], *command: str, uid: int | None = None, **more: Any) -> Any:
-    """Return a pod that asks the cluster for its share, as operators write them; with a uid, one without any right."""
+    """Return a pod that requests a share from the cluster, like an operator's; with a uid, one without rights."""
     container: dict[str, Any] = {
         "name": "main", "image": f"{IMAGE}:latest", "imagePullPolicy": "Never",
         "command": list(command or CLIENT), "stdin": not command,
@@ -123,7 +123,7 @@ def pod(name: str, resources: Mapping[str, int], *command: str, uid: int | None 
 
 
 def application(name: str, **more: Any) -> Any:
-    """Return the pod of the examples that asks mpsd itself for 20 % of a GPU, with a client of MPS in it."""
+    """Return the example's pod that requests 20 % of a GPU from mpsd itself, with a client of MPS."""
     (pod,) = documents(KUBERNETES / "examples" / "application.yaml")
     pod["metadata"]["name"] = name
     (container,) = pod["spec"]["containers"]

@@ -1,8 +1,8 @@
-"""PID 1 of a cluster: it makes the machine that a node has to itself, and keeps the programs of the cluster running.
+"""PID 1 of a cluster: it makes a private machine for the node, and keeps the programs of the cluster running.
 
-It is started in namespaces of its own: mounts, network, pids, IPC and host name. What it changes is theirs alone, and
-gone with them: /run, /var/lib, /var/log and /dev/shm are new, and the settings of the kernel that a kubelet writes are
-files here, since no namespace has those.
+It is started in private namespaces: mounts, network, pids, IPC and host name. Its changes are limited to these, and end
+with them: /run, /var/lib, /var/log and /dev/shm are new, and the settings of the kernel that a kubelet writes are files
+here, since these have no namespace.
 
 A program that ends is started again, as on a node with systemd. A test kills one by its pid, in `pids/NAME`.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 STATE: Final = Path("/run/cluster/state")
-"""The directory of the cluster, where it is inside."""
+"""The directory of the cluster, as seen inside."""
 
 PROGRAMS: Final = Path("/run/cluster/programs")
 
@@ -36,10 +36,10 @@ _SETTINGS: Final = {
     "vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
     "kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
 }  # fmt: skip
-"""What a kubelet wants of the whole machine, and finds."""
+"""Settings of the whole machine that a kubelet requires."""
 
 _PAUSE: Final = 0.5
-"""Seconds before a program that ended is started again."""
+"""Seconds before an ended program is started again."""
 
 _CONTAINERD: Final = """\
 version = 2
@@ -81,8 +81,8 @@ def _do(*command: str) -> None:
 
 
 def make_machine(state: Path, programs: Path) -> None:
-    """Have the files that a node has to itself, its own settings of the kernel, and its network."""
-    for name in ("kubelet", "containerd", "log"):  # on a disk: a kubelet looks at how full that is
+    """Make the node's private files, its own settings of the kernel, and its network."""
+    for name in ("kubelet", "containerd", "log"):  # on a disk: a kubelet checks how full it is
         (state / name).mkdir()
     (state / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     (state / "hosts").write_text(f"127.0.0.1 localhost\n{ADDRESS} {NODE}\n")
@@ -106,7 +106,7 @@ def make_machine(state: Path, programs: Path) -> None:
         file.write_text(f"{value}\n")
         _do("mount", "--bind", str(file), f"/proc/sys/{name}")
     if Path("/sys/fs/cgroup/unified").is_mount():
-        _do("umount", "/sys/fs/cgroup/unified")  # runc takes the one or the other
+        _do("umount", "/sys/fs/cgroup/unified")  # runc accepts only one of the two
     _do("mount", "--make-rshared", "/")
     _do("hostname", NODE)
     for line in (
@@ -121,7 +121,7 @@ def make_machine(state: Path, programs: Path) -> None:
 
 
 def configure(group: str) -> None:
-    """Write what the programs read."""
+    """Write the configuration of the programs."""
     (STATE / "pki").mkdir()
     (STATE / "pids").mkdir()
     _do("openssl", "genrsa", "-out", str(STATE / "pki" / "accounts.key"), "2048")
@@ -144,7 +144,7 @@ def configure(group: str) -> None:
         "authentication": {"anonymous": {"enabled": True}, "webhook": {"enabled": False}},
         "authorization": {"mode": "AlwaysAllow"},
         "failSwapOn": False, "makeIPTablesUtilChains": False, "oomScoreAdj": 0, "serializeImagePulls": False,
-        "clusterDNS": [SERVICE],  # where nobody answers; without one, it warns of each pod
+        "clusterDNS": [SERVICE],  # no server answers there; without an entry, kubelet warns of each pod
         "nodeStatusUpdateFrequency": "1s", "nodeStatusReportFrequency": "1s", "syncFrequency": "5s",
         "imageGCHighThresholdPercent": 100, "evictionHard": {"memory.available": "100Mi"},
     }  # fmt: skip
@@ -192,12 +192,12 @@ class Programs:
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._due = dict.fromkeys(commands(), 0.0)
-        """When each that does not run is to be started."""
+        """The next start of each program that does not run."""
         path = f"{PROGRAMS}/usr/bin:{PROGRAMS}/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         self._environment = {"PATH": path, "HOME": "/root"}
 
     def start(self) -> float:
-        """Start those whose time has come; return for how many seconds there is nothing to do."""
+        """Start those that are due; return the seconds until the next one is."""
         now = time.monotonic()
         for name in [name for name, due in self._due.items() if due <= now]:
             del self._due[name]
@@ -212,7 +212,7 @@ class Programs:
         return max(min(self._due.values(), default=now + 60) - now, 0.01)
 
     def reap(self) -> None:
-        """Reap all who have ended: programs, and what containers leave to PID 1."""
+        """Reap all ended processes: programs, and orphans of containers."""
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 name = self._names.pop(pid, None)
@@ -221,7 +221,7 @@ class Programs:
 
 
 def main() -> None:
-    """Be PID 1, with the directory of the cluster, that of the programs, and the name of the control group."""
+    """Run as PID 1, with the directory of the cluster, that of the programs, and the name of the control group."""
     state, programs, group = sys.argv[1:]
     os.chdir("/")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})

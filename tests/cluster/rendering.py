@@ -1,4 +1,4 @@
-"""What kustomize and Helm make of what is offered for clusters: their own programs, not a stand-in."""
+"""The results of kustomize and Helm for the files for clusters: their own programs, not a stand-in."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ _TREE: Final = Path(__file__).resolve().parents[2]
 
 
 def kustomized(overlay: str) -> list[Any]:
-    """Return the objects of an overlay, as a kubectl of today makes them."""
+    """Return the objects of an overlay, rendered by a current kubectl."""
     programs = cluster.programs()
     assert programs is not None
     program = programs / cluster.NEWER / "usr" / "bin" / "kubectl"
@@ -31,7 +31,7 @@ def kustomized(overlay: str) -> list[Any]:
 
 
 def helm(what: str, values: Mapping[str, Any]) -> Any:
-    """Return what Helm itself says, asked to `render` or to `lint` the chart with these values."""
+    """Return Helm's own result of `render` or `lint` for the chart with these values."""
     if importlib.util.find_spec("helm_python") is None:
         lacking("helm-python-sdk is not installed (pip install '.[chart]')")
     command = [sys.executable, "-m", "tests.cluster.helm_program", what, str(CHART)]
@@ -57,7 +57,7 @@ def named(objects: list[Any]) -> dict[tuple[str, str], Any]:
 
 
 def by_kind(objects: list[Any]) -> dict[str, Any]:
-    """Return objects by their kind, of which each has one."""
+    """Return objects by their kind, each of which has one."""
     found = {each["kind"]: each for each in objects}
     assert len(found) == len(objects), json.dumps(objects)
     return found

@@ -1,4 +1,4 @@
-"""mpsd's DaemonSet on a real cluster, as its manifest has it: placed, asked, drained, updated, and left alone."""
+"""mpsd's DaemonSet on a real cluster, by its manifest: placed, used, drained, updated, and left alone."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
 
 
 def answers(cluster: Cluster, name: str) -> bool:
-    """Tell whether a command can be run in a pod: that takes the kubelet, and its container runtime."""
+    """Return whether a command can be run in a pod, which needs the kubelet and its container runtime."""
     return cluster.try_kubectl("exec", name, "--", "sh", "-c", ":").returncode == 0
 
 
@@ -32,7 +32,7 @@ def control_daemons(mpsd: Mpsd) -> dict[str, int]:
 
 
 def test_placed(mpsd: Mpsd) -> None:
-    """It runs, healthy, on the node with the label; the API server knows it as critical, and gives it nothing."""
+    """It runs, healthy, on the labelled node; the API server treats it as critical, and gives it no token."""
     pod = mpsd.ready()
     assert pod["spec"]["nodeName"] == NODE
     assert pod["spec"]["priority"] == 2000001000
@@ -49,7 +49,7 @@ def test_placed(mpsd: Mpsd) -> None:
 
 @pytest.mark.parametrize("label", ["nvidia.com/gpu.deploy.device-plugin", "nvidia.com/mps.capable"])
 def test_not_beside_nvidias(cluster: Cluster, mpsd: Mpsd, label: str) -> None:
-    """A node whose GPUs NVIDIA's components give out is not one for mpsd, whatever else its labels say."""
+    """A node whose GPUs NVIDIA's components manage gets no mpsd, whatever its other labels."""
 
     def wanted() -> int:
         return int(cluster.get("daemonset", "mpsd", f"--namespace={NAMESPACE}")["status"]["desiredNumberScheduled"])
@@ -58,13 +58,13 @@ def test_not_beside_nvidias(cluster: Cluster, mpsd: Mpsd, label: str) -> None:
         metadata = {"name": name, "labels": {"mpsd/sharing": "true", **labels}}
         cluster.apply({"apiVersion": "v1", "kind": "Node", "metadata": metadata})
     try:
-        # A pod for the second node is proof that both were looked at.
+        # A pod for the second node proves that both were considered.
         cluster.wait("a pod for the other node", lambda: "ours" in places(mpsd))
         assert places(mpsd) == {NODE, "ours"}
         cluster.wait("the count", lambda: wanted() == 2)
     finally:
         cluster.kubectl("delete", "node", "theirs", "ours")
-        # What collects the pods of a node that is gone takes a minute.
+        # The collection of the pods of a removed node takes a minute.
         gone = [each["metadata"]["name"] for each in mpsd.pods() if each["spec"].get("nodeName") != NODE]
         cluster.kubectl("delete", "pod", f"--namespace={NAMESPACE}", "--force", "--grace-period=0", *gone)
         cluster.wait("their pods to go", lambda: places(mpsd) == {NODE})
@@ -78,7 +78,7 @@ def places(mpsd: Mpsd) -> set[str]:
 
 
 def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
-    """The pod of the examples has its share while it runs, whatever is killed around it, and nothing afterwards."""
+    """The example's pod has its share while it runs, whatever is killed around it, and nothing afterwards."""
     cluster.apply(application("client"))
     hello = cluster.said("client")
     assert (hello["mps"], hello["active_thread_percentage"]) == (True, 20.0)
@@ -95,7 +95,7 @@ def test_client(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_update(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A change of the DaemonSet ends nobody: it counts for the next pod, and the old one goes when its clients have."""
+    """A change of the DaemonSet ends no client: it applies to the next pod, and the old one goes after its clients."""
     before = mpsd.name
     cluster.apply(application("last"))
     assert cluster.said("last")["mps"]

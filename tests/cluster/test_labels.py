@@ -1,4 +1,4 @@
-"""Each node's labels and annotation with the device plugin, by the narrow role of its overlay, and `mpsctl cluster`."""
+"""Each node's labels and annotation with the device plugin, by its overlay's narrow role, and `mpsctl cluster`."""
 
 import json
 import sys
@@ -30,20 +30,20 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
 
 
 def metadata(cluster: Cluster, what: str) -> dict[str, str]:
-    """Return the labels or the annotations of the node that are mpsd's."""
+    """Return mpsd's labels or annotations of the node."""
     found = cluster.get("node", NODE)["metadata"].get(what, {})
     return {name.removeprefix("mpsd/"): value for name, value in found.items() if name.startswith("mpsd/")}
 
 
 def shown(cluster: Cluster, *arguments: str) -> str:
-    """Return what `mpsctl cluster` shows an operator."""
+    """Return the output of `mpsctl cluster` for an operator."""
     environment = (f"PATH={PROGRAMS}/usr/bin:/usr/bin:/bin", f"KUBECONFIG={STATE}/admin.kubeconfig", "HOME=/run")
     program = (sys.executable, "-m", "mpsd.cli.main", "cluster", *arguments)
     return cluster.run("env", *environment, *program, cwd=_TREE).stdout
 
 
 def test_rights(cluster: Cluster, mpsd: Mpsd) -> None:
-    """The account of the pod may read and patch Nodes, and nothing else; mpsd's own container has no token of it."""
+    """The pod's account may only read and patch Nodes; mpsd's own container has no token of it."""
     account = f"--as=system:serviceaccount:{NAMESPACE}:mpsd-kubernetes"
 
     def may(verb: str, *what: str) -> str:
@@ -62,7 +62,7 @@ def test_rights(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_labels_and_table(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A pod, and a GPU that is held, are seen in the labels, in the annotation, and by `mpsctl cluster`."""
+    """A pod, and a GPU that is held, are visible in the labels, in the annotation, and in `mpsctl cluster`."""
     cluster.wait("labels", lambda: metadata(cluster, "labels").get("healthy-gpus") == "2")
     labels = metadata(cluster, "labels")
     assert (labels["gpus"], labels["offers"], labels["free-threads"]) == ("2", "slices", "100")

@@ -1,4 +1,4 @@
-"""Pods that are made to leave a real cluster's node, and mpsd itself: nothing of theirs is left or lost."""
+"""Pods that have to leave a real cluster's node, and mpsd itself: nothing of theirs is left or lost."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
 
 @pytest.fixture(autouse=True)
 def nobody(cluster: Cluster, mpsd: Mpsd) -> Iterator[None]:
-    """Have each test leave no pod, and mpsd without a lease."""
+    """Check that each test leaves no pod, and mpsd without a lease."""
     yield
     if names(cluster):
         cluster.delete(*names(cluster))
@@ -54,21 +54,21 @@ def run(cluster: Cluster, *pods: Any) -> None:
 
 
 def lease_of(mpsd: Mpsd, name: str) -> Any:
-    """Return the one lease that the pod of this name holds by its control group."""
+    """Return the only lease that the pod of this name holds by its control group."""
     uid = mpsd.cluster.get("pod", name)["metadata"]["uid"]
     (lease,) = (each for each in mpsd.ask("leases") if any(uid in (one.get("cgroup") or "") for one in each["holders"]))
     return lease
 
 
 def ended(mpsd: Mpsd, *leases: Any) -> bool:
-    """Tell whether mpsd has ended each of these leases, and once."""
+    """Return whether mpsd has ended each of these leases, and once."""
     found = map(json.loads, mpsd.mpsctl("events", "--output=json").splitlines())
     ends = [each["lease"] for each in found if each["event"] == "lease_ended"]
     return all(ends.count(each["id"]) == 1 for each in leases)
 
 
 def test_preempted(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A pod of a higher class gets the GPU of one of a lower, whose lease ends, and the others keep theirs."""
+    """A pod of a higher class gets the GPU of a lower one, whose lease ends; the other pods keep theirs."""
     cluster.apply(URGENT)
     run(cluster, client("low-1", 100), client("low-2", 100))
     before = {name: lease_of(mpsd, name) for name in ("low-1", "low-2")}
@@ -89,7 +89,7 @@ def test_preempted(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_evicted(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A pod that is evicted through the API leaves nothing, and the pod beside it nothing notices."""
+    """A pod that is evicted through the API leaves nothing, and the pod beside it is unaffected."""
     run(cluster, client("evicted", 60), client("beside", 30))
     first, other = lease_of(mpsd, "evicted"), lease_of(mpsd, "beside")
     eviction = {
@@ -106,7 +106,7 @@ def test_evicted(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_node_is_drained(cluster: Cluster, mpsd: Mpsd) -> None:
-    """`kubectl drain` ends the clients and their leases; mpsd's own pod stays, and its control daemons."""
+    """`kubectl drain` ends the clients and their leases; mpsd's own pod and its control daemons stay."""
     run(cluster, client("one", 50), client("two", 70))
     leases = [lease_of(mpsd, name) for name in ("one", "two")]
     before = mpsd.name, {each["name"]: each["pid"] for each in mpsd.ask("daemons")}
@@ -121,7 +121,7 @@ def test_node_is_drained(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_mpsd_is_deleted(cluster: Cluster, mpsd: Mpsd) -> None:
-    """Its pod, deleted, offers nothing more, and leaves when the last client has; the next serves what waited."""
+    """mpsd's deleted pod offers nothing more, and leaves after the last client; the next one serves waiting pods."""
     run(cluster, client("last", 50))
     lease = lease_of(mpsd, "last")
     before = mpsd.name

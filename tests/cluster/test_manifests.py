@@ -21,12 +21,12 @@ DRA: Final = {"devicePlugin": {"enabled": False}, "dra": {"enabled": True}}
 
 
 def pod(objects: list[Any]) -> Any:
-    """Return the specification of the DaemonSet's pods, its lists in the order of their names."""
+    """Return the specification of the DaemonSet's pods, with its lists sorted by name."""
     (found,) = (each for each in objects if each["kind"] == "DaemonSet")
     spec = copy.deepcopy(found["spec"]["template"]["spec"])
     for volume in spec["volumes"]:
         if "configMap" in volume:
-            volume["configMap"]["name"] = volume["configMap"]["name"].partition("-")[0]  # less kustomize's hash
+            volume["configMap"]["name"] = volume["configMap"]["name"].partition("-")[0]  # without kustomize's hash
     for container in spec["containers"]:
         container.pop("imagePullPolicy", None)
         for name in ("env", "volumeMounts"):
@@ -38,7 +38,7 @@ def pod(objects: list[Any]) -> Any:
 
 @pytest.mark.parametrize("overlay", ["daemonset", "sidecar"])
 def test_stand_in(overlay: str) -> None:
-    """What the tests without a cluster take for kustomize makes the same objects, but for the hash in a name."""
+    """The stand-in for kustomize in other tests renders the same objects, except for the hash in a name."""
     theirs = kustomized(overlay)
     hashed = by_kind(theirs)["ConfigMap"]["metadata"]["name"]
     assert json.loads(json.dumps(by_kind(theirs)).replace(hashed, "mpsd")) == manifests.overlay(overlay)
@@ -46,7 +46,7 @@ def test_stand_in(overlay: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_schemas(version: str) -> None:
-    """Every object of the overlays and of the chart is one that each Kubernetes takes, and has no unknown field."""
+    """Every object of the overlays and the chart is valid for each Kubernetes, and has no unknown field."""
     objects = [each for overlay in OVERLAYS for each in kustomized(overlay)]
     for each in (*objects, *rendered(), *rendered(devicePlugin={"enabled": False}), *rendered(**EVERYTHING)):
         kubernetes_validate.validate(each, version, strict=True)
@@ -54,7 +54,7 @@ def test_schemas(version: str) -> None:
 
 @pytest.mark.parametrize("version", WITH_DRA)
 def test_dynamic_resource_allocation(version: str) -> None:
-    """What the overlay and the chart bring of the driver is as each Kubernetes that has it takes it."""
+    """The driver's objects in the overlay and the chart are valid for each Kubernetes with the feature."""
     objects = kustomized("dra")
     everything = rendered(**DRA, nodeLabels=True)
     for each in (*objects, *everything, *rendered(**DRA), *rendered(**OTHERWISE), *rendered(nodeLabels=True)):
@@ -67,7 +67,7 @@ def test_dynamic_resource_allocation(version: str) -> None:
 
 
 def test_policy_alone() -> None:
-    """What holds the pods to their own nodes can be applied by itself, beside the overlay with labels."""
+    """The policy that limits pods to their own nodes can be applied by itself, beside the overlay with labels."""
     (folder,) = {path.parent for path in manifests.KUBERNETES.glob("policy/*.yaml")}
     (policy, binding) = (each for each in kustomized(str(folder)) if each["kind"].startswith("Validating"))
     assert binding["spec"]["policyName"] == policy["metadata"]["name"]
@@ -83,7 +83,7 @@ EVERYTHING: Final = {
     "mpsd": {"extraArgs": ["--simulate", "2"]},
     "devicePlugin": {"kubeletDirectory": "/var/lib/k0s/kubelet", "seLinuxType": "container_device_plugin_t"},
 }
-"""A value for everything that the chart leaves out by itself."""
+"""A value for everything that the chart leaves out by default."""
 
 OTHERWISE: Final = {
     "devicePlugin": {"enabled": False},
@@ -92,11 +92,11 @@ OTHERWISE: Final = {
         "seLinuxType": "spc_t",
     },
 }  # fmt: skip
-"""Every value of the driver, other than it is by itself."""
+"""A non-default value for every setting of the driver."""
 
 
 def test_chart_is_the_overlay() -> None:
-    """By itself the chart is the overlay with the device plugin, and without that the one of mpsd alone."""
+    """By default the chart equals the overlay with the device plugin, and without that the one of mpsd alone."""
     chart, overlay = by_kind(rendered()), by_kind(kustomized("device-plugin"))
     assert chart["DaemonSet"]["spec"]["updateStrategy"] == overlay["DaemonSet"]["spec"]["updateStrategy"]
     assert chart["ResourceQuota"]["spec"] == overlay["ResourceQuota"]["spec"]
@@ -111,7 +111,7 @@ def test_chart_is_the_overlay() -> None:
 
 
 def test_chart_with_labels_is_the_overlay() -> None:
-    """With `nodeLabels` the chart is the overlay with labels; its role is that one, and nothing else has one."""
+    """With `nodeLabels` the chart equals the overlay with labels; its role is the same, and no other object has one."""
     chart, overlay = rendered(nodeLabels=True), kustomized("device-plugin-labels")
     ours = pod(chart)
     (plugin,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
@@ -126,7 +126,7 @@ def test_chart_with_labels_is_the_overlay() -> None:
 
 
 def test_chart_with_driver_is_the_overlay() -> None:
-    """With the driver and labels the chart is the overlay of the driver: pods, role, policy, and device classes."""
+    """With the driver and labels the chart equals the driver's overlay: pods, role, policy, and device classes."""
     chart, overlay = rendered(**DRA, nodeLabels=True), kustomized("dra")
     ours = pod(chart)
     (driver,) = (each for each in ours["containers"] if each["name"] == "mpsd-kubernetes")
@@ -148,12 +148,12 @@ def test_chart_with_driver_is_the_overlay() -> None:
 
 
 def rules(role: Any) -> list[Any]:
-    """Return the rules of a role, in one order."""
+    """Return the rules of a role, sorted."""
     return sorted(role["rules"], key=json.dumps)
 
 
 def test_chart_takes_the_drivers_values() -> None:
-    """Each value of the driver is where it belongs, and without labels it may not write to a Node."""
+    """Each value of the driver is in its place, and without labels it may not write to a Node."""
     objects = rendered(**OTHERWISE)
     spec = pod(objects)
     (driver,) = (each for each in spec["containers"] if each["name"] == "mpsd-kubernetes")
@@ -176,7 +176,7 @@ def test_chart_offers_by_one_of_both() -> None:
 
 
 def test_chart_takes_its_values() -> None:
-    """Each value is where it belongs."""
+    """Each value is in its place."""
     spec = pod(rendered(**EVERYTHING))
     plugin, mpsd = sorted(spec["containers"], key=lambda each: str(each["name"]), reverse=True)
     assert {plugin["image"], mpsd["image"]} == {f"registry.example/mpsd@sha256:{'0' * 64}"}
@@ -196,12 +196,12 @@ def test_chart_takes_its_values() -> None:
     {"image": {"digest": "latest"}},
 ])  # fmt: skip
 def test_chart_refuses(values: dict[str, Any]) -> None:
-    """A value that is misspelt, has mpsd on every node, or would end clients, is refused with its name."""
+    """A value that is misspelled, has mpsd on every node, or would end clients, is refused by name."""
     assert f"'/{next(iter(values))}" in helm("render", values)["refused"]
 
 
 def test_lint() -> None:
-    """Helm finds nothing to say of the chart but that it has no icon."""
+    """Helm's only message about the chart is that it has no icon."""
     report = helm("lint", {})["lint"]
     assert report["errors"] == []
     assert [each["error"] for each in report["messages"]] == ["icon is recommended"]
@@ -209,7 +209,7 @@ def test_lint() -> None:
 
 @pytest.mark.parametrize("overlay", ["daemonset", "device-plugin", "device-plugin-labels"])
 def test_api_server(cluster: Cluster, overlay: str) -> None:
-    """A real API server takes every object, and refuses one with a field that it does not know."""
+    """A real API server accepts every object, and refuses one with an unknown field."""
     objects = kustomized(overlay)
     namespaces = [each for each in objects if each["kind"] == "Namespace"]
     cluster.apply(*namespaces)

@@ -1,4 +1,4 @@
-"""What operators of such clusters deploy today runs with only the names of its resources changed."""
+"""Typical deployments of today's GPU-sharing clusters run with only the names of their resources changed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -25,7 +25,7 @@ Install = Callable[..., Mpsd]
 
 @pytest.fixture
 def install(cluster: Cluster) -> Iterator[Install]:
-    """Give what installs mpsd with a configuration, for one test."""
+    """Return a function that installs mpsd with a configuration, for one test."""
     made: list[Mpsd] = []
 
     def install(resource: str, number: int, **options: Any) -> Mpsd:
@@ -46,7 +46,7 @@ def offered(cluster: Cluster, resource: str) -> int:
 
 
 def limited(cluster: Cluster, made: Any) -> tuple[float, int]:
-    """Run a pod, and return what its program sees as its limits: percent of the threads, and bytes."""
+    """Run a pod, and return the limits that its program sees: percent of the threads, and bytes."""
     with_simulated_gpus(made["spec"])
     name = made["metadata"]["name"]
     cluster.apply(made)
@@ -57,7 +57,7 @@ def limited(cluster: Cluster, made: Any) -> tuple[float, int]:
 
 
 def deployment(limits: dict[str, str], uid: int = 0) -> Any:
-    """Return a deployment that brings its own limit, the control daemon's directory, and the host's shared memory."""
+    """Return a deployment with its own limit, the control daemon's directory, and the host's shared memory."""
     variables = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "20", "CUDA_MPS_PIPE_DIRECTORY": PIPE}
     container = {
         "name": "server", "image": f"{IMAGE}:latest", "imagePullPolicy": "Never", "command": list(CLIENT),
@@ -81,19 +81,22 @@ def deployment(limits: dict[str, str], uid: int = 0) -> Any:
 
 
 def served(cluster: Cluster) -> dict[str, Any]:
-    """Wait for the deployment's pod, and return what its program said of itself."""
+    """Wait for the deployment's pod, and return its program's description of itself."""
     found = cluster.wait("the deployment's pod", lambda: cluster.get("pods", "--selector=app=server")["items"])
     return cluster.said(found[0]["metadata"]["name"])
 
 
 def withdraw(cluster: Cluster) -> None:
-    """Take the deployment away."""
+    """Remove the deployment."""
     cluster.kubectl("delete", "deployment", "server")
     cluster.wait("its pods to go", lambda: not cluster.get("pods", "--selector=app=server")["items"])
 
 
 def test_threads_and_memory(cluster: Cluster, install: Install) -> None:
-    """Half the threads and 8 GiB, as two resources, on a node with one GPU; one of the two alone fails, and says so."""
+    """Half the threads and 8 GiB, as two resources, on a node with one GPU.
+
+    One of the two alone fails, with a reason.
+    """
     mpsd = install(CORE, 100, gpus=1, plugin='resources = "threads-and-memory"')
     assert offered(cluster, MEMORY) == 79
     assert limited(cluster, pod("two", {CORE: 50, MEMORY: 8})) == (50.0, 8 * GIB)
@@ -109,7 +112,7 @@ def test_threads_and_memory(cluster: Cluster, install: Install) -> None:
 
 
 def test_memory_alone(cluster: Cluster, install: Install) -> None:
-    """A pod that asks for 7 GiB by another plugin's name has those, and as much of the threads."""
+    """A pod that requests 7 GiB by another plugin's name gets them, and the same part of the threads."""
     install(OTHERS, 158, plugin=f'resources = "memory"\nmemory_resource = "{OTHERS}"')
     percent, memory = limited(cluster, pod("memory", {OTHERS: 7}))
     assert memory == 7 * GIB
@@ -117,7 +120,10 @@ def test_memory_alone(cluster: Cluster, install: Install) -> None:
 
 
 def test_limited_by_its_environment(cluster: Cluster, install: Install) -> None:
-    """A deployment that limits itself runs as it is where the unadmitted are let in, with mpsd's limits for them."""
+    """A deployment that limits itself runs unchanged if unadmitted clients get the defaults.
+
+    mpsd's limits for them apply.
+    """
     defaults = '[enforcement]\nunadmitted = "defaults"\n[limits]\nactive_thread_percentage = 60.0\n'
     mpsd = install(SLICE, 200, mpsd=defaults)
     cluster.apply(deployment({}))
@@ -128,7 +134,7 @@ def test_limited_by_its_environment(cluster: Cluster, install: Install) -> None:
 
 
 def test_limited_by_its_environment_and_admitted(cluster: Cluster, install: Install) -> None:
-    """Where only who has a lease is let in, one line of resources gives it one."""
+    """If only clients with a lease are admitted, one line of resources gives it one."""
     mpsd = install(SLICE, 200, plugin='shared_memory = "never"')
     cluster.apply(deployment({SLICE: "20"}))
     hello = served(cluster)

@@ -1,4 +1,4 @@
-"""Pods that ask a real cluster for parts of a GPU: placed by it, held by mpsd, whatever is killed meanwhile."""
+"""Pods that request parts of a GPU from a real cluster: it places them, and mpsd holds them, whatever is killed."""
 
 import json
 import os
@@ -22,13 +22,13 @@ USER: Final = 1000
 PLUGIN: Final = "/opt/mpsd/bin/mpsd-kubernetes"
 
 SIZES: Final = (10, 25, 50, 30, 20) * 4
-"""Of 20 pods, in hundredths of a GPU: 540, on two GPUs."""
+"""Sizes of 20 pods, in hundredths of a GPU: 540, on two GPUs."""
 
 REFUSED: Final = re.compile(
     "though all GPUs together have"
     r"|Requested: \d+, Available: \d+|unregistered device|has been stopped|code = Unavailable"
 )
-"""Why a pod may be refused while they come and go: for fragmentation, and by the kubelet while the plugin is away."""
+"""Valid refusals of a pod while others come and go: fragmentation, and kubelet's own while the plugin is away."""
 
 WORK: Final = "printf 'alloc {memory}MiB\\ncompute 0.5\\nexit\\n' | python3 -m mpsd.simulator.client"
 
@@ -43,7 +43,7 @@ def mpsd(cluster: Cluster) -> Iterator[Mpsd]:
 
 
 def client(name: str, slices: int, *command: str) -> Any:
-    """Return a pod without any right, with so many slices, and the node's simulated GPUs."""
+    """Return a pod without rights, with so many slices, and the node's simulated GPUs."""
     made = pod(name, {SLICE: slices}, *command, uid=USER)
     assert list(forbidden(made["spec"])) == []
     with_simulated_gpus(made["spec"])
@@ -56,18 +56,18 @@ def allocatable(cluster: Cluster, resource: str = SLICE) -> int:
 
 
 def events(cluster: Cluster, name: str) -> str:
-    """Return what the cluster says of a pod."""
+    """Return the cluster's events of a pod."""
     found = cluster.get("events", f"--field-selector=involvedObject.name={name}")["items"]
     return "\n".join(f"{each['reason']}: {each['message']}" for each in found)
 
 
 def idle(mpsd: Mpsd) -> None:
-    """Wait until nobody has a lease."""
+    """Wait until there is no lease."""
     mpsd.cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
 
 
 def committed(mpsd: Mpsd) -> None:
-    """See that no GPU is promised twice, as far as mpsd answers."""
+    """Check that no GPU is overcommitted, as far as mpsd answers."""
     said = mpsd.try_ask("gpus")
     for gpu in () if said is None else said:
         assert gpu["threads_granted"] <= 100
@@ -105,7 +105,7 @@ def test_half_a_gpu(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_more_than_the_node_has(cluster: Cluster, mpsd: Mpsd) -> None:
-    """What exceeds the node stays pending, and the scheduler says of what there is not enough."""
+    """A request beyond the node stays pending, and the scheduler names the resource that is insufficient."""
     cluster.apply(client("huge", 250))
     cluster.wait("the scheduler's word", lambda: f"Insufficient {SLICE}" in events(cluster, "huge"))
     assert cluster.phase("huge") == "Pending"
@@ -114,7 +114,7 @@ def test_more_than_the_node_has(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_fragmentation(cluster: Cluster, mpsd: Mpsd) -> None:
-    """What only both GPUs together have left is placed by the scheduler, and fails with the reason in its event."""
+    """A request that fits only both GPUs together is placed by the scheduler, and fails with a reason in its event."""
     for name in ("one", "two"):
         cluster.apply(client(name, 60))
         assert cluster.said(name)["active_thread_percentage"] == 60.0
@@ -132,7 +132,7 @@ def test_fragmentation(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def test_plugin_alone_is_updated(cluster: Cluster, mpsd: Mpsd) -> None:
-    """Another image for the plugin's container, in the pod that runs, replaces that container, and ends nobody."""
+    """Another image for the plugin's container, in the running pod, replaces that container, and ends no client."""
     cluster.tag("localhost/mpsd:latest", "localhost/mpsd:next")
     cluster.apply(client("held", 20))
     assert cluster.said("held")["mps"]
@@ -152,18 +152,18 @@ def test_plugin_alone_is_updated(cluster: Cluster, mpsd: Mpsd) -> None:
 
 
 def is_other(now: dict[str, str], before: dict[str, str]) -> bool:
-    """Tell whether the plugin runs in another container than before."""
+    """Return whether the plugin runs in another container than before."""
     return now.get("mpsd-kubernetes", before["mpsd-kubernetes"]) != before["mpsd-kubernetes"]
 
 
 def containers(mpsd: Mpsd) -> dict[str, str]:
-    """Return the ids of the containers that run in mpsd's pod, by their names."""
+    """Return the ids of the running containers in mpsd's pod, by name."""
     (found,) = mpsd.pods()
     return {each["name"]: each.get("containerID", "") for each in found["status"]["containerStatuses"] if each["ready"]}
 
 
 def kill(cluster: Cluster, *words: str) -> Callable[[], None]:
-    """Give what kills the one process of the node with these arguments, and waits for the next."""
+    """Return a function that kills the node's process with these arguments, and waits for the next."""
 
     def kill_it() -> None:
         (before,) = cluster.processes(*words)
@@ -174,7 +174,7 @@ def kill(cluster: Cluster, *words: str) -> Callable[[], None]:
 
 
 def test_twenty(cluster: Cluster, mpsd: Mpsd) -> None:
-    """20 pods of mixed sizes run to their ends, never over-committed, while plugin, mpsd and kubelet are killed."""
+    """20 pods of mixed sizes run to their ends, never overcommitted, while plugin, mpsd and kubelet are killed."""
     kills: list[Callable[[], None]] = [
         kill(cluster, PLUGIN),
         kill(cluster, "/opt/mpsd/bin/mpsd", "run"),
@@ -193,7 +193,7 @@ def test_twenty(cluster: Cluster, mpsd: Mpsd) -> None:
             if status.get("phase") == "Succeeded":
                 waiting.discard(name)
             elif status.get("phase") == "Failed":
-                # No container of it ever ran: it was refused before, as whoever made it finds out.
+                # No container of it ever ran: it was refused before, which its creator has to detect.
                 assert status.get("reason") == "UnexpectedAdmissionError", (status, cluster.try_kubectl("logs", name))
                 refused.append(status["message"])
                 cluster.delete(name)

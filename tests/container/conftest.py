@@ -27,7 +27,7 @@ _numbers = count(1)
 
 @pytest.fixture(scope="session")
 def make_sidecar(podman: Podman, image: str, private_root: Path) -> MakeSidecar:
-    """Give a maker of sidecars, not started yet; who starts one cleans up."""
+    """Return a maker of sidecars that are not started yet; the caller that starts one cleans up."""
 
     def make(**options: Any) -> Sidecar:
         root = private_root / f"c{os.getpid()}-{next(_numbers)}"
@@ -50,7 +50,7 @@ def sidecar(make_sidecar: MakeSidecar) -> Iterator[Sidecar]:
 
 @pytest.fixture
 def own_sidecar(make_sidecar: MakeSidecar) -> Iterator[Sidecar]:
-    """Give a sidecar on simulated control daemons that a test may end as it likes; it is not started yet."""
+    """Return a sidecar on simulated control daemons, not started yet, that a test may end in any way."""
     sidecar = make_sidecar()
     try:
         yield sidecar
@@ -60,7 +60,7 @@ def own_sidecar(make_sidecar: MakeSidecar) -> Iterator[Sidecar]:
 
 @pytest.fixture(scope="module")
 def files(private_root: Path) -> Iterator[Path]:
-    """Give the root file system of containers: this machine's /usr, so that no image has to be built."""
+    """Yield the root file system of containers: this machine's /usr, so that no image has to be built."""
     if not Path(PYTHON).exists():
         lacking(f"{PYTHON} is not installed (Debian: python3)")
     place = make_files(private_root / f"files{os.getpid()}")
@@ -70,7 +70,7 @@ def files(private_root: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def device_directory() -> Iterator[None]:
-    """Leave the directory of devices as it was: there, or not, unless tests beside these have devices in it."""
+    """Leave the directory of devices as it was, existing or not, unless concurrent tests have devices in it."""
     had = cdi_directory.DEFAULT.exists()
     yield
     if not had and cdi_directory.DEFAULT.exists():

@@ -1,4 +1,4 @@
-"""A program in a container of any engine, for tests: told what to do, and ended with its container."""
+"""A program in a container of any engine, for tests: it takes commands, and ends with its container."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -8,16 +8,16 @@ from tests.driven_program import DrivenProgram
 
 
 class Engine(Protocol):
-    """What runs containers: podman, containerd, Docker."""
+    """A container engine: podman, containerd or Docker."""
 
     environment: Mapping[str, str]
 
     def remove(self, name: str) -> None:
-        """Remove a container, at once and with all that is in it, if it is there."""
+        """Remove a container at once, with all its processes, if it exists."""
 
 
 class Contained(DrivenProgram):
-    """A process in a container that is told what to do; it ends with its container, not with a command alone."""
+    """A process in a container that takes commands; it ends with its container, not with the command alone."""
 
     def __init__(self, engine: Engine, name: str, command: Sequence[str]) -> None:
         """Start it."""

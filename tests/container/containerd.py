@@ -1,6 +1,6 @@
-"""containerd of a newer Debian, with directories, a socket and a mount namespace of its own: nothing of it stays.
+"""containerd of a newer Debian, with private directories, socket and mount namespace, which leaves nothing behind.
 
-Its directory for the sockets of its containers is not a setting (/run/containerd): it sees another one there.
+Its directory for the sockets of its containers is not configurable (/run/containerd): it sees a private one there.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from tests.harness import kill, look_at, pids, remove_tree, wait_until
 from tests.tools import needed
 
 VARIABLE: Final = "MPSD_CONTAINERD"
-"""Names the cache that its programs, and Docker's, are in."""
+"""Names the cache of its programs, and of Docker's."""
 
 SUITE: Final = "forky"
 """Its containerd is 2.1. The `ctr` of Debian 13 (1.7) does not read CDI devices."""
@@ -43,14 +43,14 @@ class Containerd:
     """One containerd, its `ctr`, and its containers."""
 
     def __init__(self, home: Path) -> None:
-        """Give it a directory that is made for it."""
+        """Start from a directory that is made for it."""
         self.runc = needed("runc", "runc")
         self._programs = programs(VARIABLE, "containerd", SUITE, _PROGRAMS)
         self.home = home
         home.mkdir()
         (home / "containerd.toml").write_text(_CONFIGURATION.format(home=home))
         self.group = f"mpsd-tests-containerd-{os.getpid()}"
-        """The control group that all its containers are in."""
+        """The control group of all its containers."""
         self.environment: Mapping[str, str] = {**os.environ, "PATH": f"{self._programs}:{os.environ['PATH']}"}
         self._made = not _SHARED.exists()
         _SHARED.mkdir(mode=0o711, exist_ok=True)
@@ -64,7 +64,7 @@ class Containerd:
         return f"mpsd-tests {_SHARED} " in mounts
 
     def inside(self, *command: str) -> list[str]:
-        """Return how to run something that sees its mounts."""
+        """Return a command prefix that runs a program with its mounts."""
         return ["nsenter", f"--target={self._namespace.pid}", "--mount", "--wdns=/", "--", *command]
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class Containerd:
         )
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End it; its containers go on."""
+        """End it; its containers keep running."""
         assert self.process is not None
         self.process.send_signal(number)
         self.process.wait(_SECONDS)
@@ -97,17 +97,17 @@ class Containerd:
         return done
 
     def run(self, name: str, files: Path, *command: str, options: Sequence[str] = ()) -> list[str]:
-        """Return how to run a container on this root file system."""
+        """Return a command that runs a container on this root file system."""
         group = f"--cgroup=/{self.group}/{name}"
         return self._ctr("run", f"--runc-binary={self.runc}", group, "--rootfs", *options, str(files), name, *command)
 
     def pid(self, name: str) -> int:
-        """Return the pid of a container's first process; 0 where it has none."""
+        """Return the pid of a container's first process, or 0 if it has none."""
         lines = (line.split() for line in self.call("task", "list").stdout.splitlines())
         return next((int(each[1]) for each in lines if each[0] == name), 0)
 
     def remove(self, name: str) -> None:
-        """Remove a container, at once and with all that is in it, if it is there."""
+        """Remove a container at once, with all its processes, if it exists."""
         self.call("task", "delete", "--force", name, check=False)
         self.call("container", "delete", name, check=False)
 
@@ -122,7 +122,8 @@ class Containerd:
             self.remove_all()
             self.end()
         for found in filter(None, map(look_at, pids())):
-            if f"-address {self.home}/socket" in found.command:  # what is left between a container and containerd
+            # A process between a container and containerd that is left.
+            if f"-address {self.home}/socket" in found.command:
                 kill(found)
         self._namespace.kill()
         self._namespace.wait(_SECONDS)
@@ -130,6 +131,6 @@ class Containerd:
             for folder, _, _ in os.walk(hierarchy / self.group, topdown=False):
                 Path(folder).rmdir()
         if self._made:
-            with contextlib.suppress(OSError):  # somebody else's containerd began to use it
+            with contextlib.suppress(OSError):  # another containerd has begun to use it
                 _SHARED.rmdir()
         remove_tree(self.home)

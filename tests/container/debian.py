@@ -1,4 +1,4 @@
-"""Programs of a newer Debian than this machine has: their package is fetched once, and nothing is installed."""
+"""Programs of a newer Debian than this machine's: a package is fetched once, and nothing is installed."""
 
 import fcntl
 import shutil
@@ -12,7 +12,7 @@ from tests.tools import lacking
 
 
 def programs(variable: str, package: str, suite: str, wanted: Collection[str]) -> Path:
-    """Return a directory that has these files of a package; where they do not come, the test skips, or fails.
+    """Return a directory with these files of a package; if they cannot be fetched, the test skips, or fails.
 
     They are kept in the cache that `variable` names.
     """

@@ -1,4 +1,4 @@
-"""Docker of a newer Debian, on a containerd of the tests' own; it sees the mounts that this one sees."""
+"""Docker of a newer Debian, on a containerd of the tests, with the same mounts."""
 
 import json
 import os
@@ -16,10 +16,10 @@ _IMAGE: Final = "mpsd-tests"
 
 
 class Docker:
-    """One dockerd, its client, and its containers, which all are of one image."""
+    """A dockerd, its client, and its containers, all of one image."""
 
     def __init__(self, home: Path, containerd: Containerd) -> None:
-        """Give it a directory that is made for it, and a containerd that outlives it, and start it."""
+        """Start it in a directory that is made for it, on a containerd that outlives it."""
         place = programs(VARIABLE, "docker.io", SUITE, ["usr/sbin/dockerd"])
         client = programs(VARIABLE, "docker-cli", SUITE, ["usr/bin/docker"])
         home.mkdir()
@@ -54,7 +54,7 @@ class Docker:
         return done
 
     def take_in(self, files: Path) -> None:
-        """Make an image of a root file system."""
+        """Make an image from a root file system."""
         archive = files.parent / f"{files.name}.tar"
         subprocess.run(["tar", "--create", f"--file={archive}", f"--directory={files}", "."], check=True)
         try:
@@ -63,7 +63,7 @@ class Docker:
             archive.unlink()
 
     def run(self, *command: str, options: Sequence[str] = ()) -> list[str]:
-        """Return what follows `docker run` for a container of the image."""
+        """Return the arguments of `docker run` for a container of the image."""
         own = ["--rm", "--interactive", "--network=none", f"--cgroup-parent=/{self._group}"]
         return [*own, *options, _IMAGE, *command]
 
@@ -72,7 +72,7 @@ class Docker:
         return int(self.call("inspect", "--format={{.State.Pid}}", name).stdout)
 
     def remove(self, name: str) -> None:
-        """Remove a container, at once and with all that is in it, if it is there."""
+        """Remove a container at once, with all its processes, if it exists."""
         self.call("rm", "--force", name, check=False)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The image, built once for a run from inputs that are kept: fixtures for whoever needs it."""
+"""The image, built once for a run from cached inputs: fixtures for the tests that need it."""
 
 import fcntl
 import hashlib
@@ -21,7 +21,7 @@ IMAGE: Final = "localhost/mpsd"
 
 @pytest.fixture(scope="session")
 def podman(private_root: Path) -> Iterator[Podman]:
-    """Give a podman; where it cannot be had, the test skips, or fails where everything is required."""
+    """Yield a podman; without one, the test skips, or fails where everything is required."""
     for program in ("podman", "runc"):
         needed(program, program)
     podman = Podman(private_root / "podman")
@@ -33,7 +33,7 @@ def podman(private_root: Path) -> Iterator[Podman]:
 
 @pytest.fixture(scope="session")
 def inputs(podman: Podman) -> Path:
-    """Give what the image is built from: a copy of what is kept for all runs of the tests."""
+    """Return the inputs of the image: a copy of the cache for all runs."""
     needed("mmdebstrap", "mmdebstrap")
     made_from = (
         BUILD.read_bytes(),
@@ -53,7 +53,7 @@ def inputs(podman: Podman) -> Path:
 
 @pytest.fixture(scope="session")
 def build(podman: Podman, inputs: Path) -> Callable[[str], str]:
-    """Give what builds an image of this name, and returns its id."""
+    """Return a function that builds an image of this name, and returns its id."""
 
     def build(name: str) -> str:
         command = [str(BUILD), "image", str(inputs), name]

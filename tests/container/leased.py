@@ -1,4 +1,4 @@
-"""What the tests of containers with a lease share: the lease, its device, and the container's files."""
+"""Helpers for the tests of containers with leases: the lease, its device, and the container's files."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def container_name() -> str:
 
 
 def make_files(place: Path) -> Path:
-    """Make the root file system of containers: this machine's /usr goes there."""
+    """Make the root file system of containers, into which this machine's /usr is mounted."""
     for name in ("usr", "proc", "sys", "dev", "run", "tmp", "etc"):
         (place / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
@@ -37,8 +37,11 @@ def make_files(place: Path) -> Path:
 
 @contextlib.contextmanager
 def leasing_node(place: Path, fork_server: ForkServer, remove_containers: Callable[[], object]) -> Iterator[Node]:
-    """Run an mpsd on this machine, with simulated GPUs; whatever became of its containers, no device is left."""
-    place.chmod(0o711)  # clients of other users have to come to their pipe directory
+    """Run an mpsd on this machine, with simulated GPUs.
+
+    At the end no device is left, whatever became of its containers.
+    """
+    place.chmod(0o711)  # clients of other users have to reach their pipe directory
     node = Node(root=place / "n", fork_server=fork_server)
     node.root.mkdir()
     try:
@@ -67,7 +70,7 @@ def claim(node: Node, **options: object) -> str:
 
 
 def ended(node: Node, lease: str) -> Any:
-    """Wait until a lease has ended, and nothing is left of it; return it."""
+    """Wait until a lease has ended without a trace, and return it."""
     found = wait_until(
         lambda: (found := node.get(f"/v1/leases/{lease}").json)["state"] == "ended" and found, what=f"{lease} to end"
     )
@@ -76,23 +79,23 @@ def ended(node: Node, lease: str) -> Any:
 
 
 def is_nobodys(node: Node, lease: str) -> bool:
-    """Tell whether nobody holds a lease: it has ended, or can still be taken."""
+    """Return whether a lease has no holder: it has ended, or can still be taken."""
     found = node.get(f"/v1/leases/{lease}").json
     return bool(found["state"] == "ended" or found["holders"][0]["kind"] == "claim")
 
 
 def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended."""
+    """Return whether a process has ended."""
     return not is_running(pid)
 
 
 def let_in(node: Node) -> set[int]:
-    """Return the uids that the pipe directory of the first control daemon lets in."""
+    """Return the uids that may traverse the pipe directory of the first control daemon."""
     return {entry.who for entry in acl.read(node.pipe_directory("gpu0")) if entry.tag == acl.Tag.USER}
 
 
 def process(*words: str) -> int:
-    """Wait for a process whose command line has all of these words, and return its pid."""
+    """Wait for a process whose command line contains all of these words, and return its pid."""
 
     def find() -> int | None:
         for pid in pids():

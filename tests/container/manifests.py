@@ -1,4 +1,4 @@
-"""The manifests for Kubernetes, as `kubectl kustomize` would make them."""
+"""The manifests for Kubernetes, as `kubectl kustomize` renders them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,10 @@ def documents(path: Path) -> list[Any]:
 
 
 def kustomized(folder: Path) -> Iterator[Any]:
-    """Yield what `kubectl kustomize` makes of a folder, but for the hashes in names: as much of it as is used here."""
+    """Yield the objects that `kubectl kustomize` renders from a folder, without hashes in names.
+
+    Only the features in use are implemented.
+    """
     (recipe,) = documents(folder / "kustomization.yaml")
     known = {"apiVersion", "kind", "namespace", "resources", "configMapGenerator", "images"}
     assert recipe.keys() <= known
@@ -35,7 +38,7 @@ def kustomized(folder: Path) -> Iterator[Any]:
 
 
 def _containers(each: Any) -> list[Any]:
-    """Return the containers of an object that makes pods."""
+    """Return the containers of an object that creates pods."""
     spec = each.get("spec", {}).get("template", {}).get("spec", {})
     return [*spec.get("initContainers", ()), *spec.get("containers", ())]
 

@@ -1,4 +1,4 @@
-"""podman with a home of its own: nothing of it is seen by any other podman, and nothing of it stays."""
+"""podman with a private home: other instances of podman do not see it, and it leaves nothing behind."""
 
 import json
 import os
@@ -24,7 +24,7 @@ tmp_dir = "{home}/tmp"
 [network]
 network_config_dir = "{home}/net"
 """
-"""No more than this machine's own limits, which not every root may raise; and no systemd, which may not be there."""
+"""This machine's own limits, which not every root may raise; and no systemd, which may be absent."""
 
 _STORAGE: Final = """
 [storage]
@@ -35,15 +35,15 @@ runroot = "{home}/run"
 
 
 class Podman:
-    """One podman, and its containers."""
+    """A podman and its containers."""
 
     def __init__(self, home: Path) -> None:
-        """Give it a directory that is made for it."""
+        """Start from a directory that is made for it."""
         self.home = home
         for name in ("tmp", "net"):
             (home / name).mkdir(parents=True)
         self.group = f"mpsd-tests-{os.getpid()}"
-        """The control group that all its containers are in."""
+        """The control group of all its containers."""
         processes = Path("/proc/sys/kernel/pid_max").read_text().strip()
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         (home / "containers.conf").write_text(_CONFIGURATION.format(files=files, processes=processes, home=home))
@@ -65,24 +65,24 @@ class Podman:
         return done
 
     def command(self, image: str, *command: str, options: Sequence[str] = ()) -> list[str]:
-        """Return how to run a container of this image, of which nothing is left when it ends."""
+        """Return a command that runs a container of this image and leaves nothing at its end."""
         own = ["--rm", "--pull=never", "--network=none", f"--cgroup-parent={self.group}"]
         return ["podman", "run", *own, *options, image, *command]
 
     def run(self, image: str, *command: str, options: Sequence[str] = ()) -> "subprocess.CompletedProcess[str]":
-        """Run a container to its end, whatever that is."""
+        """Run a container to its end, with any exit status."""
         return self.call(*self.command(image, *command, options=options)[1:], check=False)
 
     def inspect(self, name: str) -> Any:
-        """Return what podman knows of a container."""
+        """Return podman's description of a container."""
         return json.loads(self.call("container", "inspect", name).stdout)[0]
 
     def pid(self, name: str) -> int:
-        """Return the pid of a container's process 1, as this machine has it."""
+        """Return the pid of a container's process 1 on this machine."""
         return int(self.inspect(name)["State"]["Pid"])
 
     def remove(self, name: str) -> None:
-        """Remove a container, at once and with all that is in it, if it is there."""
+        """Remove a container at once, with all its processes, if it exists."""
         self.call("rm", "--force", "--ignore", "--time=0", name)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""podman's own generator of units, of Debian 13: what it makes of `.container` files is what systemd gets."""
+"""podman's own generator of units, of Debian 13: its output for `.container` files is what systemd gets."""
 
 import os
 import re
@@ -12,12 +12,12 @@ _PROGRAM: Final = "usr/libexec/podman/quadlet"
 
 
 def generator() -> Path:
-    """Return it; where it does not come, the test skips, or fails where everything is required."""
+    """Return the generator; without it the test skips, or fails where everything is required."""
     return programs("MPSD_QUADLET", "podman", "trixie", [_PROGRAM]) / Path(_PROGRAM).name
 
 
 def units(folder: Path) -> dict[str, str]:
-    """Return the units, by their names, that it makes of a folder; a key that it does not know is an error."""
+    """Return the units, by name, that it makes from a folder; an unknown key is an error."""
     done = subprocess.run(
         [generator(), "-dryrun", "-no-kmsg-log"], env={**os.environ, "QUADLET_UNIT_DIRS": str(folder)},
         capture_output=True, text=True, check=False, timeout=30,

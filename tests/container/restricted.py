@@ -1,4 +1,4 @@
-"""Pod Security Standards, `restricted`: what they forbid a pod, as far as a pod specification can break it."""
+"""Pod Security Standards, `restricted`: its rules, as far as a pod specification can break them."""
 
 from collections.abc import Iterator
 from typing import Any, Final
@@ -9,7 +9,7 @@ _VOLUMES: Final = {
 
 
 def forbidden(spec: Any) -> Iterator[str]:
-    """Yield what a pod has that `restricted` does not let it have."""
+    """Yield the properties of a pod that `restricted` forbids."""
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
     yield from (each["name"] for each in spec.get("volumes", ()) if not {*each} - {"name"} <= _VOLUMES)
     own = spec.get("securityContext", {})

@@ -14,7 +14,7 @@ from tests.node import Node
 
 PRIVILEGED: Final = ("--privileged", "--pid=host", "--ipc=host")
 CONTROL: Final = "/usr/bin/nvidia-cuda-mps-control"
-"""Where the container toolkit puts it."""
+"""The path where the container toolkit puts it."""
 
 USER: Final = 2601
 UNPRIVILEGED: Final = (f"--user={USER}", "--cap-drop=all", "--security-opt=no-new-privileges", "--read-only")
@@ -22,7 +22,7 @@ UNPRIVILEGED: Final = (f"--user={USER}", "--cap-drop=all", "--security-opt=no-ne
 
 @dataclass(kw_only=True)
 class Sidecar(Node):
-    """A node whose mpsd runs in a container, with its directory under the same path as here."""
+    """A node whose mpsd runs in a container, with its directory at the same path as outside."""
 
     podman: Podman
     image: str
@@ -35,7 +35,7 @@ class Sidecar(Node):
 
     @property
     def command(self) -> list[str]:
-        """How mpsd is called, in its container."""
+        """Return the command that starts mpsd in its container."""
         options = [*self.options, f"--name={self.name}", f"--volume={self.root}:{self.root}"]
         command = ["run", "--stop-daemons-on-exit", "--root", str(self.root), "--simulate", str(self.simulate)]
         if self.control is not None:
@@ -51,7 +51,7 @@ class Sidecar(Node):
             )
 
     def clean_up(self) -> None:
-        """Remove the container, with all that is in it, and its directory."""
+        """Remove the container, with all its processes, and its directory."""
         self.podman.remove(self.name)
         if self.process is not None:
             self.process.wait(timeout=30)
@@ -59,11 +59,11 @@ class Sidecar(Node):
         remove_tree(self.root)
 
     def inside(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        """Run something in its container."""
+        """Run a command in its container."""
         return self.podman.call("exec", self.name, *command, check=False)
 
     def doctor(self, options: Sequence[str], *checks: str) -> dict[str, set[str]]:
-        """Have the node looked at in a container that shares so much with it; return the verdicts by check."""
+        """Run doctor in a container with these options; return the verdicts by check."""
         only = [f"--only={each}" for each in checks]
         command = self.podman.command(
             self.image, "--socket", str(self.socket), "doctor", "-o", "json", *only,
@@ -81,7 +81,7 @@ class Sidecar(Node):
         return int(Path(f"/proc/{init}/task/{init}/children").read_text().split()[0])
 
     def client_options(self, *volumes: str) -> list[str]:
-        """Return the options of a container that may do nothing; these volumes are all that it has of the node's."""
+        """Return the options of a container without rights; these volumes are all that it has of the node."""
         mounted = volumes or (f"{self.root}/run:{self.root}/run:ro",)
         return [*UNPRIVILEGED, f"--env=MPSD_SOCKET={self.socket}", *(f"--volume={each}" for each in mounted)]
 
@@ -91,7 +91,7 @@ class Sidecar(Node):
         return self.podman.run(self.image, *command, options=options)
 
     def holding(self, *command: str, options: Sequence[str] = ()) -> Contained:
-        """Run mpsctl in such a container, and what that becomes, for as long as a `with` lasts."""
+        """Run mpsctl in such a container, and the program that it becomes, as long as the `with` block lasts."""
         name = f"client-{self.root.name}"
         own = [*self.client_options(), "--interactive", f"--name={name}", "--entrypoint=mpsctl", *options]
         return Contained(self.podman, name, self.podman.command(self.image, *command, options=own))

@@ -1,4 +1,4 @@
-"""Leases of containers, by CDI: podman's own reading of a device, a real control group, and whatever is killed when.
+"""Leases of containers, by CDI: podman's own reading of a device, a real control group, and kills at any moment.
 
 The containers have this machine's /usr, so that no image has to be built for them.
 """
@@ -56,26 +56,29 @@ SHARED: Final = ("--volume=/usr:/usr:ro", f"--volume={ROOT}/mpsd:/site/mpsd:ro",
 
 @pytest.fixture
 def node(short_tmp: Path, fork_server: ForkServer, podman: Podman) -> Iterator[Node]:
-    """Start an mpsd on this machine, with simulated GPUs; whatever became of its containers, no device is left."""
+    """Start an mpsd on this machine, with simulated GPUs.
+
+    At the end no device is left, whatever became of its containers.
+    """
     with leasing_node(short_tmp, fork_server, lambda: podman.call("rm", "--force", "--all", "--time=0")) as node:
         yield node
 
 
 def options(node: Node, podman: Podman, *more: str) -> list[str]:
-    """Return what a client's container is started with, beside its lease: simulated GPUs, and nothing of mpsd's."""
+    """Return the options of a client's container beside its lease: simulated GPUs, and nothing of mpsd's."""
     simulated = node.root / "run" / "simulated"
     own = ["--network=none", f"--cgroup-parent={podman.group}", *UNPRIVILEGED, *SHARED, "--rootfs"]
     return [*own, f"--volume={simulated}:{simulated}", f"--env={VARIABLE}={simulated}", *more]
 
 
 def container_run(node: Node, *arguments: str) -> list[str]:
-    """Return how `mpsctl container run podman` is called."""
+    """Return the command `mpsctl container run podman`."""
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket)]
     return [*mpsctl, "container", "run", "podman", "--fraction", "0.25", "--", *arguments]
 
 
 def running(node: Node, podman: Podman, files: Path, *program: str) -> Contained:
-    """Run a container with a lease of its own."""
+    """Run a container with its own lease."""
     name = container_name()
     command = container_run(
         node, *options(node, podman, "--rm", "--interactive", f"--name={name}"), str(files), PYTHON, *program
@@ -84,10 +87,10 @@ def running(node: Node, podman: Podman, files: Path, *program: str) -> Contained
 
 
 class TestContainerRun:
-    """A container with a lease of its own."""
+    """A container with its own lease."""
 
     def test_share(self, node: Node, podman: Podman, files: Path) -> None:
-        """It has its share under MPS, sees its own control daemon alone, survives mpsd, and ends its lease."""
+        """It has its share under MPS, sees only its own control daemon, survives mpsd, and ends its lease."""
         with running(node, podman, files, *CLIENT) as client:
             assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
             pid = podman.pid(client.name)
@@ -98,7 +101,7 @@ class TestContainerRun:
             wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
             verified = node.mpsctl("verify", lease["id"])
             assert verified.returncode == 0, verified.stdout
-            # Of mpsd's files it sees those of its control daemon, and cannot change them.
+            # It sees the files of its control daemon only, and cannot change them.
             look = (
                 f"import os; print(os.listdir({str(node.root / 'run')!r}), os.listdir({str(node.root / 'run/mps')!r}))"
             )
@@ -107,7 +110,7 @@ class TestContainerRun:
                 "'gpu0'", "'mps'", "'simulated'",
             ]  # fmt: skip
             assert USER in let_in(node)
-            # A program that is started in the container has no variable of the lease, unless it is given them.
+            # Another program started in the container has no variable of the lease, unless they are passed to it.
             show = (PYTHON, "-c", "import os; print(os.environ.get('MPSD_LEASE'))")
             assert podman.call("exec", client.name, *show).stdout == "None\n"
             line = f'podman exec --env-file <(mpsctl show {lease["id"]} -o env-file) {client.name} "$@"'
@@ -120,7 +123,7 @@ class TestContainerRun:
                 check=True,
             )
             assert done.stdout == f"{lease['id']}\n"
-            # Another container that asks for the same device fails with the reason.
+            # Another container that requests the same device fails with the reason.
             device = f"--device={cdi.device_name(lease['id'])}"
             again = podman.call("run", *options(node, podman, device), str(files), PYTHON, *SLEEPS, check=False)
             assert again.returncode == 126
@@ -135,7 +138,7 @@ class TestContainerRun:
         assert lease["id"] not in {each.lease for _, each in cdi_directory.devices(cdi_directory.DEFAULT)}
 
     def test_killed(self, node: Node, podman: Podman, files: Path) -> None:
-        """Whatever is killed around the container, the lease lives as long as it does, and no longer."""
+        """The lease lives exactly as long as the container, whatever is killed around it."""
         program = "print('{\"ok\": true}', flush=True); import time; time.sleep(600)"
         for victim in ("mpsctl", "podman", "conmon"):
             with running(node, podman, files, "-c", program) as client:
@@ -156,10 +159,10 @@ class TestContainerRun:
 
 
 class TestDevice:
-    """A device that was written for a container, and what is killed while its hook runs."""
+    """A device that was written for a container, and kills while its hook runs."""
 
     def test_hook_killed(self, node: Node, podman: Podman, files: Path) -> None:
-        """A container whose hook, or whose runtime, is killed does not start, and its claim is nobody's."""
+        """A container whose hook or runtime is killed does not start, and its claim has no holder."""
         for victim in ("hook", "runtime"):
             lease = claim(node)
             name = container_name()
@@ -175,7 +178,7 @@ class TestDevice:
             podman.remove(name)
 
     def test_mpsd_killed(self, node: Node, podman: Podman, files: Path) -> None:
-        """A hook that mpsd does not answer waits for the next mpsd, and the container starts with its lease."""
+        """A hook without an answer from mpsd waits for the next mpsd, and the container starts with its lease."""
         lease = claim(node)
         name = container_name()
         own = options(node, podman, f"--device={cdi.device_name(lease)}", "--rm", "--interactive", f"--name={name}")
@@ -190,7 +193,7 @@ class TestDevice:
 
     def test_stop(self, node: Node, podman: Podman, files: Path) -> None:
         """`container stop` has mpsd end the lease's clients before the runtime ends the container."""
-        # Not as process 1 itself, which the kernel lets ignore SIGTERM.
+        # Not as process 1 itself, for which the kernel ignores SIGTERM.
         program = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'mpsd.simulator.client']))"
         with running(node, podman, files, "-c", program) as client:
             assert client.hello["mps"]
@@ -206,10 +209,10 @@ class TestDevice:
 
 
 class Rootless:
-    """podman as `nobody` runs it, with no other uid than its own."""
+    """podman run by `nobody`, with no other uid."""
 
     def __init__(self, home: Path, podman: Podman) -> None:
-        """Make its home, with a root file system of its own, and with an mpsctl that it may run."""
+        """Make its home, with a private root file system, and an mpsctl that it can execute."""
         self._home = home
         self.files = make_files(home / "files")
         (home / "run").mkdir(mode=0o700)
@@ -227,7 +230,7 @@ class Rootless:
         self._install()
 
     def _install(self) -> None:
-        """Make an environment of Debian's Python, as this one's may be where no other user can execute it."""
+        """Make an environment of Debian's Python, since the tests' own may be where no other user can execute it."""
         version = subprocess.run(
             [PYTHON, "-c", "import sys; print('python%d.%d' % sys.version_info[:2])"],
             capture_output=True, text=True, check=True,
@@ -241,7 +244,7 @@ class Rootless:
         (packages / "mpsd.pth").write_text(f"{ROOT}\n{Path(click.__file__).parents[1]}\n")
 
     def claim(self, node: Node) -> str:
-        """Claim a lease for it, and write a device, whose hook is this mpsctl; return the id of the lease."""
+        """Claim a lease for it, and write a device whose hook is this mpsctl; return the id of the lease."""
         answer = node.request("POST", "/v1/leases", {"fraction": 0.25, "holder": {"claim": {"uid": NOBODY}}})
         lease = str(answer.json["id"])
         program = [str(self._python), "-I", "-m", "mpsd.cli.main", "--socket", str(node.socket)]
@@ -249,7 +252,7 @@ class Rootless:
         return lease
 
     def command(self, node: Node, lease: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-        """Return how it runs Python in a container with a device."""
+        """Return its command that runs Python in a container with a device."""
         simulated = node.root / "run" / "simulated"
         own = [*SHARED, "--rm", "--interactive", "--network=none", f"--device={cdi.device_name(lease)}", *options]
         own += [f"--volume={simulated}:{simulated}", f"--env={VARIABLE}={simulated}", "--rootfs", str(self.files)]
@@ -257,7 +260,7 @@ class Rootless:
         return ["env", f"--chdir={self._home}", *become, "podman", "run", *own, PYTHON, *arguments]
 
     def close(self) -> None:
-        """End what podman leaves running in its user namespace."""
+        """End the processes that podman leaves in its user namespace."""
         note = self._home / "run" / "libpod" / "tmp" / "pause.pid"
         if note.exists():
             os.kill(int(note.read_text()), signal.SIGKILL)
@@ -265,7 +268,7 @@ class Rootless:
 
 @pytest.fixture
 def rootless(short_tmp: Path, podman: Podman) -> Iterator[Rootless]:
-    """Give the podman of a user without any right."""
+    """Return the podman of a user without rights."""
     found = Rootless(short_tmp, podman)
     try:
         yield found

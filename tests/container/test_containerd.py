@@ -1,4 +1,4 @@
-"""Leases of containers, by CDI, in containerd and Docker: their own reading of a device, and whatever is killed."""
+"""Leases of containers, by CDI, in containerd and Docker: their own reading of a device, and kills at any moment."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ from tests.node import Node
 
 pytestmark = [
     pytest.mark.container,
-    pytest.mark.timeout(300),  # the first fetches what it runs
+    pytest.mark.timeout(300),  # the first test fetches the programs
     pytest.mark.usefixtures("device_directory"),
 ]
 
@@ -48,7 +48,7 @@ ROOT: Final = Path(__file__).parents[2]
 
 @pytest.fixture
 def containerd(short_tmp: Path) -> Iterator[Containerd]:
-    """Run a containerd; where it cannot be had, the test skips, or fails where everything is required."""
+    """Run a containerd; without one, the test skips, or fails where everything is required."""
     containerd = Containerd(short_tmp / "c")
     try:
         containerd.start()
@@ -59,7 +59,10 @@ def containerd(short_tmp: Path) -> Iterator[Containerd]:
 
 @pytest.fixture
 def node(short_tmp: Path, fork_server: ForkServer, containerd: Containerd) -> Iterator[Node]:
-    """Start an mpsd on this machine, with simulated GPUs; whatever became of its containers, no device is left."""
+    """Start an mpsd on this machine, with simulated GPUs.
+
+    At the end no device is left, whatever became of its containers.
+    """
     with leasing_node(short_tmp, fork_server, containerd.remove_all) as node:
         yield node
 
@@ -69,7 +72,7 @@ def _bound(source: Path, destination: Path, how: str) -> str:
 
 
 def command(containerd: Containerd, node: Node, files: Path, lease: str, name: str, *program: str) -> list[str]:
-    """Return how to run Python in a container with a device: as a user, and with nothing of mpsd's but that."""
+    """Return a command that runs Python in a container with a device: as a user, and with nothing else of mpsd's."""
     simulated = node.root / "run" / "simulated"
     options = [
         "--rm", f"--user={USER}:{USER}", f"--device={cdi.device_name(lease)}", "--env=PYTHONPATH=/site",
@@ -80,13 +83,13 @@ def command(containerd: Containerd, node: Node, files: Path, lease: str, name: s
 
 
 def running(containerd: Containerd, node: Node, files: Path, lease: str, *program: str) -> Contained:
-    """Run such a container, and tell it what to do."""
+    """Run such a container, which takes commands."""
     name = container_name()
     return Contained(containerd, name, command(containerd, node, files, lease, name, *program))
 
 
 def fails(containerd: Containerd, node: Node, files: Path, lease: str) -> str:
-    """Run such a container, which does not start, and return what is said of it."""
+    """Run such a container, which must fail to start, and return the message."""
     done = subprocess.run(
         command(containerd, node, files, lease, container_name(), *SLEEPS),
         env=containerd.environment, capture_output=True, text=True, check=False, timeout=60,
@@ -127,7 +130,7 @@ def test_share(containerd: Containerd, node: Node, files: Path) -> None:
 
 
 def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
-    """Without containerd or ctr, the container goes on with its lease; without its shim, both end."""
+    """Without containerd or ctr, the container keeps its lease; without its shim, both end."""
     program = "print('{\"ok\": true}', flush=True); import time; time.sleep(600)"
     for victim in ("containerd", "ctr", "shim"):
         lease = claim(node)
@@ -150,7 +153,7 @@ def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
 
 
 def test_hook_killed(containerd: Containerd, node: Node, files: Path) -> None:
-    """A container whose hook is killed does not start, and its claim is nobody's."""
+    """A container whose hook is killed does not start, and its claim has no holder."""
     lease = claim(node)
     name = container_name()
     with (
@@ -169,7 +172,7 @@ def test_hook_killed(containerd: Containerd, node: Node, files: Path) -> None:
 
 @pytest.fixture
 def docker(short_tmp: Path, containerd: Containerd, files: Path) -> Iterator[Docker]:
-    """Run a Docker with an image; where it cannot be had, the test skips, or fails where everything is required."""
+    """Run a Docker with an image; without one, the test skips, or fails where everything is required."""
     docker = Docker(short_tmp / "d", containerd)
     try:
         docker.take_in(files)

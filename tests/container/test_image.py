@@ -1,4 +1,4 @@
-"""The image, and mpsd in it: as a privileged sidecar, with clients in containers that may do nothing."""
+"""The image, and mpsd in it: as a privileged sidecar, with clients in containers without rights."""
 
 import json
 import os
@@ -32,10 +32,10 @@ pytestmark = [
 ]
 
 LARGEST: Final = 105_000_000
-"""Bytes of the image, unpacked, a quarter of them gRPC; with BASE the official image of Python has twice as many."""
+"""Bytes of the unpacked image, a quarter of them gRPC; with BASE the official image of Python has twice as many."""
 
 PROOF: Final = "anybody-there"
-"""What no control daemon knows, and each echoes: who hears that was heard."""
+"""An unknown command, which every control daemon echoes: the echo proves that the command arrived."""
 
 HOLDS: Final = """
 import json, os, sys
@@ -52,21 +52,21 @@ def lease_of(node: Node, pid: int) -> dict[str, Any] | None:
 
 @pytest.fixture(scope="module")
 def files(podman: Podman, image: str) -> Iterator[Path]:
-    """Mount the image, and return where."""
+    """Mount the image, and yield the path."""
     yield Path(podman.call("image", "mount", image).stdout.strip())
     podman.call("image", "umount", image)
 
 
 class TestImage:
-    """What is in it."""
+    """The contents of the image."""
 
     def test_reproducible(self, podman: Podman, image: str, build: Callable[[str], str]) -> None:
-        """Two builds of the same inputs, without a network, are the same image, to the last byte."""
+        """Two builds from the same inputs, without a network, are the same image, to the last byte."""
         again = build(f"{IMAGE}:again")
         assert again == podman.call("image", "inspect", image, "--format={{.Id}}").stdout.strip()
 
     def test_what_it_says(self, podman: Podman, image: str) -> None:
-        """It says what it is, how it is stopped, and what it needs of NVIDIA's container runtime."""
+        """Its metadata name its purpose, how it is stopped, and what it needs of NVIDIA's container runtime."""
         config = json.loads(podman.call("image", "inspect", image).stdout)[0]["Config"]
         assert config["Labels"]["org.opencontainers.image.title"] == "mpsd"
         assert re.fullmatch(r"[0-9a-f]{40}|unknown", config["Labels"]["org.opencontainers.image.revision"])
@@ -74,7 +74,7 @@ class TestImage:
         assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in config["Env"]
 
     def test_small(self, podman: Podman, image: str, files: Path) -> None:
-        """No compiler, no installer and its lists, no tests, and no file of NVIDIA's driver."""
+        """It has no compiler, no installer with its lists, no tests, and no file of NVIDIA's driver."""
         assert int(podman.call("image", "inspect", image, "--format={{.Size}}").stdout) < LARGEST
         there = [str(each.relative_to(files)) for each in files.rglob("*")]
         installers = (
@@ -86,7 +86,7 @@ class TestImage:
         assert "opt/mpsd/bin/mpsd-init" in there
 
     def test_files(self, files: Path) -> None:
-        """No file gives anybody more rights, or lets anybody change it; what is imported is compiled."""
+        """No file raises privileges, or is writable for all; imported modules are compiled."""
         found = {each: each.lstat() for each in files.rglob("*") if not each.is_symlink()}
         plain = {each: status.st_mode for each, status in found.items() if stat.S_ISREG(status.st_mode)}
         assert [
@@ -105,7 +105,7 @@ class TestImage:
         assert f"# program: /run/nvidia/driver/usr/bin/{control.name}\n" in checked.stdout, checked.stderr
 
     def test_anybody(self, podman: Podman, image: str) -> None:
-        """It runs without any right, and writes nothing."""
+        """It runs without any rights, and writes nothing."""
         options = ["--user=2601", "--cap-drop=all", "--security-opt=no-new-privileges", "--read-only"]
         assert podman.run(image, "--version", options=[*options, "--entrypoint=mpsctl"]).stdout.startswith("mpsctl, ")
         checked = podman.run(image, "check", options=options)
@@ -117,7 +117,7 @@ class TestSidecar:
     """mpsd in a privileged container with hostPID, on NVIDIA's own control daemon."""
 
     def test_healthy(self, sidecar: Sidecar) -> None:
-        """The health check of the image says so, and mpsd misses nothing; it says where it found the program."""
+        """The health check of the image passes, and mpsd lacks nothing; it says where it found the control program."""
         status = sidecar.inside("mpsctl", "--socket", str(sidecar.socket), "status", "-o", "json")
         assert status.returncode == 0, status.stderr
         assert not [note for note in json.loads(status.stdout)["notes"] if "hostPID" in note or "CAP_" in note]
@@ -127,7 +127,7 @@ class TestSidecar:
         assert control.command == f"{CONTROL} -f"
 
     def test_client(self, sidecar: Sidecar) -> None:
-        """Who has the socket and the pipe directory gets its lease and its variables, and loses it when it dies."""
+        """A client with the socket and the pipe directory gets its lease and its variables, until it dies."""
         with sidecar.holding("run", "--fraction", "0.2", "--", "python3", "-c", HOLDS) as client:
             variables = client.hello["env"]
             assert client.hello["pid"] == 1
@@ -143,7 +143,7 @@ class TestSidecar:
         assert "has exited" in event(sidecar, "lease_ended", lease=lease["id"])["because"]
 
     def test_shared_memory(self, sidecar: Sidecar) -> None:
-        """Who has the servers' /dev/shm is not told of."""
+        """A client with the servers' /dev/shm causes no warning."""
         with sidecar.holding(
             "run", "--fraction", "0.2", "--", "python3", "-c", HOLDS, options=["--ipc=host"]
         ) as client:
@@ -153,12 +153,12 @@ class TestSidecar:
             assert sidecar.events("shared_memory_differs", pid=pid) == []
 
     def test_control_daemon(self, sidecar: Sidecar) -> None:
-        """From its container, which can write nothing, it reaches the control daemon, under the limits of its lease."""
+        """From its container, without write access, it reaches the control daemon, under the limits of its lease."""
         script = f"printf '{PROOF}\\nget_default_active_thread_percentage\\n' | nvidia-cuda-mps-control"
         options = [*sidecar.client_options(), "--entrypoint=mpsctl", f"--volume={sidecar.control}:{CONTROL}:ro"]
 
         def ask() -> list[str] | None:
-            # mpsd itself may have the one seat that a control daemon has for front-ends.
+            # mpsd itself may occupy a control daemon's only connection for front-ends.
             done = sidecar.podman.run(
                 sidecar.image, "run", "--fraction", "0.2", "--", "sh", "-c", script, options=options
             )
@@ -168,7 +168,7 @@ class TestSidecar:
         assert wait_until(ask, what="the control daemon to answer")[-1] == "20.0"
 
     def test_one_pipe_directory(self, sidecar: Sidecar) -> None:
-        """Who has only one of the pipe directories is let in on that GPU."""
+        """A client with only one of the pipe directories is granted that GPU."""
         directory = sidecar.pipe_directory("gpu1")
         volumes = [f"{sidecar.socket}:{sidecar.socket}", f"{directory}:{directory}:ro"]
         show = ["sh", "-c", 'echo "$CUDA_MPS_PIPE_DIRECTORY"']
@@ -176,7 +176,7 @@ class TestSidecar:
         assert done.stdout.strip() == str(directory), done.stderr
 
     def test_no_pipe_directory(self, sidecar: Sidecar) -> None:
-        """Who has none is refused, with the volume that it needs; it may ask for all else."""
+        """A client without pipe directories is refused, with the volume that it needs; its other requests work."""
         volumes = [f"{sidecar.socket}:{sidecar.socket}"]
         done = sidecar.client("run", "--fraction", "0.2", "--", "true", volumes=volumes)
         assert done.returncode == 77
@@ -184,7 +184,7 @@ class TestSidecar:
         assert sidecar.client("status", volumes=volumes).returncode == 0
 
     def test_doctor(self, sidecar: Sidecar) -> None:
-        """In a container like mpsd's all is well; in a client's, what cannot be seen is unknown, and nothing fails."""
+        """In a container like mpsd's all is well; in a client's, what is not visible is unknown, and nothing fails."""
         checks = ("pid-namespace", "shm-shared", "capabilities", "foreign-daemon", "file-system", "directories")
         like = sidecar.doctor((*PRIVILEGED, f"--volume={sidecar.root}:{sidecar.root}"), *checks)
         assert like == {each: {"ok"} for each in checks}
@@ -194,15 +194,15 @@ class TestSidecar:
 
 
 class TestPod:
-    """The sidecar as its manifest has it, as far as podman can run it."""
+    """The sidecar of its manifest, as far as podman can run it."""
 
     @staticmethod
     def succeeds(podman: Podman, name: str, command: list[str]) -> bool:
-        """Tell whether a probe does, in a container."""
+        """Return whether a probe succeeds in a container."""
         return podman.call("exec", name, *command, check=False).returncode == 0
 
     def test_empty_dirs(self, podman: Podman, image: str, short_tmp: Path) -> None:
-        """In directories that are open to everybody, as an emptyDir is, mpsd starts after the manifest's step."""
+        """In directories that are open to all users, like an emptyDir, mpsd starts after the manifest's step."""
         spec = pod("sidecar")
         step, container = spec["initContainers"]
         volumes = {each["name"]: short_tmp / each["name"] for each in spec["volumes"] if "emptyDir" in each}
@@ -241,7 +241,7 @@ class TestClients:
 
     @pytest.mark.parametrize("namespace", ["host", "private"])
     def test_attributed(self, own_sidecar: Sidecar, namespace: str) -> None:
-        """A client in a container is known by the pid that it has here, and counts for its container's lease."""
+        """A client in a container has its pid on this machine, and counts for its container's lease."""
         sidecar = own_sidecar
         sidecar.options = (*PRIVILEGED, f"--cgroupns={namespace}")
         sidecar.start()
@@ -254,7 +254,7 @@ class TestClients:
             pid = sidecar.podman.pid(client.name)
             lease = lease_of(sidecar, pid)
             assert lease is not None
-            # Nobody's descendant in the container, as one that `kubectl exec` starts.
+            # A process that is no descendant of the container's first one, as with `kubectl exec`.
             variables = [f"--env={name}={value}" for name, value in lease["shares"][0]["env"].items()]
             command = ["podman", "exec", "--interactive", *variables, client.name, *client_program]
             with DrivenProgram(command, sidecar.podman.environment) as other:
@@ -271,11 +271,11 @@ class TestClients:
 
 
 class TestEnd:
-    """What becomes of the control daemons and of the clients when mpsd, or its container, ends."""
+    """The control daemons and the clients after the end of mpsd, or of its container."""
 
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
     def test_mpsd_dies(self, own_sidecar: Sidecar, number: signal.Signals) -> None:
-        """Whether it is killed or hangs: the container goes on, with the control daemons and the leases."""
+        """After a kill or a hang of mpsd, the container keeps running, with the control daemons and the leases."""
         sidecar = own_sidecar
         sidecar.options = (*PRIVILEGED, '--entrypoint=["mpsd-init", "--watchdog=5", "mpsd"]')
         sidecar.start()
@@ -292,7 +292,7 @@ class TestEnd:
             assert lease_of(sidecar, pid) is not None
 
     def test_stopped(self, own_sidecar: Sidecar) -> None:
-        """A stop lets nobody in, and waits for those who are in; no control daemon gets the signal meant for mpsd."""
+        """A stop ends admission, and waits for clients; no control daemon gets the signal meant for mpsd."""
         sidecar = own_sidecar
         sidecar.start()
         (before, _) = (each["pid"] for each in sidecar.daemons().values())
@@ -316,7 +316,7 @@ class TestEnd:
         assert look_at(before) is None
 
     def test_without_the_hosts_pids(self, own_sidecar: Sidecar) -> None:
-        """Without hostPID a caller is nobody: it is refused, with the remedy, and may ask what it has a role for."""
+        """Without hostPID callers are not identified: requests are refused with the remedy; reads follow the role."""
         sidecar = own_sidecar
         sidecar.options = ("--privileged",)
         sidecar.start()

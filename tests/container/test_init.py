@@ -1,4 +1,4 @@
-"""Process 1 of the container, without a container: what it starts again, what it hands on, and with what it ends."""
+"""Process 1 of the container, tested without a container: its restarts, its forwarding, and its exit status."""
 
 import os
 import signal
@@ -44,13 +44,13 @@ while True:
 
 @pytest.fixture
 def said(tmp_path: Path) -> Path:
-    """Return the file in which the command under it says what happened to it."""
+    """Return the file in which its command reports events."""
     return tmp_path / "said"
 
 
 @contextmanager
 def init(*command: str, env: Mapping[str, str] | None = None) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run it, and end all that is left of it: whatever its children start comes to it."""
+    """Run it, and end all processes that are left: orphans of its children are reparented to it."""
     with subprocess.Popen([sys.executable, "-I", INIT, *command], env=env) as process:
         try:
             yield process
@@ -66,12 +66,12 @@ def _below(pid: int) -> list[int]:
 
 
 def main(said: Path, *, children: int = 0) -> list[str]:
-    """Return the command that says what happens to it."""
+    """Return the command that reports events."""
     return [sys.executable, "-c", MAIN, str(said), str(children)]
 
 
 def pids_of(said: Path, what: str) -> list[int]:
-    """Return the pids of what was started so far, or of its children."""
+    """Return the pids of the commands started so far, or of their children."""
     lines = said.read_text().splitlines() if said.exists() else []
     return [int(line.split()[1]) for line in lines if line.startswith(what)]
 
@@ -81,7 +81,7 @@ def pids_of(said: Path, what: str) -> list[int]:
     [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT"), (STOP, "SIGTERM")],
 )
 def test_told_to_end(said: Path, number: int, received: str) -> None:
-    """What tells it to end is handed on, and the status of the command is its own."""
+    """Each signal to end is forwarded, and the exit status is the command's."""
     with init(*main(said)) as process:
         wait_until(lambda: pids_of(said, "started"), what="the command to run")
         process.send_signal(signal.SIGHUP)
@@ -92,7 +92,7 @@ def test_told_to_end(said: Path, number: int, received: str) -> None:
 
 
 def test_stop_signal_reaches_nobody_else(said: Path) -> None:
-    """The container's stop signal is ignored by the command, and by what that starts: podman sends it to all."""
+    """The container's stop signal is ignored by the command and its children: podman sends it to all."""
     with init(*main(said, children=1)) as process:
         (command,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
         (child,) = pids_of(said, "child")
@@ -105,7 +105,7 @@ def test_stop_signal_reaches_nobody_else(said: Path) -> None:
 
 
 def test_dead_with_others_left(said: Path) -> None:
-    """A command that dies and leaves others is started again, and they stay."""
+    """A command that dies and leaves children is started again, and they stay."""
     with init(*main(said, children=1)) as process:
         (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
         process.send_signal(signal.SIGHUP)
@@ -121,12 +121,12 @@ def test_dead_with_others_left(said: Path) -> None:
 
 
 def test_silent(said: Path) -> None:
-    """A command that has stopped giving signs of life is killed, and started again; others cannot give them for it."""
+    """A command that has stopped giving signs of life is killed and restarted; children cannot give signs for it."""
     with init("--watchdog=0.4", *main(said, children=1)) as process:
         (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
         variables = Path(f"/proc/{first}/environ").read_bytes().split(b"\0")
         (name,) = (each.partition(b"=@")[2] for each in variables if each.startswith(b"NOTIFY_SOCKET="))
-        os.kill(first, signal.SIGHUP)  # it gives one
+        os.kill(first, signal.SIGHUP)  # the command gives one
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
 
             def started_again() -> bool:
@@ -139,7 +139,10 @@ def test_silent(said: Path) -> None:
 
 
 def test_told_to_end_while_it_is_dead(said: Path) -> None:
-    """One that dies when it was told to end is told again, as long as it leaves others, who were promised time."""
+    """A command that dies after the signal is restarted and signalled again, as long as it leaves children.
+
+    The children were promised time.
+    """
     with init("--watchdog=1000", *main(said, children=1)) as process:
         (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
         os.kill(first, signal.SIGKILL)
@@ -150,13 +153,13 @@ def test_told_to_end_while_it_is_dead(said: Path) -> None:
             if lives == 3:
                 for child in pids_of(said, "child"):
                     os.kill(child, signal.SIGKILL)
-            os.kill(pids_of(said, "started")[-1], signal.SIGHUP)  # it gives a sign of life, and can be told
+            os.kill(pids_of(said, "started")[-1], signal.SIGHUP)  # it gives a sign of life, and can handle the signal
         assert process.wait(10) == 7
     assert said.read_text().count("SIGTERM") == 2
 
 
 def test_never_gave_a_sign(said: Path) -> None:
-    """A command that never gave a sign of life knows nothing of it, and is left alone."""
+    """A command that never gave a sign of life is left alone."""
     with init("--watchdog=0.01", *main(said)) as process:
         (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
         looks = [str(process.pid), str(first)]
@@ -167,7 +170,7 @@ def test_never_gave_a_sign(said: Path) -> None:
 
 
 def test_ready(short_tmp: Path) -> None:
-    """That it is ready is handed on at once to the service manager outside, and no sign of life is."""
+    """Its readiness is forwarded at once to the service manager outside; signs of life are not."""
     says = "import os, socket, signal\nsigns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
     says += "for said in (b'WATCHDOG=1', b'STATUS=well', b'READY=1'):\n"
     says += "    signs.sendto(said, chr(0) + os.environ['NOTIFY_SOCKET'][1:])\nsignal.pause()\n"
@@ -180,13 +183,13 @@ def test_ready(short_tmp: Path) -> None:
 
 
 def test_open_files() -> None:
-    """What it starts may have as many files open as it may give itself, whatever its own limit was."""
+    """Its command may open as many files as it can allow itself, whatever its own limit was."""
     command = ["prlimit", "--nofile=64:4096", sys.executable, "-I", str(INIT), "sh", "-c", "ulimit -S -n"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "4096\n"
 
 
 def test_alone() -> None:
-    """A command that ends and leaves nobody ends the container, with its status."""
+    """A command that ends without children ends the container, with its status."""
     with init("sh", "-c", "exit 78") as process:
         assert process.wait(10) == 78
     with init("sh", "-c", "kill -9 $$") as process:
@@ -194,7 +197,7 @@ def test_alone() -> None:
 
 
 def test_not_there() -> None:
-    """A command that cannot be started is said to be so."""
+    """A command that cannot be started is reported."""
     done = subprocess.run([sys.executable, "-I", INIT, "/there/is/none"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "/there/is/none cannot be started" in done.stderr

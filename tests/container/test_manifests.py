@@ -1,4 +1,4 @@
-"""What is offered for Kubernetes, Compose and systemd is what their own schemas allow, and what mpsd needs."""
+"""The files for Kubernetes, Compose and systemd match their schemas, and contain everything that mpsd needs."""
 
 import shlex
 import subprocess
@@ -16,7 +16,7 @@ from tests.tools import needed
 SYSTEMD: Final = CONTAINER.parent / "systemd"
 
 VERSIONS: Final = ("1.29", "1.37")
-"""Of Kubernetes: the first with sidecar containers, and the newest whose schemas kubernetes-validate 1.37 has."""
+"""Versions of Kubernetes: the first with sidecar containers, and the newest in kubernetes-validate 1.37."""
 
 NOBODY: Final = {
     "allowPrivilegeEscalation": False,
@@ -28,25 +28,25 @@ NOBODY: Final = {
 
 
 def mpsd_in(spec: Any) -> Any:
-    """Return the container of mpsd in a pod."""
+    """Return mpsd's container in a pod."""
     return next(each for each in (*spec["containers"], *spec.get("initContainers", ())) if each["name"] == "mpsd")
 
 
 def mounts(container: Any) -> dict[str, Any]:
-    """Return what a container mounts, by its path there."""
+    """Return the mounts of a container, by their path there."""
     return {each["mountPath"]: each for each in container["volumeMounts"]}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", ["daemonset", "sidecar"])
 def test_schema(name: str, version: str) -> None:
-    """Every object is one that this Kubernetes takes, and has no field that it does not know."""
+    """Every object is valid for this Kubernetes, and has no unknown field."""
     for each in overlay(name).values():
         kubernetes_validate.validate(each, version, strict=True)
 
 
 def test_schema_of_the_example() -> None:
-    """So is the pod that uses the DaemonSet; and a field that is wrong would be seen."""
+    """The pod that uses the DaemonSet is valid too; and a wrong field would be detected."""
     (application,) = documents(KUBERNETES / "examples" / "application.yaml")
     kubernetes_validate.validate(application, VERSIONS[0], strict=True)
     application["spec"]["hostPIDs"] = True
@@ -56,7 +56,7 @@ def test_schema_of_the_example() -> None:
 
 @pytest.mark.parametrize("name", ["daemonset", "sidecar"])
 def test_what_mpsd_needs(name: str) -> None:
-    """The host's pids, privileges, time to drain, and nothing of the API server's; nothing but a stop ends it."""
+    """It has the host's pids, privileges, time to drain, and no access to the API server; only a stop ends it."""
     spec, container = pod(name), mpsd_in(pod(name))
     assert spec["hostPID"]
     assert not spec["automountServiceAccountToken"]
@@ -76,7 +76,7 @@ def test_what_mpsd_needs(name: str) -> None:
 
 
 def test_daemonset() -> None:
-    """Only a labelled node, nothing that evicts it, no update that ends clients, and one /dev/shm with all."""
+    """It runs only on labelled nodes, is not evicted, no update ends clients, and all share one /dev/shm."""
     objects = overlay("daemonset")
     assert objects["DaemonSet"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
     spec = pod("daemonset")
@@ -92,7 +92,7 @@ def test_daemonset() -> None:
 
 
 def test_sidecar() -> None:
-    """It starts before the application and ends after it, and otherwise is the container of the DaemonSet."""
+    """It starts before the application and ends after it, and otherwise equals the container of the DaemonSet."""
     spec, container = pod("sidecar"), mpsd_in(pod("sidecar"))
     assert spec["initContainers"][-1] == container
     assert container.pop("restartPolicy") == "Always"
@@ -110,7 +110,7 @@ def test_sidecar() -> None:
 
 @pytest.mark.parametrize("of", ["sidecar", "daemonset"])
 def test_application(of: str) -> None:
-    """An application has no right, the runtime directory under the same path and read-only, the servers' /dev/shm."""
+    """An application has no rights, the runtime directory at the same path and read-only, and the servers' /dev/shm."""
     (example,) = documents(KUBERNETES / "examples" / "application.yaml")
     spec = pod("sidecar") if of == "sidecar" else example["spec"]
     (container,) = (each for each in spec["containers"] if each["name"] == "application")
@@ -130,12 +130,12 @@ def test_application(of: str) -> None:
 
 
 def test_configuration() -> None:
-    """The configuration in the base is one that mpsd takes."""
+    """mpsd accepts the configuration in the base."""
     parse(overlay("daemonset")["ConfigMap"]["data"]["mpsd.toml"])
 
 
 def test_compose() -> None:
-    """For Compose: what mpsd needs, a stop that waits, the image's health check, and an application without rights."""
+    """Compose has what mpsd needs, a stop that waits, the image's health check, and an application without rights."""
     services = documents(CONTAINER / "compose" / "compose.yaml")[0]["services"]
     mpsd, application = services["mpsd"], services["application"]
     assert (mpsd["privileged"], mpsd["pid"], mpsd["ipc"], mpsd["stop_grace_period"]) == (True, "host", "host", "1h")
@@ -151,7 +151,7 @@ def test_compose() -> None:
 
 
 def test_quadlet(tmp_path: Path) -> None:
-    """For systemd: podman's generator makes units of them that systemd takes, with the same, and timeouts that fit."""
+    """podman's generator makes units that systemd accepts, with the same properties, and matching timeouts."""
     made = quadlet.units(CONTAINER / "quadlet")
     units: dict[str, dict[str, list[str]]] = {}
     for name, text in made.items():

@@ -1,4 +1,4 @@
-"""What the pages about other schedulers show is what Kubernetes takes, and asks for no right."""
+"""The examples on the pages about other schedulers are valid for Kubernetes, and need no privilege."""
 
 import re
 from typing import Any, Final
@@ -14,7 +14,7 @@ PAGES: Final = CONTAINER.parent / "docs" / "kubernetes"
 VERSIONS: Final = ("1.34", "1.35", "1.36", "1.37")
 
 OTHERS: Final = ("volcano.sh", "x-k8s.io", "run.ai")
-"""Whose kinds Kubernetes has no schema of."""
+"""Kinds without a schema in Kubernetes."""
 
 
 def shown(page: str) -> list[Any]:
@@ -34,7 +34,7 @@ def templates(each: Any) -> list[Any]:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("page", ["volcano", "kueue", "kai"])
 def test_pages(page: str, version: str) -> None:
-    """Each object of Kubernetes' own is one that it takes, as is each pod; pods are restricted, and ask for slices."""
+    """Each object and pod of Kubernetes' own is valid; pods are restricted, and request slices."""
     objects = shown(page)
     for each in objects:
         if not each["apiVersion"].partition("/")[0].endswith(OTHERS):
@@ -55,7 +55,7 @@ def test_pages(page: str, version: str) -> None:
 
 
 def test_what_is_forbidden() -> None:
-    """A pod with paths of the host, or that says nothing of rights, is not restricted, by what it has."""
+    """A pod with host paths, or without a security context, is not restricted, for this reason."""
     (application,) = documents(KUBERNETES / "examples" / "application.yaml")
     assert list(forbidden(application["spec"])) == ["run", "shared-memory"]
     assert list(forbidden({"hostIPC": True, "containers": [{"name": "c"}]})) == [

@@ -1,8 +1,8 @@
-"""Machines with a real systemd as PID 1, for tests of what runs under it: the units, the packages.
+"""Machines with a real systemd as PID 1, for tests of the units and the packages.
 
 A root file system of each suite is made once, by mmdebstrap, into a cache outside the tree; systemd-nspawn boots it
-with an overlay that goes with the machine. Where that cannot be done the tests skip, or fail where they have to run.
-`python3 -m tests.systemd` makes what is missing, before anything is installed: this module imports no pytest.
+with an overlay that is removed with the machine. Where that is impossible the tests skip, or fail where they are
+required. `python3 -m tests.systemd` makes missing ones, before anything is installed: this module imports no pytest.
 """
 
 import shutil
@@ -18,7 +18,7 @@ BRANCH: Final = 535
 
 
 class Suite(NamedTuple):
-    """A release of Debian, and what mpsd meets there."""
+    """A release of Debian, with its versions of systemd and Python."""
 
     name: str
     systemd: int
@@ -32,12 +32,12 @@ SUITES: Final = {
 
 
 def cache_directory() -> Path:
-    """Return where the root file systems are."""
+    """Return the directory of the root file systems."""
     return real.cache(CACHE, "root-file-systems")
 
 
 def missing() -> str | None:
-    """Say what this machine lacks to boot another one, or None when all is there."""
+    """Return what this machine lacks to boot another one, or None if it lacks nothing."""
     absent = [program for program in ("mmdebstrap", "systemd-nspawn", "nsenter") if shutil.which(program) is None]
     if absent:
         return f"no {' and no '.join(absent)} here: install mmdebstrap and systemd-container"

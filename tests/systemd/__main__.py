@@ -1,4 +1,4 @@
-"""`python3 -m tests.systemd`: make the root file systems that are missing, side by side."""
+"""`python3 -m tests.systemd`: make the missing root file systems, in parallel."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from tests.systemd.building import root_file_system
 
 
 def main() -> int:
-    """Make them, print where they are, and return 1 when one is missing all the same."""
+    """Make them, print their paths, and return 1 if one is still missing."""
     status = 0
     with ThreadPoolExecutor(len(systemd.SUITES)) as pool:
         for suite, future in [(each, pool.submit(root_file_system, each)) for each in systemd.SUITES.values()]:

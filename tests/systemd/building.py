@@ -1,4 +1,4 @@
-"""Root file systems: a small Debian with systemd and Python, and what mpsd imports in a virtual environment."""
+"""Root file systems: a small Debian with systemd and Python, and mpsd's dependencies in a virtual environment."""
 
 import contextlib
 import fcntl
@@ -19,7 +19,7 @@ from tests.systemd import Suite
 PACKAGES: Final = ("dbus", "procps", "python3", "systemd", "systemd-sysv")
 
 HOME: Final = "opt/mpsd"
-"""The virtual environment of mpsd in the machine; mpsd itself is not in it yet."""
+"""The virtual environment for mpsd in the machine, still without mpsd."""
 
 _LOCK: Final = Path(__file__).resolve().parents[2] / "requirements.lock"
 
@@ -27,9 +27,9 @@ _LEFT_OUT: Final = ("/usr/share/doc/*", "/usr/share/locale/*", "/usr/share/man/*
 
 
 def root_file_system(suite: Suite) -> Path:
-    """Return the root file system of a suite, and make it first where that was not done yet.
+    """Return the root file system of a suite; make it first if it is missing.
 
-    Raises FetchError when something for it does not come. Several at once do not disturb each other.
+    Raises FetchError when something for it cannot be fetched. Concurrent calls do not disturb each other.
     """
     with _locked(suite.name) as cache:
         place = cache / f"{suite.name}-{_recipe()}"
@@ -44,13 +44,13 @@ def root_file_system(suite: Suite) -> Path:
 
 
 def _recipe() -> str:
-    """Return a name for what a root file system is made from, and how."""
+    """Return a name for the inputs and the recipe of a root file system."""
     return hashlib.sha256(Path(__file__).read_bytes() + _LOCK.read_bytes()).hexdigest()[:12]
 
 
 @contextlib.contextmanager
 def _locked(name: str) -> Iterator[Path]:
-    """Be the only one who makes this one, and give the cache."""
+    """Hold the lock for this one, and yield the cache."""
     cache = systemd.cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{name}.lock").open("w") as lock:
@@ -60,13 +60,13 @@ def _locked(name: str) -> Iterator[Path]:
 
 def _build(suite: Suite, root: Path) -> None:
     without = [f"--dpkgopt=path-exclude={pattern}" for pattern in _LEFT_OUT]
-    # In a mount namespace of its own: were it killed, /proc and /sys would stay mounted in what somebody then removes.
+    # In a private mount namespace: after a kill, /proc and /sys would stay mounted in a directory that is then removed.
     run(
         "unshare", "--mount",
         "mmdebstrap", "--quiet", "--mode=root", "--variant=apt", "--dpkgopt=force-unsafe-io", *without,
         f"--include={','.join(PACKAGES)}", suite.name, str(root), mirrors()[0],
     )  # fmt: skip
-    # As on a machine that was booted before: the first boot enables units by their presets, and asks questions.
+    # Like a machine after its first boot, which enables units by their presets, and asks questions.
     (root / "etc" / "machine-id").write_text(f"{hashlib.md5(suite.name.encode(), usedforsecurity=False).hexdigest()}\n")
     run("chroot", str(root), "python3", "-m", "venv", "--without-pip", f"/{HOME}")
     site = root / HOME / "lib" / f"python{suite.python}" / "site-packages"

@@ -1,4 +1,4 @@
-"""A machine for the tests of a class, of the suite that the class names."""
+"""A machine for the tests of a class, of the class's suite."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.systemd.packages.packages import Packages, build, renumbered
 
 @pytest.fixture(scope="class")
 def service(machine: Machine) -> Service:
-    """Give mpsd in it, installed and enabled as an operator does, and somebody who holds a lease."""
+    """Return mpsd in it, installed and enabled like an operator does, with a lease and its holder."""
     machine.install()
     machine.install_units()
     service = Service(machine)
@@ -24,8 +24,8 @@ def service(machine: Machine) -> Service:
 
 @pytest.fixture
 def unharmed(service: Service) -> Iterator[None]:
-    """See that a test leaves each control daemon and each lease as they were."""
-    for gpu in ("0", "1"):  # where the last test's user was another, that is replaced for root now, and not later
+    """Check that a test leaves each control daemon and each lease unchanged."""
+    for gpu in ("0", "1"):  # after another user's test, the daemon is replaced for root now, and not later
         service.machine.run("mpsctl", "run", "--threads", "1", "--memory", "1MiB", "--gpu", gpu, "--", "true")
     before = service.daemons(), service.running(), service.leases()
     yield
@@ -34,7 +34,7 @@ def unharmed(service: Service) -> Iterator[None]:
 
 @pytest.fixture(scope="class")
 def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """Boot a machine of the class's `SUITE`, and see that nothing is left of it."""
+    """Boot a machine of the class's `SUITE`, and check that nothing is left of it."""
     suite = request.cls.SUITE
     name = f"{request.cls.__name__.lower()}-{os.getpid()}"
     with Machine(suite, name, tmp_path_factory.mktemp("machine")) as machine:
@@ -45,6 +45,6 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="class")
 def packages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packages:
-    """Build the package of the class's `SUITE`, and number it anew for an upgrade."""
+    """Build the package of the class's `SUITE`, and a renumbered one for an upgrade."""
     first = build(request.cls.SUITE.name, tmp_path_factory.mktemp("package"))
     return Packages(first, renumbered(first, tmp_path_factory.mktemp("later"), 2))

@@ -1,7 +1,7 @@
-"""The process that keeps a machine: it boots it in control groups of its own, and ends it with whoever asked for it.
+"""The process that keeps a machine: it boots it in private control groups, and ends it together with its owner.
 
-It is nobody's child, and holds on to the reading end of a pipe: when nobody has the other end any more, be it closed or
-its owner killed, it has the machine power off, and removes the control groups.
+It is a child of no test, and holds the reading end of a pipe: when no process has the other end any more, closed or
+killed, it has the machine power off, and removes the control groups.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Final
 
 _SECONDS: Final = 20.0
-"""For a machine to power off; it takes a fraction of one."""
+"""Deadline for a machine to power off; it takes a fraction of a second."""
 
 
 def groups(name: str) -> Iterator[Path]:
-    """Yield a control group of this name in each hierarchy that systemd makes groups in, beside this process's own.
+    """Yield a control group of this name in each hierarchy in which systemd makes groups, beside this process's own.
 
     Two machines in the same group would take each other's units for their own: systemd-nspawn itself makes a group
     `payload` in the one that it is started in.
@@ -37,7 +37,10 @@ def _enter(places: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    """Boot a machine: its name, and the arguments of systemd-nspawn; print the pids of the keeper and of that."""
+    """Boot a machine by its name and the arguments of systemd-nspawn.
+
+    Print the pids of the keeper and of systemd-nspawn.
+    """
     name, *arguments = sys.argv[1:]
     places = list(groups(name))
     for place in places:

@@ -1,4 +1,4 @@
-"""A machine with a real systemd as PID 1: booted by systemd-nspawn, with an overlay that goes with it."""
+"""A machine with a real systemd as PID 1: booted by systemd-nspawn, with an overlay that is removed with it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.systemd import Suite
 from tests.systemd.building import HOME, root_file_system
 
 CONTROL: Final = "/usr/bin/nvidia-cuda-mps-control"
-"""NVIDIA's control program, where Debian has it."""
+"""NVIDIA's control program at Debian's path."""
 
 _TREE: Final = Path(__file__).resolve().parents[2]
 
@@ -31,17 +31,17 @@ sys.exit(main())
 """
 
 _SECONDS: Final = 60.0
-"""For a command in the machine, and for the machine to boot, or to go."""
+"""Deadline for a command in the machine, for its boot, and for its end."""
 
 
 class Machine:
     """A machine of a suite, with the real control program, and without mpsd until that is installed.
 
-    As a context manager it boots, and powers off. It ends with its owner, also where that is killed.
+    As a context manager it boots, and powers off. It ends with its owner, even if that is killed.
     """
 
     def __init__(self, suite: Suite, name: str, folder: Path, binds: Mapping[str, Path] | None = None) -> None:
-        """`folder` is for what the machine says while it boots; `binds` are files of outside, by their paths in it."""
+        """`folder` is for the output of its boot; `binds` are files from outside, by their paths in it."""
         self.suite = suite
         self.name = name
         self._said = folder / f"{name}.log"
@@ -67,12 +67,12 @@ class Machine:
         self.power_off()
 
     def boot(self) -> None:
-        """Boot it, and wait until it is up; it begins with what the suite has, whatever an earlier boot left."""
+        """Boot it, and wait until it is up; it begins with the files of the suite, whatever an earlier boot left."""
         control = real.real_daemons()[systemd.BRANCH]
         arguments = [
             f"--directory={root_file_system(self.suite)}",
             "--quiet", "--boot", "--volatile=overlay", "--private-network", "--console=pipe",
-            "--register=no", "--keep-unit",  # there need be no systemd outside
+            "--register=no", "--keep-unit",  # there may be no systemd outside
             f"--bind-ro={control}:{CONTROL}",
             *(f"--bind-ro={outside}:{inside}" for inside, outside in self._binds.items()),
         ]  # fmt: skip
@@ -93,7 +93,7 @@ class Machine:
             lambda: self.run("systemctl", "is-system-running", check=False, timeout=2).stdout == "running\n",
             what=f"{self.name} to be up; see {self._said}",
             deadline=_SECONDS,
-            not_yet=(subprocess.TimeoutExpired,),  # asked too early, it may wait for an answer that never comes
+            not_yet=(subprocess.TimeoutExpired,),  # at an early query it may wait for an answer that never comes
         )
 
     def _find_leader(self) -> int:
@@ -102,11 +102,11 @@ class Machine:
         return pid if Path(f"/proc/{pid}/comm").read_text() == "systemd\n" else 0
 
     def is_gone(self) -> bool:
-        """Tell whether it has powered off."""
+        """Return whether it has powered off."""
         return not Path(f"/proc/{self._leader}").exists()
 
     def power_off(self) -> None:
-        """Power it off, and wait until nothing is left of it; nothing happens where it is off already."""
+        """Power it off, and wait until nothing is left of it; do nothing if it is off already."""
         if self._lifeline < 0:
             return
         os.close(self._lifeline)
@@ -117,11 +117,11 @@ class Machine:
     # -- using it -----------------------------------------------------------------------------------------------------
 
     def command(self, *argv: str) -> list[str]:
-        """Return what runs a command in the machine, as root, when it is run outside."""
+        """Return a command prefix that runs a command in the machine, as root, from outside."""
         return ["nsenter", "-t", str(self._leader), "-m", "-u", "-i", "-n", "-p", "-C", "--", *_ENVIRONMENT, *argv]
 
     def run(self, *argv: str, check: bool = True, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run a command in the machine to its end; where it fails, what it said is the error's message."""
+        """Run a command in the machine to its end; on failure, the error has its output."""
         done = subprocess.run(
             self.command(*argv),
             stdin=subprocess.DEVNULL,
@@ -155,11 +155,11 @@ class Machine:
             shutil.copy(source, place)
 
     def show(self, unit: str, name: str) -> str:
-        """Return a property of a unit, as `systemctl show` has it."""
+        """Return a property of a unit, from `systemctl show`."""
         return self.run("systemctl", "show", "--property", name, "--value", unit).stdout.strip()
 
     def journal(self, *arguments: str) -> list[dict[str, Any]]:
-        """Return the entries of the journal that match, with their fields."""
+        """Return the matching entries of the journal, with their fields."""
         self.run("journalctl", "--sync")
         said = self.run("journalctl", "--output=json", "--all", "--no-pager", *arguments).stdout
         return [json.loads(line) for line in said.splitlines()]
@@ -170,11 +170,11 @@ class Machine:
         self.copy(_TREE / "mpsd", package)
         for name, module in (("mpsd", "mpsd.__main__"), ("mpsctl", "mpsd.cli.main")):
             self.write(f"/usr/bin/{name}", _PROGRAM.format(home=HOME, module=module), 0o755)
-        # As whoever installs a package does; mpsd itself has no right to write there.
+        # Like a package installation; mpsd itself has no write permission there.
         self.run(f"/{HOME}/bin/python3", "-m", "compileall", "-q", package)
 
     def install_units(self) -> None:
-        """Install the units of this tree as a package does, without enabling any."""
+        """Install the units of this tree like a package, without enabling any."""
         units = _TREE / "systemd"
         places = {
             "mpsd.sysusers.conf": "/usr/lib/sysusers.d/mpsd.conf",

@@ -1,4 +1,4 @@
-"""mpsd in a machine, as a service: with simulated GPUs and NVIDIA's control daemons, and somebody who holds a lease."""
+"""mpsd in a machine, as a service: with simulated GPUs, NVIDIA's control daemons, and a process that holds a lease."""
 
 import json
 import subprocess
@@ -42,7 +42,7 @@ for each in callers:
     each.join()
 print(json.dumps({"wrong": wrong, "times": len(waits), "longest": max(waits)}))
 """
-"""Two callers who take a lease and give it back, each request on a connection of its own, until nobody wants more."""
+"""Two callers that request and release leases, each request over a new connection, until they are stopped."""
 
 
 @dataclass
@@ -51,10 +51,10 @@ class Service:
 
     machine: Machine
     python: str = f"/{HOME}/bin/python3"
-    """What can import mpsd there."""
+    """The interpreter that can import mpsd there."""
 
     def simulate(self, program: str = "/usr/bin/mpsd") -> None:
-        """Have mpsd run with simulated GPUs, once it runs, as an operator's drop-ins would."""
+        """Have mpsd run with simulated GPUs, by drop-ins like an operator's."""
         for unit, command in (("mpsd.service", f"{program} {_RUN}"), (STOP, f"{program} {_RUN} --stop-daemons")):
             self.drop_in(unit, "simulate", f"[Service]\nExecStart=\nExecStart={command}\n")
 
@@ -65,7 +65,7 @@ class Service:
         self.machine.enable(*UNITS)
 
     def simulate_all(self) -> None:
-        """Start mpsd with the simulator's control daemons, whose servers take no GPU; none runs now."""
+        """Start mpsd with the simulator's control daemons, whose servers need no GPU; no mpsd runs before."""
         for unit, more in (("mpsd.service", ""), (STOP, " --stop-daemons")):
             command = f"/usr/bin/mpsd run --simulate 2{more}"
             self.drop_in(unit, "zz-simulator", f"[Service]\nExecStart=\nExecStart={command}\n")
@@ -78,7 +78,7 @@ class Service:
             self.drop_in(unit, "zz-simulator", "")
 
     def drop_in(self, unit: str, name: str, text: str) -> None:
-        """Change a unit as `systemctl edit` does; an empty text takes the change back."""
+        """Change a unit like `systemctl edit`; an empty text reverts the change."""
         place = f"/etc/systemd/system/{unit}.d/{name}.conf"
         if text:
             self.machine.write(place, text)
@@ -87,17 +87,17 @@ class Service:
         self.machine.run("systemctl", "daemon-reload")
 
     def ask(self, *arguments: str) -> Any:
-        """Return what mpsctl prints as JSON."""
+        """Return the JSON output of mpsctl."""
         return json.loads(self.machine.run("mpsctl", *arguments, "-o", "json").stdout)
 
     @property
     def main_pid(self) -> int:
-        """The pid of mpsd, 0 where there is none."""
+        """The pid of mpsd, or 0 if it is not running."""
         return int(self.machine.show("mpsd.service", "MainPID"))
 
     @property
     def status(self) -> str:
-        """What mpsd tells systemd of itself."""
+        """mpsd's status text in systemd."""
         return self.machine.show("mpsd.service", "StatusText")
 
     def daemons(self) -> dict[str, int]:
@@ -109,12 +109,12 @@ class Service:
         return sorted(each["id"] for each in self.ask("leases")["leases"])
 
     def running(self) -> list[int]:
-        """Return the pids of the control daemons that run, whoever knows of them."""
+        """Return the pids of all running control daemons, known to mpsd or not."""
         found = self.machine.run("pgrep", "-f", f"^{CONTROL} -f", check=False).stdout
         return sorted(map(int, found.split()))
 
     def signal(self, number: str) -> int:
-        """Send mpsd a signal, and return the pid that it had."""
+        """Send mpsd a signal, and return its pid at the time."""
         pid = self.main_pid
         assert pid > 1
         self.machine.run("kill", f"-{number}", str(pid))
@@ -129,7 +129,7 @@ class Service:
         )
 
     def hold(self) -> str:
-        """Have somebody hold a lease, and return its id."""
+        """Start a process that holds a lease, and return the lease's id."""
         before = self.leases()
         self.machine.run(
             "systemd-run",
@@ -149,7 +149,7 @@ class Service:
         return lease
 
     def under_load(self, do: Callable[[], object]) -> dict[str, Any]:
-        """Do something while others take leases and give them back; return how that went for them."""
+        """Do something while other callers request and release leases; return their results."""
         with subprocess.Popen(
             self.machine.command(self.python, "-c", _LOAD), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as load:

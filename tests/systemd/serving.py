@@ -1,7 +1,7 @@
-"""What mpsd promises as a service, for a machine of each suite (test_debian_12.py, test_debian_13.py).
+"""mpsd's promises as a service, for a machine of each suite (test_debian_12.py, test_debian_13.py).
 
-The tests of a class share a machine, and somebody in it holds a lease from the first to the last: neither that lease
-nor a control daemon is to notice anything, until the unit that is made for stopping them.
+The tests of a class share a machine, in which a process holds a lease from the first to the last: neither that lease
+nor a control daemon may be affected, until the unit that exists for stopping them.
 """
 
 from typing import ClassVar
@@ -20,12 +20,12 @@ _INVALID = "[enforcement]\nunadmitted = 7\n"
 
 
 class ServerHealth:
-    """The tests, in the order in which they run."""
+    """The tests, in their order of execution."""
 
     SUITE: ClassVar[Suite]
 
     def test_it_runs(self, machine: Machine, service: Service) -> None:
-        """Enabled, it is healthy, and says how it is; systemd has no complaint about the units."""
+        """Enabled, it is healthy, and reports its state; systemd has no complaint about the units."""
         machine.run("mpsctl", "status")
         assert len(service.running()) == 2
         wait_until(
@@ -44,7 +44,7 @@ class ServerHealth:
         assert not complaints
 
     def test_journal(self, machine: Machine, service: Service) -> None:
-        """What happens is in the journal with its id, its priority and each fact in a field of its own."""
+        """Each event is in the journal with its id, its priority and each fact in a separate field."""
         (lease,) = service.leases()
         (granted,) = machine.journal(f"MPSD_LEASE={lease}", "MPSD_EVENT=lease_granted")
         assert granted["_TRANSPORT"] == "journal"
@@ -73,7 +73,10 @@ class ServerHealth:
 
     @pytest.mark.usefixtures("unharmed")
     def test_reload(self, machine: Machine, service: Service) -> None:
-        """A reload is taken, or refused with the reason in the status, until one is taken; mpsd is the same one."""
+        """A reload is accepted, or refused with the reason in the status until one is accepted.
+
+        mpsd is the same process.
+        """
         before = service.main_pid
         machine.write("/etc/mpsd/mpsd.toml", _INVALID)
         machine.run("systemctl", "reload", "mpsd.service")
@@ -85,10 +88,10 @@ class ServerHealth:
         assert service.main_pid == before
         assert machine.show("mpsd.service", "ActiveState") == "active"
 
-    @pytest.mark.timeout(180)  # it is twenty times as long as one restart, on however busy a machine
+    @pytest.mark.timeout(180)  # twenty times the time of one restart, on a busy machine
     @pytest.mark.usefixtures("unharmed")
     def test_restarts_under_load(self, machine: Machine, service: Service) -> None:
-        """Twenty restarts, and nobody who takes leases and gives them back meanwhile sees an error."""
+        """Twenty restarts cause no error for callers that request and release leases meanwhile."""
         socket = machine.path("/run/mpsd/mpsd.sock").stat().st_ino
         log = machine.path("/var/log/mpsd/gpu0/control.log")
         written = log.stat().st_size
@@ -103,11 +106,11 @@ class ServerHealth:
         assert not went["wrong"]
         assert went["times"] > 40
         assert machine.path("/run/mpsd/mpsd.sock").stat().st_ino == socket
-        assert log.stat().st_size > written  # by a control daemon in the sandbox of an mpsd that is no more
+        assert log.stat().st_size > written  # by a control daemon in the sandbox of an mpsd that has ended
 
     @pytest.mark.usefixtures("unharmed")
     def test_stopped_and_called(self, machine: Machine, service: Service) -> None:
-        """While mpsd is stopped, whoever calls has it started, and is answered."""
+        """While mpsd is stopped, a call starts it, and is answered."""
         machine.run("systemctl", "stop", "mpsd.service")
         assert service.main_pid == 0
         assert len(service.running()) == 2
@@ -116,19 +119,22 @@ class ServerHealth:
 
     @pytest.mark.usefixtures("unharmed")
     def test_killed(self, service: Service) -> None:
-        """SIGKILL: the next one goes on where it was."""
+        """After SIGKILL the next mpsd continues where the last one was."""
         service.wait_for_another(service.signal("KILL"))
 
     @pytest.mark.usefixtures("unharmed")
     def test_stopped_by_a_signal(self, machine: Machine, service: Service) -> None:
-        """SIGSTOP: no sign of life, so the watchdog ends it, and the next one goes on."""
+        """After SIGSTOP there is no sign of life, so the watchdog ends mpsd, and the next one continues."""
         service.wait_for_another(service.signal("STOP"))
         said = [entry["MESSAGE"] for entry in machine.journal("_PID=1", "UNIT=mpsd.service")]
         assert any("Watchdog timeout" in line for line in said)
 
     @pytest.mark.usefixtures("unharmed")
     def test_refused(self, machine: Machine, service: Service) -> None:
-        """Why a configuration is refused is told by the unit, and to callers; mended, the next one is answered."""
+        """The reason for a refused configuration is given by the unit, and to callers.
+
+        Once corrected, the next call is answered.
+        """
         machine.write("/etc/mpsd/mpsd.toml", _INVALID)
         machine.run("systemctl", "restart", "mpsd.service", check=False)
         assert machine.show("mpsd.service", "ActiveState") == "failed"
@@ -141,7 +147,10 @@ class ServerHealth:
 
     @pytest.mark.usefixtures("unharmed")
     def test_crash_loop(self, machine: Machine, service: Service) -> None:
-        """An mpsd that cannot start is given up, callers hear that at once, and it is back when that is mended."""
+        """An mpsd that cannot start is given up; callers get that answer at once.
+
+        It is back when the cause is removed.
+        """
         broken = "[Unit]\nStartLimitBurst=3\n[Service]\nExecStart=\nExecStart=/bin/false\n"
         service.drop_in("mpsd.service", "zz-broken", broken)
         machine.run("systemctl", "reset-failed", "mpsd.service")
@@ -160,7 +169,7 @@ class ServerHealth:
         machine.run("mpsctl", "status")
 
     def test_stop_daemons(self, machine: Machine, service: Service) -> None:
-        """The unit that stops control daemons waits for whoever is there, lets nobody in, and leaves none running."""
+        """The unit that stops control daemons waits for clients, ends admission, and leaves none running."""
         busy = service.daemons()[service.ask("leases")["leases"][0]["shares"][0]["daemon"]]
         machine.run("systemctl", "start", "--no-block", STOP)
         wait_until(lambda: "draining" in machine.show(STOP, "StatusText"), what="it to say that it waits", deadline=20)
@@ -175,9 +184,9 @@ class ServerHealth:
         assert machine.run("mpsctl", "status", check=False).returncode == 69
 
     def test_another_users_client(self, machine: Machine, service: Service) -> None:
-        """In the sandbox a control daemon starts a server for another user; a restart costs its client nothing.
+        """In the sandbox a control daemon starts a server for another user; a restart does not affect its client.
 
-        Control daemon and server are the simulator's: NVIDIA's server takes a GPU.
+        Control daemon and server are the simulator's: NVIDIA's server needs a GPU.
         """
         service.simulate_all()
         lease = ("mpsctl", "run", "--threads", "25", "--memory", "2GiB", "--")
@@ -194,13 +203,13 @@ class ServerHealth:
         assert not server.exists()
 
     def test_wrapped_unit(self, machine: Machine, service: Service) -> None:
-        """`mpsctl service wrap` gives a unit a lease that lives as the unit does."""
+        """`mpsctl service wrap` gives a unit a lease with the lifetime of the unit."""
         service.simulate_all()
         wrapping.check(machine, service)
         service.simulate_no_more()
 
     def test_power_off(self, machine: Machine, service: Service) -> None:
-        """The machine powers off under running control daemons, and waits for nobody's time-out."""
+        """The machine powers off under running control daemons, without waiting for a timeout."""
         machine.run("systemctl", "start", *UNITS)
         machine.run("mpsctl", "status")
         service.hold()

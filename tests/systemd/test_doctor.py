@@ -1,4 +1,4 @@
-"""`mpsctl doctor` under a real systemd: what it says of mpsd's units, by what systemd itself says."""
+"""`mpsctl doctor` under a real systemd: its verdicts about mpsd's units, compared with systemd's own."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ _RUN = f"[Service]\nExecStart=\nExecStart=/usr/bin/mpsd run --simulate 1 --contr
 
 
 def doctor(machine: Machine, *checks: str) -> dict[str, Any]:
-    """Have the machine looked at, and return the worst that each of these checks found."""
+    """Run doctor in the machine, and return the worst verdict of each of these checks."""
     only = [word for check in checks for word in ("--only", check)]
     done = machine.run("mpsctl", "doctor", "-o", "json", *only, check=False)
     assert done.stderr == ""
@@ -27,22 +27,22 @@ def doctor(machine: Machine, *checks: str) -> dict[str, Any]:
 
 
 class TestUnits:
-    """As an operator comes upon them."""
+    """The states of the units that an operator meets."""
 
     SUITE = systemd.SUITES["trixie"]
 
     def test_from_nothing_to_well(self, machine: Machine) -> None:
-        """Units that are not there, failed, masked, misconfigured and well are told apart, each with a remedy."""
+        """Missing, failed, masked, misconfigured and healthy units are distinguished, each with a remedy."""
         machine.install()
         found = doctor(machine, "unit", "unit-settings", "mpsd")
         assert found["unit"]["verdict"] == found["unit-settings"]["verdict"] == "unknown"
         assert "systemd has none of the units mpsd.service" in found["unit"]["because"]
 
-        # There is no driver in the machine, so mpsd is refused, and not tried again.
+        # There is no driver in the machine, so mpsd is refused, and not started again.
         machine.install_units()
         machine.run("systemctl", "daemon-reload")
         machine.run("systemctl", "start", "mpsd.service", check=False)
-        machine.run("systemctl", "stop", "mpsd.socket")  # whoever asks would have mpsd started again
+        machine.run("systemctl", "stop", "mpsd.socket")  # otherwise a query would start mpsd again
         found = doctor(machine, "unit", "unit-settings")
         assert (found["unit"]["verdict"], found["unit"]["subject"]) == ("fail", "mpsd.service")
         assert found["unit"]["evidence"]["Result"] == machine.show("mpsd.service", "Result") == "exit-code"
@@ -66,7 +66,7 @@ class TestUnits:
         well = ("mpsd", "socket", "version", "configuration", "reload", "unit", "unit-settings")
         found = doctor(machine, *well)
         assert {name: each["verdict"] for name, each in found.items()} == dict.fromkeys(well, "ok"), found
-        found = doctor(machine, "nofile", "capabilities", "user-namespace")  # mpsd is found, and looked at
+        found = doctor(machine, "nofile", "capabilities", "user-namespace")  # mpsd is found, and inspected
         assert {each["verdict"] for each in found.values()} == {"ok"}, found
 
         machine.run("chmod", "0700", "/run/mpsd")
@@ -76,7 +76,7 @@ class TestUnits:
         (told,) = machine.journal("MPSD_EVENT=doctor_fixed")
         assert told["MPSD_DID"] == "opened /run/mpsd to every uid (o+x)"
 
-        # Somebody removes the socket of an mpsd that runs: to start that would do nothing.
+        # The socket of a running mpsd is removed: starting the socket unit would have no effect.
         machine.run("rm", "/run/mpsd/mpsd.sock")
         found = doctor(machine, "mpsd", "socket")
         assert found["mpsd"]["remedy"].startswith("systemctl restart mpsd.socket,")

@@ -1,4 +1,4 @@
-"""The machines are what the tests take them for: a systemd of this version, mpsd for this Python, and nothing left."""
+"""The machines are as the tests assume: this version of systemd, mpsd for this Python, and nothing left afterwards."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ class _OnEach:
     SUITE: ClassVar[Suite]
 
     def test_machine(self, machine: Machine) -> None:
-        """It has what its suite is named for, and the programs of mpsd and of NVIDIA."""
+        """It has the versions of its suite, and the programs of mpsd and of NVIDIA."""
         machine.install()
         assert machine.run("systemctl", "--version").stdout.startswith(f"systemd {self.SUITE.systemd} ")
         assert "Python " + self.SUITE.python in machine.run("python3", "--version").stdout
@@ -40,19 +40,19 @@ class _OnEach:
 
 
 class TestDebian12(_OnEach):
-    """Of Debian 12."""
+    """A machine of Debian 12."""
 
     SUITE = systemd.SUITES["bookworm"]
 
 
 class TestDebian13(_OnEach):
-    """Of Debian 13."""
+    """A machine of Debian 13."""
 
     SUITE = systemd.SUITES["trixie"]
 
 
 def test_it_ends_with_its_owner(tmp_path: Path) -> None:
-    """Nobody's machine goes on when whoever booted it is killed."""
+    """A machine does not outlive its owner, even if that is killed."""
     name = f"orphan-{os.getpid()}"
     command = [sys.executable, "-c", _BOOTED, name, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:

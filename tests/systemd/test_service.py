@@ -1,4 +1,4 @@
-"""`mpsctl service`, where mpsd was installed by pip, pipx or uv: on a machine, and where it cannot be."""
+"""`mpsctl service`, where mpsd was installed by pip, pipx or uv: on a machine, and where it cannot work."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ MPSCTL: Final = f"/{HOME}/bin/mpsctl"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build what pip installs."""
+    """Build the wheel that pip installs."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT],
@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(machine: Machine, wheel: Path, folder: Path) -> None:
-    """Do what pip does with a wheel, in the virtual environment of the machine, which has no pip."""
+    """Install a wheel like pip, into the virtual environment of the machine, which has no pip."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     (data,) = folder.glob("*.data/data/share")
@@ -70,7 +70,10 @@ class TestOnAMachine:
         assert running() == before
 
     def test_life(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
-        """Installed, started, installed again, uninstalled while somebody computes; each says what it does."""
+        """Installed, started, installed again, and uninstalled while a client computes.
+
+        Each step reports its actions.
+        """
         install(machine, wheel, tmp_path)
         before = self.local(machine)
 
@@ -83,7 +86,7 @@ class TestOnAMachine:
         assert self.local(machine) - before == written - {"/etc/mpsd/mpsd.toml"}
         assert machine.run(MPSCTL, "service", "status").stdout.startswith("the service is installed")
 
-        # The units start this very mpsd, and systemd has nothing to say about them.
+        # The units start this very mpsd, and systemd has no complaint about them.
         units = ("mpsd.service", "mpsd.socket", "mpsd-stop-daemons.service")
         machine.run("systemd-analyze", "verify", "--man=no", *units)
         assert f"ExecStart=/{HOME}/bin/mpsd run\n" in machine.run("systemctl", "cat", "mpsd.service").stdout
@@ -107,7 +110,7 @@ class TestOnAMachine:
         assert "mpsd.socket was changed" in machine.run(MPSCTL, "service", "install").stdout
         assert socket.read_text() == changed
 
-        # Uninstalled: mpsd is gone, and the control daemons are not; what was changed stays, and the configuration.
+        # After the uninstallation mpsd is gone, and the control daemons stay, like changed files and the configuration.
         said = machine.run(MPSCTL, "service", "uninstall").stdout
         assert "mpsd.socket was changed, and is kept" in said
         assert self.local(machine) - before == {"/usr/local/lib/systemd/system/mpsd.socket"}
@@ -115,7 +118,7 @@ class TestOnAMachine:
         assert machine.run("pidof", "-x", "mpsd", check=False).stdout == ""
         assert machine.path("/etc/mpsd/mpsd.toml").exists()
 
-        # Purged, nothing is left but what was changed: the control daemons' sockets are theirs. A failure is forgotten.
+        # After a purge only changed files are left: the sockets are the control daemons'. A failure is reset.
         machine.run(MPSCTL, "service", "install")
         machine.run("rm", "-r", "/etc/systemd/system/mpsd.service.d")  # now it finds no driver
         machine.run("systemctl", "daemon-reload")
@@ -132,7 +135,7 @@ class TestOnAMachine:
         assert "nothing is installed" in again.stderr
 
     def test_a_package_has_it(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
-        """Where the units are a package's, it does nothing."""
+        """If a package owns the units, it does nothing."""
         install(machine, wheel, tmp_path)
         machine.write("/usr/lib/systemd/system/mpsd.service", "[Service]\nExecStart=/bin/true\n")
         refused = machine.run(MPSCTL, "service", "install", check=False)
@@ -140,7 +143,7 @@ class TestOnAMachine:
         assert "/usr/lib/systemd/system/mpsd.service belongs to a package" in refused.stderr
 
     def test_in_a_home_directory(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
-        """What is installed below /root is told where it could be instead."""
+        """An installation below /root is reported, with a better place."""
         install(machine, wheel, tmp_path)
         machine.run("rm", "-f", "/usr/lib/systemd/system/mpsd.service")
         machine.run("cp", "-a", f"/{HOME}", "/root/mpsd")
@@ -150,7 +153,7 @@ class TestOnAMachine:
         assert "PIPX_HOME=/opt/pipx" in refused.stderr
 
     def test_what_others_can_change(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
-        """Root's service does not run what somebody else owns."""
+        """Root's service does not run files that another user owns."""
         install(machine, wheel, tmp_path)
         machine.run("rm", "-f", "/usr/lib/systemd/system/mpsd.service")
         machine.run("chown", "nobody", f"/{HOME}/bin/mpsd")
@@ -161,12 +164,12 @@ class TestOnAMachine:
 
 @pytest.mark.machine
 class TestOnAnotherMachine:
-    """What cannot be written."""
+    """Paths that cannot be written."""
 
     SUITE = systemd.SUITES["bookworm"]
 
     def test_in_the_way(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:
-        """A path that cannot be written is named, and once it can be, the rest is done."""
+        """A path that cannot be written is named; once it can be, the rest is done."""
         install(machine, wheel, tmp_path)
         machine.write("/usr/local/lib/systemd", "not a directory\n")
         refused = machine.run(MPSCTL, "service", "install", check=False)
@@ -175,11 +178,11 @@ class TestOnAnotherMachine:
         machine.run("rm", "/usr/local/lib/systemd")
         machine.run(MPSCTL, "service", "install")
         machine.run(MPSCTL, "service", "status")
-        assert not machine.path("/usr/local/lib/systemd/system/mpsd.service.d").exists()  # of a newer systemd
+        assert not machine.path("/usr/local/lib/systemd/system/mpsd.service.d").exists()  # needs a newer systemd
 
 
 def test_without_root() -> None:
-    """A user without rights is told so, and nothing is done."""
+    """A user without rights gets an error, and nothing is done."""
     become = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
     refused = subprocess.run(
         [*become, sys.executable, "-c",
@@ -194,7 +197,7 @@ def test_without_root() -> None:
 @pytest.mark.skipif(Path("/run/systemd/system").is_dir(), reason="this machine was booted with systemd")
 @pytest.mark.root("change the services of the system")
 def test_without_systemd() -> None:
-    """Where there is no systemd, there is nothing to install."""
+    """Without systemd, there is nothing to install."""
     refused = run_mpsctl("/nonexistent", "service", "install")
     assert refused.returncode == 78
     assert "not booted with systemd" in refused.stderr

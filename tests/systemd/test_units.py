@@ -1,4 +1,4 @@
-"""The units as they stand in the tree."""
+"""The units in the tree."""
 
 import subprocess
 from pathlib import Path
@@ -16,7 +16,7 @@ OWN: Final = {
     "Type", "NotifyAccess", "ExecStart", "ExecReload", "Restart", "RestartSec", "RestartPreventExitStatus",
     "WatchdogSec", "TimeoutStopSec",
 }  # fmt: skip
-"""What is different about how mpsd runs in each of the two; the rest is what it can reach."""
+"""The settings in which the two units differ; all others, which bound what mpsd can reach, are the same."""
 
 
 def settings(name: str) -> list[str]:
@@ -27,7 +27,7 @@ def settings(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_exposure(name: str) -> None:
-    """What mpsd can reach is at most 3.5 of 10 by systemd's own count."""
+    """The exposure of mpsd is at most 3.5 of 10 by systemd's own measure."""
     analyze = needed("systemd-analyze", "systemd")
     command = [analyze, "security", "--no-pager", "--offline=true", "--threshold=35", str(UNITS / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -35,7 +35,7 @@ def test_exposure(name: str) -> None:
 
 
 def test_same_sandbox() -> None:
-    """A control daemon and its servers can reach the same, whichever unit's mpsd takes care of them."""
+    """A control daemon and its servers have the same sandbox under either unit's mpsd."""
     one, other = ([line for line in settings(name) if line.split("=")[0] not in OWN] for name in SERVICES)
     assert one == other
     assert len(one) > 20

@@ -1,4 +1,4 @@
-"""What `mpsctl service wrap` gives a unit, for a machine of each systemd."""
+"""The effects of `mpsctl service wrap` on a unit, for a machine of each systemd."""
 
 import json
 from datetime import UTC, datetime
@@ -60,7 +60,7 @@ def check(machine: Machine, service: Service) -> None:
 
 
 def _check_ending_clients(machine: Machine, service: Service) -> None:
-    """A client's server ends its work before systemd sends a signal, where that was asked for."""
+    """On request, a client's server ends its work before systemd sends a signal."""
     _mpsctl(machine, "wrap", "trainer", "--fraction", "0.25", "--end-clients")
     machine.run("systemctl", "restart", _UNIT)
     wait_until(lambda: _lease(machine, service)["clients"], what="its client to be attributed")
@@ -73,7 +73,7 @@ def _check_ending_clients(machine: Machine, service: Service) -> None:
 
 
 def _check_keeping(machine: Machine, service: Service) -> None:
-    """A lease that is to be kept is that of the next start, unless that asks for something else."""
+    """A kept lease is that of the next start, unless that requests something else."""
     _mpsctl(machine, "wrap", "trainer", "--fraction", "0.25", "--on-restart", "keep")
     machine.run("systemctl", "restart", _UNIT)
     kept = _lease(machine, service)
@@ -84,7 +84,7 @@ def _check_keeping(machine: Machine, service: Service) -> None:
     wait_until(lambda: machine.show(_UNIT, "MainPID") not in {"0", pid}, what="systemd to start it again")
     assert _lease(machine, service)["id"] == kept["id"]
     wait_until(lambda: _variable(machine, "MPSD_LEASE") == kept["id"], what="its program to have begun")
-    machine.run("systemctl", "restart", "mpsd.service")  # the next mpsd takes up what the last one stored
+    machine.run("systemctl", "restart", "mpsd.service")  # the next mpsd restores the stored lease
     assert _lease(machine, service)["id"] == kept["id"]
     machine.run("systemctl", "stop", _UNIT)
     (claim,) = service.ask("show", kept["id"])["holders"]
@@ -102,7 +102,7 @@ def _check_keeping(machine: Machine, service: Service) -> None:
     machine.path(f"/etc/systemd/system/{_UNIT}.d/pause.conf").unlink()
     machine.run("systemctl", "daemon-reload")
 
-    # Other options are another lease, also where the last one was to be kept.
+    # Other options result in another lease, even if the last one was to be kept.
     _mpsctl(machine, "wrap", "trainer", "--fraction", "0.5", "--on-restart", "keep")
     machine.run("systemctl", "start", _UNIT)
     wait_until(lambda: _variable(machine, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), what="its program to have begun")
@@ -115,7 +115,7 @@ def _check_keeping(machine: Machine, service: Service) -> None:
 
 
 def _check_refusal(machine: Machine) -> None:
-    """A start that gets no lease fails, and says why; without the drop-in the unit has no lease."""
+    """A start without a lease fails, and says why; without the drop-in the unit has no lease."""
     _mpsctl(machine, "wrap", "trainer", "--threads", "100", "--memory", "1000GiB")
     assert machine.run("systemctl", "start", _UNIT, check=False).returncode != 0
     assert any("1000GiB" in str(each["MESSAGE"]) for each in machine.journal(f"--unit={_UNIT}"))
@@ -134,7 +134,7 @@ def _mpsctl(machine: Machine, *arguments: str) -> str:
 
 
 def _lease(machine: Machine, service: Service) -> dict[str, Any]:
-    """Return the one lease that the unit's control group holds."""
+    """Return the only lease that the unit's control group holds."""
     group = machine.show(_UNIT, "ControlGroup")
     held = [each for each in service.ask("leases")["leases"] if group in json.dumps(each["holders"])]
     (lease,) = held
@@ -143,7 +143,7 @@ def _lease(machine: Machine, service: Service) -> dict[str, Any]:
 
 
 def _variable(machine: Machine, name: str) -> str:
-    """Return what the unit's program found in its environment; empty where it has not started, or has no such one."""
+    """Return a variable from the environment of the unit's program; empty if it has not started, or lacks it."""
     path: Path = machine.path("/run/trainer/environment")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((each.partition("=")[2] for each in lines if each.startswith(f"{name}=")), "")

@@ -1,4 +1,4 @@
-"""The life of a package on a machine: what the tests of each suite have in common."""
+"""The lifecycle of a package on a machine: the common tests of each suite."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ _NOT_OURS: Final = (
     "/root/", "/tmp/", "/var/cache/", "/var/lib/dpkg/", "/var/lib/systemd/", "/var/log/", "/run/", "/dev/",
     "/usr/lib/python3", "/etc/group", "/etc/gshadow", "/etc/.pwd.lock", "/etc/machine-id",
 )  # fmt: skip
-"""Where a machine writes while it runs; and the group, which Debian has a package leave there."""
+"""Paths that a running machine writes to; and the group, which Debian has a package leave there."""
 
 
 class PackageLife:
@@ -32,16 +32,16 @@ class PackageLife:
         return {path for path in found if not path.startswith(_NOT_OURS)}
 
     def dpkg(self, machine: Machine, *arguments: str) -> str:
-        """Run dpkg, and return all that it said."""
+        """Run dpkg, and return its output."""
         done = machine.run("dpkg", *arguments)
         return done.stdout + done.stderr
 
     def healthy(self, machine: Machine) -> None:
-        """Wait until mpsctl says that the node is."""
+        """Wait until mpsctl reports a healthy node."""
         wait_until(lambda: machine.run("mpsctl", "status", check=False).returncode == 0, what="mpsd to be healthy")
 
     def test_life(self, machine: Machine, packages: Packages) -> None:
-        """One pid of each control daemon, and one lease, until the removal that finds nobody there."""
+        """Each control daemon keeps its pid, and the lease stays, until the removal without clients."""
         unit = (ROOT / "systemd" / "mpsd.service").read_text(encoding="utf-8")
         first, second = (f"/root/{package.name}" for package in packages)
         for package in packages:
@@ -50,7 +50,7 @@ class PackageLife:
         service.simulate()
         before = self.files(machine)
 
-        # Installed: enabled, started, with its group, its configuration and its pages.
+        # Installed: enabled and started, with its group, its configuration and its manual pages.
         self.dpkg(machine, "--install", first)
         assert machine.run("systemctl", "is-enabled", *UNITS).stdout == "enabled\nenabled\n"
         assert machine.run("systemctl", "is-enabled", STOP, check=False).stdout == "static\n"
@@ -72,7 +72,7 @@ class PackageLife:
         )
         configuration.write_text(changed)
 
-        # Upgraded under load: another mpsd, the same control daemons, the same lease, and callers who only waited.
+        # Upgraded under load: another mpsd, the same control daemons and lease, and callers that only waited.
         mpsd = service.main_pid
         went = service.under_load(lambda: self.upgrade(machine, second))
         assert went["wrong"] == []
@@ -82,7 +82,7 @@ class PackageLife:
         assert configuration.read_text() == changed
         assert service.ask("config")["config"]["daemon"].items() >= {"deaths": 6, "compute_mode": "leave"}.items()
 
-        # Removed while somebody is there: who computes goes on, and so does the control daemon under it, alone.
+        # Removed with a client: the client and its control daemon, and no other, keep running.
         said = self.dpkg(machine, "--remove", "mpsd")
         assert "go on without mpsd" in said
         assert machine.show("holder.service", "MainPID") == holder
@@ -90,14 +90,14 @@ class PackageLife:
         assert kept in control_daemons.values()
         assert service.main_pid == 0
 
-        # Installed again: it adopts what goes on, and the lease is still there. A unit in /usr/local is told.
+        # Installed again: it adopts the running daemon, and the lease is still there. A unit in /usr/local is reported.
         machine.write("/usr/local/lib/systemd/system/mpsd.service", unit)
         assert "the units in /usr/local, of another installation" in self.upgrade(machine, second)
         machine.run("rm", "-r", "/usr/local/lib/systemd")
         assert kept in service.daemons().values()
         assert service.leases() == [lease]
 
-        # Removed when nobody is there: nothing runs any more. Purged: nothing is left.
+        # Removed without clients: no process is left. Purged: nothing is left.
         machine.run("systemctl", "stop", "holder.service")
         assert "go on without mpsd" not in self.dpkg(machine, "--remove", "mpsd")
         assert service.running() == []
@@ -110,14 +110,14 @@ class PackageLife:
         assert machine.run("systemctl", "list-units", "--failed", "--plain", "--no-legend").stdout == ""
 
     def upgrade(self, machine: Machine, package: str) -> str:
-        """Install a package over what is there, wait until mpsd is well again, and return what dpkg said."""
+        """Install a package over the existing one, wait until mpsd is healthy again, and return dpkg's output."""
         said = self.dpkg(machine, "--install", package)
         self.healthy(machine)
         return said
 
     def test_lintian(self, packages: Packages, tmp_path: Path) -> None:
-        """Lintian has nothing to say but what debian/mpsd.lintian-overrides answers."""
+        """Lintian reports only what debian/mpsd.lintian-overrides answers."""
         command = [needed("lintian", "lintian"), "--allow-root", "--fail-on", "error,warning", str(packages.first)]
-        scratch = {**os.environ, "TMPDIR": str(tmp_path)}  # of which it does not clear up everything
+        scratch = {**os.environ, "TMPDIR": str(tmp_path)}  # lintian does not remove all its temporary files
         done = subprocess.run(command, env=scratch, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (0, "")

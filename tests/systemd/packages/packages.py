@@ -1,4 +1,4 @@
-"""Debian packages of this tree, built as debian/build builds them."""
+"""Debian packages of this tree, built by the steps of debian/build."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ class Packages(NamedTuple):
 
 
 def build(suite: str, folder: Path) -> Path:
-    """Build the package of a suite, and return it. What it needs of PyPI is kept outside the tree."""
+    """Build the package of a suite, and return it. Its inputs from PyPI are kept outside the tree."""
     needed("/usr/bin/dh", "debhelper")
     needed("/usr/bin/pip3", "python3-pip")
     environment = {**os.environ, "MPSD_WHEELS": str(real.cache("MPSD_WHEELS", "wheels"))}
@@ -33,7 +33,7 @@ def build(suite: str, folder: Path) -> Path:
 
 
 def with_conffile(folder: Path, path: str, content: bytes) -> Path:
-    """Return an earlier package of mpsd that has nothing but a configuration file, which is a conffile of it."""
+    """Return an earlier package of mpsd that has only a configuration file, as a conffile."""
     tree = folder / "earlier"
     file = tree / path.lstrip("/")
     file.parent.mkdir(parents=True)
@@ -54,7 +54,7 @@ def with_conffile(folder: Path, path: str, content: bytes) -> Path:
 
 
 def renumbered(package: Path, folder: Path, revision: int) -> Path:
-    """Return the same package under a later revision, as a rebuild of the same tree is."""
+    """Return the same package under a later revision, like a rebuild of the same tree."""
     version = subprocess.run(
         ["dpkg-deb", "--field", package, "Version"], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -25,7 +25,7 @@ class TestDebian12(PackageLife):
     SUITE = systemd.SUITES["bookworm"]
 
     def test_without_a_gpu(self, machine: Machine, packages: Packages) -> None:
-        """Where there is no driver it installs and removes all the same: mpsd says why it does not run."""
+        """Without a driver it installs and removes all the same: mpsd says why it does not run."""
         for unit in ("mpsd.service", "mpsd-stop-daemons.service"):
             machine.run("rm", "-rf", f"/etc/systemd/system/{unit}.d")
         package = f"/root/{packages.first.name}"
@@ -42,7 +42,7 @@ class TestDebian12(PackageLife):
     def test_configuration_of_an_earlier_package(
         self, machine: Machine, packages: Packages, tmp_path: Path, edited: bytes | None
     ) -> None:
-        """What was a conffile is as it was after an upgrade, edited, untouched or removed, and goes with a purge."""
+        """A former conffile, edited, untouched or removed, is unchanged by an upgrade, and removed by a purge."""
         for package in (with_conffile(tmp_path, CONFIGURATION, AS_IT_CAME), packages.first):
             machine.copy(package, f"/root/{package.name}")
         self.dpkg(machine, "--install", "/root/mpsd_0.0.1-1_all.deb")
@@ -60,6 +60,7 @@ class TestDebian12(PackageLife):
         self.dpkg(machine, "--install", f"/root/{packages.first.name}")
         assert configuration.exists() is (edited is not None)
         if edited is not None:
-            configuration.with_name("mpsd.toml.dpkg-dist").write_bytes(AS_IT_CAME)  # by an upgrade of earlier packages
+            # Left by an upgrade of earlier packages.
+            configuration.with_name("mpsd.toml.dpkg-dist").write_bytes(AS_IT_CAME)
         self.dpkg(machine, "--purge", "mpsd")
         assert not folder.exists()

@@ -19,5 +19,5 @@ class TestDebian13(PackageLife):
     SUITE = systemd.SUITES["trixie"]
 
     def test_the_same_bytes(self, packages: Packages, tmp_path: Path) -> None:
-        """Built again, elsewhere and later, it is the same file."""
+        """A build elsewhere and later gives the same file."""
         assert filecmp.cmp(packages.first, build(self.SUITE.name, tmp_path), shallow=False)

@@ -1,1 +1,1 @@
-"""What mpsd costs and how fast it is, side by side with the alternative in one run, as ratios. Never a test."""
+"""The costs and the speed of mpsd, side by side with the alternative in one run, as ratios. Never a test."""

@@ -27,7 +27,7 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
 
 
 def main() -> int:
-    """Measure everything, print it, and say whether every bound holds."""
+    """Measure everything, print it, and return whether every bound holds."""
     letters = ", ".join(f"{letter}: {bench.__name__.replace('_', ' ')}" for letter, bench in _BENCHES.items())
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--control", default=shutil.which("nvidia-cuda-mps-control"), help="NVIDIA's control program")
@@ -37,7 +37,7 @@ def main() -> int:
         parser.error("name NVIDIA's control program with --control (tests/real/fetch prints where it put some)")
     if unknown := set(options.only) - set(_BENCHES):
         parser.error(f"there is no {', '.join(sorted(unknown))}")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # or mpsd would be compiled at each start, as no user's is
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise mpsd would be compiled at each start, unlike a user's
     met = True
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         for letter in options.only:

@@ -1,4 +1,4 @@
-"""What it costs to admit: grants and releases beside an empty aiohttp handler, and what 10,000 leases weigh."""
+"""The cost of admission: grants and releases beside an empty aiohttp handler, and the weight of 10,000 leases."""
 
 import contextlib
 import os
@@ -25,11 +25,11 @@ _TALK: Final = leasing(threads=1, memory="16MiB")
 """So small that 64 of them fit on two GPUs at a time, whose client slots are then the bound."""
 
 _CONFIG: Final = '[api]\nconnections_per_uid = 1000\nrequests_per_uid = 1000\n[log]\nformat = "json"\n'
-"""All callers here are of one uid, and all of them are meant."""
+"""All callers here have one uid, and none of them should be refused."""
 
 _LEASES: Final = 10_000
 _HOLDERS: Final = 40
-"""Processes that hold them; no more than the client slots of one GPU, since each asks for one lease by itself."""
+"""Processes that hold them; no more than the client slots of one GPU, since each requests one lease itself."""
 
 _CALLERS: Final = 64
 _PAIRS: Final = 200
@@ -40,7 +40,7 @@ _ROUNDS: Final = 15
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A server to be measured, and how one talks to it."""
+    """A server to measure, and the conversation with it."""
 
     socket: Path
     talk: Talk
@@ -48,7 +48,7 @@ class Side:
 
 @contextmanager
 def _empty(directory: Path, reply: bytes) -> Iterator[tuple[Side, Side, Side]]:
-    """Run the empty handler, which answers what mpsd answered, one that stores as much, and an echo of that size."""
+    """Run the empty handler with mpsd's answer, one that stores as much, and an echo of that size."""
     empty, stored = Side(directory / "empty.sock", _TALK), Side(directory / "stored.sock", _TALK)
     sides = empty, stored, Side(directory / "echo.sock", echoing(len(reply)))
     with contextlib.ExitStack() as stack:
@@ -65,7 +65,7 @@ def _empty(directory: Path, reply: bytes) -> Iterator[tuple[Side, Side, Side]]:
 
 
 def _await(path: Path) -> None:
-    """Wait until somebody listens on a socket."""
+    """Wait until a process listens on a socket."""
     while True:
         with contextlib.suppress(OSError):
             One(path, _TALK)
@@ -96,11 +96,11 @@ def _on_one_cpu() -> Iterator[None]:
 
 
 def one_caller(control: str, root: Path) -> Iterator[Result]:
-    """Compare a grant with its release, of one caller, with a server that only stores as much, and with an empty one.
+    """Compare one caller's grant and release with a server that only stores as much, and with an empty one.
 
-    On one CPU, since a caller that waits would measure how long a CPU takes to wake up, too: on a virtual machine that
-    is as long as an empty round trip, and another time from minute to minute. Nothing is hidden behind the caller so:
-    what mpsd does after an answer counts as well. How it is with more CPUs stands beside it, without a bound.
+    On one CPU, since a waiting caller would also measure how long a CPU takes to wake up: on a virtual machine that is
+    as long as an empty round trip, and varies from minute to minute. Nothing is hidden behind the caller so: work after
+    mpsd's answer counts as well. The figure with more CPUs is printed beside it, without a bound.
     """
     with _on_one_cpu():
         ours, empty, stored, echo = _one_caller(control, root / "one")
@@ -120,7 +120,7 @@ def _one_caller(control: str, root: Path) -> tuple[float, ...]:
 
 
 def many_callers(control: str, root: Path) -> Iterator[Result]:
-    """Compare the rate of grants with their releases, of 64 callers at a time, with that of empty round trips."""
+    """Compare the rate of grants with their releases, of 64 concurrent callers, with that of empty round trips."""
     with _side_by_side(control, root) as sides:
         callers = [Many(side.socket, side.talk, _CALLERS) for side in sides]
         ours, empty, _, echo = in_turn(*(partial(each.seconds, _PAIRS_OF_MANY) for each in callers), rounds=_ROUNDS)
@@ -132,7 +132,7 @@ def many_callers(control: str, root: Path) -> Iterator[Result]:
 
 @contextmanager
 def _holders() -> Iterator[list[int]]:
-    """Run processes that do nothing, and give their pids."""
+    """Run idle processes, and yield their pids."""
     with contextlib.ExitStack() as stack:
         pids = []
         for _ in range(_HOLDERS):
@@ -143,10 +143,10 @@ def _holders() -> Iterator[list[int]]:
 
 
 def _fill(service: Service, holders: list[int]) -> None:
-    """Have mpsd grant one lease to each holder on GPU 0, and make so many of them in its store that it has 10,000.
+    """Have mpsd grant one lease to each holder on GPU 0, and multiply them in its store to 10,000.
 
-    So many do not fit by themselves, since MPS has no client slots for them; mpsd takes up those that it finds all the
-    same, and grants on GPU 1 meanwhile.
+    So many do not fit by themselves, since MPS has no client slots for them; mpsd restores all stored ones, and grants
+    on GPU 1 meanwhile.
     """
     for holder in holders:
         One(service.socket, leasing(threads=1, memory="16MiB", gpu="0", pid=holder)).ask()
@@ -180,9 +180,9 @@ def _started(service: Service, leases: int) -> float:
 
 
 def held(control: str, root: Path) -> Iterator[Result | Figure]:
-    """Compare an mpsd that holds 10,000 leases with one that holds none, and start each with what it holds.
+    """Compare an mpsd with 10,000 leases with one without any, and start each with its leases.
 
-    On one CPU, as one caller is.
+    On one CPU, like a single caller.
     """
     with (
         _on_one_cpu(),

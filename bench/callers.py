@@ -1,4 +1,4 @@
-"""Callers that cost next to nothing: requests made beforehand, raw sockets, answers read no further than is needed."""
+"""Callers at minimal cost: prepared requests, raw sockets, answers read no further than necessary."""
 
 import json
 import select
@@ -18,30 +18,30 @@ _ID: Final = b'"id":"'
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What a caller says again and again: it asks, and then it releases what it was answered."""
+    """The requests that a caller repeats: an admission, and the release of its answer."""
 
     ask: bytes
     release: Callable[[bytes], bytes]
-    """Makes the second request of the first answer."""
+    """Makes the second request from the first answer."""
     is_whole: Callable[[bytes], bool]
-    """Tells whether an answer has come to its end."""
+    """Returns whether an answer is complete."""
 
 
 def leasing(**asked: object) -> Talk:
-    """Return the talk of somebody who asks for a lease and releases it."""
+    """Return the talk of a caller that requests a lease and releases it."""
     body = json.dumps(asked).encode()
     ask = b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
     return Talk(ask, _release, _is_whole)
 
 
 def echoing(size: int) -> Talk:
-    """Return the talk of somebody who sends this many bytes and gets them back."""
+    """Return the talk of a caller that sends this many bytes and gets them back."""
     message = bytes(size)
     return Talk(message, lambda _: message, lambda answer: len(answer) >= size)
 
 
 def lease_id(answer: bytes) -> bytes:
-    """Return the id of the lease that an answer is about."""
+    """Return the id of the lease in an answer."""
     at = answer.index(_ID) + len(_ID)
     return answer[at : answer.index(b'"', at)]
 
@@ -92,11 +92,11 @@ class One:
         return answer
 
     def ask(self) -> bytes:
-        """Ask, and return the answer."""
+        """Send the first request, and return the answer."""
         return self.say(self._talk.ask)
 
     def seconds(self, pairs: int) -> float:
-        """Return how many seconds an ask with its release takes, the median of so many."""
+        """Return the seconds that a request with its release takes, as the median of so many."""
         taken = []
         for _ in range(pairs):
             before = time.perf_counter()
@@ -106,7 +106,7 @@ class One:
 
 
 class Many:
-    """Many callers at a time, each with a connection of its own, and always with a request on its way."""
+    """Many concurrent callers, each with its own connection, and always with a pending request."""
 
     def __init__(self, path: Path, talk: Talk, callers: int) -> None:
         self._talk = talk
@@ -117,7 +117,7 @@ class Many:
             self._poll.register(connection, select.EPOLLIN)
 
     def seconds(self, pairs: int) -> float:
-        """Return how many seconds there are from one ask with its release to the next, while so many are made."""
+        """Return the seconds from one request with its release to the next, over so many."""
         self._left = pairs
         before = time.perf_counter()
         callers = {connection.fileno(): self._life(connection) for connection in self._connections}
@@ -130,7 +130,7 @@ class Many:
         return (time.perf_counter() - before) / pairs
 
     def _life(self, connection: socket.socket) -> Iterator[bool]:
-        """Ask and release for as long as anything is left to do; it yields while an answer has not come."""
+        """Request and release as long as any work is left; it yields while an answer is pending."""
         while self._left > 0:
             self._left -= 1
             granted = yield from self._say(connection, self._talk.ask)

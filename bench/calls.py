@@ -1,4 +1,4 @@
-"""How many calls of mpsd's own functions a grant and its release take: `python -m bench.calls [--verbose]`.
+"""The number of calls of mpsd's own functions for a grant and its release: `python -m bench.calls [--verbose]`.
 
 It runs a simulated node in this process, under a profile that only counts calls, and sends requests from a thread. The
 count does not depend on the machine, so commits can be compared by it.
@@ -47,7 +47,7 @@ class Caller:
         self._answers = self._socket.makefile("rb")
 
     def ask(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-        """Return the answer's JSON; an empty object where it has none."""
+        """Return the answer's JSON; an empty object if it has none."""
         head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nContent-Length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
         length = 0
@@ -58,13 +58,13 @@ class Caller:
         return answer
 
     def pair(self) -> None:
-        """Take out a lease, and release it."""
+        """Request a lease, and release it."""
         lease = self.ask("POST", "/v1/leases", b'{"threads": 1, "memory": "1MiB"}')
         self.ask("DELETE", f"/v1/leases/{lease['id']}")
 
 
 def measure(root: Path, counting: Counting, *, verbose: bool) -> None:
-    """Count for some pairs, print what came of it, and end this process: mpsd has the main thread."""
+    """Count for some pairs, print the result, and end this process: mpsd has the main thread."""
     path = root / "run" / "mpsd.sock"
     while not path.exists():
         time.sleep(0.05)

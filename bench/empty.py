@@ -1,7 +1,7 @@
-"""`python -m bench.empty SOCKET [--echo|--commit]`: servers that only answer, the measure of one that does something.
+"""`python -m bench.empty SOCKET [--echo|--commit]`: servers that only answer, as a reference for one that works.
 
-The HTTP one is aiohttp, with handlers that read the body and answer what stands on stdin. With --commit they also store
-a lease, and its end, in mpsd's own store: what is durable before it is said costs that much by itself.
+The HTTP one is aiohttp, with handlers that read the body and answer with the text on stdin. With --commit they also
+store a lease, and its end, in mpsd's own store: durability before the answer costs that much by itself.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from mpsd.system import clock
 from mpsd.system.database import Database
 
 _TOLD_AFTER: Final = 50
-"""Turns after which the news go from there, since they are in the history: about so with one caller."""
+"""Commits after which published events leave the store, since they are in the history: about so with one caller."""
 
 
 def committing(path: Path) -> Callable[[LeaseState], None]:
-    """Return what stores a lease, or its end, and the news of it, as mpsd does for one caller."""
+    """Return a function that stores a lease, or its end, with its event, as mpsd does for one caller."""
     keeping = LeaseStore(Database(path, LEASES_SCHEMA, ballast=LEASES_BALLAST))
     threads, memory = ActiveThreadPercentage.parse(1), PinnedDeviceMemLimit.parse("16MiB")
     gpu = "GPU-00000000-0000-4000-8000-000000000000"
@@ -68,7 +68,7 @@ def committing(path: Path) -> Callable[[LeaseState], None]:
 
 
 async def serve_http(path: Path, reply: bytes, commit: Callable[[LeaseState], None]) -> None:
-    """Answer every request for a lease with this reply, and every release with nothing."""
+    """Answer every request for a lease with this reply, and every release with an empty answer."""
 
     async def grant(request: web.Request) -> web.Response:
         await request.read()
@@ -94,7 +94,7 @@ class Echo(asyncio.Protocol):
     """Sends back what it gets."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the other end."""
+        """Store the transport."""
         assert isinstance(transport, asyncio.WriteTransport)
         self._transport = transport
 

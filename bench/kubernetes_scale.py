@@ -1,8 +1,8 @@
-"""What a thousand nodes cost the API server, and the driver each of them: `python -m bench.kubernetes_scale`.
+"""The costs of a thousand nodes for the API server, and of the driver per node: `python -m bench.kubernetes_scale`.
 
-Sizes and rates are of what `mpsd-kubernetes` really writes. With `--kubernetes DIRECTORY`, where `bin/kube-apiserver`
-and `usr/bin/etcd` are (as the tests of clusters build them), a real API server is given a thousand nodes. One of a
-release before 1.34 has no ResourceSlices: ConfigMaps of the same size stand for them.
+Sizes and rates are those of objects that `mpsd-kubernetes` really writes. With `--kubernetes DIRECTORY`, where
+`bin/kube-apiserver` and `usr/bin/etcd` are (as the tests of clusters build them), a real API server is given a thousand
+nodes. One of a release before 1.34 has no ResourceSlices: ConfigMaps of the same size replace them.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def document(node: int, number: int, generation: int = 1) -> dict[str, object]:
 
 
 def sizes() -> None:
-    """Print how large what is written is."""
+    """Print the sizes of the written objects."""
     print("what a node writes, in bytes of JSON, and for 1,000 nodes:")
     for number in (1, 4, 8, 16):
         size = len(json.dumps(document(0, number), separators=(",", ":")))
@@ -90,7 +90,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def driver(seconds: float) -> None:
-    """Print what one driver costs its node while nothing happens, and beside one mpsd with 8 simulated GPUs."""
+    """Print the cost of one driver for its idle node, beside one mpsd with 8 simulated GPUs."""
     with tempfile.TemporaryDirectory(prefix="mb-") as folder, contextlib.ExitStack() as ending:
         root = Path(folder)
         service = _started(
@@ -102,7 +102,7 @@ def driver(seconds: float) -> None:
             ending, "mpsd.kubernetes", "--socket", str(root / "node/run/mpsd.sock"),
             "--kubelet-dir", str(root / "kubelet"), "--dra", "--node", "node-1",
             environment={
-                "MPSD_KUBERNETES_API_SERVER": f"https://127.0.0.1:{_port()}",  # nobody: it is away
+                "MPSD_KUBERNETES_API_SERVER": f"https://127.0.0.1:{_port()}",  # no server listens there
                 "MPSD_KUBERNETES_CDI_DIR": str(root / "cdi"),
             },
         )  # fmt: skip
@@ -163,12 +163,12 @@ def _port() -> int:
 # -- a real API server -------------------------------------------------------------------------------------------------
 
 _SLICES: Final = "/api/v1/namespaces/default/configmaps"
-"""Where slices are in a release before 1.34: as text, in objects of the same size."""
+"""The place of slices in a release before 1.34: as text, in objects of the same size."""
 
 
 @contextlib.contextmanager
 def _api_server(programs: Path, root: Path) -> Iterator[tuple[ApiServer, dict[str, int], int]]:
-    """Give an API server with its store, the pids of both, and its port."""
+    """Yield an API server with its store, the pids of both, and its port."""
     store, peer, port = _port(), _port(), _port()
     (root / "account").mkdir()
     (root / "account/token").write_text("admin", encoding="ascii")
@@ -211,7 +211,7 @@ def _answers(server: ApiServer) -> bool:
 
 
 def real(programs: Path, nodes: int, interval: float) -> None:
-    """Print what the nodes cost a real API server."""
+    """Print the cost of the nodes for a real API server."""
     with (
         tempfile.TemporaryDirectory(prefix="mb-") as folder,
         _api_server(programs, Path(folder)) as (server, pids, _),

@@ -1,4 +1,4 @@
-"""What it costs to follow a control daemon's log, and how soon a stranger's hand in it is answered."""
+"""The cost of following a control daemon's log, and the time until a foreign command in it is answered."""
 
 import subprocess
 import sys
@@ -13,18 +13,19 @@ from bench.service import bare_environment, running, start_bare
 from bench.side_by_side import Figure, Result, in_turn
 
 _COMMANDS: Final = 25_000
-"""Questions in one conversation: each is a line, and each answer is one."""
+"""Queries in one conversation: each is a line, and each answer is one."""
 
 _LINES: Final = 10_000
-"""Lines for which the cost is told."""
+"""The number of lines for which the cost is printed."""
 
 _QUESTION: Final = "get_default_active_thread_percentage"
 
 
 def following(control: str, root: Path) -> Iterator[Result | Figure]:
-    """Compare what mpsd takes to follow a log, to understand it and to keep it small, with a reader that just reads.
+    """Compare mpsd's cost of following, parsing and shortening a log with a reader that just reads.
 
-    And measure a stranger's limit, from the end of the front-end that set it until it is put back and read back.
+    Also measure the time from the end of the front-end that set a foreign limit until the limit is undone and read
+    back.
     """
     script = f"{_QUESTION}\n" * _COMMANDS
     environment = bare_environment(root / "bare")
@@ -58,7 +59,7 @@ def following(control: str, root: Path) -> Iterator[Result | Figure]:
 
         waits = []
         for _ in range(9):
-            time.sleep(1.1)  # not in step with what mpsd does once a second
+            time.sleep(1.1)  # out of step with mpsd's work once a second
             _say(control, theirs_of_it, "set_default_active_thread_percentage 10\n")
             before = time.perf_counter()
             service.next_event("limit_drift_ended")
@@ -69,7 +70,7 @@ def following(control: str, root: Path) -> Iterator[Result | Figure]:
 
 
 def _say(control: str, environment: dict[str, str], script: str) -> None:
-    """Say it in one front-end, again when mpsd's own was in the way."""
+    """Send it in one front-end, again if mpsd's own was in the way."""
     for _ in range(100):
         said = subprocess.run([control], input=script, env=environment, capture_output=True, text=True, check=False)
         if said.stdout and not said.stdout.startswith("Cannot"):

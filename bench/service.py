@@ -1,4 +1,4 @@
-"""mpsd and NVIDIA's control program as a benchmark runs them: started, awaited, ended with all that they started."""
+"""mpsd and NVIDIA's control program for a benchmark: started, awaited, ended with all that they started."""
 
 import contextlib
 import json
@@ -16,14 +16,14 @@ from mpsd.system import process
 from mpsd.system.control_pipe import variables
 
 _LOOK: Final = 0.0005
-"""Seconds between two looks for something to happen."""
+"""Seconds between two checks of a condition."""
 
 
 class Service:
     """An mpsd with simulated GPUs and real control daemons, and its log as it is written."""
 
     def __init__(self, control: str, root: Path, gpus: int, config: str = "") -> None:
-        """Start it, with whatever an earlier one left under this directory, and wait until every daemon is ready."""
+        """Start it, on top of an earlier one's files in this directory, and wait until every daemon is ready."""
         root.mkdir(parents=True, exist_ok=True)
         self.root = root
         self.socket = root / "run" / "mpsd.sock"
@@ -37,13 +37,13 @@ class Service:
             self.next_ready()
 
     def start(self) -> None:
-        """Start mpsd and wait for nothing."""
+        """Start mpsd, without waiting."""
         log = self.root / "mpsd.log"
         command = [sys.executable, "-m", "mpsd", "run", "--root", str(self.root), "--control", self._control]
         command += ["--simulate", str(self._gpus), "--config", str(self.root / "mpsd.toml")]
         with log.open("wb") as stream:
             self.process = subprocess.Popen(command, stderr=stream, stdin=subprocess.DEVNULL)
-        # Not a pipe: somebody would have to read it all the time, and take that time from mpsd.
+        # Not a pipe: a process would have to read it all the time, and take that time from mpsd.
         self._log = log.open()
 
     def next_ready(self) -> None:
@@ -55,7 +55,7 @@ class Service:
                 return
 
     def next_event(self, event: str) -> dict[str, Any]:
-        """Read mpsd's log up to the next event of this name, and return what it says."""
+        """Read mpsd's log up to the next event of this name, and return the event."""
         while True:
             line = self._log.readline()
             if not line.endswith("\n"):
@@ -68,7 +68,7 @@ class Service:
                 return fact
 
     def has_read(self, name: str) -> None:
-        """Wait until mpsd has read all that a control daemon has logged."""
+        """Wait until mpsd has read everything that a control daemon has logged."""
         noted, log = self.root / "run" / f"{name}.reading.json", self.root / "log" / name / "control.log"
         while json.loads(noted.read_bytes())["control"]["offset"] != log.stat().st_size:
             time.sleep(_LOOK)
@@ -99,7 +99,7 @@ def running(control: str, root: Path, gpus: int, config: str = "") -> Iterator[S
 
 @contextmanager
 def bare_daemon(control: str, root: Path) -> Iterator[dict[str, str]]:
-    """Run a control daemon without mpsd, and give the environment that reaches it."""
+    """Run a control daemon without mpsd, and yield the environment that reaches it."""
     environment = bare_environment(root)
     daemon = start_bare(control, environment)
     try:
@@ -136,6 +136,6 @@ def start_bare(
 
 
 def one_shot(control: str, environment: dict[str, str], command: str) -> str:
-    """Say one command in a front-end of its own, as everybody's shell script does."""
+    """Give one command in a separate front-end, like a typical shell script."""
     done = subprocess.run([control], input=f"{command}\n", env=environment, capture_output=True, text=True, check=True)
     return done.stdout

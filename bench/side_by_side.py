@@ -1,4 +1,4 @@
-"""Two ways of doing the same, in turn, on the same machine in the same minute: the only fair way to compare."""
+"""Two ways of doing the same, in turn, on the same machine in the same minute: the only fair comparison."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A comparison: medians in seconds, and the ratio between them beside what it may, or must, be."""
+    """A comparison: medians in seconds, and their ratio with its bound."""
 
     name: str
     ours: float
@@ -18,7 +18,7 @@ class Result:
     at_most: float | None = None
     """How many times as long ours may take."""
     floor: float | None = None
-    """What the same takes where nothing is done but to carry the bytes, to be read beside the two."""
+    """The time of carrying the bytes alone, for comparison with the two."""
 
     @property
     def met(self) -> bool:
@@ -28,7 +28,7 @@ class Result:
         return self.at_most is None or self.ours / self.theirs <= self.at_most
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one readable line."""
         if self.at_least is not None:
             ratio = f"{self.theirs / self.ours:.1f} times faster (at least {self.at_least:g})"
         else:
@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What something takes, with its unit, and what it must stay under."""
+    """A measured value, with its unit and its bound."""
 
     name: str
     value: float
@@ -56,7 +56,7 @@ class Figure:
         return self.value < self.under
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Return one readable line."""
         return f"{_verdict(self.met)}{self.name}: {self.value:.2f} {self.unit} (under {self.under:g})"
 
 
@@ -72,7 +72,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def in_turn(*sides: Callable[[], float], rounds: int) -> tuple[float, ...]:
-    """Run all in turn after a warm-up of each, and return the median of what each reports, in seconds."""
+    """Run all in turn after a warm-up of each, and return the median of each one's results, in seconds."""
     for side in sides:
         side()
     reports = [[side() for side in sides] for _ in range(rounds)]

@@ -1,8 +1,8 @@
-"""`python -m bench.store [DIRECTORY ...]`: what one commit costs, by store and by how many leases are held.
+"""`python -m bench.store [DIRECTORY ...]`: the cost of one commit, by store and by the number of leases.
 
-A commit is what a grant or a release is: one lease put, or one removed. Compared are a snapshot of all leases that is
-renamed into place, an append-only journal, and SQLite with a write-ahead log and with a rollback journal that is kept;
-none of them synchronises to the disk. The last line of each is mpsd's own store, with all that it does around SQLite.
+A commit is a grant or a release: one lease put, or one removed. Compared are a snapshot of all leases that is renamed
+into place, an append-only journal, and SQLite with a write-ahead log and with a persistent rollback journal; none of
+them synchronises to the disk. The last line of each is mpsd's own store, with all that it does around SQLite.
 """
 
 import os
@@ -26,20 +26,20 @@ ROUNDS = 300
 """Commits that are timed, of each kind."""
 
 LEASE = '{"id":"%s","state":"granted","data":"' + "x" * 900 + '"}'
-"""As many bytes as a lease has."""
+"""As many bytes as a real lease."""
 
 NEWS = '[[1,[["lease-0123456789","lease_granted",{"because":"' + "x" * 100 + '"}]]]]'
-"""As many bytes as there are to tell of it, which mpsd stores with it."""
+"""As many bytes as the events about it, which mpsd stores with it."""
 
 
 class Store:
-    """A way to keep leases."""
+    """A way to store leases."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "store"
 
     def put(self, lease: str) -> None:
-        """Commit one lease more."""
+        """Commit one more lease."""
         raise NotImplementedError
 
     def remove(self, lease: str) -> None:
@@ -47,12 +47,12 @@ class Store:
         raise NotImplementedError
 
     def fill(self, count: int) -> None:
-        """Put in that many."""
+        """Add that many."""
         for number in range(count):
             self.put(f"held-{number}")
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close it."""
 
 
 class Snapshot(Store):
@@ -84,7 +84,7 @@ class Snapshot(Store):
 
 
 class Journal(Store):
-    """A line for each change, with its checksum; what it takes to keep such a file short is not counted."""
+    """A line for each change, with its checksum; the cost of keeping such a file short is not counted."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -133,13 +133,13 @@ class Sqlite(Store):
 
 
 class SqlitePersist(Sqlite):
-    """The same with a rollback journal that keeps its place on the disk."""
+    """The same with a persistent rollback journal."""
 
     mode = "PERSIST"
 
 
 class Ours(Store):
-    """mpsd's own: a checksum for each row, rows that are used again, and ballast for a full disk."""
+    """mpsd's own: a checksum for each row, rows that are reused, and ballast for a full disk."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -147,7 +147,7 @@ class Ours(Store):
         self._rows: dict[str, int] = {}
 
     def put(self, lease: str) -> None:
-        """Write its row, with what there is to tell of it."""
+        """Write its row, with its events."""
         self._rows[lease] = len(self._rows) + 1
         self._write(self._rows[lease], LEASE % lease, needed=False)
 

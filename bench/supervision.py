@@ -1,4 +1,4 @@
-"""What it costs to supervise: settings verified, a dead daemon brought back, a status asked for, nothing at all."""
+"""The cost of supervision: verified settings, the restart of a dead daemon, a status query, and idle time."""
 
 import asyncio
 import compileall
@@ -25,7 +25,7 @@ from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation
 _SETTINGS: Final = 100
 
 _IDLE_SECONDS: Final = 60.0
-"""For how long mpsd is watched while nothing happens."""
+"""Seconds for which an idle mpsd is observed."""
 
 _IDLE_CPU: Final = 0.5
 """Percent of one core that an idle mpsd with 8 daemons may take, its front-ends included."""
@@ -56,7 +56,7 @@ def settings_through_the_pipe(control: str, root: Path) -> Iterator[Result]:
 
 
 async def _set(pipe: ControlPipe, settings: list[Setting[LimitValue]]) -> None:
-    """Set, read back and compare, all in one front-end; raises where a limit does not hold."""
+    """Set, read back and compare, all in one front-end; raises if a limit does not hold."""
     conversation = Conversation()
     pending = [conversation.set(setting) for setting in settings]
     await pipe.hold(conversation)
@@ -76,11 +76,11 @@ def _bare_start(control: str, environment: dict[str, str]) -> float:
 
 
 def recovery(control: str, root: Path) -> Iterator[Result]:
-    """Compare SIGKILL to ready-and-verified with what a bare daemon needs to start and answer one command."""
+    """Compare the time from SIGKILL to ready-and-verified with a bare daemon's start and first answer."""
     limits = '[limits]\nactive_thread_percentage = 50.0\npinned_device_mem_limit = "8GiB"\n[daemon]\ndeaths = 1000\n'
     environment = bare_environment(root / "bare")
 
-    # The second death within the window would wait on purpose: it is the first that is measured.
+    # The second death within the window would wait on purpose: only the first is measured.
     with running(control, root / "mpsd", 1, limits + "death_window = 0.001\n") as service:
 
         def ours() -> float:
@@ -95,7 +95,7 @@ def recovery(control: str, root: Path) -> Iterator[Result]:
 
 
 def returning(control: str, root: Path) -> Iterator[Result]:
-    """Compare an mpsd that comes back, and a planned restart, with what a bare daemon needs to start and answer."""
+    """Compare a restart of mpsd, and a planned restart of a daemon, with a bare daemon's start and first answer."""
     environment = bare_environment(root / "bare")
 
     with running(control, root / "mpsd", 1) as service:
@@ -125,7 +125,7 @@ def returning(control: str, root: Path) -> Iterator[Result]:
 def status(control: str, root: Path) -> Iterator[Result]:
     """Compare `mpsctl status`, a list, and a whole look by `mpsctl doctor`, with the bare interpreter."""
     mpsctl = Path(sys.executable).with_name("mpsctl")
-    # As pip does where it installs; a checkout may be without.
+    # As pip does at an installation; a checkout may not be compiled.
     compileall.compile_dir(Path(mpsd.__file__).parent, quiet=2)
 
     def run(*command: str) -> Callable[[], float]:
@@ -143,7 +143,7 @@ def status(control: str, root: Path) -> Iterator[Result]:
 
 
 def idle(control: str, root: Path) -> Iterator[Figure]:
-    """Tell how much of one core, and how much memory, mpsd takes when nothing happens, with 8 control daemons."""
+    """Measure how much of one core, and how much memory, an idle mpsd with 8 control daemons takes."""
     with running(control, root, 8) as service:
         found = psutil.Process(service.process.pid)
         time.sleep(3)

@@ -35,7 +35,7 @@ while told not in select.select([listener, told], [], [])[0]:
     caller.sendall(b"HTTP/1.1 201 Created")
     caller.close()
 """
-"""The least that such a service is in Python: it says that it is ready, and gives everybody the same answer."""
+"""The least such service in Python: it notifies that it is ready, and gives all callers the same answer."""
 
 _FLOOR_UNITS: Final = {
     "floor.socket": "[Socket]\nListenStream=/run/floor.sock\n[Install]\nWantedBy=sockets.target\n",
@@ -67,13 +67,13 @@ while True:
 with open("/run/asked-" + name, "w") as file:
     file.write(json.dumps(longest if forever else time.monotonic()))
 """
-"""A caller that takes a lease, once at boot, or again and again; it notes when it had it, or its longest wait."""
+"""A caller that requests a lease, once at boot, or repeatedly; it records when it got it, or its longest wait."""
 
 _PLACES: Final = {"mpsd": "/run/mpsd/mpsd.sock", "floor": "/run/floor.sock"}
 
 
 def _caller(name: str) -> str:
-    """Return a unit that asks once at boot, as soon as there is a socket to ask at."""
+    """Return a unit that requests once at boot, as soon as there is a socket."""
     return (
         f"[Unit]\nAfter={name}.socket\n[Service]\nType=oneshot\n"
         f"ExecStart=/{HOME}/bin/python3 -I /usr/local/bin/ask.py {_PLACES[name]} {name}\n"
@@ -82,7 +82,7 @@ def _caller(name: str) -> str:
 
 
 def _prepared(root: Path) -> dict[str, Path]:
-    """Install everything in a machine, and return what that wrote, for others to boot with."""
+    """Install everything in a machine, and return the written files, for other boots."""
     kept = ("/usr/bin/mpsd", "/usr/bin/mpsctl", "/usr/local/bin", "/etc/systemd/system", f"/{HOME}/lib")
     with Machine(_SUITE, f"bench-{os.getpid()}-prepared", root) as machine:
         machine.install()
@@ -107,7 +107,10 @@ def _prepared(root: Path) -> dict[str, Path]:
 
 
 def service(_: str, root: Path) -> Iterator[Result]:
-    """From PID 1's start to a lease, and callers' longest wait across `systemctl restart`, beside a bare service."""
+    """Measure the time from PID 1's start to a lease, and callers' longest wait across `systemctl restart`.
+
+    Both are compared with a bare service.
+    """
     if (absent := systemd.missing()) is not None:
         raise SystemExit(f"{absent}; or leave this one out: --only")
     root.mkdir(parents=True)

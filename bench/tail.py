@@ -1,7 +1,7 @@
-"""`python -m bench.tail FILE LAST`: the least that a reader of a log can do, as `tail -F` does it.
+"""`python -m bench.tail FILE LAST`: the minimal work of a reader of a log, like `tail -F`.
 
-It looks 20 times a second, and cuts what was added into lines, until it has read the line that ends with LAST; then it
-prints how many lines that were, and the seconds of processor time that the reading took.
+It checks 20 times a second, and cuts new bytes into lines, until it has read the line that ends with LAST; then it
+prints the number of lines, and the seconds of processor time that the reading took.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def follow(path: Path, last: bytes) -> int:
-    """Read up to a line with this end, from where the file ends now, and return the number of lines."""
+    """Read from the present end of the file up to a line with this end, and return the number of lines."""
     seen, rest = 0, b""
     with path.open("rb", buffering=0) as log:
         log.seek(0, 2)

@@ -1,1 +1,1 @@
-"""The tests of mpsd. `harness` is what they share; each folder is named after what it tests."""
+"""The tests of mpsd. `harness` is shared by all; each folder is named after what it tests."""

@@ -1,4 +1,4 @@
-"""The fixtures that every test has: a directory with a short path, and the proof that nothing was left behind."""
+"""The fixtures of every test: a directory with a short path, and the check that nothing was left behind."""
 
 import gc
 import os
@@ -29,7 +29,7 @@ HEAVY: Final = ("machine", "container", "cluster", "clients")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out the heavy suites where nothing was chosen, and let the tests be interrupted."""
+    """Leave out the heavy suites if nothing was chosen, and let the tests be interrupted."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         config.option.markexpr = " and ".join(f"not {mark}" for mark in HEAVY)
     _start_as_from_a_terminal()
@@ -42,13 +42,14 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 
 def _start_as_from_a_terminal() -> None:
-    """Have signals ended by what they usually end: what `nohup`, or an `&`, ignores would be ignored in all tests."""
+    """Reset signals to their defaults: signals that `nohup`, or an `&`, ignores would be ignored in all tests."""
     for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
 
 
-# A property is not a measurement: a slow example on a busy machine is no failure. What is found is printed for replay.
+# A property is not a measurement: a slow example on a busy machine is no failure. A failing example is printed for
+# replay.
 hypothesis.settings.register_profile("mpsd", hypothesis.settings(), deadline=None, print_blob=True)
 hypothesis.settings.load_profile("mpsd")
 
@@ -58,10 +59,10 @@ _reported: set[str] = set()
 
 @pytest.fixture(scope="session", autouse=True)
 def private_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Give this run a directory of its own with a short path, and make it the place for temporary files.
+    """Make a private directory of this run with a short path, and use it for temporary files.
 
-    Programs that the tests start inherit it as TMPDIR, so what stands in it was left by this run and by nobody else.
-    Others may pass through it (0711): an MPS client runs as another user.
+    Programs that the tests start inherit it as TMPDIR, so files in it were left by this run only. Other users may
+    traverse it (0711): an MPS client runs as another user.
     """
     kept_by_pytest = tmp_path_factory.getbasetemp()  # decided now, while TMPDIR is still the user's
     parent = "/tmp" if os.access("/tmp", os.W_OK | os.X_OK) else None
@@ -84,7 +85,7 @@ def private_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def fork_server(private_root: Path) -> Iterator[ForkServer]:  # noqa: ARG001 - it ends before what is left behind is looked for
-    """Give a process that forks mpsd."""
+    """Yield a process that forks mpsd."""
     with running_fork_server() as started:
         yield started
 
@@ -103,7 +104,7 @@ def _fail_on_leaks(watch: Watch, who: str) -> None:
     for process in processes:
         kill(process)
     watch.remove_private_files()
-    lines = [line for line in lines if line not in _reported]  # a descriptor stays for ever: once is enough
+    lines = [line for line in lines if line not in _reported]  # a descriptor stays open forever: one report is enough
     _reported.update(lines)
     if lines:
         pytest.fail(f"{who} left behind:\n  " + "\n  ".join(lines), pytrace=False)
@@ -111,7 +112,7 @@ def _fail_on_leaks(watch: Watch, who: str) -> None:
 
 @pytest.fixture
 def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]:  # noqa: ARG001 - it must outlast this one
-    """Give a private directory whose path is short enough for unix sockets below it (107 bytes); removed afterwards."""
+    """Yield a private directory with a path short enough for unix sockets below it (107 bytes); removed afterwards."""
     path = private_root / f"{next(_numbers)}"
     path.mkdir(mode=0o700)
     yield path
@@ -121,9 +122,9 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
 # -- what is not on every machine --------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+@pytest.hookimpl(tryfirst=True)  # before -m selects among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what follows from other marks, and have slow files begin first.
+    """Add the marks that follow from other marks, and have slow files begin first.
 
     A machine takes root to boot, a container and a cluster take root to run (here), and all take long.
 
@@ -149,13 +150,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Have the garbage collector leave alone what stays to the end: the tests, and what they import."""
+    """Exclude permanent objects from garbage collection: the tests, and their imports."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what cannot run here, or fail it where it has to run; what only root can do has to run for root alone."""
+    """Skip a test that cannot run here, or fail it if it is required.
+
+    A test that needs root is required for root alone.
+    """
     if (root := item.get_closest_marker("root")) is not None and os.geteuid() != 0:
         pytest.skip(f"only root can {root.args[0]}")
     for mark in item.iter_markers("real_daemon"):
@@ -179,7 +183,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _need_gpu(wanted: str) -> None:
     __tracebackhide__ = True
     if not machine.required() and "gpu" not in wanted:
-        # They bring about a fault, which is no business of whoever shares the GPU of a developer's machine.
+        # They cause a fault, which must not happen to other users of a developer's GPU.
         pytest.skip("the tests of a real GPU are run by: pytest -m gpu tests/gpu")
     if (missing := machine.missing()) is not None:
         if machine.required():
@@ -192,11 +196,11 @@ _LOUDLY = {
     "gpu": "NOT TESTED ON A REAL GPU",
     "machine": "NOT TESTED ON A REAL SYSTEMD",
 }
-"""What precedes the reason for a skip, by the mark of the test."""
+"""The text before the reason of a skip, by the mark of the test."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say how many tests did not run, for each reason once, and how to get what the tests of control daemons lack."""
+    """Report how many tests did not run, once for each reason, and how to get missing control daemons."""
     skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
         terminalreporter.section(f"{skipped.total()} SKIPPED", sep="!", red=True, bold=True)

@@ -11,7 +11,7 @@ from tests.harness import wait_until
 
 
 def mounted(hierarchy: str) -> Path | None:
-    """Return where a hierarchy of control groups is mounted, as far as this process can go."""
+    """Return where a hierarchy of control groups is mounted and accessible to this process."""
     for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
         place, _, rest = line.partition(" - ")
         kind, _, options = rest.split(" ", 2)
@@ -37,5 +37,5 @@ def control_group(hierarchy: str, name: str) -> Iterator[Path]:
 
 
 def joins(group: Path) -> tuple[str, ...]:
-    """Return what joins a control group, and becomes what follows."""
+    """Return a command prefix that joins a control group, and becomes the command that follows."""
     return "sh", "-c", 'echo $$ >"$0" && exec "$@"', str(group / "cgroup.procs")

@@ -1,4 +1,4 @@
-"""File systems of a test's own, so that it can fill one."""
+"""Private file systems for tests, which can fill them."""
 
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,19 +14,19 @@ as_root = pytest.mark.root("mount a file system")
 
 @contextmanager
 def mounted(path: Path, size: str, mode: str = "700") -> Iterator[Path]:
-    """Mount one of this size on a directory, as root; skip the test where that is not allowed."""
+    """Mount one of this size on a directory, as root; skip the test if that is not allowed."""
     options = f"size={size},mode={mode}"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=False).returncode:
         lacking("mounting is not allowed here")
     try:
         yield path
     finally:
-        # Lazily: what runs on it may be ended only after this.
+        # Lazily, since processes on it may end only after this.
         subprocess.run(["umount", "--lazy", path], check=True)
 
 
 def fill(directory: Path) -> Path:
-    """Fill a file system to the last byte, and return the file that does."""
+    """Fill a file system to the last byte, and return the file that fills it."""
     path = directory / "full"
     with suppress(OSError), path.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -36,9 +36,9 @@ def fill(directory: Path) -> Path:
 
 @contextmanager
 def failing(path: Path) -> Iterator[Callable[[], object]]:
-    """Mount an ext4 on a directory, as root, and give what makes it fail: from then on it can only be read.
+    """Mount an ext4 on a directory, as root, and yield a function that makes it fail: from then on it is read-only.
 
-    That is what the kernel does to a file system with an error (`errors=remount-ro`), whatever is open on it.
+    This is the kernel's action on a file system with an error (`errors=remount-ro`), whatever is open on it.
     """
     image = path.parent / f"{path.name}.ext4"
     with image.open("wb") as file:

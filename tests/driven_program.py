@@ -1,4 +1,4 @@
-"""Programs as processes, for tests: told what to do in lines on stdin, and answering each in a line of JSON."""
+"""Programs as processes, for tests: they take commands as lines on stdin, and answer each with a line of JSON."""
 
 import contextlib
 import json
@@ -15,13 +15,13 @@ _DEADLINE: Final = 30.0
 
 
 class DrivenProgram:
-    """A process that says one line first, then answers each line that it is told; it ends with the `with` around it.
+    """A process that prints one line first, then answers each line of its stdin; it ends with its `with` block.
 
-    Every answer is a dict with `ok`, and with `error` and `code` where that is false.
+    Every answer is a dict with `ok`, and with `error` and `code` if that is false.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it, with no CUDA_* variable but those of `environment`."""
+        """Start it, with no CUDA_* variable except those of `environment`."""
         bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
         self.process = subprocess.Popen(
             command,
@@ -42,7 +42,7 @@ class DrivenProgram:
 
     @property
     def hello(self) -> dict[str, Any]:
-        """What it says first. It comes once CUDA is initialised, and so not at all where MPS has the client wait."""
+        """Its first line. It comes once CUDA is initialised, and so not at all while MPS makes the client wait."""
         if self._hello is None:
             self._hello = self.answer()
         return self._hello
@@ -53,12 +53,12 @@ class DrivenProgram:
         return bool(select.select([self._stdout], [], [], 0)[0])
 
     def tell(self, line: str) -> None:
-        """Tell it something, and do not wait for its answer."""
+        """Send it a line, without waiting for its answer."""
         assert self.hello["ok"], self.hello
         self._stdin.write(f"{line}\n".encode())
 
     def answer(self, deadline: float = _DEADLINE) -> dict[str, Any]:
-        """Return the next answer that comes."""
+        """Return its next answer."""
         if not select.select([self._stdout], [], [], deadline)[0]:
             raise AssertionError(f"client {self.pid} did not answer within {deadline:g} s")
         line = self._stdout.readline()
@@ -68,7 +68,7 @@ class DrivenProgram:
         return answer
 
     def do(self, line: str) -> dict[str, Any]:
-        """Tell it something, and return its answer."""
+        """Send it a line, and return its answer."""
         self.tell(line)
         return self.answer()
 
@@ -84,12 +84,12 @@ class DrivenProgram:
         return self.process.wait(_DEADLINE)
 
     def __enter__(self) -> Self:
-        """Hand it over."""
+        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it whatever happens."""
+        """End it in any case."""
         with self.process:
             self.process.kill()

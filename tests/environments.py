@@ -1,4 +1,4 @@
-"""Environments that clients of MPS make up: their lease's own, none, one that asks for more, and plain nonsense."""
+"""Environments that clients of MPS invent: their lease's own, none, larger limits, and nonsense."""
 
 import random
 from typing import Final
@@ -11,11 +11,12 @@ MEM_LIMIT: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 _PERCENTAGES: Final = ("100", "99.9", "1000", "-1", "0", "", "inf", "nan", "0x64", "all", "1e9", "100%")
 _MEM_LIMITS: Final = ("0=80G", "0=999999G", "0=0", "0=-1M", "0=", "0", "", ",", "0=all", "0=18446744073709551615M")
 """No entry for a GPU that the client does not see: by NVIDIA's own guide that drops even the server's limit, so that
-nothing can keep such a client to its part; it is a violation (tests/daemon/leases/test_violations.py)."""
+nothing can limit such a client to its share; it is a violation (tests/daemon/leases/test_violations.py).
+"""
 
 
 def any_environment(dice: random.Random, own: Limits) -> dict[str, str]:
-    """Return the two limits as a client may have them whose lease is to give it `own`."""
+    """Return the two limits as a client may set them whose lease gives it `own`."""
     assert own.pinned_device_mem_limit is not None
     environment = {}
     for name, mine, others in (

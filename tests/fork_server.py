@@ -1,6 +1,6 @@
-"""Starts mpsd by fork, from a process that has imported all of it: a start is then a tenth of its usual time.
+"""Starts mpsd by fork, from a process that has imported all of it: a start then takes a tenth of its usual time.
 
-What is started is mpsd as ever: a process of its own that runs `mpsd run` from the command line to its end. Only the
+The started mpsd is the usual one: a separate process that runs `mpsd run` from the command line to its end. Only the
 imports were done before, once. The tests need a thousand starts, and the imports are nine tenths of each.
 """
 
@@ -24,7 +24,7 @@ class ForkServer:
     """The process that forks."""
 
     def __init__(self, library: Path | None = None) -> None:
-        """Start it, with this library loaded into it, and into each mpsd, if one is given."""
+        """Start it, with this library loaded into it and into each mpsd, if one is given."""
         preload = {"LD_PRELOAD": str(library)} if library is not None else {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server"],
@@ -37,7 +37,7 @@ class ForkServer:
         assert self.ask() == os.getpid()  # it is ready
 
     def ask(self, **order: object) -> int:
-        """Have something done, and return the number that it answers."""
+        """Send an order, and return the number in its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -53,7 +53,7 @@ class ForkServer:
 
 
 class Child:
-    """A process that a fork server started; it is handled as subprocess.Popen is."""
+    """A process that a fork server started; its interface is that of subprocess.Popen."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
@@ -62,7 +62,7 @@ class Child:
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Return its exit status, if it has one."""
+        """Return its exit status, if it has ended."""
         return self._look(0)
 
     def wait(self, timeout: float) -> int:
@@ -91,7 +91,7 @@ class Child:
 
 
 def _serve(orders: Iterator[str]) -> None:
-    """Do as the orders say, one a line, and answer each with a number."""
+    """Carry out the orders, one a line, and answer each with a number."""
     for line in orders:
         order = json.loads(line)
         match order:
@@ -107,7 +107,7 @@ def _serve(orders: Iterator[str]) -> None:
 
 
 def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
-    """Be mpsd, to the end."""
+    """Become mpsd, to its end."""
     from mpsd.__main__ import main  # noqa: PLC0415 - the tests themselves need nothing of it
 
     null, log = os.open("/dev/null", os.O_RDONLY), os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -125,7 +125,7 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:
-        traceback.print_exc()  # as Python does that ends by itself
+        traceback.print_exc()  # like Python at an uncaught exception
         raise
     finally:
         sys.stderr.flush()
@@ -134,7 +134,7 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
 
 @contextmanager
 def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
-    """Start a fork server, hand it over, and end it."""
+    """Start a fork server, yield it, and end it."""
     started = ForkServer(library)
     try:
         yield started
@@ -143,7 +143,7 @@ def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
 
 
 if __name__ == "__main__":
-    # What is imported here is imported once: all that a command imports when it runs.
+    # Imports here happen once: everything that a command imports when it runs.
     import uvloop  # noqa: F401
 
     import mpsd.__main__

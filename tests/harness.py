@@ -1,6 +1,6 @@
-"""What every test needs: waiting for a condition, and proof that nothing was left behind.
+"""The tools of every test: waiting for a condition, and the check that nothing was left behind.
 
-This is the only place in tests/ that may sleep (tests/gate/test_no_hopes.py), and it sleeps only between two looks.
+This is the only place in tests/ that may sleep (tests/gate/test_no_hopes.py), and it sleeps only between two checks.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _LONGEST_PAUSE: Final = 0.05
 
 
 class _Wait:
-    """One wait: until when, for what, and what the last look saw."""
+    """One wait: its deadline, its subject, and the result of the last check."""
 
     def __init__(self, deadline: float, what: str) -> None:
         self._deadline = deadline
@@ -35,7 +35,7 @@ class _Wait:
         self._pause = _FIRST_PAUSE
 
     def next_pause(self, last: object) -> float:
-        """Return how long to sleep before the next look; raise AssertionError when the time is over."""
+        """Return how long to sleep before the next check; raise AssertionError after the deadline."""
         __tracebackhide__ = True
         left = self._end - time.monotonic()
         if left <= 0:
@@ -52,9 +52,9 @@ def wait_until(
     deadline: float = 10.0,
     not_yet: tuple[type[Exception], ...] = (),
 ) -> T:
-    """Look until `condition` returns something true, and return that; AssertionError with the last look otherwise.
+    """Check until `condition` returns a true value, and return that; AssertionError with the last result otherwise.
 
-    Errors of the types in `not_yet` count as a look that saw nothing; every other error is the test's own failure.
+    Errors of the types in `not_yet` count as a negative check; every other error is the test's own failure.
     """
     __tracebackhide__ = True
     wait = _Wait(deadline, what)
@@ -97,7 +97,7 @@ async def eventually(
     deadline: float = 10.0,
     not_yet: tuple[type[Exception], ...] = (),
 ) -> object:
-    """Wait as `wait_until` does, inside a running event loop; the condition may be a coroutine function."""
+    """Wait like `wait_until`, inside a running event loop; the condition may be a coroutine function."""
     __tracebackhide__ = True
     wait = _Wait(deadline, what)
     while True:
@@ -117,7 +117,7 @@ async def eventually(
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory of a test, also one in which the test took its own permissions away."""
+    """Remove a directory of a test, even if the test has removed its own permissions there."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
@@ -135,7 +135,7 @@ def remove_tree(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A process at the moment of one look."""
+    """A process at the moment of one check."""
 
     pid: int
     parent: int
@@ -146,16 +146,16 @@ class Running:
 
     @property
     def zombie(self) -> bool:
-        """Whether it has ended and was never waited for."""
+        """Whether it has ended without having been reaped."""
         return self.state == "Z"
 
     @property
     def lost(self) -> bool:
-        """Whether it will never go by itself: only the tests could wait for it, and they have gone on."""
+        """Whether it will never disappear by itself: only the tests could reap it, and they have continued."""
         return self.zombie and self.parent == os.getpid()
 
     def __str__(self) -> str:
-        """Name it so that a person finds what started it."""
+        """Return a description from which a reader finds what started it."""
         parent = "a child" if self.parent == os.getpid() else f"re-parented to {self.parent}"
         pipe = f", pipe directory {self.pipe_directory}" if self.pipe_directory else ""
         end = ", ended and never waited for" if self.zombie else ""
@@ -163,12 +163,12 @@ class Running:
 
 
 def pids() -> frozenset[int]:
-    """Every process there is."""
+    """Return all processes."""
     return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - twice in every test
 
 
 def look_at(pid: int) -> Running | None:
-    """Look at one process; None when it is gone. What another user's process hides is empty."""
+    """Return a process; None if it is gone. Facts that another user's process hides are empty."""
     folder = f"/proc/{pid}"
     try:
         name, _, rest = _read(f"{folder}/stat").rpartition(")")
@@ -203,7 +203,7 @@ def _read(path: str) -> str:
 
 
 def kill(process: Running) -> None:
-    """End this very process, and reap it when it is a child."""
+    """End exactly this process, and reap it if it is a child."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(process.pid)
         try:
@@ -226,16 +226,16 @@ _KNOWN_PLACES: Final = (
     ("/var/lib", ("mpsd",)),
     ("/var/log", ("mpsd", "nvidia-mps")),
 )
-"""Where mpsd, or a control daemon without its environment, would write when a test forgot to say where."""
+"""Paths that mpsd, or a control daemon without its environment, writes to when a test forgot to set another."""
 
 PLANTED: Final = ("mpsd-leaked-",)
-"""How files begin that tests/gate/test_leaks.py has left behind on purpose, beside tests that did not."""
+"""The beginning of files that tests/gate/test_leaks.py leaves behind on purpose."""
 
 LOOKS_FOR_PLANTED: Final = "MPSD_TESTS_LOOK_FOR_PLANTED"
-"""Set for the runs that are to find them."""
+"""Set for the runs that must find them."""
 
 _GRACE: Final = 2.0
-"""Seconds for a process that is on its way out already: one that was told to quit is gone a few milliseconds later."""
+"""Seconds for a process that is already ending: after `quit` a process is gone within a few milliseconds."""
 
 
 def _entries(folder: str, prefixes: tuple[str, ...]) -> Iterator[str]:
@@ -246,7 +246,7 @@ def _entries(folder: str, prefixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _descriptors(pid: int | str = "self") -> dict[int, str]:
-    """Return what each descriptor of a process stands for, as far as one may look."""
+    """Return the target of each descriptor of a process, as far as permitted."""
     found: dict[int, str] = {}
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -256,10 +256,10 @@ def _descriptors(pid: int | str = "self") -> dict[int, str]:
 
 
 class Watch:
-    """What there was at one moment, to be compared with what there is later.
+    """The state at one moment, to be compared with a later one.
 
     `ours` are the directories below which this run of the tests writes: a process that names one of them belongs to it,
-    whoever its parent is by now. `private` is the one of them in which nothing but short-lived directories stand.
+    whatever its parent is by now. `private` is the one of them that contains only short-lived directories.
     """
 
     def __init__(self, ours: Iterable[Path], private: Path) -> None:
@@ -270,11 +270,11 @@ class Watch:
         self._files = self._look_for_files()
 
     def leaks(self) -> tuple[list[str], list[Running]]:
-        """Say what was left behind, one line each, and which processes there are among that."""
+        """Return what was left behind, one line each, and the processes among that."""
         lines, processes = self._look()
         if not lines:
             return lines, processes
-        gc.collect()  # what only waited for the collector closes now, and says so by a ResourceWarning of its own
+        gc.collect()  # objects that only waited for the collector close now, with their own ResourceWarning
         end = time.monotonic() + _GRACE
         lines, processes = self._look()
         while not all(process.lost for process in processes) and time.monotonic() < end:
@@ -296,9 +296,9 @@ class Watch:
         ]
 
     def _is_a_shared_nodes(self, process: Running) -> bool:
-        """Tell whether it is a control daemon that an mpsd started which was there before, and is there still.
+        """Return whether it is a control daemon of an mpsd that existed before, and still exists.
 
-        Where a node is several tests', its mpsd replaces a control daemon for the next user of it.
+        If several tests share a node, its mpsd replaces a control daemon for the next user of it.
         """
         return process.parent in self._pids and process.parent != os.getpid() and process.command.endswith(" -f")
 
@@ -330,7 +330,7 @@ class Watch:
                 yield f"file {path}"
 
     def remove_private_files(self) -> None:
-        """Remove what was left in the private directory, so that it is reported once."""
+        """Remove files left in the private directory, so that they are reported once."""
         for path in self._look_for_files() - self._files:
             if path.startswith(self._private):
                 if Path(path).is_dir():
@@ -340,7 +340,7 @@ class Watch:
 
 
 def _socket_name(target: str) -> str:
-    """Say which unix socket an inode is."""
+    """Return the name of the unix socket with this inode."""
     if not target.startswith("socket:["):
         return ""
     inode = target.removeprefix("socket:[").removesuffix("]")
@@ -352,7 +352,7 @@ def _socket_name(target: str) -> str:
 
 
 def _in_use_elsewhere(path: str) -> bool:
-    """Tell whether somebody else on this machine, who runs mpsd beside the tests, is the one who made this file."""
+    """Return whether another user of this machine, who runs mpsd beside the tests, has made this file."""
     for pid in pids() - {os.getpid()}:
         process = look_at(pid)
         if process is None:

@@ -1,4 +1,4 @@
-"""A real mpsd as a process, for tests: started, asked over its socket and through mpsctl, and ended."""
+"""A real mpsd as a process, for tests: started, queried over its socket and through mpsctl, and ended."""
 
 import contextlib
 import http.client
@@ -27,7 +27,7 @@ TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the name of the variable
 
 
 def as_listed(lease: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a lease as lists, and users who are neither its owner nor administrators, see it: without its token."""
+    """Return a lease as lists, and users other than its owner and administrators, show it: without its token."""
 
     def public(variables: Mapping[str, str]) -> dict[str, str]:
         return {name: value for name, value in variables.items() if name != TOKEN}
@@ -37,13 +37,13 @@ def as_listed(lease: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unjudged(lease: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a lease without what mpsd finds of its processes: of one that asks as several users, quite something."""
+    """Return a lease without mpsd's findings about its processes; there are many if one acts as several users."""
     return {**lease, "violations": [], "unknown": []}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the API answered."""
+    """An answer of the API."""
 
     status: int
     headers: Mapping[str, str]
@@ -63,7 +63,7 @@ class _UnixConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         """Connect to the unix socket instead of a host."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # Where many wait at the door, a socket that does not block is turned away; one that does has its turn.
+        # If many callers wait to be accepted, a non-blocking socket is refused; a blocking one gets its turn.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 30, 0))
         self.sock.connect(os.fspath(self._path))
         self.sock.settimeout(self.timeout)
@@ -71,21 +71,21 @@ class _UnixConnection(http.client.HTTPConnection):
 
 @dataclass
 class Node:
-    """An mpsd under a directory of its own."""
+    """An mpsd in its own directory."""
 
     root: Path
     simulate: int | None = 2
     control: Path | None = None
-    """The control program; the simulator's when there is none."""
+    """The control program; the simulator's if it is None."""
     config: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
     rooted: bool = True
-    """Whether mpsd is told its directory by `--root`; otherwise the configuration has to name it."""
+    """Whether mpsd gets its directory by `--root`; otherwise the configuration has to name it."""
     binds: Binds | None = None
-    """When limits of simulated servers bind a client; as the simulator has it when it is None."""
+    """The moment at which limits of simulated servers bind a client; the simulator's default if it is None."""
     fork_server: ForkServer | None = None
-    """What forks mpsd, in a tenth of the time; without one it is started as the program that it is."""
+    """The process that forks mpsd, in a tenth of the time; without one it is started as a program."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -106,7 +106,7 @@ class Node:
 
     @property
     def command(self) -> list[str]:
-        """How mpsd is called."""
+        """Return the command that starts mpsd."""
         command = [sys.executable, "-m", "mpsd", "run"]
         if self.rooted:
             command += ["--root", str(self.root)]
@@ -125,21 +125,21 @@ class Node:
         return self.root / "mpsd.toml"
 
     def pipe_directory(self, name: str) -> Path:
-        """Say where a control daemon has its sockets."""
+        """Return the directory of a control daemon's sockets."""
         return self.root / "run" / "mps" / name
 
     def control_log(self, name: str) -> Path:
-        """Say where a control daemon's own output goes."""
+        """Return the path of a control daemon's own output."""
         return self.root / "log" / name / "control.log"
 
     def launch(self) -> None:
-        """Start mpsd and do not wait for anything."""
+        """Start mpsd, without waiting."""
         if self.binds is not None:
             set_binds(self.root / "run" / "simulated", self.binds)
         variables = {**os.environ, **self.env}
-        # What the dynamic loader reads takes effect in a new program only.
+        # Variables of the dynamic loader take effect in a new program only.
         if self.fork_server is not None and not any(name.startswith("LD_") for name in self.env):
-            # It is as good as a Popen.
+            # Its interface is that of Popen.
             self.process = self.fork_server.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
             return
         with self.stderr.open("ab") as log:
@@ -165,7 +165,7 @@ class Node:
         return self
 
     def exited(self) -> int | None:
-        """Return mpsd's exit status, and fail when it has one: it was to run."""
+        """Return mpsd's exit status, and fail if it has one: it should be running."""
         assert self.process is not None
         status = self.process.poll()
         if status is not None:
@@ -186,12 +186,12 @@ class Node:
         return status
 
     def refuse(self) -> tuple[int, str]:
-        """Start an mpsd that ends at once, and return its exit status and the last thing that it said."""
+        """Start an mpsd that must end at once; return its exit status and its last output."""
         self.launch()
         return self.ended(), self.stderr.read_text()
 
     def reload(self, config: str) -> dict[str, Any]:
-        """Change the configuration under mpsd, send SIGHUP, and return what mpsd logged about it."""
+        """Change the configuration of mpsd, send SIGHUP, and return the log line about it."""
         self.config = config
         self.configuration.write_text(config)
         before = len(self.reloads())
@@ -203,7 +203,7 @@ class Node:
         os.kill(self.pid, signal.SIGHUP)
 
     def reloads(self) -> list[dict[str, Any]]:
-        """Return what the log says about reloads."""
+        """Return the log lines about reloads."""
         return [line for line in self.log() if line["event"] in {"settings_reloaded", "settings_refused"}]
 
     def clean_up(self) -> None:
@@ -222,11 +222,12 @@ class Node:
     def request(
         self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None
     ) -> Answer:
-        """Send one request over the socket, as this very process."""
+        """Send one request over the socket, as this process."""
         connection = _UnixConnection(self.socket)
         try:
             raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-            with contextlib.suppress(BrokenPipeError):  # turned away before it was read: the answer says why
+            # mpsd refused the request before it was read: the answer says why.
+            with contextlib.suppress(BrokenPipeError):
                 connection.request(method, path, raw, dict(headers or {}))
             answer = connection.getresponse()
             return Answer(answer.status, dict(answer.getheaders()), answer.read())
@@ -242,7 +243,7 @@ class Node:
         return {each["name"]: each for each in self.get("/v1/daemons").json["daemons"]}
 
     def unharmed(self) -> dict[str, Any]:
-        """Return what stays the same about the control daemons whatever callers do: all but the limits."""
+        """Return the facts about the control daemons that callers cannot change: all but the limits."""
         changing = dict.fromkeys(("limits", "limits_wanted", "verified"))
         return {name: {**each, **changing} for name, each in self.daemons().items()}
 
@@ -269,11 +270,11 @@ class Node:
 
     @property
     def front_end_program(self) -> Sequence[str]:
-        """How the bare front-end is called."""
+        """The command of the bare front-end."""
         return program() if self.control is None else [str(self.control)]
 
     def front_end(self, name: str, script: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run the bare front-end against one control daemon, as a stranger would."""
+        """Run the bare front-end against one control daemon, like a stranger."""
         return subprocess.run(
             self.front_end_program,
             input=script,
@@ -286,12 +287,12 @@ class Node:
         )
 
     def by_hand(self, name: str) -> dict[str, str]:
-        """Return the environment of somebody who uses the control program by hand on this daemon's pipe directory."""
+        """Return the environment of a user who runs the control program on this daemon's pipe directory."""
         return {"PATH": os.environ["PATH"], "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe_directory(name))}
 
     def ask(self, name: str, script: str) -> list[str]:
-        """Ask a control daemon by hand, again when mpsd's own front-end was in the way, and return the lines."""
-        # A front-end that is turned away may be so in silence; what nobody knows is echoed, and so proves an answer.
+        """Query a control daemon by a front-end, again if mpsd's own was in the way, and return the lines."""
+        # A front-end may be turned away silently; the echo of an unknown command proves that it was answered.
         proof = 'Unknown command "anybody-there"'
 
         def look() -> list[str] | None:
@@ -312,7 +313,7 @@ class Node:
 
 
 def running(**options: Any) -> Iterator[Node]:
-    """Start a node, hand it over, and clean up behind it; for use in fixtures."""
+    """Start a node, yield it, and clean it up; for use in fixtures."""
     node = Node(**options)
     try:
         yield node.start()

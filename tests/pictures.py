@@ -1,7 +1,7 @@
 """The screens of mpsctl as pictures: `python -m tests.pictures` draws them into docs/pictures, in light and in dark.
 
-A simulated node lives through a small scene: clients, an idle lease, a request that waits, a control daemon that dies.
-Times and pids differ from run to run, so no test compares pictures.
+A simulated node runs a small scene: clients, an idle lease, a waiting request, a control daemon that dies. Times and
+pids differ from run to run, so no test compares pictures.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ WIDTH: Final = 100
 THEMES: Final = {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}
 
 _FONT: Final = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-"""The font that rich would fetch from a server; a reader's own monospace font takes its place."""
+"""The font that rich would fetch from a server; the reader's own monospace font replaces it."""
 
 
 @contextlib.contextmanager
 def scene(root: Path) -> Iterator[Node]:
-    """Run the node, and what happens on it."""
+    """Run the node, and the events on it."""
     node = Node(root=root, simulate=2, control=None)
     try:
         node.start()
@@ -81,14 +81,14 @@ def _clients(node: Node) -> list[dict[str, Any]]:
 
 
 def on_terminal(node: Node, *arguments: str) -> str:
-    """Return what mpsctl prints on a terminal, with its colours."""
+    """Return the terminal output of mpsctl, with its colours."""
     own, theirs = pty.openpty()
     ioctl(theirs, TIOCSWINSZ, pack("HHHH", 50, WIDTH, 0, 0))
     program = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), *arguments]
     with subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as mpsctl:
         os.close(theirs)
         said = bytearray()
-        with contextlib.suppress(OSError):  # the terminal's other end is closed
+        with contextlib.suppress(OSError):  # the other end of the terminal is closed
             while piece := os.read(own, 65536):
                 said += piece
         mpsctl.wait()
@@ -97,7 +97,7 @@ def on_terminal(node: Node, *arguments: str) -> str:
 
 
 def draw_output(node: Node, *command: str) -> None:
-    """Draw what a command prints, in both themes."""
+    """Draw the output of a command, in both themes."""
     text = on_terminal(node, *command)
     for theme, colours in THEMES.items():
         write(f"{command[0]}-{theme}", _svg(text, f"$ mpsctl {' '.join(command)}", colours))

@@ -1,4 +1,4 @@
-"""Simulated clients of MPS as processes, for tests: started, told what to do, and ended."""
+"""Simulated clients of MPS as processes, for tests: started, given commands, and ended."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,20 @@ from tests.driven_program import DrivenProgram
 from tests.node import Node
 
 WAITS: Final = ("sh", "-c", 'read go || exit 0; exec "$@"', "sh")
-"""Becomes what follows once it is told to: so it can hold a lease before it looks for a GPU."""
+"""Becomes the command that follows on a line of stdin: so it can hold a lease before it looks for a GPU."""
 
 
 class SimulatedClient(DrivenProgram):
     """A process that uses CUDA on a simulated GPU (see mpsd.simulator.client).
 
-    It says first: `mps`, `server`, `gpu`, `active_thread_percentage`, `pinned_device_mem_limit`, and more; a late one
-    says its pid alone.
+    Its first line has `mps`, `server`, `gpu`, `active_thread_percentage`, `pinned_device_mem_limit`, and more; that of
+    a late one has its pid alone.
     """
 
     def __init__(self, environment: Mapping[str, str], *, before: Sequence[str] = (), late: bool = False) -> None:
-        """Start it, with no CUDA_* variable but those of `environment`; `before` is a command that becomes it.
+        """Start it, with no CUDA_* variable except those of `environment`; `before` is a command that becomes it.
 
-        A late one initialises CUDA, and makes a context, when it is told to, or when it needs one.
+        A late one initialises CUDA, and makes a context, on command, or when it needs one.
         """
         super().__init__([*before, *program(late=late)], environment)
 
@@ -33,7 +33,7 @@ class SimulatedClient(DrivenProgram):
         return self.do("init")
 
     def context(self) -> dict[str, Any]:
-        """Make one more context; the answer has what it is pinned to, as `hello` has it of the first."""
+        """Make another context; the answer has its limits, as `hello` has those of the first."""
         return self.do("context")
 
     def alloc(self, size: str) -> dict[str, Any]:
@@ -41,27 +41,27 @@ class SimulatedClient(DrivenProgram):
         return self.do(f"alloc {size}")
 
     def free(self, size: str = "") -> dict[str, Any]:
-        """Free device memory; all of it where no size is given."""
+        """Free device memory; all of it if no size is given."""
         return self.do(f"free {size}")
 
     def compute(self, seconds: float) -> dict[str, Any]:
-        """Do as much work as the whole GPU does in these seconds; the answer has how many it took."""
+        """Do as much work as the whole GPU does in these seconds; the answer has the seconds that it took."""
         return self.do(f"compute {seconds}")
 
     def launch(self, seconds: float) -> None:
-        """Have a kernel in flight, of as much work as the whole GPU does in this time; `answer` has its end."""
+        """Launch a kernel with as much work as the whole GPU does in this time; `answer` has its end."""
         assert self.do(f"launch {seconds}")["ok"]
 
     def loop(self, seconds: float) -> None:
-        """Have such kernels in flight, one after the other, until it is told anything else, or an error ends it."""
+        """Launch such kernels, one after the other, until the next command, or until an error ends it."""
         assert self.do(f"loop {seconds}")["ok"]
 
     def sync(self) -> dict[str, Any]:
-        """See whether an error is waiting."""
+        """Check whether an error is pending."""
         return self.do("sync")
 
     def fault(self) -> dict[str, Any]:
-        """Have the GPU meet a fatal fault."""
+        """Cause a fatal fault of the GPU."""
         return self.do("fault")
 
 
@@ -71,7 +71,7 @@ def gpus(node: Node) -> list[Device]:
 
 
 def variables(node: Node, name: str = "gpu0") -> dict[str, str]:
-    """Return the environment of a process that is to find a node's GPUs, and this control daemon on them."""
+    """Return the environment of a process that finds a node's GPUs, and this control daemon on them."""
     return {**outside(node), "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(name))}
 
 
@@ -81,9 +81,9 @@ def outside(node: Node) -> dict[str, str]:
 
 
 def leased(node: Node, *arguments: str, within: Sequence[str] = (), late: bool = False) -> SimulatedClient:
-    """Start a client as a user does, by `mpsctl run` with these arguments: with a lease, in the lease's environment.
+    """Start a client like a user, by `mpsctl run` with these arguments: with a lease, in the lease's environment.
 
-    `within` is the command that has the lease, where that is not the client, and starts or becomes it.
+    `within` is the command that has the lease, if that is not the client, and starts or becomes it.
     """
     mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", *arguments, "--")
     root = str(Path(__file__).parent.parent)

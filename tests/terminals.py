@@ -19,7 +19,7 @@ _CONTROL: Final = re.compile(r"\x1b\[[0-9;?=>]*[A-Za-z]|\x1b[=>]|\x1b\(.|\x1b\][
 
 
 class Terminal:
-    """A terminal with a program on it, which is its session's leader."""
+    """A terminal with a program on it, which is the leader of its session."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", terminal: int) -> None:
         self.process = process
@@ -31,7 +31,7 @@ class Terminal:
     def running(
         cls, command: Sequence[str], environment: Mapping[str, str], *, cwd: str | os.PathLike[str] | None = None
     ) -> Iterator[Self]:
-        """Run a program on a terminal; it, and what it left in its session, is ended with this."""
+        """Run a program on a terminal; it, and everything left in its session, ends with this context."""
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         process = subprocess.Popen(
@@ -44,7 +44,7 @@ class Terminal:
         try:
             yield cls(process, ours)
         finally:
-            os.close(ours)  # which hangs it up
+            os.close(ours)  # this hangs up the terminal
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=20)
             if process.poll() is None:
@@ -52,16 +52,16 @@ class Terminal:
                 process.wait()
 
     def type(self, text: str) -> None:
-        """Type something."""
+        """Type a text."""
         os.write(self._terminal, text.encode())
 
     @property
     def text(self) -> str:
-        """All that it has shown, without what moves the cursor and colours."""
+        """All output so far, without cursor movements and colours."""
         return _CONTROL.sub("", self.raw)
 
     def wait_for(self, pattern: str, *, behind: int = 0) -> "re.Match[str]":
-        """Wait until it shows something, and return where: `behind` is where to begin to look."""
+        """Wait until it shows a match, and return that: `behind` is where to begin the search."""
         end = time.monotonic() + _DEADLINE
         while (found := re.compile(pattern, re.MULTILINE).search(self.text, behind)) is None:
             assert self._read(end), f"no {pattern!r} in:\n{self.text}"
@@ -79,7 +79,7 @@ class Terminal:
             return False
         try:
             received = os.read(self._terminal, 65536)
-        except OSError:  # EIO: nobody has it open any more
+        except OSError:  # EIO: no process has it open any more
             return False
         self.raw += received.decode(errors="replace")
         return bool(received)

@@ -1,4 +1,4 @@
-"""Programs of Debian's that some tests need and that mpsd does not."""
+"""Debian programs that some tests need and mpsd does not."""
 
 import shutil
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests import real
 
 
 def needed(program: str, package: str) -> str:
-    """Return the path of a program; where it is not there, the test skips, or fails where everything is required."""
+    """Return the path of a program; without it, the test skips, or fails where everything is required."""
     found = shutil.which(program)
     if found is None:
         lacking(f"{program} is not installed (Debian: {package})")
@@ -26,7 +26,7 @@ def compiler() -> str:
 
 
 def lacking(because: str) -> NoReturn:
-    """Skip a test for what this machine lacks, or fail it where everything is required."""
+    """Skip a test because this machine lacks something, or fail it where everything is required."""
     __tracebackhide__ = True
     if real.required():
         pytest.fail(f"{because}, and {real.REQUIRE} is set", pytrace=False)

@@ -1,4 +1,4 @@
-"""A simulated node for clients in other languages, and the document that it gives."""
+"""A simulated node for clients in other languages, and its API document."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def node(make_node: Start) -> Node:
 
 @pytest.fixture
 def document(node: Node, short_tmp: Path) -> Path:
-    """Write the document of that node into a file."""
+    """Write the document of that node to a file."""
     path = short_tmp / "openapi.json"
     path.write_bytes(node.get("/v1/openapi.json").body)
     return path

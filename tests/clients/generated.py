@@ -1,4 +1,4 @@
-"""Clients that generators make of mpsd's own document, and the programs for that, which the extra `clients` has."""
+"""Clients that generators make from mpsd's own document, and the programs for that, from the extra `clients`."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from typing import Final
 from tests.tools import lacking
 
 _PLACES: Final = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-"""Where the extra puts its programs, and where others may be."""
+"""The directory of the extra's programs, followed by PATH."""
 
 _QUIET: Final = {
     "GOFLAGS": "-mod=mod",
@@ -20,11 +20,11 @@ _QUIET: Final = {
     "GOTELEMETRY": "off",
     "NODE_DISABLE_COMPILE_CACHE": "1",
 }
-"""Go takes nothing from the network, and Node leaves nothing in the directory for temporary files."""
+"""Go takes nothing from the network, and Node leaves nothing in the temporary directory."""
 
 
 def program(name: str) -> str:
-    """Return the path of a program of the extra; where it is not there, the test skips, or fails as `lacking` says."""
+    """Return the path of a program of the extra; without it, the test skips, or fails, as by `lacking`."""
     found = which(name, path=_PLACES)
     if found is None:
         lacking(f"{name} is not installed: pip install '.[clients]'")
@@ -32,7 +32,7 @@ def program(name: str) -> str:
 
 
 def run(*command: str, cwd: Path, variables: Mapping[str, str] | None = None) -> str:
-    """Run a program of the extra to its end, and return what it printed; a failure shows all of that."""
+    """Run a program of the extra to its end, and return its output; a failure shows all of it."""
     done = subprocess.run(
         [program(command[0]), *command[1:]],
         cwd=cwd,
@@ -65,8 +65,8 @@ func Validate(interface{}) error { return nil }
 def go_client(document: Path, folder: Path) -> None:
     """Have OpenAPI Generator make the Go module `mpsdclient` in a folder.
 
-    It looks at a choice of types by a library that checks tags of fields. That would have to come from the network, and
-    what is decoded here was not asked for any: one that finds everything well stands in for it.
+    The generated code checks a choice of types by a library for field tags, which would come from the network. No check
+    was requested for the values decoded here, so a stub that accepts everything replaces it.
     """
     parts = "apis,models,supportingFiles,apiTests=false,modelTests=false,apiDocs=false,modelDocs=false"
     run(
@@ -82,5 +82,5 @@ def go_client(document: Path, folder: Path) -> None:
 
 
 def lines(said: str, beginning: str) -> Sequence[str]:
-    """Return the rest of each line that begins so."""
+    """Return the rest of each line with this beginning."""
     return [line.removeprefix(beginning) for line in said.splitlines() if line.startswith(beginning)]

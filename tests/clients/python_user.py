@@ -1,6 +1,6 @@
 """A user of the generated Python client, run as a program: argv has the client's folder and mpsd's socket.
 
-It prints what it got, line by line. Nothing of mpsd's own is imported here.
+It prints its results, line by line. It imports nothing of mpsd.
 """
 
 import json
@@ -25,7 +25,7 @@ def call(where: str, *arguments: object, **named: object) -> Any:
 
 
 def told(what: str, said: object) -> None:
-    """Print what a line is about, and what it says."""
+    """Print the subject of a line, and its text."""
     sys.stdout.write(f"{what} {said}\n")
 
 
@@ -58,7 +58,7 @@ told("held", f"{held.verb} {held.state.value}")
 
 query = {"after": "latest", "follow": "true", "heartbeat": "1"}
 with client.get_httpx_client().stream("GET", "/v1/events", params=query) as answer:
-    resumed = call("daemons.drain_daemon", "gpu1")  # a body that may be left out
+    resumed = call("daemons.drain_daemon", "gpu1")  # the body is optional
     events = (models.Event.from_dict(json.loads(line)) for line in answer.iter_lines())
     for event in events:
         assert isinstance(event.at, datetime)

@@ -1,4 +1,4 @@
-"""Clients that generators make of the document get leases, read times and bytes, and follow events."""
+"""Generated clients request leases, read times and bytes, and follow events."""
 
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,7 @@ GIB: Final = 2**30
 
 
 def check(said: str, *, granted: list[str], true: str) -> None:
-    """See that a user of a client got what it is to get."""
+    """Check that a user of a client got the expected results."""
     assert lines(said, "healthy ") == [true]
     assert lines(said, "total ") == [f"{2 * 80 * GIB}"]
     assert lines(said, "granted ") == granted
@@ -32,7 +32,7 @@ def check(said: str, *, granted: list[str], true: str) -> None:
 
 
 def test_python(node: Node, document: Path, short_tmp: Path) -> None:
-    """A Python client, by openapi-python-client, which takes every operation without a warning."""
+    """A Python client, by openapi-python-client, which accepts every operation without a warning."""
     python_client(document, short_tmp)
     said = run("python", str(HERE / "python_user.py"), str(short_tmp), str(node.socket), cwd=short_tmp)
     granted = [f"granted 25.0 {8 * GIB}", f"granted 5.5 {6 * GIB}", f"granted 25.0 {20 * GIB - 128 * 2**20}"]
@@ -41,7 +41,7 @@ def test_python(node: Node, document: Path, short_tmp: Path) -> None:
 
 
 def test_go(node: Node, document: Path, short_tmp: Path) -> None:
-    """A Go client, by OpenAPI Generator: it compiles, whole, and what is granted is decoded."""
+    """A Go client, by OpenAPI Generator: it compiles completely, and a granted lease is decoded."""
     go_client(document, short_tmp)
     run("go", "vet", ".", cwd=short_tmp)
     user = short_tmp / "user"

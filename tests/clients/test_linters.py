@@ -1,4 +1,4 @@
-"""Linters of OpenAPI find nothing wrong with the document, and nothing to warn of."""
+"""Linters of OpenAPI report neither errors nor warnings about the document."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from tests.clients.generated import run
 
 
 def wrong(made: Any) -> list[str]:
-    """Return what is wrong with a document."""
+    """Return the errors in a document."""
     return [error.message for error in OpenAPIV31SpecValidator(made).iter_errors()]
 
 
 def test_specification() -> None:
-    """It is what OpenAPI 3.1 says that a document is."""
+    """It conforms to OpenAPI 3.1."""
     made = json.loads(json.dumps(document(ROUTES)))
     assert wrong(made) == []
     del made["info"]["title"]
@@ -28,7 +28,7 @@ def test_specification() -> None:
 @pytest.mark.clients
 @pytest.mark.timeout(300)
 def test_redocly(tmp_path: Path) -> None:
-    """Redocly's recommended rules find nothing."""
+    """Redocly's recommended rules report nothing."""
     (tmp_path / "openapi.json").write_text(json.dumps(document(ROUTES)))
     redocly = ["npx", "--yes", "@redocly/cli@2.77.0", "lint", "--format=json", "openapi.json"]
     assert json.loads(run(*redocly, cwd=tmp_path))["problems"] == []

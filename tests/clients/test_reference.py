@@ -1,4 +1,4 @@
-"""Every block of docs/reference/api.md runs as it stands there, and leaves no lease behind."""
+"""Every block of docs/reference/api.md runs unchanged, and leaves no lease behind."""
 
 import re
 from pathlib import Path
@@ -20,13 +20,13 @@ _RUNS: Final = {
     "js": ("node", "block.mjs"),
     "go": ("go", "run", "block.go"),
 }
-"""How a block is run, by its language."""
+"""The command that runs a block, by its language."""
 
 NAME: Final = r"from-\w+"
-"""How each example calls its lease."""
+"""The name of each example's lease."""
 
 _FEW: Final = "openapi-generator-cli|^package main|node:http"
-"""What a block has whose programs only the extra `clients` has."""
+"""Text in blocks whose programs come only with the extra `clients`."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ _FEW: Final = "openapi-generator-cli|^package main|node:http"
     ],
 )
 def test_block(node: Node, short_tmp: Path, language: str, block: str) -> None:
-    """It ends well, and whatever lease it took out was granted and is released."""
+    """It succeeds, and every lease that it requests is granted and released."""
     if "curl" in block:
         needed("curl", "curl")
     command = _RUNS[language]
@@ -58,5 +58,5 @@ def test_block(node: Node, short_tmp: Path, language: str, block: str) -> None:
 
 
 def test_every_language_is_there() -> None:
-    """The page has a block for each, or the test above would hold of nothing."""
+    """The page has a block for each language; otherwise the test above would prove nothing."""
     assert {language for language, _ in BLOCKS} == _RUNS.keys()

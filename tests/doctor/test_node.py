@@ -1,4 +1,4 @@
-"""`mpsctl doctor` on real nodes: what it finds with mpsd and without, as root and as nobody, and what it mends."""
+"""`mpsctl doctor` on real nodes: its findings with mpsd and without, as root and without rights, and its fixes."""
 
 import json
 import os
@@ -49,9 +49,9 @@ needs_root = pytest.mark.root("be another user, or mount a file system")
 
 
 def doctor(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> tuple[int, Checks]:
-    """Have the node looked at; return the exit status, and what was found by check.
+    """Run doctor on the node; return the exit status, and the findings by check.
 
-    Other tests run their own control daemons meanwhile, so that a test looks at its own checks and subjects alone.
+    Other tests run their own control daemons meanwhile, so each test looks only at its own checks and subjects.
     """
     command = [*before, sys.executable, "-m", "mpsd.cli.main", "doctor", "--root", str(node.root), "-o", "json"]
     environment = {**os.environ, "PATH": f"{_bin(node)}:{os.environ['PATH']}", **node.env}
@@ -69,17 +69,17 @@ def doctor(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> tuple[i
 
 
 def _bin(node: Node) -> str:
-    """Say where the node's control program is, which is in PATH on a real one."""
+    """Return the directory of the node's control program, which on a real node is in PATH."""
     return str(node.control.parent) if node.control is not None else "/nowhere"
 
 
 def only(*checks: str) -> tuple[str, ...]:
-    """Ask for these checks alone."""
+    """Return the options that select these checks."""
     return tuple(word for check in checks for word in ("--only", check))
 
 
 def one(found: Checks, check: str, about: str = "") -> dict[str, Any]:
-    """Return the one thing that a check found about something."""
+    """Return the only finding of a check about a subject."""
     result: dict[str, Any]
     (result,) = [each for each in found[check] if about in each["subject"]]
     assert result["because"]
@@ -89,14 +89,14 @@ def one(found: Checks, check: str, about: str = "") -> dict[str, Any]:
 
 @pytest.fixture
 def node(make_node: Start, nvml: FakeNvml) -> Node:
-    """Give a node, not started yet, whose one GPU is what the fake NVML shows of it."""
+    """Return a node, not started yet, whose only GPU is the one of the fake NVML."""
     nvml.show(*ONE_GPU, CONDITION)
     return make_node(simulate=None, config=WANTED, env=nvml.variables)
 
 
 @pytest.fixture
 def left(node: Node, nvml: FakeNvml) -> Node:
-    """Give a node whose mpsd was killed, so that its GPU was left in exclusive-process."""
+    """Return a node whose mpsd was killed, so that its GPU was left in exclusive-process."""
     node.start()
     node.end(signal.SIGKILL)
     assert nvml.compute_mode(FIRST) == EXCLUSIVE
@@ -105,7 +105,7 @@ def left(node: Node, nvml: FakeNvml) -> Node:
 
 @pytest.mark.real_daemon(535)
 class TestWithMpsd:
-    """Where mpsd answers, it is the one that knows, and that mends."""
+    """Where mpsd answers, its answers count, and it does the repairs."""
 
     def test_well(self, node: Node) -> None:
         """Every check of mpsd, its files and its GPUs is ok, and the exit status is 0."""
@@ -118,13 +118,13 @@ class TestWithMpsd:
         assert "ok       mpsd: mpsd answers this caller" in node.mpsctl("doctor", "--all", *only("mpsd")).stdout
 
     def test_everything_at_once(self, node: Node) -> None:
-        """Each check comes to something, and nothing of it goes wrong."""
+        """Each check has a result, and none raises an error."""
         node.start()
         _, found = doctor(node)
         assert found.keys() == {"fixed", *CHECKS}
 
     def test_not_well(self, node: Node, nvml: FakeNvml) -> None:
-        """What is wrong has a check that fails, with mpsd's own remedy; mpsd mends it, and doctor does not."""
+        """Each fault has a check that fails, with mpsd's own remedy; mpsd repairs it, and doctor does not."""
         nvml.set_compute_mode(FIRST, PROHIBITED)
         node.start(ready=False)
         node.wait_for_state("gpu0", "ready")
@@ -140,7 +140,7 @@ class TestWithMpsd:
 
     @pytest.mark.slow
     def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
-        """One that hangs is named, and holds its lock, so that nothing is done behind its back."""
+        """A hung mpsd is named, and holds its lock, so that doctor changes nothing."""
         node.start()
         with stopped(node.pid):
             status, found = doctor(node, "--fix", *only("mpsd", "socket", "stopped", "compute-mode-left", "leftovers"))
@@ -152,7 +152,7 @@ class TestWithMpsd:
         assert nvml.compute_mode(FIRST) == EXCLUSIVE
 
     def test_settings_that_are_not_in_force(self, node: Node) -> None:
-        """What was edited since is named; a file that makes no sense fails before mpsd is restarted with it."""
+        """Edited settings that are not in force are named; an invalid file fails before a restart would use it."""
         node.start()
         node.configuration.write_text('[limits]\nactive_thread_percentage = 50\n[api]\nmode = "0600"\n')
         _, found = doctor(node, *only("reload", "configuration"))
@@ -166,7 +166,7 @@ class TestWithMpsd:
         assert one(found, "reload")["verdict"] == "unknown"
 
     def test_open_files(self, node: Node) -> None:
-        """The limit that is in force for the very process is told."""
+        """The reported limit is the one in force for this mpsd's process."""
         node.start()
         prlimit(node.pid, RLIMIT_NOFILE, (1024, prlimit(node.pid, RLIMIT_NOFILE)[1]))
         _, found = doctor(node, *only("nofile"))
@@ -174,7 +174,7 @@ class TestWithMpsd:
 
     @needs_root
     def test_foreign_daemon(self, node: Node) -> None:
-        """A control daemon that mpsd did not start, on its directory and on the default one, is named."""
+        """A control daemon that mpsd did not start, on its directory or on the default one, is named."""
         node.start()
         with by_hand(node, node.pipe_directory("gpu9")) as first, by_hand(node, Path("/run/nvidia-mps")) as second:
             status, found = doctor(node, *only("foreign-daemon", "default-directory"))
@@ -187,7 +187,7 @@ class TestWithMpsd:
 
     @needs_root
     def test_other_namespaces(self, node: Node) -> None:
-        """Another /dev/shm, too small, is seen from inside; from another pid namespace mpsd's own things are not."""
+        """Another, too small /dev/shm is seen from inside; from another pid namespace mpsd's own state is not."""
         node.start()
         small = 'mount -t tmpfs -o size=1m,mode=1777 tmpfs /dev/shm && exec "$@"'
         _, found = doctor(node, *only("shm", "shm-shared"), before=("unshare", "--mount", "sh", "-c", small, "sh"))
@@ -204,7 +204,7 @@ class TestWithMpsd:
 
     @needs_root
     def test_as_nobody(self, node: Node) -> None:
-        """Who may look at nothing is told what could not be looked at, and nothing fails for it."""
+        """Without permissions, the report says what could not be read, and nothing fails for it."""
         node.start()
         node.root.chmod(0o711)
         found = as_nobody(
@@ -227,20 +227,20 @@ class TestWithMpsd:
 
 
 def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user without any rights."""
+    """Run mpsctl as a user without rights."""
     command = [*before, sys.executable, "-c", _AS_NOBODY, str(ROOT), *arguments]
     environment = {**os.environ, **node.env}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
 class by_hand:  # noqa: N801 - it is used as a function
-    """Run NVIDIA's control daemon as a stranger would."""
+    """Run NVIDIA's control daemon like a stranger."""
 
     def __init__(self, node: Node, directory: Path) -> None:
         assert node.control is not None
         logs = node.root / f"by-hand{directory.name}"
         logs.mkdir()
-        # In a mount namespace of its own, so that nothing of it is left on this machine.
+        # In a private mount namespace, so that nothing of it is left on this machine.
         private = f"mount -t tmpfs tmpfs /run && exec {node.control} -f"
         self._process = subprocess.Popen(
             ["unshare", "--mount", "sh", "-c", private] if directory.parent == Path("/run") else [node.control, "-f"],
@@ -270,7 +270,7 @@ class by_hand:  # noqa: N801 - it is used as a function
 
 @pytest.mark.real_daemon(535)
 class TestGpus:
-    """What NVML tells is looked at also where no mpsd runs."""
+    """NVML's facts are checked also if no mpsd runs."""
 
     @pytest.mark.parametrize(
         ("lines", "check", "wanted"),
@@ -291,18 +291,18 @@ class TestGpus:
             ),
             ((*ONE_GPU, f"fault nvmlDeviceGetUUID -1 {GPU_IS_LOST}"), "driver", ("fail", "GPU is lost")),
             ((*ONE_GPU, "fault nvmlInitWithFlags -1 18"), "driver", ("fail", "have different versions")),
-            (ONE_GPU, "control-program", ("fail", "no nvidia-cuda-mps-server")),  # Debian packs it apart
+            (ONE_GPU, "control-program", ("fail", "no nvidia-cuda-mps-server")),  # Debian packages it separately
         ],
     )
     def test_gpu(self, node: Node, nvml: FakeNvml, lines: tuple[str, ...], check: str, wanted: tuple[str, str]) -> None:
-        """Each thing that is wrong with a GPU, or with the driver, is found by NVML itself."""
+        """Each fault of a GPU, or of the driver, is found by NVML itself."""
         nvml.show(*lines)
         _, found = doctor(node, *only(check))
         verdict, because = wanted
         assert (one(found, check)["verdict"], because in one(found, check)["because"]) == (verdict, True)
 
     def test_versions(self, node: Node, nvml: FakeNvml) -> None:
-        """A control program that says it is of another CUDA than the driver is told, by its log."""
+        """A control program that logs another CUDA version than the driver's is reported."""
         log = node.root / "log" / "gpu0" / "control.log"
         log.parent.mkdir(parents=True)
         log.write_text("[2026-11-21 10:00:00.000 Control 7] CUDA MPS Control binary version: 12020\n")
@@ -316,16 +316,19 @@ class TestGpus:
 
 @pytest.mark.real_daemon(535)
 class TestWithoutMpsd:
-    """Where none runs, everything else is looked at, and what it left is mended."""
+    """Without an mpsd, everything else is checked, and its leftovers are removed."""
 
     def test_nothing_was_left(self, node: Node) -> None:
-        """That is said, and only mpsd is missing."""
+        """The report says so, and only mpsd is missing."""
         status, found = doctor(node, *only("mpsd", "compute-mode-left", "version", *FILES))
         assert (status, one(found, "mpsd")["verdict"], one(found, "version")["verdict"]) == (1, "fail", "unknown")
         assert {found[name][0]["verdict"] for name in ("compute-mode-left", *FILES)} == {"ok"}
 
     def test_left_behind(self, left: Node, nvml: FakeNvml) -> None:
-        """It is found without --fix, which changes nothing, and mended with it; done again it is nothing."""
+        """The leftover is found without --fix, which changes nothing, and repaired with it.
+
+        A second repair does nothing.
+        """
         found = one(doctor(left, *only("compute-mode-left"))[1], "compute-mode-left", "GPU 0")
         assert (found["verdict"], found["fixable"]) == ("fail", True)
         assert (
@@ -347,7 +350,7 @@ class TestWithoutMpsd:
         assert (nvml.compute_mode(FIRST), written(left)) == (EXCLUSIVE, {FIRST: "default"})
 
     def test_somebody_else_mended_it(self, left: Node, nvml: FakeNvml) -> None:
-        """What mpsd did not set is left, and nothing is left to be mended."""
+        """A mode that mpsd did not set is left, and nothing is left to repair."""
         nvml.set_compute_mode(FIRST, PROHIBITED)
         status, found = doctor(left, "--fix", *only("compute-mode-left"))
         assert (status, len(found["fixed"])) == (0, 1)
@@ -368,7 +371,7 @@ class TestWithoutMpsd:
         ],
     )
     def test_it_cannot_be_mended(self, left: Node, nvml: FakeNvml, lines: tuple[str, ...], because: str) -> None:
-        """Why not is said, with what to do; what was written down stays for the next chance."""
+        """The reason is given with a remedy; the record stays for the next opportunity."""
         nvml.show(*lines)
         status, found = doctor(left, "--fix", *only("compute-mode-left"))
         wrong = one(found, "compute-mode-left")
@@ -381,7 +384,7 @@ class TestWithoutMpsd:
 
     @pytest.mark.parametrize(("name", "verdict"), [("compute-modes.json", "fail"), ("compute-modes.damaged", "warn")])
     def test_record_that_is_damaged(self, left: Node, nvml: FakeNvml, name: str, verdict: str) -> None:
-        """Nobody guesses what a mode was: a person is told where to look."""
+        """The former mode is not guessed: the report says where to look."""
         path = left.root / "state" / "compute-modes.json"
         path.unlink()
         path.with_name(name).write_text("{")
@@ -391,7 +394,7 @@ class TestWithoutMpsd:
 
     @needs_root
     def test_not_as_root(self, left: Node) -> None:
-        """Who may not read what mpsd wrote down is told to look as root."""
+        """A user that may not read mpsd's record gets the hint to run doctor as root."""
         left.root.chmod(0o711)
         done = as_nobody(left, "doctor", "--root", str(left.root), *only("compute-mode-left"))
         assert done.returncode == 0
@@ -400,7 +403,7 @@ class TestWithoutMpsd:
 
     @pytest.mark.root("see the sockets of everybody's processes")
     def test_leftovers(self, left: Node) -> None:
-        """Sockets that no process has are removed; those of a control daemon that lives are not touched."""
+        """Sockets without a process are removed; those of a living control daemon are not touched."""
         gone = left.pipe_directory("gpu8")
         with by_hand(left, gone):
             wait_until((gone / "control").exists, what="its socket")
@@ -418,7 +421,7 @@ class TestWithoutMpsd:
 
     @needs_root
     def test_shared_memory(self, node: Node, shared_memory: Callable[[int], Path]) -> None:
-        """What a server that is gone left is removed, and what one that lives has is not."""
+        """Files of an ended server are removed, and those of a living one are not."""
         dead = subprocess.Popen(["true"])
         dead.wait()
         with running("nvidia-cuda-mps-server", pipe_directory=node.root) as server:
@@ -428,7 +431,7 @@ class TestWithoutMpsd:
             assert (left.exists(), used.exists()) == (False, True)
 
     def test_closed_directory(self, left: Node) -> None:
-        """One of mpsd's own that no other uid can traverse is opened."""
+        """One of mpsd's directories that no other uid can traverse is opened."""
         (left.root / "run").chmod(0o700)
         assert one(doctor(left, *only("traverse"))[1], "traverse", f"{left.root}/run")["fixable"]
         _, found = doctor(left, "--fix", *only("traverse"))
@@ -436,14 +439,14 @@ class TestWithoutMpsd:
         assert (left.root / "run").stat().st_mode & 0o777 == 0o701
 
     def test_long_path(self, node: Node) -> None:
-        """It is found before a control daemon says nothing."""
+        """The check finds it before a control daemon fails silently."""
         node.configuration.write_text(f'[paths]\nruntime_dir = "{node.root}/{"x" * 90}"\n')
         done = node.mpsctl("doctor", "--config", str(node.configuration), *only("pipe-path"))
         assert done.returncode == 1
         assert "and the maximum for a socket path is 106" in done.stdout
 
     def test_orphans_and_stopped(self, node: Node) -> None:
-        """A server whose control daemon is gone, and a process of MPS that is stopped, are named."""
+        """A server whose control daemon is gone, and a stopped process of MPS, are named."""
         directory = node.pipe_directory("gpu0")
         with running("nvidia-cuda-mps-server", pipe_directory=directory) as server, stopped(server.pid):
             status, found = doctor(node, *only("orphans", "stopped"))
@@ -452,14 +455,14 @@ class TestWithoutMpsd:
         assert one(found, "stopped", f"pid {server.pid}")["verdict"] == "fail"
 
     def test_caller_that_looks_elsewhere(self, node: Node) -> None:
-        """The caller's own environment is looked at."""
+        """The caller's own environment is checked."""
         _, found = doctor(node, *only("environment"), before=("env", "CUDA_MPS_PIPE_DIRECTORY=/x"))
         assert one(found, "environment")["evidence"] == {"CUDA_MPS_PIPE_DIRECTORY": "/x"}
 
 
 @pytest.fixture
 def shared_memory() -> Iterator[Callable[[int], Path]]:
-    """Give a maker of what a server of this pid makes in /dev/shm."""
+    """Return a function that makes the files of a server with this pid in /dev/shm."""
     made: list[Path] = []
 
     def make(server: int) -> Path:
@@ -473,7 +476,7 @@ def shared_memory() -> Iterator[Callable[[int], Path]]:
 
 
 def test_list(short_tmp: Path) -> None:
-    """The checks are listed without looking at anything, and one that is not there is refused."""
+    """The checks are listed without running any, and an unknown one is refused."""
     node = Node(short_tmp)
     listed = json.loads(node.mpsctl("doctor", "--list", "-o", "json").stdout)
     assert [each["id"] for each in listed] == list(CHECKS)

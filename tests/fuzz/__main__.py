@@ -1,7 +1,7 @@
-"""Fuzz a target, guided by coverage, and keep what is interesting: `python -m tests.fuzz TARGET [--seconds N]`.
+"""Fuzz a target, guided by coverage, and store interesting inputs: `python -m tests.fuzz TARGET [--seconds N]`.
 
-An input that fails is printed, and kept where it is short: the tests are red until it is mended. Status 1: there
-was one; 2: atheris is not installed.
+A failing input is printed, and stored if it is short: the tests fail until it is fixed. Status 1: there was one; 2:
+atheris is not installed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.fuzz import kept
 from tests.fuzz.targets import TARGETS
 
 _LONGEST: Final = 8192
-"""Bytes of an input: more than the 4300 digits from which on Python refuses to read a number."""
+"""Bytes of an input: more than 4300 digits, from which on Python refuses to parse a number."""
 
 
 def fuzz(target: str, seconds: int) -> int:
@@ -31,7 +31,7 @@ def fuzz(target: str, seconds: int) -> int:
                 (each / f"{number}").write_bytes(data)
         limits = [f"-max_len={_LONGEST}", "-timeout=10", f"-artifact_prefix={folder}/failed-"]
         went = subprocess.run([engine, f"-max_total_time={seconds}", *limits, found], check=False)
-        # What was kept stays: a merge adds what goes yet another way.
+        # Stored inputs stay: a merge adds those that take another path.
         subprocess.run([engine, "-merge=1", *limits, chosen, found], check=False)
         failed = [path.read_bytes() for path in Path(folder).glob("failed-*")]
         kept.keep(target, [*(path.read_bytes() for path in chosen.iterdir()), *failed])
@@ -42,7 +42,7 @@ def fuzz(target: str, seconds: int) -> int:
 
 
 def main() -> int:
-    """Read the command line and do it."""
+    """Parse the command line, and carry it out."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--seconds", type=int, default=60)

@@ -1,4 +1,4 @@
-"""What a connection makes of the bytes that come in, over a real socket, with a handler that repeats what it got."""
+"""A connection's handling of incoming bytes, over a real socket, with a handler that echoes its requests."""
 
 import asyncio
 import json
@@ -21,12 +21,12 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 async def _repeat(message: Message) -> None:
     await message.arrival()
     facts = [message.method, message.path, message.query, len(message.body), message.trouble, message.old]
-    message.method = "GET"  # or HEAD would be answered without what is repeated
+    message.method = "GET"  # otherwise HEAD would be answered without the echo
     await message.connection.send(message, Answer(200, json.dumps(facts).encode()))
 
 
 async def _said(pieces: Iterable[bytes]) -> bytes:
-    """Return what comes back over a connection on which these pieces are sent, one after the other."""
+    """Return the bytes that come back over a connection on which these pieces are sent, one after the other."""
     inside: set[Connection] = set()
     ours, theirs = socket.socketpair()
     with ours:
@@ -50,7 +50,7 @@ async def _said(pieces: Iterable[bytes]) -> bytes:
 
 
 async def _turns(number: int) -> None:
-    """Let the loop turn so often: a few times are enough for what was sent, and three for each request in it."""
+    """Run the loop for so many iterations: a few suffice for the input, and three for each request in it."""
     for _ in range(number):
         await asyncio.sleep(0)
 
@@ -63,7 +63,7 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def _answers(said: bytes) -> list[Any]:
-    """Return what was repeated, and whether that was to be the last, which it is then."""
+    """Return the echoed requests, and whether each was to be the last, which is checked."""
     found: list[Any] = []
     said = said.replace(_CONTINUE, b"")
     while said:
@@ -72,7 +72,7 @@ def _answers(said: bytes) -> list[Any]:
         assert not (found and found[-1][0]), "there is an answer behind the last one"
         end = head.end() + int(head[2])
         facts = json.loads(said[head.end() : end])
-        # What could not be read has no head, and so no method; nothing is read behind it.
+        # An unreadable request has no head, and so no method; nothing is read after it.
         assert facts[0] or facts[4]
         assert not facts[4] or head[1]
         found.append((bool(head[1]), *facts))
@@ -81,7 +81,7 @@ def _answers(said: bytes) -> list[Any]:
 
 
 def conversation(pieces: list[bytes]) -> tuple[list[Any], list[Any]]:
-    """Return what is answered to bytes that come in one, and to the same bytes in pieces."""
+    """Return the answers to bytes in one piece, and to the same bytes in several pieces."""
     with asyncio.Runner() as runner:
         whole, cut = (runner.run(_said(each)) for each in ([b"".join(pieces)], pieces))
     return _answers(whole), _answers(cut)

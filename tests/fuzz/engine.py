@@ -1,7 +1,7 @@
-"""One run of the coverage-guided fuzzer, in a process of its own; `python -m tests.fuzz` is what people call.
+"""One run of the coverage-guided fuzzer, in a separate process; users call `python -m tests.fuzz`.
 
-`python -m tests.fuzz.engine PROGRAM TARGET ARGUMENT...`: libFuzzer's arguments, and the program by which it starts
-itself again when it merges. It ends by itself, with libFuzzer's own status.
+`python -m tests.fuzz.engine PROGRAM TARGET ARGUMENT...`: libFuzzer's arguments, and the program by which it restarts
+itself when it merges. It exits by itself, with libFuzzer's own status.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The inputs that are kept: a file for each target, an input a line, as Python writes bytes."""
+"""The stored inputs: a file for each target, one input per line, in Python's notation of bytes."""
 
 import ast
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Final
 FOLDER: Final = Path(__file__).parent / "corpus"
 
 MOST: Final = 300
-"""Inputs that are kept for a target."""
+"""The most stored inputs of a target."""
 LONGEST: Final = 400
-"""Bytes of one."""
+"""The most bytes of one."""
 
 
 def load(target: str) -> list[bytes]:
-    """Return the inputs that are kept for a target."""
+    """Return the stored inputs of a target."""
     path = FOLDER / f"{target}.txt"
     return [ast.literal_eval(line) for line in path.read_text(encoding="ascii").splitlines()] if path.exists() else []
 
 
 def keep(target: str, inputs: list[bytes]) -> None:
-    """Keep these, the shortest first, as far as there is room."""
+    """Store these, the shortest first, as far as there is room."""
     chosen = sorted({each for each in inputs if len(each) <= LONGEST}, key=lambda each: (len(each), each))[:MOST]
     (FOLDER / f"{target}.txt").write_text("".join(f"{each!r}\n" for each in chosen), encoding="ascii")

@@ -1,7 +1,7 @@
-"""What reads what others wrote, each as a function of bytes: it returns, or its test fails.
+"""The parsers of foreign input, each as a function of bytes: it returns, or its test fails.
 
-Each target feeds a parser, lets only the error pass that the parser documents, and holds what came out to what mpsd
-promises of it. Hypothesis, the corpus and the coverage-guided fuzzer all go through these functions.
+Each target feeds a parser, accepts only the error that the parser documents, and checks the result against mpsd's
+promises. Hypothesis, the corpus and the coverage-guided fuzzer all use these functions.
 """
 
 import json
@@ -58,7 +58,7 @@ from mpsd.system.rundir import RunDir
 from tests.fuzz.conversing import conversation
 
 KEY: Final = "4f9d2c"
-"""With which the nonces of mpsd's marks begin, and which no other knows."""
+"""The beginning of the nonces in mpsd's marks, which no other process knows."""
 NONCE: Final = f"{KEY}77"
 GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
@@ -70,12 +70,12 @@ LARGEST: Final = 2**63 - 1
 
 
 def text_of(data: bytes) -> str:
-    """Return text as mpsd decodes what others wrote."""
+    """Return text as mpsd decodes foreign input."""
     return data.decode("utf-8", errors="replace")
 
 
 def cut(data: bytes) -> Iterator[bytes]:
-    """Cut the rest of an input into pieces, which its first byte decides on."""
+    """Cut the rest of an input into pieces, by its first byte."""
     step, rest = data[0] % 61 + 1 if data else 1, data[1:]
     for start, end in pairwise([*range(0, len(rest), step), len(rest)]):
         yield rest[start:end]
@@ -85,7 +85,7 @@ def cut(data: bytes) -> Iterator[bytes]:
 
 
 def log(data: bytes) -> None:
-    """A log is read alike whole and in pieces, and no stranger's change in it goes unseen."""
+    """A log is read alike whole and in pieces, and no foreign change in it is missed."""
     lines = text_of(data[1:]).split("\n")
     whole, pieces = log_parser.LogReader(KEY), log_parser.LogReader(KEY)
     events = whole.read(lines)
@@ -104,7 +104,7 @@ def log(data: bytes) -> None:
 
 
 def stranger(foreign: tuple[str, ...]) -> None:
-    """What others said to a control daemon opens as much as it says, and never less for what else they said."""
+    """Foreign commands open at least what they say, whatever other commands are among them."""
     before = Bounds(EVERYTHING, NOTHING)
     for count in range(1, len(foreign) + 1):
         opened = drift.opened(foreign[:count], SERVER, fresh=True)
@@ -115,17 +115,17 @@ def stranger(foreign: tuple[str, ...]) -> None:
 
 
 def command(data: bytes) -> None:
-    """A stranger's command is seen, and judged, whatever stands between its words and in its figures."""
+    """A foreign command is seen, and judged, with any characters between its words and in its numbers."""
     text = text_of(data)
     stranger((text,))
-    # What C takes for space (tests/contract/test_alike.py has it from the daemons themselves).
+    # The characters that C treats as space (tests/contract/test_alike.py has them from the daemons themselves).
     first = text.translate(dict.fromkeys(map(ord, "\t\v\f\r"), " ")).strip(" ").partition(" ")[0]
     row = commands.TABLE.get(first)
     assert commands.changes_something(text) == (row is not None and row.effect is commands.Effect.CHANGES)
 
 
 def follower(data: bytes) -> None:
-    """A log that grows in pieces is read as the same lines as one that was there at once."""
+    """A log that grows in pieces is read as the same lines as one that is complete at once."""
     descriptor = os.memfd_create("log")
     try:
         reader, seen, whole = LogFollower(Path(f"/proc/self/fd/{descriptor}")), list[str](), b""
@@ -159,9 +159,9 @@ _ASKED: Final[tuple[Callable[[Conversation], object], ...]] = (
 
 
 def answers(data: bytes) -> None:
-    """No line goes to two questions, to none, or beyond its mark; and each answer is what its command answers.
+    """No line is attributed to two queries, to none, or beyond its mark; each answer is the one of its command.
 
-    The first three bytes say what is asked, a line `@N` stands for the echo of the mark N; all else is what came back.
+    The first three bytes choose the queries, a line `@N` stands for the echo of the mark N; the rest is the input.
     """
     talk = Conversation()
     for byte in data[:3]:
@@ -193,7 +193,7 @@ def answers(data: bytes) -> None:
 
 
 def configuration(data: bytes) -> None:
-    """A configuration is refused with a hint, or printed as one that asks for the same."""
+    """A configuration is refused with a hint, or printed as one with the same settings."""
     try:
         asked = settings.parse(text_of(data))
     except ConfigurationError as error:
@@ -212,14 +212,14 @@ _QUERIES: Final = [query_decoder(kind) for kind in dict.fromkeys(each.query for 
 
 
 def connection(data: bytes) -> None:
-    """Requests are answered alike, in their order, however their bytes are cut, and nothing is behind the last."""
+    """Requests are answered alike, in order, however their bytes are cut, and nothing is answered after the last."""
     whole, pieces = conversation(list(cut(data)))
     assert pieces == whole
     assert all(method.isalpha() or "-" in method or trouble for _, method, *_, trouble, _ in whole)
 
 
 def body(data: bytes) -> None:
-    """A request's body is refused, or within its bounds and the same again when it is written and read."""
+    """A request's body is refused, or is within its bounds and unchanged when it is written and parsed again."""
     decode = _BODIES[data[0] % len(_BODIES) if data else 0]
     try:
         found = decode(data[1:])
@@ -255,7 +255,7 @@ def query(data: bytes) -> None:
 
 
 def units(data: bytes) -> None:
-    """What a person writes as a size, a percentage or a duration is refused, or bounded; printed it never grows."""
+    """A user's size, percentage or duration is refused, or bounded; when printed it never grows."""
     text = text_of(data)
     for parse in (_size, _percentage, _mem_limit, _duration):
         try:
@@ -291,9 +291,9 @@ def _duration(text: str) -> None:
 
 
 def environment(data: bytes) -> None:
-    """What a client has in its environment never makes mpsd believe in less than MPS lets it use.
+    """For any environment of a client, mpsd assumes at least what MPS lets it use.
 
-    MPS reads those figures as C's library does, which is what the simulator's clients do.
+    MPS parses these numbers like C's library, which the simulator's clients imitate.
     """
     percentage, _, limits = text_of(data).partition("\n")
     own = {PERCENTAGE.variable: percentage, MEM_LIMIT.variable: limits}
@@ -302,7 +302,7 @@ def environment(data: bytes) -> None:
     found = violations.can_use(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, opened, own, 0)).most
     assert 0 < found.active_thread_percentage_tenths <= 500
     if len(data) > 1000:
-        return  # the simulator's own clients have no such figures
+        return  # the simulator's own clients never have such numbers
     really = pinned([GPU], 50.0, {0: 8 * GIB}, own)
     assert isinstance(really, Pinned)
     assert found.active_thread_percentage_tenths >= really.percentage * 10 - 1e-9
@@ -315,7 +315,7 @@ def environment(data: bytes) -> None:
 
 
 def intention(data: bytes) -> None:
-    """A file that says what an operator wants is understood and kept as it is, or it holds."""
+    """A file with an operator's desired state is parsed and stored unchanged, or it holds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intention"
         path.write_bytes(data)
@@ -333,9 +333,9 @@ def intention(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """The files of one control daemon are understood and kept as they are, or told as damaged; all else goes on.
+    """The files of one control daemon are parsed and stored unchanged, or reported as damaged, without other effects.
 
-    The first byte says which boot they are of: this one, or what stands there.
+    The first byte decides on the boot of the files: this one, or the one in the input.
     """
     if data[:1] == b"b":
         data = data.replace(b"BOOT", clock.boot_id().encode())
@@ -366,13 +366,13 @@ def record(data: bytes) -> None:
 
 
 def written(stream: TextIO) -> bytes:
-    """Return what a logger wrote to a file."""
+    """Return the file that a logger wrote."""
     stream.flush()
     return os.pread(stream.fileno(), 1 << 24, 0)
 
 
 def stored_lease(data: bytes) -> None:
-    """A stored lease is restored as it was, or set aside; mpsd starts, and a lease that it did not take holds."""
+    """A stored lease is restored unchanged, or set aside; mpsd starts, and a lease that it rejected holds its GPU."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as stream:
         unrestored = UnrestoredLeases(lambda _: None, configure(LogFormat.JSON, stream=stream))
         ledger = Ledger(AdmissionRules(), Usage(60.0, {}))
@@ -394,7 +394,7 @@ def stored_lease(data: bytes) -> None:
 
 
 def foreign(data: bytes) -> None:
-    """What is not UTF-8 in a path, a name, an argument or a variable is logged, answered and stored as text."""
+    """A path, name, argument or variable that is not UTF-8 is logged, answered and stored as text."""
     decoded = data.decode("utf-8", errors="surrogateescape")
     for value in (data, decoded, f"\ud800{decoded}"):
         safe = text(value)
@@ -419,13 +419,13 @@ def foreign(data: bytes) -> None:
 
 
 def harmless(raw: bytes) -> bool:
-    """Tell whether one line was written, in which nothing acts on a terminal."""
+    """Return whether one line was written, without characters that act on a terminal."""
     line = raw.decode()
     return line.endswith("\n") and line[:-1].replace("\n", "").isprintable()
 
 
 def terminal(data: bytes) -> None:
-    """Whatever others chose acts on no terminal, and JSON stays the same document."""
+    """Foreign text has no effect on a terminal, and JSON stays the same document."""
     text = data.decode("utf-8", errors="surrogateescape")
     safe = plain(text)
     assert safe.isprintable()

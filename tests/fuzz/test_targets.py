@@ -1,4 +1,4 @@
-"""Every parser under what the fuzzer found, under what is too long for a line of it, and under Hypothesis."""
+"""Every parser with the fuzzer's inputs, with inputs too long for these, and with Hypothesis."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ from tests.fuzz import kept
 from tests.fuzz.targets import TARGETS
 
 DIGITS: Final = b"9" * 5000
-"""More than Python reads as a number."""
+"""More digits than Python parses as a number."""
 DEEP: Final = b"[" * 5000
 """Deeper than Python's stack."""
 
@@ -27,7 +27,7 @@ LONG: Final = {
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_corpus(target: str) -> None:
-    """What the fuzzer found, and kept since it goes another way than all else or once failed, is dealt with."""
+    """Inputs of the fuzzer, stored because they take a new path or once failed, are handled."""
     inputs = [*kept.load(target), *LONG.get(target, [])]
     assert inputs
     for data in inputs:
@@ -36,7 +36,7 @@ def test_corpus(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_any_input(target: str) -> None:
-    """Whatever comes, alone or in the midst of something of use, is dealt with."""
+    """Any input is handled, alone or within a valid one."""
     some = st.sampled_from(kept.load(target))
     piece = st.binary(max_size=12) | st.text(max_size=6).map(str.encode) | some
 
@@ -49,7 +49,7 @@ def test_any_input(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_kept_is_small(target: str) -> None:
-    """The corpus stays what a person can look through, in the order in which the fuzzer writes it."""
+    """The corpus stays small enough for a reader, in the fuzzer's order."""
     inputs = kept.load(target)
     assert inputs == sorted(set(inputs), key=lambda each: (len(each), each))
     assert len(inputs) <= kept.MOST

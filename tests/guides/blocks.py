@@ -3,9 +3,9 @@
 A marker is a comment on the line before the fence:
 
 - `<!-- status: 75 -->` is the exit status of the block, 0 where it is absent; with
-  `<!-- status: 0 or 1 -->` either will do, for a question whose answer depends on the machine
-- `<!-- granted: 0.9 -->` is the fraction of each GPU that is granted to somebody else meanwhile
-- `<!-- file: NAME -->` makes the block a file, which stands in the directory of all later blocks of its page
+  `<!-- status: 0 or 1 -->` both are valid, for a command whose answer depends on the machine
+- `<!-- granted: 0.9 -->` is the fraction of each GPU that is granted to another process meanwhile
+- `<!-- file: NAME -->` makes the block a file in the directory of all later blocks of its page
 - `<!-- needs: NAME -->` excuses the block from being run: NAME is one of NEEDS, and the block calls one of its programs
 """
 
@@ -64,7 +64,7 @@ class Block:
 
     @property
     def is_excused(self) -> bool:
-        """Whether the block calls what its marker says that it needs."""
+        """Whether the block calls the command that its marker says it needs."""
         return self.needs in NEEDS and re.search(NEEDS[self.needs], self.text, re.MULTILINE) is not None
 
 
@@ -81,7 +81,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def spans(page: Path) -> list[str]:
-    """Return the calls of mpsctl that stand in the sentences and tables of a page."""
+    """Return the calls of mpsctl in the sentences and tables of a page."""
     return _SPAN.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
 
 

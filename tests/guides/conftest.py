@@ -29,21 +29,21 @@ answers = [json.loads(line) for line in done.stdout.splitlines()]
 print("mps" if answers[0].get("mps") else "outside MPS: " + str(answers[0]))
 sys.exit(0 if answers[0].get("mps") and all(each["ok"] for each in answers) else 1)
 """
-"""A program of a user: it computes for a moment on a simulated GPU, and fails if it is not a client of MPS."""
+"""A user's program: it computes for a moment on a simulated GPU, and fails if it is not a client of MPS."""
 
 _numbers = count(1)
 
 
 @dataclass
 class Workplace:
-    """A shell of a user on a simulated node."""
+    """The shell of a user on a simulated node."""
 
     node: Node
     directory: Path
     environment: dict[str, str]
 
     def run(self, script: str, **options: str) -> "subprocess.CompletedProcess[str]":
-        """Run a script by bash, which ends at the first command that fails, and everything that it started with it."""
+        """Run a script by bash, which ends at the first failing command, and end everything that it started."""
         command = ["bash", "--norc", "-e", "-c", script]
         process = subprocess.Popen(
             command, cwd=self.directory, env={**self.environment, **options}, start_new_session=True,
@@ -73,7 +73,7 @@ def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
 
 @pytest.fixture
 def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
-    """Give a user's shell on the node, without leases; what a block leaves of them is released, and holds end."""
+    """Return a user's shell on the node, without leases; leases that a block leaves are released, and holds end."""
     short_tmp.chmod(0o711)
     programs, directory = short_tmp / "bin", short_tmp / "work"
     for each in (programs, directory):
@@ -107,7 +107,7 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
 
 
 def _end_servers(node: Node) -> None:
-    """End the servers that the clients of a block have had started, whether mpsd has seen them or not."""
+    """End the servers of a block's clients, whether mpsd has seen them or not."""
     for found in filter(None, map(look_at, pids())):
         if found.pipe_directory.startswith(f"{node.root}/") and found.command.endswith(" server"):
             kill(found)
@@ -124,7 +124,7 @@ def _write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def lease(shared_node: Node) -> Callable[[], str]:
-    """Give a maker of a lease that this very process holds."""
+    """Return a function that makes a lease that this process holds."""
 
     def make() -> str:
         body = {"threads": 10, "memory": "1GiB", "pid": os.getpid(), "ttl": 600, "name": "a-name"}

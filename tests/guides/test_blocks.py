@@ -46,7 +46,7 @@ def _with_files(workplace: Workplace, block: Block) -> None:
 
 
 def _filled_in(text: str, lease: Callable[[], str]) -> str:
-    """Put values in the place of the words in capitals that a reader replaces."""
+    """Replace the words in capitals, like a reader."""
     if re.search(r"\bLEASE\b", text):
         text = re.sub(r"\bLEASE\b", lease(), text)
     text = text.replace("$PID", "PID")
@@ -61,10 +61,10 @@ def _check(done: "subprocess.CompletedProcess[str]", status: frozenset[int] = fr
 
 @pytest.mark.parametrize("block", _RUN, ids=_name)
 def test_block_runs(block: Block, workplace: Workplace, lease: Callable[[], str]) -> None:
-    """A block of commands ends with the status that the page names, and 0 where it names none."""
+    """A block of commands ends with the status in its marker, or 0 without one."""
     _with_files(workplace, block)
     wanted = "|".join(map(str, sorted(block.status)))
-    # Each command of a block whose status may vary has one of these; any other block ends with its first failure.
+    # Each command of a block with several valid statuses has one of these; any other block ends at its first failure.
     varies = f"set +e; trap 'status=$?; case $status in {wanted}) ;; *) exit $status; esac' ERR\n"
     _check(workplace.run((varies if len(block.status) > 1 else "") + _filled_in(block.text, lease)), block.status)
 
@@ -89,14 +89,14 @@ def _anyone(text: str) -> str:
 
 @pytest.mark.parametrize("block", [block for block in every("sh") if block.file is not None], ids=_name)
 def test_script_is_sound(block: Block) -> None:
-    """Shellcheck has nothing to say about a script that a reader copies."""
+    """Shellcheck reports nothing about a script that a reader copies."""
     command = [needed("shellcheck", "shellcheck"), "-"]
     _check(subprocess.run(command, input=block.text, capture_output=True, text=True, check=False))
 
 
 @pytest.mark.parametrize("block", _EXCUSED, ids=_name)
 def test_excused_block_needs_what_it_names(block: Block) -> None:
-    """A block that no test runs calls what its marker names, is sound shell, and calls mpsctl as mpsctl is called."""
+    """A block that no test runs calls what its marker names, is valid shell, and calls mpsctl correctly."""
     assert block.is_excused, f"{block.name} calls nothing that needs {block.needs}"
     if block.language == "sh":
         _check(subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False))
@@ -154,7 +154,7 @@ def _found(words: list[str], program: click.Command = mpsctl) -> tuple[click.Com
 
 @pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_name_what_is_there(page: Path) -> None:
-    """A command of mpsctl that a sentence names is there, with its options, checks of doctor, and kinds of events."""
+    """Every mpsctl command in a sentence exists, with its options, checks of doctor, and kinds of events."""
     for span in spans(page):
         words = span.split()[1:]
         if not words[0].isupper():
@@ -176,7 +176,7 @@ def test_refusals_have_the_status_that_they_name() -> None:
 
 
 def test_no_block_escapes() -> None:
-    """Each block is of a language that a test of this file knows, and each fence is that of a block."""
+    """Each block is in a language that a test of this file knows, and each fence belongs to a block."""
     known = _READ | {"sh", "console", "toml", "ini", "crontab"}
     found = [block for page in PAGES for block in blocks(page)]
     assert len(found) > 30
@@ -186,13 +186,13 @@ def test_no_block_escapes() -> None:
 
 @pytest.mark.parametrize("block", every("toml"), ids=_name)
 def test_configuration_is_valid(block: Block) -> None:
-    """A part of mpsd.toml is read by mpsd."""
+    """mpsd accepts each part of mpsd.toml."""
     parse(block.text)
 
 
 @pytest.mark.parametrize("block", every("ini"), ids=_name)
 def test_unit_starts_its_program(block: Block, workplace: Workplace) -> None:
-    """What a unit of systemd starts runs under MPS, with an environment in which nothing of a user's shell is set."""
+    """The program of a systemd unit runs under MPS, without any variable of a user's shell."""
     _with_files(workplace, block)
     unit = dict(re.findall(r"^(\w+)=(.+)$", block.text, re.MULTILINE))
     assert unit["User"] != "root"
@@ -201,7 +201,7 @@ def test_unit_starts_its_program(block: Block, workplace: Workplace) -> None:
 
 @pytest.mark.parametrize("block", every("crontab"), ids=_name)
 def test_crontab_runs(block: Block, workplace: Workplace) -> None:
-    """A line of a crontab runs by sh, with the variables above it, and nothing of a user's shell."""
+    """A line of a crontab runs by sh, with the variables above it, and without those of a user's shell."""
     lines = [line for line in block.text.splitlines() if line and not line.startswith("#")]
     variables = [line for line in lines if re.match(r"[A-Z]+=", line)]
     for line in lines:
@@ -212,21 +212,21 @@ def test_crontab_runs(block: Block, workplace: Workplace) -> None:
 
 
 def _bare(command: str, workplace: Workplace) -> str:
-    """Return a command that has of the environment only what leads to the simulated node and its programs."""
+    """Return a command whose environment only leads to the simulated node and its programs."""
     names = ("HOME", "PATH", "PYTHONPATH", "MPSD_SOCKET", VARIABLE)
     variables = " ".join(shlex.quote(f"{name}={workplace.environment[name]}") for name in names)
     return f"env -i {variables} sh -c {shlex.quote(command)}"
 
 
 def _here(command: str, workplace: Workplace) -> str:
-    """Put the programs of the workplace in the place of installed ones, and its directory in that of the example's."""
+    """Replace installed programs by those of the workplace, and the example's directory by the workplace's."""
     command = re.sub(r"/usr/bin/(mpsctl|python3)\b", lambda found: found[1].rstrip("3"), command)
     return command.replace("/srv/trainer/", f"{shlex.quote(str(workplace.directory))}/")
 
 
 @pytest.mark.root("become another user")
 def test_entrypoint_changes_its_user(workplace: Workplace) -> None:
-    """The entrypoint of the recipe takes out the lease as the user that the program runs as."""
+    """The entrypoint of the recipe requests the lease as the user that the program runs as."""
     page = next(page for page in PAGES if page.name == "recipes.md")
     entrypoint = next(block for block in blocks(page) if block.file == "entrypoint.sh")
     path = workplace.directory / "entrypoint.sh"

@@ -1,7 +1,8 @@
-"""NVIDIA's own control daemons: which the tests want, where they are, and what happens when one is not there.
+"""NVIDIA's own control daemons: the branches for the tests, their paths, and the handling of missing ones.
 
-They are not free software, so they are not in this repository: `tests/real/fetch` brings them from Debian into a cache
-outside the tree. That runs before anything is installed, so this module imports pytest only where a test calls it.
+They are not free software, so they are not in this repository: `tests/real/fetch` downloads them from Debian into a
+cache outside the tree. That runs before anything is installed, so this module imports pytest only in functions for
+tests.
 """
 
 import functools
@@ -18,7 +19,7 @@ BRANCHES: Final = {
     550: ("trixie", "trixie-updates", "trixie-proposed-updates", "sid"),
     555: ("experimental",),
 }
-"""The driver branches that the tests are about, and the suites of Debian that may hold each, the likeliest first.
+"""The driver branches for the tests, and the suites of Debian that may have each, the likeliest first.
 
 Measured with 470.256.02, 535.261.03, 550.163.01 and 555.58.02; any other point release of a branch does as well.
 """
@@ -36,7 +37,7 @@ class RealDaemon(NamedTuple):
 
 
 def cache(variable: str, name: str) -> Path:
-    """Return a directory outside the tree for what is slow to get: the one that a variable names, or the usual one."""
+    """Return a directory outside the tree for files that are slow to get: the one in a variable, or the default."""
     if os.environ.get(variable):
         return Path(os.environ[variable]).expanduser().absolute()
     home = os.environ.get("XDG_CACHE_HOME", "")
@@ -45,12 +46,12 @@ def cache(variable: str, name: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return where `fetch` puts them: a directory for each version, named after it."""
+    """Return the directory of `fetch`'s files: one for each version, named after it."""
     return cache(CACHE, "control-daemons")
 
 
 def version_of(directory: Path) -> tuple[int, ...] | None:
-    """Return the version that a directory of the cache is named after, or None when it is none."""
+    """Return the version that a directory of the cache is named after, or None."""
     parts = directory.name.split(".")
     return tuple(map(int, parts)) if len(parts) > 1 and all(part.isdecimal() for part in parts) else None
 
@@ -68,12 +69,12 @@ def real_daemons() -> dict[int, Path]:
 
 
 def required() -> bool:
-    """Tell whether a test that misses its control daemon fails, as in CI, where it would skip elsewhere."""
+    """Return whether a test without its control daemon fails, as in CI, instead of being skipped."""
     return os.environ.get(REQUIRE, "") not in {"", "0"}
 
 
 def missing(branch: int | None = None) -> str | None:
-    """Say what is missing for a test that needs this branch (or any), or None when all is there."""
+    """Return what is missing for a test of this branch (or any), or None if nothing is."""
     if branch in real_daemons() if branch is not None else real_daemons():
         return None
     which = f"no control daemon of driver branch {branch}" if branch is not None else "no real control daemon"
@@ -81,7 +82,7 @@ def missing(branch: int | None = None) -> str | None:
 
 
 def real_daemon_params() -> list["ParameterSet"]:
-    """Give each branch as a pytest parameter that skips (or, where it is required, fails) when it is not there."""
+    """Return each branch as a pytest parameter that skips (or, where it is required, fails) if it is missing."""
     import pytest  # noqa: PLC0415 - `fetch` uses this module where pytest is not installed
 
     return [

@@ -1,4 +1,4 @@
-"""What the programs here share that bring things from Debian: apt's mirrors, and running a program to its end."""
+"""Helpers for programs that download from Debian: apt's mirrors, and running a program to its end."""
 
 import os
 import subprocess
@@ -33,11 +33,11 @@ Dir::Log "{folder}/log";
 
 
 class FetchError(Exception):
-    """Something did not come, and the message says why."""
+    """A download failed; the message says why."""
 
 
 def run(*command: str, config: Path | None = None, cwd: Path | None = None, seconds: float = SECONDS) -> str:
-    """Run a program and return what it printed; raise FetchError with the end of what it said when it fails."""
+    """Run a program and return its output; raise FetchError with the end of the output when it fails."""
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"}
     if config is not None:
         environment["APT_CONFIG"] = str(config)
@@ -57,10 +57,10 @@ def run(*command: str, config: Path | None = None, cwd: Path | None = None, seco
 
 
 def mirrors() -> list[str]:
-    """Return the mirrors of Debian itself that this machine's apt is configured with, the likeliest first."""
+    """Return the mirrors of Debian itself in this machine's apt configuration, the likeliest first."""
     targets = run("apt-get", "indextargets", "--format", "$(LABEL)|$(REPO_URI)", "Created-By: Packages")
     labels = {uri: label for label, uri in (line.split("|", 1) for line in targets.splitlines())}
-    if not labels:  # apt tells its targets only once it has lists; before that, what it would update says as much
+    if not labels:  # apt lists its targets only once it has lists; before that, the URIs of an update say as much
         planned = run("apt-get", "update", "--print-uris").splitlines()
         labels = {line[1:].split("/dists/")[0] + "/": "" for line in planned if "/dists/" in line}
     usable = [uri for uri, label in labels.items() if "security" not in f"{uri} {label}".lower()]
@@ -70,14 +70,14 @@ def mirrors() -> list[str]:
 
 
 def architecture() -> str:
-    """Return what Debian calls this machine's kind."""
+    """Return Debian's name for this machine's architecture."""
     return run("dpkg", "--print-architecture").strip()
 
 
 def configuration(
     folder: Path, mirror: str, suite: str, component: str, architecture: str, *, types: str = "deb"
 ) -> Path:
-    """Write an apt configuration with one suite and lists of its own; return the file that APT_CONFIG names."""
+    """Write an apt configuration with one suite and its own lists; return the file for APT_CONFIG."""
     for name in ("sources", "preferences", "state", "lists/partial", "cache/archives/partial", "log", "apt.conf.d"):
         (folder / name).mkdir(parents=True)
     source = (

@@ -1,7 +1,9 @@
-"""What releases of mpsd left behind, each in a folder named after it, for every later mpsd to open and to serve.
+"""The files that releases of mpsd left behind, each in a folder with its version.
 
-`python -m tests.upgrades` keeps what this tree writes, and is run once for each release. What a folder has is never
-changed afterwards: it is what stands on the disks of those who upgrade.
+Every later mpsd must open and serve them.
+
+`python -m tests.upgrades` writes the folder for this tree, and runs once for each release. A folder never changes
+afterwards: it is what the disks of upgrading users contain.
 """
 
 import json
@@ -28,13 +30,13 @@ def number(version: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A release, by what it left behind."""
+    """A release, by the files that it left behind."""
 
     version: str
 
     @property
     def folder(self) -> Path:
-        """Where that is."""
+        """The directory of its files."""
         return KEPT / self.version
 
     def text(self, name: str) -> str:
@@ -47,7 +49,7 @@ class Release:
 
 
 def releases() -> list[Release]:
-    """Return every release that is kept, the oldest first, up to this one."""
+    """Return every stored release, the oldest first, up to this one."""
     versions = [path.name for path in KEPT.iterdir() if path.name[0].isdecimal()]
     return [Release(each) for each in sorted(versions, key=number) if number(each) <= number(__version__)]
 
@@ -56,12 +58,15 @@ def releases() -> list[Release]:
 
 
 def checksum(*values: object) -> int:
-    """Return what 0.1.0 put beside the values of a row. A later mpsd that computes another one finds damage."""
+    """Return the checksum that 0.1.0 stored beside the values of a row.
+
+    A later mpsd with another one would find damage.
+    """
     return zlib.crc32("\0".join(map(str, values)).encode())
 
 
 def dumped(path: Path) -> dict[str, Any]:
-    """Return what is in a store that nobody has open: how it is marked, its tables, and their rows less checksums."""
+    """Return the contents of a closed store: its marks, its tables, and their rows without checksums."""
     connection = sqlite3.connect(path)
     try:
         connection.create_function("checksum", -1, checksum, deterministic=True)
@@ -76,7 +81,7 @@ def dumped(path: Path) -> dict[str, Any]:
 
 
 def restore(dump: Mapping[str, Any], path: Path) -> None:
-    """Make a store of what was dumped."""
+    """Make a store from a dump."""
     connection = sqlite3.connect(path)
     try:
         connection.create_function("checksum", -1, checksum, deterministic=True)

@@ -1,4 +1,4 @@
-"""`python -m tests.upgrades`: keep what this release leaves behind, for those that come after it."""
+"""`python -m tests.upgrades`: store the files that this release leaves behind, for later releases."""
 
 import json
 import subprocess
@@ -19,11 +19,11 @@ from tests.upgrades import RUNTIME, STATE, Release, dumped, releases
 
 ROOT = "{root}"
 BOOT = "{boot}"
-"""What stands for the directory that it ran in, and for the boot: both are others where it is opened."""
+"""Placeholder for the directory that it ran in, and for the boot: both differ where the files are opened."""
 
 
 def main() -> None:
-    """Run a node, have it do something of everything that is kept, and keep it."""
+    """Run a node, use everything that is stored, and write the files."""
     release = Release(__version__)
     if release.folder.exists():
         raise SystemExit(f"{release.folder} is kept already, and a release does not change")
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _live(node: Node) -> None:
-    """Take out two leases, wait for a third, hold a control daemon; and end mpsd while all that is so."""
+    """Request two leases, wait for a third, hold a control daemon; and end mpsd in this state."""
     holder = subprocess.Popen(["sleep", "60"])
     call = [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{node.socket}", "admit", f"--pid={holder.pid}"]
     waiting = None
@@ -86,7 +86,7 @@ def _write(path: Path, value: object, root: str = "/nowhere") -> None:
 
 
 def _terse(document: Any) -> Any:
-    """Return a document of the API without what it tells people."""
+    """Return a document of the API without its texts for readers."""
     match document:
         case dict():
             return {

@@ -1,4 +1,4 @@
-"""Whether every value of one JSON schema is a value of another, for the schemas that mpsd's own document has."""
+"""Whether every value of one JSON schema is a value of another, for the kinds of schemas in mpsd's own document."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -20,7 +20,7 @@ class Document:
         self._schemas: dict[str, Any] = document["components"]["schemas"]
 
     def found(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return a schema, where another one stands for it."""
+        """Return the schema behind a reference, else the schema itself, with its forms merged where possible."""
         while "$ref" in schema:
             schema = self._schemas[schema["$ref"].rpartition("/")[2]]
         unknown = schema.keys() - _KNOWN
@@ -35,9 +35,9 @@ class Document:
 
 
 def _merged(forms: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return several forms of an object as one, whose fields are what each form lets them be.
+    """Return several forms of an object as one, whose fields are what each form allows.
 
-    A field that some of them lack may be null, which counts as nothing there, and is not required.
+    A field that some forms lack may be null, which counts as absent there, and is not required.
     """
     properties: dict[str, Any] = {}
     required = {name for each in forms for name in each["required"]}
@@ -52,16 +52,16 @@ def _merged(forms: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Comparison:
-    """Of two documents: `narrow`, whose values are to be taken, and `wide`, which is to take them."""
+    """A comparison of two documents: `narrow` has the values, and `wide` must accept them."""
 
     def __init__(self, narrow: Document, wide: Document, *, strangers: bool) -> None:
-        """`strangers` tells whether a field that `wide` does not know does no harm, as to a reader of answers."""
+        """`strangers` says whether fields unknown to `wide` are harmless, as to a reader of answers."""
         self._narrow = narrow
         self._wide = wide
         self._strangers = strangers
 
     def differences(self, narrow: dict[str, Any], wide: dict[str, Any], at: str) -> Iterator[str]:
-        """Yield every way in which a value of `narrow` may be none of `wide`, with where that is."""
+        """Yield every way in which a value of `narrow` may not be valid in `wide`, with its place."""
         narrow, wide = self._narrow.found(narrow), self._wide.found(wide)
         if "allOf" in narrow:
             yield from self.differences(narrow["allOf"][0], wide, at)
@@ -75,7 +75,7 @@ class Comparison:
             found = [list(self.differences(narrow, each, at)) for each in some]
             if all(found):
                 yield min(found, key=len)[0]
-        elif wide:  # an empty schema takes everything
+        elif wide:  # an empty schema accepts everything
             yield from self._plain(narrow, wide, at)
 
     def _plain(self, narrow: dict[str, Any], wide: dict[str, Any], at: str) -> Iterator[str]:
@@ -120,7 +120,7 @@ def _bounds(narrow: dict[str, Any], wide: dict[str, Any], at: str) -> Iterator[s
 
 
 def broken(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what callers of the API as it was would miss in it as it is."""
+    """Return what callers of the former API would miss in the present one."""
     old, new = Document(before), Document(now)
     found: list[str] = []
     for path, methods in old.paths.items():
@@ -159,7 +159,7 @@ def _operation(old: Document, new: Document, was: dict[str, Any], is_: dict[str,
 
 
 def _answers(comparison: Comparison, was: dict[str, Any], is_: dict[str, Any], at: str) -> Iterator[str]:
-    """Compare the answers; an error that there was not is one more problem document, which everybody can read."""
+    """Compare the answers; an additional error is one more problem document, which every caller can read."""
     for status in sorted({each for each in (was.keys() ^ is_.keys()) if each < "400"}):
         yield f"{at}: {status} is {'gone' if status in was else 'new'}"
     for status, answer in was.items():

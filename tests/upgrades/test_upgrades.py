@@ -1,4 +1,4 @@
-"""What earlier releases left behind is opened, and what they were asked is served: docs/upgrades.md."""
+"""The files of earlier releases are opened, and their callers are served: docs/upgrades.md."""
 
 import copy
 import json
@@ -26,14 +26,14 @@ RELEASES = releases()
 
 @pytest.fixture(params=RELEASES, ids=lambda release: release.version)
 def release(request: pytest.FixtureRequest) -> Release:
-    """Give each release that is kept."""
+    """Return each stored release."""
     kept: Release = request.param
     return kept
 
 
 @pytest.fixture
 def holder() -> Iterator["subprocess.Popen[bytes]"]:
-    """Give a process to hold leases."""
+    """Yield a process that can hold leases."""
     process = subprocess.Popen(["sleep", "60"])
     yield process
     process.kill()
@@ -44,7 +44,7 @@ def holder() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def of_this_boot(lease: dict[str, Any], pid: int) -> dict[str, Any]:
-    """Return a lease as it would be, had this process taken it out in this boot."""
+    """Return a lease as if this process had requested it in this boot."""
     ends = {name: clock.monotonic() + 3600 for name in ("until", "expires") if lease[name] is not None}
     return {
         **lease,
@@ -55,14 +55,14 @@ def of_this_boot(lease: dict[str, Any], pid: int) -> dict[str, Any]:
 
 
 def inherit(release: Release, root: Path, pid: int) -> list[dict[str, Any]]:
-    """Lay out what a release left behind as if it had just ended, and return its leases."""
+    """Write the files of a release as if it had just ended, and return its leases."""
     placed = {
         path.name: path.read_text(encoding="utf-8").replace(ROOT, f"{root}").replace(BOOT, clock.boot_id())
         for path in release.folder.iterdir()
     }
     stores = {name: json.loads(placed[f"{name}.json"]) for name in (*RUNTIME, *STATE)}
     rows = stores["leases.db"]["rows"]["leases"]
-    data = 2 if stores["leases.db"]["user_version"] == 1 else 3  # the column that holds a lease, empty for none
+    data = 2 if stores["leases.db"]["user_version"] == 1 else 3  # the column of a lease, empty for none
     leases = []
     for row in rows:
         if row[data]:
@@ -80,7 +80,7 @@ def inherit(release: Release, root: Path, pid: int) -> list[dict[str, Any]]:
 
 
 def test_what_it_left_is_opened(release: Release, short_tmp: Path, holder: "subprocess.Popen[bytes]") -> None:
-    """Its leases go on, who waited still waits, what was held is held, its events are there; nothing is set aside."""
+    """Its leases continue, waiting requests wait, held daemons are held, its events exist; nothing is set aside."""
     leases = inherit(release, short_tmp, holder.pid)
     stored = release.json("history.db.json")["rows"]["events"]
     before = [json.loads(line) for _, _, lines in stored for line in lines.split("\n")]
@@ -107,7 +107,7 @@ def test_what_it_left_is_opened(release: Release, short_tmp: Path, holder: "subp
 
 
 def test_damage_would_be_seen(release: Release, short_tmp: Path, holder: "subprocess.Popen[bytes]") -> None:
-    """A store that this mpsd cannot open makes the test above fail: here it is of a version that nobody knows."""
+    """A store that this mpsd cannot open makes the test above fail: here it has an unknown version."""
     inherit(release, short_tmp, holder.pid)
     (short_tmp / "run" / "leases.db").unlink()
     dump = {**release.json("leases.db.json"), "user_version": 1000}
@@ -122,7 +122,7 @@ def test_damage_would_be_seen(release: Release, short_tmp: Path, holder: "subpro
 
 
 def test_its_configuration_is_read(release: Release) -> None:
-    """A file with every setting that it had means what it meant."""
+    """A file with every setting of the release has the same meaning."""
     text = release.text("mpsd.toml")
     wanted = _values(tomllib.loads(text))
     settings = effective(parse(text))
@@ -139,9 +139,10 @@ def _values(document: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 
 WIDER = {
-    r"POST /v1/leases asked.memory: pattern is ^[0-9]+(\.[0-9]+)? ?([Bb]|[KMGTkmgt]([Ii][Bb]?|[Bb]))?$"  # more units
+    # Accepts more units.
+    r"POST /v1/leases asked.memory: pattern is ^[0-9]+(\.[0-9]+)? ?([Bb]|[KMGTkmgt]([Ii][Bb]?|[Bb]))?$"
 }
-"""Patterns that match more than they did."""
+"""Patterns that match more than before."""
 
 WORDS = {
     "POST /v1/leases asked.holder.while: only ['populated', 'exists']",
@@ -149,31 +150,31 @@ WORDS = {
     "POST /v1/leases asked.stop: only ['terminate', 'sigterm']",
     "POST /v1/leases/{id}/holders asked.while: only ['populated', 'exists']",
 }
-"""Patterns that are lists of words now, of the same words."""
+"""Patterns that are now lists of the same words."""
 
 
 AFTER = "GET /v1/events after: integer is no string"
-"""A number in a query is text, of the same digits as before or `latest`."""
+"""A number in a query is text, with the same digits as before, or `latest`."""
 
 
 def test_its_callers_are_served(release: Release) -> None:
-    """What could be asked can be asked, and every answer has what it had: nothing is gone, nothing newly required."""
+    """Every former request is valid, and every answer has its former fields: none is missing, none newly required."""
     assert set(broken(release.json("openapi.json"), document(ROUTES))) <= WIDER | WORDS | {AFTER}
 
 
 CHANGED = {"never_fits": [422, 65]}
-"""Errors whose statuses changed on purpose: 75 means "not now", and wrappers repeated what can never fit."""
+"""Errors whose statuses changed on purpose: 75 means "not now", and wrappers repeated requests that can never fit."""
 
 
 def test_its_errors_mean_the_same(release: Release) -> None:
-    """Each code of an error is there, with its status and its exit status."""
+    """Each code of an error exists, with its status and its exit status."""
     errors = {error.code: [error.status, error.exit_code] for error in catalogue()}
     was: dict[str, list[int]] = release.json("errors.json")
     assert {code: errors.get(code) for code in was} == {**was, **CHANGED}
 
 
 def test_its_commands_are_there(release: Release) -> None:
-    """Each command of mpsctl takes the options that it took."""
+    """Each command of mpsctl accepts its former options."""
     now = {name: set(options) for name, options in commands().items()}
     was: dict[str, list[str]] = release.json("commands.json")
     missing = {name: set(options) - now.get(name, set()) for name, options in was.items()}
@@ -206,7 +207,7 @@ POST = ("paths", "/v1/leases", "post")
     ],
 )
 def test_what_breaks_callers_is_seen(place: tuple[str, ...], name: str, value: object, says: str) -> None:
-    """Each way to let callers down is found; what only adds is none."""
+    """Each kind of break for callers is found; an addition is none."""
     before, now = document(ROUTES), copy.deepcopy(document(ROUTES))
     assert broken(before, now) == []
     part = now
@@ -220,7 +221,7 @@ def test_what_breaks_callers_is_seen(place: tuple[str, ...], name: str, value: o
 
 
 def test_what_is_added_is_fine() -> None:
-    """A field more in an answer, one more that may be asked for, and a route more break nothing."""
+    """An additional field in an answer, an additional optional one in a request, and a new route break nothing."""
     before, now = document(ROUTES), copy.deepcopy(document(ROUTES))
     schemas = now["components"]["schemas"]
     schemas["LeaseOut"]["properties"]["colour"] = {"type": "string"}
@@ -232,5 +233,5 @@ def test_what_is_added_is_fine() -> None:
 
 
 def test_this_release_is_kept_or_new() -> None:
-    """There is a release to compare with, or the tests above would hold of nothing."""
+    """There is a release to compare with; otherwise the tests above would prove nothing."""
     assert RELEASES

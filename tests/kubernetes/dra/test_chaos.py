@@ -99,7 +99,7 @@ class ClaimChaos(Chaos):
     # -- what always holds ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """See that each container that runs has its lease, no claim has two, and the GPU has no more than it has."""
+        """Check that each running container has its lease, no claim has two, and the GPU is not overcommitted."""
         leases = self.leases()
         if leases is None:
             return

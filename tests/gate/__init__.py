@@ -1,1 +1,1 @@
-"""What holds for the whole tree: layers, doors, types, lint, and documents that agree with the code."""
+"""Rules of the whole tree: layers, doors, types, lint, and documents that agree with the code."""

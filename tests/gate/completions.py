@@ -1,7 +1,7 @@
-"""What the shells load for Tab after mpsd and mpsctl.
+"""The shells' completion files for mpsd and mpsctl.
 
-Each asks the program itself for click's completion, the first time it is needed: what answers and what asks are then of
-one version of click, whichever was installed with mpsd.
+Each asks the program itself for click's completion, the first time it is needed: the asking and the answering code are
+then of one version of click, whichever was installed with mpsd.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,7 @@ _DOING: Final[dict[type, str]] = {
     GpuError: "the GPU",
     MpsdError: "mpsd",
 }
-"""Whose doing an error is, by the nearest of these classes that it derives from."""
+"""The party that causes an error, by the nearest of these classes that it derives from."""
 
 
 def _table(*lines: tuple[str, ...]) -> str:
@@ -47,12 +47,12 @@ def _escaped(cell: str) -> str:
 
 
 def _summary(documented: object) -> str:
-    """Return what a docstring says, on one line."""
+    """Return a docstring on one line."""
     return " ".join((documented.__doc__ or "").split())
 
 
 def errors_table() -> str:
-    """Return every error there is, as a Markdown table."""
+    """Return all errors, as a Markdown table."""
     lines = [("code", "whose doing", "status", "exit", "again?", "meaning")]
     for error in catalogue():
         doing = next(_DOING[group] for group in error.__mro__ if group in _DOING)
@@ -62,7 +62,7 @@ def errors_table() -> str:
 
 
 def settings_table() -> str:
-    """Return every setting there is, as a Markdown table."""
+    """Return all settings, as a Markdown table."""
     lines = [("setting", "default", "unit", "reload", "meaning")]
     for row in rows():
         default = "absent" if row.default is None else f"`{render(row, row.default)}`"
@@ -71,7 +71,7 @@ def settings_table() -> str:
 
 
 def lifecycle_diagram() -> str:
-    """Return the states of a control daemon and what leads from one to another, as a Mermaid diagram."""
+    """Return the states of a control daemon and their transitions, as a Mermaid diagram."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {State.DOWN}"]
     for state, outcomes in TABLE.items():
         ways: dict[State, list[Event]] = {}
@@ -92,7 +92,7 @@ def kubernetes_table() -> str:
 
 
 def kubernetes_page() -> str:
-    """Return docs/kubernetes.md with its table as it is to be."""
+    """Return docs/kubernetes.md with its generated table."""
     text = KUBERNETES.read_text(encoding="utf-8")
     found = between("kubernetes-settings", text)
     return f"{text[: found.start()]}{kubernetes_table()}\n{text[found.end() :]}"
@@ -106,7 +106,7 @@ def _reference_page(page: str, name: str, make: Callable[[], str]) -> str:
 
 
 def doctor_page() -> str:
-    """Return every check of doctor, by what it looks at, as docs/doctor.md has them."""
+    """Return docs/doctor.md: every check of doctor, by the thing that it inspects."""
     text = DOCTOR.read_text(encoding="utf-8")
     tables = []
     for family, checks in FAMILIES.items():
@@ -129,7 +129,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/reference/settings.md": partial(_reference_page, "settings.md", "settings", settings_table),
     **completions.FILES,
 }
-"""Every file that is made as a whole, relative to the root of the tree."""
+"""Every file that is generated as a whole, relative to the root of the tree."""
 
 
 def between(name: str, text: str) -> re.Match[str]:

@@ -1,4 +1,4 @@
-"""A pytest inside pytest: how the fixtures and hooks of tests/conftest.py are themselves tested."""
+"""A pytest inside pytest, which tests the fixtures and hooks of tests/conftest.py themselves."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from tests.harness import LOOKS_FOR_PLANTED
 
 
 def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> str:
-    """Run these tests in a process of their own, with this project's settings and fixtures; return what was printed."""
+    """Run these tests in a separate process, with this project's settings and fixtures; return the output."""
     (folder / "test_inner.py").write_text(dedent(text), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-c", f"{ROOT}/pyproject.toml", "-p", "tests.conftest"]
     command += [

@@ -1,7 +1,7 @@
-"""The manual pages and the example of a configuration, made from click's commands and the table of settings.
+"""The manual pages and the example of a configuration, generated from click's commands and the table of settings.
 
-`python -m tests.gate.generate` writes them into docs/man and docs/mpsd.toml, and
-tests/gate/documents/test_manual.py fails while they differ.
+`python -m tests.gate.generate` writes them into docs/man and docs/mpsd.toml, and tests/gate/documents/test_manual.py
+fails while they differ.
 """
 
 import inspect
@@ -24,7 +24,7 @@ from mpsd.core.settings import SettingRow, Settings, quota_rows, render, rows
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 
 DATE: Final = "2026-11-21"
-"""The day that stands at the foot of every page: a page must not change because it is made on another day."""
+"""The date at the foot of every page: a page must not change because it is generated on another day."""
 
 _WIDTH: Final = 79
 
@@ -69,7 +69,7 @@ _FILES: Final = {
 
 
 def _escaped(text: str) -> str:
-    """Return text as roff has it; what begins a line is no request of it, and a hyphen can be copied from the page."""
+    """Return text escaped for roff: the beginning of a line is no request, and a hyphen can be copied from the page."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("'", "\\(aq").replace('"', "\\(dq")
     return re.sub(r"^([.'])", r"\\&\1", escaped.replace("`", "\\(ga").replace("^", "\\(ha").replace("~", "\\(ti"))
 
@@ -81,7 +81,7 @@ def _filled(text: str) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Yield a help text of click's, in which a backspace begins a paragraph whose lines stand as they are."""
+    """Yield a help text of click's, in which a backspace begins a preformatted paragraph."""
     for number, paragraph in enumerate(inspect.cleandoc(text).split("\n\n")):
         if number:
             yield ".PP"
@@ -94,13 +94,13 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _parted(lines: list[str]) -> tuple[list[str], list[str]]:
-    """Tell what introduces an example from the example, which is set in."""
+    """Split the introduction of an example from the example, which is indented."""
     said = [line for line in lines if not line.startswith(" ")]
     return said, textwrap.dedent("\n".join(line for line in lines if line.startswith(" "))).splitlines()
 
 
 def _shown(lines: Iterable[str]) -> Iterator[str]:
-    """Yield lines that stand as they are."""
+    """Yield preformatted lines."""
     yield from (".RS 4", ".nf", *map(_escaped, lines), ".fi", ".RE")
 
 
@@ -177,7 +177,7 @@ def _description(group: click.Group, *more: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Example:
-    """A command of the section EXAMPLES, and what it is for; tests/guides runs each."""
+    """A command of the section EXAMPLES, and its purpose; tests/guides runs each."""
 
     title: str
     script: str
@@ -242,7 +242,7 @@ _SERVICE: Final = (
 
 
 def _units() -> dict[str, str]:
-    """Return the units of systemd/, each with what it says of itself."""
+    """Return the units of systemd/, each with its own description."""
     units = [path for path in sorted(UNITS.iterdir()) if path.suffix in {".service", ".socket"}]
     described = {path.name: re.search(r"^Description=(.+)$", path.read_text(), re.MULTILINE) for path in units}
     return {name: f"{found[1]}." for name, found in described.items() if found is not None}
@@ -278,7 +278,7 @@ def mpsctl_page() -> str:
 
 
 def _value(row: SettingRow) -> str:
-    """Return a setting's default as the file has it, or what it is when it is not there."""
+    """Return a setting's default in the file's notation, or its meaning when it is absent."""
     shown = Settings().socket if row.key == "api.socket" else row.default
     return "" if shown is None else render(row, shown)
 
@@ -352,11 +352,11 @@ _SET: Final = {
         ('A new installation is closed: with "leave", the default, a program that misses MPS gets a whole GPU.',),
     )
 }
-"""What a new installation sets otherwise than the default, and why. An upgrade leaves the file as it is."""
+"""The settings of a new installation that differ from the defaults, and why. An upgrade leaves the file unchanged."""
 
 
 def example() -> str:
-    """Return the configuration of a new installation: every setting as a comment, but those that it sets."""
+    """Return the configuration of a new installation: every setting as a comment, except for those that it sets."""
     lines = [
         "# The configuration of mpsd: every setting, with its default. Uncomment what you want to change, then:",
         "#     mpsd check && systemctl reload mpsd",

@@ -1,7 +1,7 @@
-"""What protoc makes of the .proto files of mpsd/kubernetes/protocol, which stands beside them.
+"""protoc's output for the .proto files of mpsd/kubernetes/protocol, which is beside them.
 
-It is in the tree, and not made when mpsd is built: whoever installs mpsd from its source, as Debian does, needs neither
-protoc nor the network. The protoc is the one that pyproject.toml pins.
+It is in the tree, and not generated when mpsd is built, so that building mpsd from source, as Debian does, needs
+neither protoc nor the network. The protoc is the one that pyproject.toml pins.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ FOLDER = "mpsd/kubernetes/protocol"
 
 
 def made() -> dict[str, str]:
-    """Return every file that protoc makes, relative to the root of the tree."""
+    """Return every file that protoc generates, relative to the root of the tree."""
     sources = [f"{path.relative_to(ROOT)}" for path in sorted((ROOT / FOLDER).glob("*.proto"))]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(

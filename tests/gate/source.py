@@ -1,4 +1,4 @@
-"""The source of mpsd and of its tests, parsed once, for the tests of this folder to walk over."""
+"""The source of mpsd and of its tests, parsed once, for the tests of this folder."""
 
 import ast
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Module:
 
     @property
     def layer(self) -> str:
-        """The folder below mpsd that it is in, or its own name when it is in none."""
+        """The folder below mpsd that contains it, or its own name if none does."""
         return self.path.split("/")[1].removesuffix(".py")
 
 
@@ -38,7 +38,7 @@ class Import:
     module: str
     name: str | None
     at_start: bool
-    """Whether it is carried out when the module is imported, not when a function of it is called."""
+    """Whether it is executed when the module is imported, not when a function of it is called."""
 
 
 @cache
@@ -54,7 +54,7 @@ def _parsed(path: Path) -> Module:
 
 
 def imports(module: Module) -> Iterator[Import]:
-    """Give every import of a module, wherever in it it stands."""
+    """Yield every import of a module, at any place in it."""
     inside = {
         id(node)
         for function in ast.walk(module.tree)
@@ -70,7 +70,7 @@ def imports(module: Module) -> Iterator[Import]:
 
 
 def dotted(node: ast.AST) -> str:
-    """Return `a.b.c` for an expression that is nothing but names and dots, and an empty text for every other."""
+    """Return `a.b.c` for an expression of names and dots only, and an empty text for any other."""
     match node:
         case ast.Name(id=name):
             return name

@@ -1,4 +1,4 @@
-"""Each thing outside mpsd is reached through one door: the banned names of pyproject.toml, held to the file."""
+"""Each thing outside mpsd is reached through one door: the banned names of pyproject.toml, checked by file."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def bans() -> dict[str, str]:
 
 
 def allowed(path: str, sentence: str) -> bool:
-    """Tell whether a ban's sentence lets this file use the name; what stands behind the colon is the reason."""
+    """Return whether a ban's sentence lets this file use the name; the text after the colon is the reason."""
     places = PLACE.findall(sentence.partition(":")[0])
     return any(path.startswith(place) if place.endswith("/") else path == place for place in places)
 
@@ -32,7 +32,7 @@ def test_every_ban_says_where() -> None:
 
 
 def test_doors_are_used_by_name() -> None:
-    """No file of mpsd uses a banned name that was not given to that very file, exempt as it may be from the others."""
+    """No file of mpsd uses a banned name that is not allowed for it, even if it is exempt for other names."""
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--config", "lint.per-file-ignores = {}", "--select", "TID251",
          "--ignore-noqa", "--no-cache", "--output-format", "json", "mpsd"],
@@ -52,7 +52,7 @@ def test_doors_are_used_by_name() -> None:
 
 
 def test_no_shell() -> None:
-    """No process is started through a shell, by whatever function, and no comment of a line can allow that."""
+    """No process is started through a shell, by any function, and no comment on a line can allow that."""
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--config", "lint.per-file-ignores = {}", "--ignore-noqa", "--no-cache",
          "--select", "S602,S604,S605,S609", "--output-format", "concise", "mpsd"],
@@ -62,7 +62,7 @@ def test_no_shell() -> None:
 
 
 def test_a_door_that_is_opened_elsewhere_is_seen() -> None:
-    """The sentences are read as they are meant: a file, a folder, several of them, and nowhere."""
+    """The sentences are parsed correctly: a file, a folder, several of them, and nowhere."""
     both = "only in mpsd/system/process.py and mpsd/simulator/: the one door, not mpsd/cli/main.py"
     assert allowed("mpsd/system/process.py", both)
     assert allowed("mpsd/simulator/control.py", both)

@@ -1,4 +1,4 @@
-"""What the tests stand on does what it says: waiting, and the skips of what a machine does not have."""
+"""The foundations of the tests work: waiting, and skips for things that a machine lacks."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def test_any():
 
 
 def looks(*values: object) -> Iterator[object]:
-    """Give one value for each look, and raise those that are errors."""
+    """Yield one value for each check, and raise those that are errors."""
     for value in values:
         if isinstance(value, Exception):
             raise value
@@ -42,7 +42,7 @@ def test_wait_until_returns_what_it_saw() -> None:
 
 
 def test_wait_until_says_what_it_waited_for() -> None:
-    """When the time is over, the message names the condition and the last look, be it a value or an error."""
+    """On a timeout, the message names the condition and the last result, a value or an error."""
 
     def refused() -> bool:
         raise ConnectionRefusedError("nobody listens")
@@ -79,7 +79,7 @@ def test_eventually_takes_functions_and_coroutines() -> None:
 
 @pytest.fixture
 def lonely(tmp_path: Path) -> Path:
-    """Make a cache that holds the control daemon of one branch only, beside things that are none."""
+    """Make a cache that holds the control daemon of one branch only, beside other files."""
     for name in ("535.1.02", "535.261.03"):
         control = tmp_path / "cache" / name / real.CONTROL
         control.parent.mkdir(parents=True)
@@ -91,7 +91,7 @@ def lonely(tmp_path: Path) -> Path:
 
 
 def test_missing_daemons_skip_loudly(tmp_path: Path, lonely: Path) -> None:
-    """Where a real daemon is missing its tests skip, and the end of the run says so in capitals, with the remedy."""
+    """Without a real daemon its tests skip, and the end of the run says so in capitals, with the remedy."""
     said = inner_pytest(tmp_path, NEEDY, MPSD_REAL_DAEMONS=str(lonely), MPSD_REQUIRE_REAL_DAEMON="")
     assert re.search(r"\b2 passed, 3 skipped\b", said), said
     assert "NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON" in said
@@ -100,7 +100,7 @@ def test_missing_daemons_skip_loudly(tmp_path: Path, lonely: Path) -> None:
 
 
 def test_missing_daemons_fail_where_they_are_required(tmp_path: Path, lonely: Path) -> None:
-    """With MPSD_REQUIRE_REAL_DAEMON=1 the same run is red, and names each that is missing."""
+    """With MPSD_REQUIRE_REAL_DAEMON=1 the same run fails, and names each missing one."""
     said = inner_pytest(tmp_path, NEEDY, MPSD_REAL_DAEMONS=str(lonely), MPSD_REQUIRE_REAL_DAEMON="1")
     assert re.search(r"\b2 passed, 3 errors\b", said), said
     for branch in (470, 550, 555):
@@ -125,7 +125,7 @@ def test_anybody(number):
 
 
 def test_root_alone(tmp_path: Path) -> None:
-    """A test of what only root can do runs for root, and skips for anybody else, whatever is required."""
+    """A test that needs root runs for root, and skips for any other user, whatever is required."""
     said = inner_pytest(tmp_path, ROOT_ONLY, "-k", "another", MPSD_REQUIRE_REAL_DAEMON="1")
     if os.geteuid() == 0:
         assert re.search(r"\b1 passed\b", said), said
@@ -135,7 +135,7 @@ def test_root_alone(tmp_path: Path) -> None:
 
 
 def test_each_reason_once(tmp_path: Path) -> None:
-    """A reason for skips is one line, with the number of tests that it holds for, before the names of what failed."""
+    """A reason for skips is one line, with the number of its tests, before the names of failed tests."""
     said = inner_pytest(tmp_path, ROOT_ONLY, "-k", "anybody")
     assert re.search(r"^!+ 29 SKIPPED !+$\n^   29  of another reason$", said, re.MULTILINE), said
     assert len(re.findall(r"^.*\d+ +of another reason$|^SKIPPED", said, re.MULTILINE)) == 1, said

@@ -16,7 +16,7 @@ MAY_IMPORT: Final = {
     "demo": frozenset({"core", "system", "cli", "simulator"}),
     "__main__": frozenset({"core", "system", "daemon", "cli", "simulator", "demo"}),  # the composition root
 }
-"""Which folders of mpsd each folder may import from."""
+"""The folders of mpsd that each folder may import from."""
 
 ROOMS: Final = {
     "core": frozenset[str](),
@@ -74,7 +74,7 @@ ROOMS: Final = {
             "daemon/api",
         }
     ),
-    "cli": frozenset({"cli/commands"}),  # doctor's own part of it draws on nothing else
+    "cli": frozenset({"cli/commands"}),  # doctor's own room uses nothing else
     "cli/terminal": frozenset({"cli"}),
     "cli/leases": frozenset({"cli", "cli/terminal"}),
     "cli/top": frozenset({"cli"}),
@@ -85,25 +85,25 @@ ROOMS: Final = {
     "kubernetes": frozenset({"kubernetes/protocol"}),
     "kubernetes/dra": frozenset({"kubernetes", "kubernetes/protocol"}),
 }
-"""Which rooms of its own layer each room may import from, beside itself; whatever it imports stands above it here."""
+"""The rooms of its own layer that each room may import from, beside itself; each imported room is above it here."""
 
 MOST_FILES: Final = 15
-"""How many modules a room may have, beside the `__init__.py` that says what it is for; `system` has one per thing."""
+"""The most modules of a room, beside the `__init__.py` that states its purpose; `system` has one per thing."""
 
 MAY_IMPORT_MORE: Final = {
-    "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself; doctor's alone
-    "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, as root mostly
+    "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself, for doctor alone
+    "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, mostly as root
     "mpsd/cli/commands/cluster.py": frozenset({"system"}),  # it runs kubectl
     "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
-    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, whether mpsd runs or not
+    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, with or without a running mpsd
     "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
-    "mpsd/kubernetes/mpsd_client.py": frozenset({"cli"}),  # mpsd's one synchronous client of its API: no second one
+    "mpsd/kubernetes/mpsd_client.py": frozenset({"cli"}),  # mpsd has one synchronous client of its API, not two
 }
-"""Which folders a single module may import from beyond those, with the reason."""
+"""The further folders that a single module may import from, with the reason."""
 
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
-    "core": frozenset({"msgspec"}),  # and of that no more than CORE_LIBRARY
+    "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
     "system": frozenset({"psutil", "pynvml", "tenacity", "uvloop"}),
     "daemon": frozenset({"httptools", "msgspec", "structlog"}),
     "cli": frozenset({"click", "rich", "textual"}),
@@ -112,7 +112,7 @@ LIBRARIES: Final = {
     "demo": frozenset({"click"}),
     "__main__": frozenset({"click"}),
 }
-"""Which libraries each folder may import. The doors of single files are in pyproject.toml (see test_doors.py)."""
+"""The libraries that each folder may import. The doors of single files are in pyproject.toml (see test_doors.py)."""
 
 CORE_STANDARD_LIBRARY: Final = frozenset(
     {
@@ -132,7 +132,7 @@ CORE_STANDARD_LIBRARY: Final = frozenset(
         "json",  # to quote text, not to read files
         "math",
         "operator",
-        "pathlib",  # as a value: what touches the disk is called elsewhere
+        "pathlib",  # as a value: other code touches the disk
         "re",
         "string",
         "textwrap",
@@ -141,16 +141,17 @@ CORE_STANDARD_LIBRARY: Final = frozenset(
         "typing",
     }
 )
-"""What core may use: nothing that does I/O, knows the time, waits, logs, or rolls dice."""
+"""The modules that core may use: none that does I/O, knows the time, waits, logs, or has random numbers."""
 
 CORE_LIBRARY: Final = {("msgspec", "Meta"), ("msgspec", "Struct"), ("msgspec", "structs")}
-"""What else core may use: values that are made at every grant are structs, which takes a tenth of the time; and bounds
-of what is read from a store."""
+"""Further imports of core: values that are made at every grant are structs, which takes a tenth of the time; and bounds
+of values that are read from a store.
+"""
 
 SLOW_TO_IMPORT: Final = frozenset(
     {"asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "ssl", "subprocess", "tempfile", "urllib"}
 )
-"""What `mpsctl` does without to start: each of these costs a caller more than the whole of click."""
+"""The modules that `mpsctl` starts without: each of these costs a caller more than the whole of click."""
 
 LONGEST: Final = 400
 
@@ -159,11 +160,11 @@ LONGER: Final[dict[str, str]] = {
     "mpsd/core/settings.py": "it is one table, and a row of it is a line: split, it would be two tables",
     "mpsd/daemon/control/supervisor.py": "it is one loop, and the one that moves its state",
 }
-"""Modules that may be longer than LONGEST lines, each with its argument."""
+"""Modules that may be longer than LONGEST lines, each with the reason."""
 
 
 def test_imports_point_one_way() -> None:
-    """Every module of mpsd imports only the folders of mpsd that its own folder may know."""
+    """Every module of mpsd imports only from folders that its own folder may import from."""
     wrong = [
         f"{module.path}:{each.line}: {module.layer} imports {each.module}"
         for module in modules("mpsd")
@@ -176,7 +177,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_the_module_that_may_import_more_is_imported_late() -> None:
-    """What it brings with it costs no other command of mpsctl anything: nobody imports it at the start."""
+    """It costs the other commands of mpsctl nothing: no module imports it at the start."""
     early = [
         f"{module.path}:{each.line}"
         for module in modules("mpsd")
@@ -192,13 +193,13 @@ def _room(name: str) -> str:
 
 
 def _module_of(each: Import, names: frozenset[str]) -> str | None:
-    """Return the module of mpsd that an import is of, if it is of one."""
+    """Return the module of mpsd that an import names, if any."""
     whole = f"{each.module}.{each.name}"
     return next((name for name in (whole, each.module) if name in names), None)
 
 
 def test_rooms_import_one_way() -> None:
-    """A room imports from those that ROOMS names, and from no other of its layer."""
+    """A room imports from the rooms in ROOMS, and from no other of its layer."""
     names = frozenset(module.name for module in modules("mpsd"))
     wrong = [
         f"{module.path}:{each.line}: {room} imports {target}"
@@ -213,11 +214,11 @@ def test_rooms_import_one_way() -> None:
 
 
 def test_no_room_is_above_itself() -> None:
-    """No arrow between rooms leads up: whatever a room may import may not import it, by whatever way round."""
+    """No arrow between rooms leads up: a room that another may import from may not import that one, even indirectly."""
     order = list(ROOMS)
     for room in order:
         if room.startswith("cli"):
-            continue  # its commands are imported by name when one is called (group.py), which is no import
+            continue  # its commands are imported by name at a call (group.py), which is no import
         below, pending = set[str](), {*ROOMS[room]}
         while pending:
             below |= pending
@@ -226,7 +227,7 @@ def test_no_room_is_above_itself() -> None:
 
 
 def test_every_room_says_what_it_is_for() -> None:
-    """Each folder of mpsd has its place in ROOMS, is as small as a room should be, and its docstring tells about it."""
+    """Each folder of mpsd is in ROOMS, has at most the size of a room, and its docstring describes it."""
     rooms = {"/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")} - {""}
     assert rooms == {*ROOMS}
     inside = {
@@ -242,7 +243,7 @@ def test_every_room_says_what_it_is_for() -> None:
 
 
 def test_every_room_says_who_imports_it() -> None:
-    """The docstring of a room names the rooms that import it, those of `every room` and `by name` aside."""
+    """The docstring of a room names the rooms that import it, except for `every room` and `by name`."""
     names, importers = frozenset(module.name for module in modules("mpsd")), dict[str, set[str]]()
     for module in modules("mpsd"):
         importer = _room(module.name) or module.path
@@ -259,7 +260,7 @@ def test_every_room_says_who_imports_it() -> None:
 
 
 def test_what_reads_http_knows_no_node() -> None:
-    """Importing all that reads HTTP imports nothing of the node: no daemon, no GPU, no lease, and no NVML."""
+    """Importing the HTTP code imports nothing of the node: no daemon, no GPU, no lease, and no NVML."""
     by_name = {module.name: module for module in modules("mpsd")}
     names = frozenset(by_name)
     reached, pending = set[str](), {name for name in names if name.startswith("mpsd.daemon.http")}
@@ -273,12 +274,12 @@ def test_what_reads_http_knows_no_node() -> None:
 
 
 def test_every_folder_has_its_place() -> None:
-    """There is no folder of mpsd of which nobody said what it may import."""
+    """Every folder of mpsd has an entry with its allowed imports."""
     assert {module.layer for module in modules("mpsd")} <= set(MAY_IMPORT)
 
 
 def test_libraries_stay_in_their_layer() -> None:
-    """Every module imports only the libraries that its folder may know."""
+    """Every module imports only the libraries of its folder."""
     wrong = [
         f"{module.path}:{each.line}: {module.layer} imports {each.module}"
         for module in modules("mpsd")
@@ -290,7 +291,7 @@ def test_libraries_stay_in_their_layer() -> None:
 
 
 def test_core_is_pure() -> None:
-    """Core imports a short list of the standard library, in which nothing does I/O or knows the time."""
+    """Core imports a short list of the standard library, without I/O or the time."""
     wrong = [
         f"{module.path}:{each.line}: core imports {each.module}"
         for module in modules("mpsd/core")
@@ -302,7 +303,7 @@ def test_core_is_pure() -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    """Nothing of mpsd/cli imports, before a command of it runs, what takes long to import."""
+    """No module of mpsd/cli imports a slow module before one of its commands runs."""
     wrong = [
         f"{module.path}:{each.line}: {each.module} is imported at the start"
         for module in modules("mpsd/cli")
@@ -313,7 +314,7 @@ def test_the_command_line_starts_light() -> None:
 
 
 IN_A_HURRY: Final = ("mpsd/simulator/front_end.py", "_socket")
-"""A program that runs for each conversation: importing `socket` would take it longer than all the rest."""
+"""A program that runs for each conversation: importing `socket` would take longer than all the rest."""
 
 
 def test_private_names_stay_private() -> None:
@@ -330,7 +331,7 @@ def test_private_names_stay_private() -> None:
 
 
 def test_rooms_are_small() -> None:
-    """No module is longer than 400 lines, unless it is named with an argument, and no such name is out of date."""
+    """No module is longer than 400 lines, unless it is named with a reason, and no such name is out of date."""
     lengths = {module.path: module.text.count("\n") for module in modules("mpsd")}
     too_long = {path: length for path, length in lengths.items() if length > LONGEST}
     assert too_long.keys() == LONGER.keys(), too_long

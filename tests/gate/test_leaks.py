@@ -1,4 +1,4 @@
-"""The fixtures that fail a leaking test do so: a run of pytest with tests that leak, and what it says of each."""
+"""The fixtures fail leaking tests: a run of pytest with tests that leak, and the reports about each."""
 
 import re
 import uuid
@@ -120,12 +120,12 @@ EXPECTED: Final = {
     "test_file_in_known_place": r"file /tmp/mpsd-leaked-\w+",
     "test_temporary_file": r"file /.*/forgotten-\w+",
 }
-"""What is said of each test that leaks."""
+"""The report about each leaking test."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Run the leaking tests in a pytest of their own; return what it printed, and the file with the leaked pids."""
+    """Run the leaking tests in a separate pytest; return its output, and the file with the leaked pids."""
     folder = tmp_path_factory.mktemp("leaking")
     known, leaked = Path(f"/tmp/mpsd-leaked-{uuid.uuid4().hex}"), folder / "pids"
     text = LEAKING.replace("/tmp/KNOWN", str(known)).replace("PIDS", str(leaked))
@@ -149,13 +149,13 @@ def test_a_leaking_test_is_red(run: tuple[str, Path], test: str) -> None:
 
 
 def test_a_clean_test_is_green(run: tuple[str, Path]) -> None:
-    """A test that ends what it started is left alone, also after tests that did not, and the counts say the same."""
+    """A test that ends what it started passes, even after leaking tests, and the counts agree."""
     said, _ = run
     assert re.search(rf"\b{len(EXPECTED) + 3} passed, {len(EXPECTED)} errors\b", said), said
 
 
 def test_leaked_processes_are_ended(run: tuple[str, Path]) -> None:
-    """What was left running was killed after it was reported."""
+    """Leaked processes were killed after they were reported."""
     _, leaked = run
     left = [int(line) for line in leaked.read_text(encoding="utf-8").split()]
     assert len(left) == 3

@@ -1,4 +1,4 @@
-"""Lint is a test: what the project says about style is what `pytest` finds, with the pinned ruff and no other."""
+"""Lint is a test: `pytest` finds the violations of the project's style, with the pinned ruff and no other."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from tests.gate.source import ROOT
 
 
 def test_lint() -> None:
-    """Ruff finds nothing: every rule there is, less those that pyproject.toml argues away."""
+    """Ruff reports nothing: with all rules but those that pyproject.toml excludes with a reason."""
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise", "."],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -16,7 +16,7 @@ def test_lint() -> None:
 
 
 def test_format() -> None:
-    """Every file stands as the formatter would write it."""
+    """Every file is formatted."""
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "format", "--no-cache", "--check", "."],
         cwd=ROOT, capture_output=True, text=True, check=False,

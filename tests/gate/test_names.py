@@ -1,4 +1,4 @@
-"""Names are the field's words, one for each concept: the glossary of docs/architecture.md, held to the code."""
+"""Names are the field's words, one for each concept: the glossary of docs/architecture.md, enforced on the code."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ INSTEAD_OF: Final = {
     "receive": ("hear", "heard"),
     "register": ("meet", "met"),
 }
-"""For each word of the glossary the words that stood in its place, and say nothing to a stranger."""
+"""For each word of the glossary the former words, which a new reader does not understand."""
 
 BANNED: Final = {word: instead for instead, words in INSTEAD_OF.items() for word in words}
 
@@ -44,7 +44,7 @@ def words(name: str) -> Iterator[str]:
 
 
 def names(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield each name that a module gives to something, with its line."""
+    """Yield each name that a module defines, with its line."""
     yield 1, module.name.rpartition(".")[2]
     for node in ast.walk(module.tree):
         match node:
@@ -57,7 +57,7 @@ def names(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def found(module: Module) -> list[str]:
-    """Return each name of a module that has a banned word in it, and the word of the glossary."""
+    """Return each name of a module that contains a banned word, and the word of the glossary."""
     return [
         f"{module.path}:{line}: {name} (the glossary has: {BANNED[word]})"
         for line, name in names(module)
@@ -73,7 +73,7 @@ def test_code_has_the_words_of_the_glossary() -> None:
 
 
 def test_the_wire_has_the_words_of_the_glossary() -> None:
-    """No event and no error code has one either."""
+    """No event and no error code has one, either."""
     codes = [error.code for error in catalogue()]
     assert not [name for name in (*EventName, *codes) if set(words(name)) & BANNED.keys()]
 
@@ -82,5 +82,5 @@ def test_the_wire_has_the_words_of_the_glossary() -> None:
     "text", ["def tell(): ...", "class Turn: ...", "def f(way): ...", "self._news = 1", "told = 1"]
 )
 def test_a_banned_word_is_seen(text: str) -> None:
-    """Wherever a name is given, the word is seen in it."""
+    """A banned word is found in every kind of definition."""
     assert found(Module("mpsd/x.py", text, ast.parse(text)))

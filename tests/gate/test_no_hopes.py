@@ -1,4 +1,4 @@
-"""No test replaces a part of mpsd by a mock or hopes that a sleep was long enough, and mpsd swallows no error."""
+"""No test replaces a part of mpsd by a mock or relies on the length of a sleep, and mpsd swallows no error."""
 
 import ast
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ BOUNDARIES: Final = {
     "mpsd/daemon/leases/unrestored.py": "a lease that cannot be restored must not keep mpsd from starting",
     "mpsd/system/nvml_thread.py": "nothing is handled: what a call to NVML raised is raised where it is awaited",
 }
-"""Files of mpsd that may catch every error, each with the reason why there is nobody further out who could."""
+"""Files of mpsd that may catch every error, each with the reason why no outer code could."""
 
 
 def sleeps(module: Module) -> Iterator[str]:
-    """Give each call of a sleep in a module, by whatever name it was imported."""
+    """Yield each call of a sleep in a module, under any imported name."""
     names = {"time.sleep", "asyncio.sleep"}
     names |= {"sleep" for each in imports(module) if each.module in {"time", "asyncio"} and each.name == "sleep"}
     for node in ast.walk(module.tree):
@@ -30,12 +30,12 @@ def sleeps(module: Module) -> Iterator[str]:
 
 
 def _yields(call: ast.Call) -> bool:
-    """Tell whether a sleep is of no time: `asyncio.sleep(0)` lets other tasks go first, and hopes for nothing."""
+    """Return whether a sleep takes no time: `asyncio.sleep(0)` only lets other tasks run first."""
     return len(call.args) == 1 and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0
 
 
 def mocks(module: Module) -> Iterator[str]:
-    """Give each place in a module where a part of the program is replaced by something that is not it."""
+    """Yield each place in a module that replaces a part of the program."""
     for each in imports(module):
         if f"{each.module}.{each.name}".startswith(("unittest.mock", "mock.", "pytest_mock.")):
             yield f"{module.path}:{each.line}"
@@ -45,7 +45,7 @@ def mocks(module: Module) -> Iterator[str]:
 
 
 def swallows(module: Module) -> Iterator[str]:
-    """Give each handler in a module that catches every error there is."""
+    """Yield each handler in a module that catches every error."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -60,19 +60,19 @@ def test_no_sleep_that_hopes() -> None:
 
 
 def test_no_mocks() -> None:
-    """Fakes are programs and files: no test patches a part of mpsd away."""
+    """Fakes are programs and files: no test patches a part of mpsd."""
     found = [place for module in modules("tests") for place in mocks(module)]
     assert not found, "\n".join(found)
 
 
 def test_no_swallowed_errors() -> None:
-    """No part of mpsd catches every error, but for the boundaries named above; and each of those still does."""
+    """No part of mpsd catches every error, except for the boundaries named above; and each of those still does."""
     found = [place for module in modules("mpsd") for place in swallows(module)]
     assert {place.split(":")[0] for place in found} == BOUNDARIES.keys(), "\n".join(found)
 
 
 def test_every_form_is_seen() -> None:
-    """The tests above see what they are there to see."""
+    """The checks above find every form."""
     text = """
 import asyncio, time, unittest.mock
 from time import sleep

@@ -1,4 +1,4 @@
-"""The route table is complete: what mpsd serves and what its document says are its rows, without exception."""
+"""The route table is complete: mpsd serves and documents exactly its rows."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ DOCUMENT: Final = document(ROUTES)
 
 
 def test_each_row_is_there_once() -> None:
-    """No two rows are for the same requests, also not by other names in their paths."""
+    """No two rows match the same requests, even with other names in their paths."""
     shapes = [(route.method, re.sub(r"{\w+}", "{}", route.path)) for route in ROUTES]
     assert len(set(shapes)) == len(shapes)
 
@@ -59,13 +59,13 @@ def test_the_document_has_the_columns(route: Route[Any, Any]) -> None:
 
 
 def test_names_are_unique() -> None:
-    """Each operation has a name of its own, a word as programs have them, and so has each summary."""
+    """Each operation has a unique name, which is an identifier, and a unique summary."""
     assert all(re.fullmatch("[a-z]+([A-Z][a-z]*)*", route.name) for route in ROUTES)
     assert len({route.name for route in ROUTES}) == len({route.summary for route in ROUTES}) == len(ROUTES)
 
 
 def test_no_path_stands_elsewhere() -> None:
-    """No module of the API but the table names a path that it would serve, or document, by hand."""
+    """No module of the API but the table contains a path that it would serve or document by hand."""
     found = [
         f"{module.path}:{node.lineno}: {node.value}"
         for module in modules("mpsd/daemon")
@@ -77,7 +77,7 @@ def test_no_path_stands_elsewhere() -> None:
 
 
 def test_every_handler_has_a_row() -> None:
-    """Each handler answers a route: there is none that nobody can reach."""
+    """Each handler serves a route."""
     handlers = Handlers(cast("Any", None), cast("Any", None), cast("Any", None))
     reachable = {route.handler(handlers) for route in ROUTES}
     written = {
@@ -91,7 +91,7 @@ def test_every_handler_has_a_row() -> None:
 
 @pytest.mark.parametrize(("base", "column"), [(RequestBody, "body"), (RequestQuery, "query")])
 def test_every_type_has_a_row(base: type[RequestBody] | type[RequestQuery], column: str) -> None:
-    """Each type of a body, and of query parameters, is what some row takes."""
+    """Each type of a body, and of query parameters, is used by a row."""
     subclasses: list[type] = base.__subclasses__()
     written = {each for each in subclasses if each.__module__.startswith("mpsd.")}
     assert written == {getattr(route, column) for route in ROUTES} - {None}

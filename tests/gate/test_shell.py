@@ -1,4 +1,4 @@
-"""Shell scripts are held to what shellcheck says of them."""
+"""Shell scripts pass shellcheck."""
 
 import subprocess
 from pathlib import Path
@@ -14,7 +14,7 @@ def _is_script(path: Path) -> bool:
 
 
 def test_shell() -> None:
-    """Shellcheck finds nothing in any of them."""
+    """Shellcheck reports nothing about any of them."""
     listed = subprocess.run(
         [needed("git", "git"), "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout

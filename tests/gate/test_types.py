@@ -11,7 +11,7 @@ from tests.gate.source import ROOT
 @pytest.mark.timeout(300)  # a first run, without a cache, reads the types of every library
 @pytest.mark.slow
 def test_types() -> None:
-    """Mypy finds nothing, with the settings of pyproject.toml."""
+    """Mypy reports nothing, with the settings of pyproject.toml."""
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--no-error-summary"], cwd=ROOT, capture_output=True, text=True, check=False
     )

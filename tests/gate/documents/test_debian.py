@@ -1,4 +1,4 @@
-"""The Debian package is of this version, and for the suites that are tested."""
+"""The Debian package has this version, and the suites that are tested."""
 
 import re
 from typing import Final
@@ -8,11 +8,11 @@ from tests.gate.source import ROOT
 from tests.systemd import SUITES
 
 BY_NAME: Final = re.compile(r"\b(pgrep|pkill|pidof|killall)\b")
-"""Programs that take a process for what it calls itself, as anybody's may."""
+"""Programs that find a process by its name, which any user can choose."""
 
 
 def test_no_process_is_known_by_its_name() -> None:
-    """No script or unit that is installed asks for processes by name: any user's can have NVIDIA's."""
+    """No installed script or unit finds processes by name: any user's can have NVIDIA's names."""
     files = [path for folder in ("debian", "systemd", "container") for path in (ROOT / folder).rglob("*")]
     assert len(files) > 20
     found = {path: BY_NAME.findall(path.read_text(encoding="utf-8")) for path in files if path.is_file()}
@@ -26,7 +26,7 @@ def test_version() -> None:
 
 
 def test_suites() -> None:
-    """Each suite that debian/build knows has the Python that it has there, and a machine in tests/systemd."""
+    """Each suite in debian/build has its release's Python, and a machine in tests/systemd."""
     script = (ROOT / "debian" / "build").read_text(encoding="utf-8")
     known = dict(re.findall(r"^    (\w+)\) release=\d+ python=([\d.]+) ", script, re.MULTILINE))
     assert known == {suite.name: suite.python for suite in SUITES.values()}

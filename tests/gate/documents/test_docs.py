@@ -1,4 +1,4 @@
-"""What the documents promise is shown by tests, and each test, file and room that they name is there."""
+"""Tests show the promises of the documents, and each test, file and room that these name exists."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ _PATH: Final = re.compile(
     r"`((?:mpsd|tests|docs|bench|systemd|debian|container|completions)/[\w./-]+|"
     r"(?:core|system|daemon|cli|simulator)/[\w./-]+\.py)(?:::\w+)*`"
 )
-"""What looks like a file or a folder of this tree, or like a module of mpsd."""
+"""The form of a file or a folder of this tree, or of a module of mpsd."""
 
 _LABELS: Final = {"mpsd/sharing"}
 """Labels of Kubernetes that look like a path."""
@@ -35,12 +35,12 @@ _LABELS: Final = {"mpsd/sharing"}
 _PLACEHOLDER: Final = re.compile(r"/[A-Z]{2,}\b")
 
 _MEMBER: Final = re.compile(r"`([A-Za-z_]\w*)\.([A-Za-z_]\w*)`")
-"""What looks like a member of a class, or of a module."""
+"""The form of a member of a class, or of a module."""
 
 _SUFFIXES: Final = {"db", "log", "md", "py", "toml"}
 
 _LINK: Final = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
-"""Where a link within this tree leads."""
+"""The target of a link within this tree."""
 
 _NODE: Final = re.compile(r"(\w+)\[\"([\w/]+)\"\]")
 _ARROW: Final = re.compile(r"(\w+)(?:\[[^]]*\])? --> (\w+)")
@@ -48,7 +48,7 @@ _ARROW: Final = re.compile(r"(\w+)(?:\[[^]]*\])? --> (\w+)")
 
 @cache
 def _tests(path: Path) -> frozenset[str]:
-    """Return what pytest would collect from a file, as it names it: `test_x`, `TestY`, `TestY::test_z`."""
+    """Return what pytest would collect from a file, in its notation: `test_x`, `TestY`, `TestY::test_z`."""
 
     def inside(body: list[ast.stmt], before: str = "") -> Iterator[str]:
         for node in body:
@@ -79,7 +79,7 @@ def test_named_tests_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_named_files_exist(document: Path) -> None:
-    """A file, or a folder, that a document names is in the tree, and so is what it links to."""
+    """A file or folder that a document names is in the tree, and each target of its links, too."""
     text = document.read_text(encoding="utf-8")
     named = [path for path in _PATH.findall(text) if path not in _LABELS and not _PLACEHOLDER.search(path)]
     assert [path for path in named if not (ROOT / path).exists() and not (ROOT / "mpsd" / path).exists()] == []
@@ -88,7 +88,7 @@ def test_named_files_exist(document: Path) -> None:
 
 @cache
 def _members() -> dict[str, set[str]]:
-    """Return what each class of mpsd, and each module, defines."""
+    """Return the definitions of each class of mpsd, and of each module."""
     found: dict[str, set[str]] = {}
     for module in modules("mpsd"):
         if module.path.endswith("__init__.py"):
@@ -136,7 +136,7 @@ def test_every_command_is_listed() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_promises_are_shown(document: Path) -> None:
-    """In a table whose last column is called `shown by`, every row names a test that shows what it says."""
+    """In a table whose last column is called `shown by`, every row names a test that shows its claim."""
     is_promise, bare = False, []
     for line in document.read_text(encoding="utf-8").splitlines():
         last = line.strip().strip("|").rpartition("|")[2].strip() if line.startswith("|") else ""
@@ -150,7 +150,7 @@ def test_promises_are_shown(document: Path) -> None:
 
 
 def _rooms_imported() -> set[tuple[str, str]]:
-    """Return which room imports which, beside what docs/architecture.md says that every room of a layer does."""
+    """Return the imports between rooms, without those that docs/architecture.md leaves out in its picture."""
     rooms = {module.name: "/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")}
     found = {
         (rooms[module.name], rooms[name])

@@ -10,12 +10,12 @@ from mpsd.core.errors import MpsdError, catalogue
 from tests.gate.source import modules
 
 EXIT_CODES = {1, 2, 65, 69, 75, 77, 78}
-"""What a program of mpsd ends with when something is wrong, by the contract."""
+"""The exit codes of mpsd's programs for errors, by the contract."""
 
 
 @pytest.mark.parametrize("error", catalogue(), ids=lambda error: error.code)
 class TestEachError:
-    """What holds for every error that has a code."""
+    """Rules for every error with a code."""
 
     def test_is_documented(self, error: type[MpsdError]) -> None:
         """Its docstring is its own, begins with a capital or a name, and ends like a sentence."""
@@ -23,12 +23,12 @@ class TestEachError:
         assert error.__doc__ != (error.__mro__[1].__doc__)
 
     def test_has_a_code_for_programs(self, error: type[MpsdError]) -> None:
-        """Its code is lower case with underscores, and named after its class."""
+        """Its code is lower case with underscores, and derived from its class."""
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", error.code)
         assert error.__name__ == error.code.title().replace("_", "") + "Error"
 
     def test_keeps_the_contract(self, error: type[MpsdError]) -> None:
-        """Its status is an HTTP error, its exit code is one of the contract's, and the two say the same."""
+        """Its status is an HTTP error, its exit code is one of the contract's, and the two agree."""
         assert HTTPStatus(error.status) >= HTTPStatus.BAD_REQUEST
         assert error.exit_code in EXIT_CODES
         assert (error.status == HTTPStatus.FORBIDDEN) == (error.exit_code == 77)
@@ -41,7 +41,7 @@ class TestEachError:
         }
 
     def test_says_what_to_do(self, error: type[MpsdError]) -> None:
-        """It is raised with a sentence and a hint, and carries both."""
+        """It is raised with a sentence and a hint, and has both."""
         raised = error("the thing is broken", hint="mend it", limit="things")
         assert (str(raised), raised.detail, raised.hint, raised.limit) == (
             "the thing is broken",

@@ -1,4 +1,4 @@
-"""Each link of a document leads to a file that is there, and to a heading or an anchor in it."""
+"""Each link of a document leads to an existing file, and to a heading or an anchor in it."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ STABLE: Final = {
     "out-of-memory", "quarantine", "server-fault", "servers-cannot-start", "short", "store", "violations", "waiting",
     "wedged",
 }  # fmt: skip
-"""Anchors of the operator's guide that alerts and other programs link to. One that is here stays."""
+"""Anchors of the operator's guide that alerts and other programs link to; they must stay."""
 
 _LINK: Final = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]+))?\)")
 _SOURCE: Final = re.compile(r'\b(?:src|srcset|href)="([^":#]+)"')
@@ -33,14 +33,14 @@ _ANCHOR: Final = re.compile(r'<a id="([^"]+)"></a>')
 
 
 def slug(heading: str) -> str:
-    """Return what GitHub makes of a heading: lower case, without punctuation, and hyphens for blanks."""
+    """Return GitHub's anchor for a heading: lower case, without punctuation, and hyphens for blanks."""
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
 
 
 @cache
 def anchors(document: Path) -> frozenset[str]:
-    """Return the anchors of a document: those that it sets, and those of its headings."""
+    """Return the anchors of a document: its own, and those of its headings."""
     text = _FENCE.sub("", document.read_text(encoding="utf-8"))
     seen: Counter[str] = Counter()
     found = set(_ANCHOR.findall(text))
@@ -88,12 +88,12 @@ def test_slug(heading: str, wanted: str) -> None:
 
 
 def test_anchors_of_the_operators_guide_stay() -> None:
-    """The anchors that others link to are there, and each section that sets one is in the list of those that stay."""
+    """The anchors that others link to exist, and each section that sets one is in the list."""
     assert set(_ANCHOR.findall(OPERATOR.read_text(encoding="utf-8"))) == STABLE
 
 
 def test_every_reason_of_status_has_a_section() -> None:
-    """Each kind of reason that makes a node unhealthy, and each warning, has a row that leads to a section."""
+    """Each kind of reason for an unhealthy node, and each warning, has a row that leads to a section."""
     rows = [line for line in OPERATOR.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     linked = {word for row in rows if "](#" in row for word in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert {str(kind) for kind in Kind} <= linked

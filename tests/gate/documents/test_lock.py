@@ -1,4 +1,4 @@
-"""requirements.lock, from which the service and its container are installed, is in step with pyproject.toml."""
+"""requirements.lock, from which the service and its container are installed, agrees with pyproject.toml."""
 
 import re
 import tomllib
@@ -12,12 +12,12 @@ from tests.gate.source import ROOT
 
 LOCK: Final = (ROOT / "requirements.lock").read_text(encoding="utf-8")
 KUBERNETES: Final = (ROOT / "container" / "kubernetes.lock").read_text(encoding="utf-8")
-"""What the image has beside: the extra `kubernetes`."""
+"""The image's additional lock: the extra `kubernetes`."""
 
 COMMAND: Final = (
     "uv pip compile --universal --python-version 3.11 --generate-hashes --output-file requirements.lock pyproject.toml"
 )
-"""What makes it: for every platform and every Python that mpsd runs on, and not for the machine on which it is made."""
+"""The command that generates it: for every platform and every Python of mpsd, not only those of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def pins(lock: str = LOCK) -> dict[str, Pin]:
 
 
 def dependencies(extra: str | None = None) -> dict[str, str]:
-    """Return the libraries that pyproject.toml names, for an extra or for all, each with the versions that it takes."""
+    """Return the libraries that pyproject.toml names, for an extra or for all, each with its accepted versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = project["dependencies"] if extra is None else project["optional-dependencies"][extra]
     split = (re.fullmatch(r"([\w-]+)(.*)", line) for line in lines)
@@ -58,7 +58,7 @@ def number(version: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(("extra", "lock"), [(None, LOCK), ("kubernetes", KUBERNETES)])
 def test_every_dependency_is_pinned(extra: str | None, lock: str) -> None:
-    """Each library that pyproject.toml names is in the lock, in a version that pyproject.toml takes."""
+    """Each library that pyproject.toml names is in the lock, in a version that pyproject.toml accepts."""
     pinned = pins(lock)
     for name, versions in dependencies(extra).items():
         assert name in pinned, f"the lock lacks {name}: {COMMAND}"
@@ -70,7 +70,7 @@ def test_every_dependency_is_pinned(extra: str | None, lock: str) -> None:
 
 
 def test_nothing_else_is() -> None:
-    """Whatever else is in it is there because of one of those: what mpsd needs no more, nobody installs."""
+    """Every other entry is a dependency of one of those: unneeded libraries are not installed."""
     pinned = pins()
     reached, before = set(dependencies()), set[str]()
     while reached != before:
@@ -82,7 +82,7 @@ def test_nothing_else_is() -> None:
 
 
 def test_each_file_is_known() -> None:
-    """Each library has the SHA-256 of its files: its wheels, and what those are built from."""
+    """Each library has the SHA-256 of its files: its wheels, and their sources."""
     assert not pins().keys() & pins(KUBERNETES).keys()
     for name, pin in {**pins(), **pins(KUBERNETES)}.items():
         assert len(pin.hashes) >= 2, name
@@ -97,7 +97,7 @@ def test_how_it_is_renewed() -> None:
 
 
 def test_what_is_not_pinned_is_seen() -> None:
-    """A lock is read as it is meant: the library, its version, its hashes, and who wants it."""
+    """A lock is parsed correctly: the library, its version, its hashes, and its dependents."""
     head = "# by uv\na-b==1.2 ; python_version < '3' \\\n    --hash=sha256:0 \\\n    --hash=sha256:1\n"
     assert pins(f"{head}    # via\n    #   c\n    #   d\n") == {
         "a-b": Pin("1.2", ("sha256:0", "sha256:1"), frozenset({"c", "d"}))

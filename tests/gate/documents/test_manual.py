@@ -1,4 +1,4 @@
-"""The manual pages, the example of a configuration and the completions are what the code makes of them, and sound."""
+"""The manual pages, the example of a configuration and the completions are up to date, and valid."""
 
 import os
 import re
@@ -21,21 +21,21 @@ PAGES: Final = sorted(name for name in FILES if name.startswith("docs/man/"))
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_is_written(name: str) -> None:
-    """The file in the tree is the one that the code makes."""
+    """The file in the tree is the generated one."""
     stands = (ROOT / name).read_text(encoding="utf-8")
     assert stands == FILES[name](), f"{name} is not up to date: run python -m tests.gate.generate"
 
 
 @pytest.mark.parametrize("folder", ["docs/man", "completions"])
 def test_nothing_else_is_there(folder: str) -> None:
-    """A page or a completion of something that is no more does not stay."""
+    """There is no page or completion of anything that no longer exists."""
     there = {f"{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*") if path.is_file()}
     assert there == {name for name in FILES if name.startswith(f"{folder}/")}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_sound(page: str) -> None:
-    """Neither mandoc nor man has anything to say about it."""
+    """Neither mandoc nor man reports anything about it."""
     linted = subprocess.run(
         [needed("mandoc", "mandoc"), "-Tlint", "-Wstyle", page], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -58,12 +58,12 @@ def test_every_setting_has_a_page() -> None:
 
 
 def test_every_exit_status_is_told() -> None:
-    """What an error ends mpsctl with stands in its help and its page."""
+    """The exit code of each error is in the help and the page of mpsctl."""
     assert {error.exit_code for error in catalogue()} <= EXIT_STATUS.keys()
 
 
 def test_the_example_sets_the_compute_mode() -> None:
-    """It closes a new installation, and asks else for what no configuration asks for; all uncommented, too."""
+    """It closes a new installation, and otherwise has the defaults, even if all is uncommented."""
     example = FILES["docs/mpsd.toml"]()
     closed = replace(Settings().daemon, compute_mode=WantedComputeMode.EXCLUSIVE_PROCESS)
     assert parse(example) == replace(Settings(), daemon=closed)
@@ -75,7 +75,7 @@ def test_the_example_sets_the_compute_mode() -> None:
 
 
 def test_made_from_what_is_installed() -> None:
-    """The pages are those of this tree, and not of an mpsd that is installed beside it."""
+    """The pages are those of this tree, not of an mpsd that is installed beside it."""
     import mpsd  # noqa: PLC0415 - its place is what is tested
 
     assert Path(mpsd.__file__).is_relative_to(ROOT)

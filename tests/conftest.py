@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Say which suites are left out."""
+    """Return a line that names the suites left out."""
     left_out = [mark for mark in HEAVY if f"not {mark}" in config.option.markexpr]
     return [f"left out: tests with the marks {', '.join(left_out)}; to run them too: pytest tests"] if left_out else []
 

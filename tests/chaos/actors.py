@@ -53,7 +53,7 @@ class Member(DrivenProgram):
         """Why its end would be no error; empty if it would."""
 
     def go(self) -> None:
-        """Tell it to connect to the GPU, without waiting until it has."""
+        """Have it connect to the GPU, without waiting until it has."""
         with contextlib.suppress(BrokenPipeError):
             self._stdin.write(b"\n")
         self.went = True

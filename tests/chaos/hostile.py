@@ -82,7 +82,7 @@ class Hostile(Chaos):
         self.ends = ("admission", "nothing", "ask it to end")
         self.latency = Latency()
         self.records: HostileRecords = HostileRecords(self.node, self.users, self.latency)
-        # There is no operator who ends clients here, so every ended process is an error.
+        # No operator ends clients here, so every ended process is an error.
         self.steps = {"grant": 6, "release": 2, "wait": 2, "hang_up": 1, "die": 2, "reload": 2, "kill_mpsd": 2}
         self.steps |= {"kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "freeze_mpsd": 1, "two_at_once": 1}
         self.steps |= {"reach": 3, "look_alike": 4, "garbage": 3, "flood": 3, "hung_up": 2, "foreign_pids": 2}

@@ -127,7 +127,7 @@ def verdicts(node: Node, over: threading.Event, found: list[Any]) -> None:
 
 @pytest.mark.parametrize("binds", Binds)
 def test_busy(start: Start, dice: random.Random, binds: Binds) -> None:
-    """No canary takes a busy server for a wedged one, and nothing is closed."""
+    """No canary mistakes a busy server for a wedged one, and nothing is closed."""
     node = start(simulate=1, config=CONFIG, binds=binds)
     lease = {"threads": 50, "memory": "20GiB", "gpu": "0", "processes": 2 * CLIENTS}
     assert node.request("POST", "/v1/leases", lease).status == 201

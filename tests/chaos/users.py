@@ -36,7 +36,7 @@ class HonestUser:
             bufsize=0,
         )
         assert self._process.stdout is not None
-        # So that it does not block while the test is busy.
+        # A larger pipe does not block it while the test is busy.
         fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
         self._text = b""
         self._ahead: list[dict[str, Any]] = []

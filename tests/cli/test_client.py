@@ -1,4 +1,4 @@
-"""The client accepts every form of HTTP answer, and reports clearly what is not an answer."""
+"""The client accepts every form of HTTP answer, and reports clearly when the input is no answer."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-// A user of the generated Go client: argv has mpsd's socket. It prints what it got, line by line.
+// A user of the generated Go client: argv has mpsd's socket. It prints its results, line by line.
 package main
 
 import (
@@ -86,7 +86,7 @@ func main() {
 
 	stream, err := configuration.HTTPClient.Get("http://mpsd/v1/events?after=latest&follow=true&heartbeat=1")
 	must(0, stream, err)
-	drained, answer, err := api.DaemonsAPI.DrainDaemon(ctx, "gpu1").Execute() // a body that may be left out
+	drained, answer, err := api.DaemonsAPI.DrainDaemon(ctx, "gpu1").Execute() // the body is optional
 	must(drained, answer, err)
 	for lines := bufio.NewScanner(stream.Body); lines.Scan(); {
 		var event mpsdclient.Event

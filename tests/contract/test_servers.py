@@ -45,7 +45,7 @@ BUSY: Final = {
 
 
 def alive(pid: int) -> bool:
-    """Tell whether a process runs."""
+    """Return whether a process is running."""
     process = look_at(pid)
     return process is not None and not process.zombie
 

@@ -1,5 +1,5 @@
-/* A clock of the day for one process: LD_PRELOADed, it adds to CLOCK_REALTIME as many seconds as the file that
- * SET_CLOCK names has, as a native 64-bit integer, at every look; every other clock goes on as it does. */
+/* A time of day for one process: preloaded by LD_PRELOAD, it adds the seconds in the file that SET_CLOCK names, a
+ * native 64-bit integer, to every reading of CLOCK_REALTIME. All other clocks are unchanged. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

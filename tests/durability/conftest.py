@@ -21,7 +21,7 @@ _HERE = Path(__file__).parent
 
 
 Fork = Callable[..., ForkedNode]
-"""Makes a node whose mpsd can be told when to kill itself; takes the arguments of `ForkedNode`."""
+"""Makes a node whose mpsd can be set to kill itself at a given moment; takes the arguments of `ForkedNode`."""
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from tests.node import Node
 
 @dataclass
 class ForkedNode(Node):
-    """A node whose mpsd is forked by a fork server, and can be told when to kill itself."""
+    """A node whose mpsd is forked by a fork server, and can be set to kill itself at a given moment."""
 
     kill_at: int = 0
     """The store operation before which the next mpsd kills itself, counted from 1; 0 means none."""

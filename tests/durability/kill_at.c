@@ -1,6 +1,6 @@
-/* Preloaded into mpsd: ends it by SIGKILL just before the N-th system call that changes one of its stores.
+/* Preloaded into mpsd: kills it by SIGKILL just before the N-th system call that changes one of its stores.
  *
- * A call that writes can be torn: half of it is done before the end. Nothing else of the program is changed. */
+ * A writing call can be torn: half of the data is written before the kill. The library changes nothing else. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -13,7 +13,7 @@
 static long left;
 static int torn;
 
-/* Arm it: the N-th such call from now on is the last. */
+/* Arm the library: the N-th such call from now on is the last. */
 void kill_at(long n, int tear) {
     left = n;
     torn = tear;

@@ -77,7 +77,7 @@ def waiting_id(node: Node, name: str) -> Any:
 
 
 def test_not_coming_back(full: tuple[Node, Any]) -> None:
-    """After the grace the place is dropped, and so is a grant that no caller has received."""
+    """After the grace the place is dropped; a grant that no caller has received is dropped too."""
     node, has = full
     with connection(node) as first:
         submit(first, **BIG, name="first", request_id="a")

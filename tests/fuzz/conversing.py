@@ -63,7 +63,7 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def _answers(said: bytes) -> list[Any]:
-    """Return the echoed requests, and whether each was to be the last, which is checked."""
+    """Return the echoed requests, each with whether it was declared the last, which is checked."""
     found: list[Any] = []
     said = said.replace(_CONTINUE, b"")
     while said:

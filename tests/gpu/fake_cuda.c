@@ -1,13 +1,13 @@
-/* A libcuda.so.1 without a GPU: the functions of CUDA's driver API that tests/gpu/cuda.py calls, as the environment says.
+/* A libcuda.so.1 without a GPU: the functions of CUDA's driver API for tests/gpu/cuda.py, controlled by variables.
  *
- *   FAKE_CUDA_MEMORY=BYTES           device memory; what goes beyond it is refused
- *   FAKE_CUDA_MULTIPROCESSORS=N      that a launch runs on
+ *   FAKE_CUDA_MEMORY=BYTES           device memory; larger allocations are refused
+ *   FAKE_CUDA_MULTIPROCESSORS=N      multiprocessors that a launch runs on
  *   FAKE_CUDA_FAIL=FUNCTION RESULT   this function returns this CUresult and does nothing
  *   FAKE_CUDA_HANG=FUNCTION          this function never returns, as in a wedge
  *   FAKE_CUDA_MPS=0|1                whether contexts are shared via MPS; unset, the driver does not know the attribute
  *
- * Arguments that cannot be meant end the process with a message: a wrong type in the client is not to pass unseen.
- * "Compiling" is looking for the kernels' names in the text. Values and signatures are those of cuda.h.
+ * Invalid arguments end the process with a message, so that a wrong type in the client is detected.
+ * "Compiling" is a search for the kernels' names in the text. Values and signatures are those of cuda.h.
  */
 
 #include <stddef.h>
@@ -39,7 +39,7 @@ static uint64_t number(const char *name, uint64_t otherwise)
     return value == NULL ? otherwise : strtoull(value, NULL, 10);
 }
 
-/* What this function is to return, before it does anything. */
+/* The result that this function returns, before it does anything. */
 static int result(const char *function, int needs_context)
 {
     char name[64];

@@ -19,7 +19,7 @@ _ROOT: Final = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.real_daemon(535)
 def test_questions(tmp_path: Path) -> None:
-    """Every question has its answers, from NVIDIA's own control daemon and a libcuda.so.1 that does not know it."""
+    """Every question has an answer, from NVIDIA's own control daemon and a fake libcuda.so.1 that is no client."""
     options = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{LIBRARY}"]
     source = Path(__file__).with_name("fake_cuda.c")
     subprocess.run([compiler(), *options, "-o", tmp_path / LIBRARY, source], check=True)

@@ -184,7 +184,7 @@ class TestEveryDriver:
     """Crashes of each of NVIDIA's control daemons."""
 
     def test_arbitrary_bytes(self, make_node: Start, real: RealDaemon) -> None:
-        """Whatever bytes a holder sends to the socket, the GPU is not given up, and a crash names the holder alone."""
+        """The GPU is not given up, whatever bytes a holder sends to the socket, and a crash names the holder alone."""
         node = make_node(simulate=1, control=real.control).start()
         with calling(node.socket, uid=ANN) as ann:
             granted(ann)

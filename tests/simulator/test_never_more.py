@@ -71,7 +71,7 @@ class Process:
 
 @dataclass
 class Run:
-    """A server, the leases whose processes come and go on it, and the time."""
+    """A server, the leases with processes on it, and the time."""
 
     dice: random.Random
     attach: Attach

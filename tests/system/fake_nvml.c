@@ -1,18 +1,18 @@
-/* A libnvidia-ml.so.1 without a GPU: the functions of NVML that mpsd calls, answering as a file says.
+/* A libnvidia-ml.so.1 without a GPU: the functions of NVML that mpsd calls, with answers from a file.
  *
- * $FAKE_NVML/state is read anew at each call, and replaced by rename, so that GPUs change while a process looks at them:
+ * Each call reads $FAKE_NVML/state, which is replaced by rename, so that GPUs change while a process observes them:
  *
  *   driver VERSION
- *   cuda VERSION                                              as 13000; 0 where the driver does not tell
- *   condition GPU PERSISTENCE ECC RETIREMENT PENDING FAILED   each -1 where the GPU does not tell, as without such a line
- *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 where the GPU has no such mode
+ *   cuda VERSION                                              as 13000; 0 if the driver does not report it
+ *   condition GPU PERSISTENCE ECC RETIREMENT PENDING FAILED   -1 for a value that the GPU does not report, or no line
+ *   gpu UUID MAJOR.MINOR MIG TOTAL RESERVED USED NAME...      MIG: 0, 1, or -1 if the GPU has no such mode
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
  *   activity GPU PID SECONDS PERCENT                          a sample of SM utilization that was taken so long ago
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
  *   recovery GPU ACTION                                       an nvmlDeviceGpuRecoveryAction_t; without it, none is told
  *   xid GPU NUMBER                                            reported once, to who listens to this GPU; more come behind
  *
- * $FAKE_NVML/compute_mode-UUID has a GPU's nvmlComputeMode_t where it was ever set; it is replaced by rename, too.
+ * $FAKE_NVML/compute_mode-UUID has a GPU's nvmlComputeMode_t if it was ever set; it is replaced by rename, too.
  *
  * $FAKE_NVML/calls gets a line for each call: the thread's id and the function. Values and layouts are those of nvml.h.
  */
@@ -35,7 +35,7 @@ struct gpu {
     unsigned long long total, reserved, used;
 };
 
-/* Persistence mode, ECC errors that were not corrected, pages to be retired, rows to be remapped, remapping that failed. */
+/* Persistence mode, uncorrected ECC errors, pending page retirements, pending row remappings, failed row remappings. */
 enum { PERSISTENCE, ECC, RETIREMENT, REMAPPING_PENDING, REMAPPING_FAILED, CONDITIONS };
 
 struct state {
@@ -49,7 +49,7 @@ struct state {
     struct { int gpu; unsigned long long number; } xid[XIDS];
 };
 
-static int opened; /* by how many */
+static int opened; /* the number of users */
 
 static FILE *open_beside(const char *name, const char *mode)
 {
@@ -110,7 +110,7 @@ static void read_state(struct state *s)
     fclose(file);
 }
 
-/* Note the call, hang or fail if the state says so, and hand out the state otherwise. */
+/* Record the call; hang or fail if the state says so, otherwise return the state. */
 static int enter(const char *function, int gpu, struct state *s)
 {
     FILE *calls = open_beside("calls", "ae");
@@ -130,7 +130,7 @@ again:
     return gpu < s->gpus ? SUCCESS : NOT_FOUND;
 }
 
-/* A handle is the GPU's index, and one more: no handle is NULL. */
+/* A handle is the GPU's index plus one, so that no handle is NULL. */
 static int index_of(void *handle)
 {
     return (int)(intptr_t)handle - 1;
@@ -226,7 +226,7 @@ int nvmlDeviceGetMigMode(void *handle, unsigned *current, unsigned *pending)
     if (s.gpu[index_of(handle)].mig < 0)
         return NOT_SUPPORTED;
     *current = s.gpu[index_of(handle)].mig;
-    *pending = 1; /* after the next reset, which says nothing about now */
+    *pending = 1; /* the mode after the next reset, not the current one */
     return SUCCESS;
 }
 
@@ -253,7 +253,7 @@ int nvmlDeviceGetPersistenceMode(void *handle, unsigned *mode)
 
 int nvmlDeviceGetTotalEccErrors(void *handle, unsigned type, unsigned counter, unsigned long long *count)
 {
-    if (type != 1 || counter != 0) /* those that were not corrected, since the driver was loaded */
+    if (type != 1 || counter != 0) /* uncorrected errors since the driver was loaded */
         return INVALID_ARGUMENT;
     CONDITION(count, ECC);
     return SUCCESS;
@@ -277,7 +277,7 @@ struct memory {
     unsigned long long total, free, used;
 };
 
-/* Version 1 counts what the driver keeps for itself as used. */
+/* Version 1 counts the driver's reserve as used. */
 int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory)
 {
     ENTER(index_of(handle));
@@ -310,7 +310,7 @@ struct process_info {
     unsigned gpu_instance, compute_instance;
 };
 
-/* As NVML does it: a first call with no room asks how many there are. */
+/* Like NVML: a first call without room returns the number. */
 static int list(const struct state *s, int gpu, const char *kind, unsigned *count, struct process_info *infos)
 {
     unsigned room = *count, found = 0;
@@ -420,7 +420,7 @@ int nvmlDeviceGetFieldValues(void *handle, int count, struct field *fields)
     return SUCCESS;
 }
 
-/* There is one event set: its address is all that anybody needs of it. */
+/* There is one event set, represented by its address. */
 static char event_set;
 static int listened_to[GPUS], reported;
 

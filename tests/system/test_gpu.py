@@ -455,7 +455,7 @@ def test_nobody_waits_for_a_thread_that_is_stuck(nvml: FakeNvml, gpus: Child) ->
     nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
     gpus.do("deadline", 0.2)
     assert gpus.usage(first) == Unknown("NVML did not answer within 0.2 s: a call hangs in the driver")
-    gpus.do("deadline", _HOUR)  # an answer that was waited for would never come
+    gpus.do("deadline", _HOUR)  # otherwise the test would wait for an answer that never comes
     stuck = Unknown("NVML does not answer: a call hangs in the driver and has not returned yet")
     assert gpus.usage(second) == stuck
     assert gpus.inventory() == Inventory((), {0: stuck, 1: stuck})
@@ -486,7 +486,7 @@ def test_few_requests_wait(nvml: FakeNvml, gpus: Child) -> None:
     gpus.do("deadline", _HOUR)
     nvml.show(*_NODE, _fault(_BY_UUID, _HANG))
     gpus.ask("usage", first)
-    # So that all requests before it have been served.
+    # The hang proves that all requests before it have been served.
     wait_until(lambda: _BY_UUID in nvml.functions(), what="the call to hang")
     for _ in range(69):
         gpus.ask("usage", first)

@@ -102,7 +102,7 @@ def _check_keeping(machine: Machine, service: Service) -> None:
     machine.path(f"/etc/systemd/system/{_UNIT}.d/pause.conf").unlink()
     machine.run("systemctl", "daemon-reload")
 
-    # Other options result in another lease, even if the last one was to be kept.
+    # Other options result in another lease, even if the former lease should be kept.
     _mpsctl(machine, "wrap", "trainer", "--fraction", "0.5", "--on-restart", "keep")
     machine.run("systemctl", "start", _UNIT)
     wait_until(lambda: _variable(machine, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"), what="its program to have begun")

@@ -116,7 +116,7 @@ def test_what_cannot_be_meant(node: Node, arguments: list[str], says: str) -> No
 
 @pytest.mark.parametrize("form", ["table", "wide", "json"])
 def test_escape_sequences(short_tmp: Path, form: str) -> None:
-    """Whatever an event contains, it has no effect on the terminal, and is one line."""
+    """An event has no effect on the terminal, and is one line, whatever it contains."""
     told = event(1, because=HOSTILE, **{HOSTILE: "x"})
     with answering(short_tmp / "s", [*chunks(told), b"0\r\n\r\n"]):
         done = run_mpsctl(short_tmp / "s", "events", "-o", form)

@@ -624,7 +624,7 @@ class TestReservations:
         assert desk.end(small) == [both.id]
 
     def test_nor_behind_another_first(self) -> None:
-        """Nor is it reserved while another request is first on the missing GPU."""
+        """While another request is first on the missing GPU, the other GPU is not reserved either."""
         desk = Desk(offer(0), offer(1))
         holding = desk.ask(100, gpu=gpu(0))
         first = desk.waits(100, gpu=gpu(0))

@@ -126,7 +126,7 @@ def test_client_priority_while_away(make_node: Start) -> None:
 
 @pytest.mark.parametrize("real", branches(470))
 def test_no_client_priority(make_node: Start, real: RealDaemon) -> None:
-    """A driver without priorities is asked once, and never again."""
+    """A driver without priorities is queried once, and never again."""
     node = make_node(simulate=1, control=real.control, config=PERCENTAGE).start()
     node.ask("gpu0", "set_default_active_thread_percentage 10")
     undone(node, "gpu0", "active_thread_percentage")

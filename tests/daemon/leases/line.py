@@ -100,7 +100,7 @@ class Talk:
         return Answer(int(status[1]), headers, self._stream.read(size))
 
     def rest(self) -> bytes:
-        """Return whatever comes until the other side closes the connection."""
+        """Return all bytes that arrive until the other side closes the connection."""
         return self._stream.read()
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ _SHELL: Final = ("sh", "-c", '"$@"; exit', "sh")
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node, whose policy is to report."""
+    """Start a node with the policy `report`."""
     return make_node(simulate=1, control=None).start()
 
 

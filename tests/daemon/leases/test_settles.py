@@ -51,7 +51,7 @@ class Holder(SimulatedClient):
         self.went = False
 
     def go(self) -> None:
-        """Tell it to connect to the GPU, without waiting until it has."""
+        """Have it connect to the GPU, without waiting until it has."""
         self._stdin.write(b"\n")
         self.went = True
 

@@ -30,7 +30,7 @@ PART: Final = {"active_thread_percentage": 25.0, "pinned_device_mem_limit": 2 * 
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node, whose policy is to report."""
+    """Start a node with the policy `report`."""
     return make_node(simulate=1, control=None, config="").start()
 
 
@@ -213,7 +213,7 @@ def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
                 found = only(verified_more(node, lease, client))["limits_in_force"]
                 assert found == {"active_thread_percentage": 80.0, "pinned_device_mem_limit": 40 * GIB}
                 return
-            # Among more commands than mpsd remembers any could be the one, and no process is to blame.
+            # mpsd has forgotten some of so many commands; any of them could be the one, so no process is in violation.
             answer = verified(node, lease["id"])
             assert (answer["ok"], answer["violations"], only(answer)["limits_in_force"]) == (False, [], None)
             assert "before this mpsd could see what was open to it" in answer["because"]

@@ -27,7 +27,7 @@ TERMINATE: Final = '[enforcement]\ngrace = 0.3\non_violation = "terminate"\n'
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node whose policy is to report."""
+    """Start a node with the policy `report`."""
     return make_node(simulate=1, control=None, config=GRACE).start()
 
 

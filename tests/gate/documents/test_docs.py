@@ -168,7 +168,7 @@ def _rooms_imported() -> set[tuple[str, str]]:
 
 
 def test_the_picture_of_the_rooms() -> None:
-    """docs/architecture.md draws every room, and an arrow for every import between rooms of a layer, and no other."""
+    """docs/architecture.md draws every room, and an arrow for every import between rooms of a layer, and no others."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     picture = text.partition("<!-- rooms:begin -->")[2].partition("<!-- rooms:end -->")[0]
     labels = dict(_NODE.findall(picture))

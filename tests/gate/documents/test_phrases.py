@@ -1,7 +1,8 @@
 """What a user reads is plain English: helps, errors, hints, every other sentence of the code, and the documents.
 
-A phrase is checked for how it begins and ends, and every text for words that this project no longer uses, since each
-of them hides who does what: "nobody is let in" is "admission is stopped", "it waited in vain" is "it timed out".
+The gate checks the beginning and the end of a phrase, and searches every text for words that this project no longer
+uses, since each of them hides the actor: "nobody is let in" is "admission is stopped", "it waited in vain" is "it timed
+out".
 """
 
 import ast
@@ -19,19 +20,19 @@ from mpsd.core.settings import quota_rows, rows
 from tests.gate.source import ROOT, dotted, modules
 
 Check = Callable[[str], Iterator[str]]
-"""Yields what is wrong with a text."""
+"""Yields the faults of a text."""
 
 _START: Final = re.compile(r"[A-Z`0-9]|mpsctl |mpsd ")
-"""A capital, a literal, a number, or the name of a program, which has no capital."""
+"""A capital, a literal, a number, or the name of a program, which is in lower case."""
 
 _SHORTHAND: Final = re.compile(
     r"(?:For which|Of|That|Those|These|Who|Whose|Whom|Which|With which|(?:After|Before|Between|On|In|To) (?:which|so)"
     r"|What (?:is|are|was|were|becomes|it|they)|And|But|It|Its|They|There|As (?:many|much)|So|Somebody|Something)\b"
 )
-"""Openings that complete a sentence which stands elsewhere, or that name nothing."""
+"""Openings that continue a sentence elsewhere, or that name nothing."""
 
 _DEFAULT: Final = re.compile(r"  \[[^\[\]]+\]$")
-"""What stands behind an option's help, as click writes it."""
+"""The suffix that click adds to an option's help."""
 
 _UNWANTED: Final = {
     r"\bwhoever\b": "name them: clients, the caller, processes",
@@ -67,7 +68,7 @@ _UNWANTED: Final = {
     r"\bwho (?:has|have) (?:it|them)\b": "the holder",
     r"\bwas to\b|\bis to be\b|\bare to be\b": "say when or why: must, will",
 }
-"""What no text says, by a regular expression, with what to say instead."""
+"""Words that no text may contain, as regular expressions, with their replacements."""
 
 
 def _words(text: str) -> Iterator[str]:
@@ -78,7 +79,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def _phrase(text: str) -> Iterator[str]:
-    """Check what stands alone: in a table, a manual page, or a comment."""
+    """Check a text that stands alone: in a table, a manual page, or a comment."""
     if not _START.match(text):
         yield "does not begin with a capital, a number or a literal"
     if found := _SHORTHAND.match(text):
@@ -89,14 +90,14 @@ def _phrase(text: str) -> Iterator[str]:
 
 
 def _summary(text: str) -> Iterator[str]:
-    """Check the first sentence of a command's help, which tells it what to do: List, not Lists."""
+    """Check the first sentence of a command's help, which is an imperative: List, not Lists."""
     if not re.match(r"[A-Z][a-z]+(?<!s)\b", text):
         yield "does not begin with a verb in the imperative"
     yield from _phrase(text)
 
 
 def _detail(text: str) -> Iterator[str]:
-    """Check what is wrong, which its code follows on the same line."""
+    """Check the detail of an error, which is followed by its code on the same line."""
     if text.endswith("."):
         yield "ends with a full stop"
     yield from _words(text)
@@ -189,7 +190,7 @@ _RAISED: Final = {error.__name__ for error in catalogue()} | {MpsdError.__name__
 
 
 def _code() -> Iterator[tuple[str, str, Check]]:
-    """Yield each text of the code that is no docstring, and what errors are raised with as what it is."""
+    """Yield each text of the code except for docstrings; the details of errors are checked as such."""
     for module in modules("mpsd"):
         details = {id(each) for call in ast.walk(module.tree) for each in _details(call)}
         silent = set(_silent(module.tree))
@@ -208,7 +209,7 @@ def _details(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _silent(tree: ast.Module) -> Iterator[int]:
-    """Yield the texts that are read as part of another, or by nobody but a reader of the code."""
+    """Yield the texts that are parts of another, or that only readers of the code see."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield from (id(each) for each in ast.walk(node) if each is not node)
@@ -217,7 +218,7 @@ def _silent(tree: ast.Module) -> Iterator[int]:
 
 
 def _text(node: ast.AST) -> str:
-    """Return a text that is written here, with `{}` for what is put into it; an empty one for all else."""
+    """Return the text of a node, with `{}` for inserted values; an empty one for other nodes."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -234,9 +235,9 @@ def _text(node: ast.AST) -> str:
     "texts", [_settings, _commands, _errors, _code, _documents], ids=lambda texts: texts.__name__.strip("_")
 )
 def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> None:
-    """Every help, error and sentence begins and ends as it must, and says nothing in words that are not used."""
+    """Every help, error and sentence begins and ends correctly, and contains no unwanted word."""
     all_of_it = list(texts())
-    assert len(all_of_it) > 30  # of each kind there are more: none was lost on the way here
+    assert len(all_of_it) > 30  # each kind has more: none was lost
     wrong = [f"{where}: {text!r} {what}" for where, text, check in all_of_it for what in check(text)]
     assert not wrong, "\n".join(wrong)
 
@@ -265,7 +266,7 @@ def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> No
     ],
 )
 def test_what_it_finds(check: Check, text: str) -> None:
-    """The gate finds what users had to read before there was one."""
+    """The gate finds texts that users had to read before it existed."""
     assert list(check(text))
 
 
@@ -282,5 +283,5 @@ def test_what_it_finds(check: Check, text: str) -> None:
     ],
 )
 def test_what_it_lets_pass(check: Check, text: str) -> None:
-    """The gate has nothing to say about plain sentences."""
+    """The gate accepts plain sentences."""
     assert not list(check(text))

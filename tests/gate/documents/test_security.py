@@ -1,4 +1,4 @@
-"""docs/security.md names a test for everything that it says is stopped, and each of those is there."""
+"""docs/security.md names a test for every attack that it calls stopped, and each of these tests exists."""
 
 import ast
 import re
@@ -8,11 +8,11 @@ from tests.gate.source import ROOT, modules
 
 PAGE: Final = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 NAMED: Final = frozenset(re.findall(r"`(tests/[\w/]+\.py(?:::\w+)*)`", PAGE))
-"""Tests as pytest takes them: a file, or a class or function in it, or a method of a class."""
+"""Tests in pytest's notation: a file, or a class or function in it, or a method of a class."""
 
 
 def there() -> frozenset[str]:
-    """Return the names of all tests, and of the classes and files that they are in."""
+    """Return the names of all tests, and of their classes and files."""
     found = set()
     for module in modules("tests"):
         for node in module.tree.body:
@@ -24,21 +24,21 @@ def there() -> frozenset[str]:
 
 
 def _name(node: ast.stmt) -> str:
-    """Return the name of a test or of a class of them; an empty text for anything else."""
+    """Return the name of a test or of a class of tests; an empty text for any other node."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return ""
     return node.name if node.name.lower().startswith("test") else ""
 
 
 def test_each_is_there() -> None:
-    """No test is named that is not there, in whatever way it is written."""
+    """Every named test exists, in any notation."""
     absent = sorted(NAMED - there())
     assert not absent
     assert {each for each in re.findall(r"tests/[\w/.:]+", PAGE) if each not in NAMED} == set()
 
 
 def test_each_section_has_some() -> None:
-    """Each section says what shows what it says."""
+    """Each section names tests for its claims."""
     sections = PAGE.split("\n## ")[1:]
     assert len(sections) >= 10
     for section in sections:
@@ -46,7 +46,7 @@ def test_each_section_has_some() -> None:
 
 
 def test_none_is_forgotten() -> None:
-    """Whatever is tested about strangers is on the page: each file of tests/security, or each test in it."""
+    """The page has every test about strangers: each file of tests/security, or each test in it."""
     ours = {each for each in there() if each.startswith("tests/security/") and each.count("::") == 1}
     files = {each.partition("::")[0] for each in ours}
     assert len(files) >= 4

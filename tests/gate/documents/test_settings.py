@@ -22,19 +22,19 @@ CONTRACT = {
     "admission.memory_reserve": ...,
     "admission.placement": "best-fit",
 }
-"""The names that are fixed, with the defaults that are (`...` where it is not)."""
+"""The fixed names, with their fixed defaults (`...` where the default is not fixed)."""
 
 
 @pytest.mark.parametrize("row", list(rows()), ids=lambda row: row.key)
 class TestEachSetting:
-    """What holds for every row."""
+    """Rules for every row."""
 
     def test_is_documented(self, row: SettingRow) -> None:
         """Its help is one line that fits into a table, and ends with a full stop."""
         assert re.fullmatch(r"[^\n|]+\.", row.help)
 
     def test_default_reads_back(self, row: SettingRow) -> None:
-        """Its default, written as the table shows it, is read from a file as the same value."""
+        """Its default, as the table shows it, parses to the same value in a file."""
         if row.default is None:
             return
         section, name = row.key.split(".")
@@ -48,7 +48,7 @@ def test_keys_are_unique() -> None:
 
 
 def test_the_contract_stands() -> None:
-    """The names that are fixed are there, with the defaults that are fixed."""
+    """The fixed names exist, with their fixed defaults."""
     defaults = {row.key: row.default for row in rows()}
     assert defaults.keys() >= CONTRACT.keys()
     for key, default in CONTRACT.items():

@@ -8,7 +8,7 @@ from tests.gate.source import Module, dotted, modules
 
 
 def writers(module: Module) -> Iterator[str]:
-    """Give each place outside `__init__` that assigns to an attribute called `_state`, in whatever form."""
+    """Yield each place outside `__init__` that assigns to an attribute called `_state`, in any form."""
     initial = {
         id(node)
         for function in ast.walk(module.tree)
@@ -21,12 +21,12 @@ def writers(module: Module) -> Iterator[str]:
 
 
 def assigned(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Tell whether this is a `_state` that is written or deleted."""
+    """Return whether this is a `_state` that is written or deleted."""
     return isinstance(node, ast.Attribute) and node.attr == "_state" and not isinstance(node.ctx, ast.Load)
 
 
 def set_by_name(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Tell whether this is a call of setattr, or of its like, with that name."""
+    """Return whether this is a call of setattr or delattr with that name."""
     if not isinstance(node, ast.Call) or dotted(node.func).rpartition(".")[2] not in {"setattr", "__setattr__"}:
         return False
     return any(isinstance(argument, ast.Constant) and argument.value == "_state" for argument in node.args)
@@ -39,7 +39,7 @@ def test_one_writer() -> None:
 
 
 def test_every_form_of_writing_is_seen() -> None:
-    """The test above sees what it is there to see: plain, annotated, unpacked, augmented and by setattr."""
+    """The test above finds every form: plain, annotated, unpacked, augmented and by setattr."""
     text = """
 class A:
     def __init__(self): self._state = 1

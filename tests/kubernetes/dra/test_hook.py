@@ -16,7 +16,7 @@ pytestmark = pytest.mark.root("name control groups for others")
 
 @pytest.fixture
 def cluster(make_cluster: MakeCluster) -> DraCluster:
-    """Give a node whose container runtime finds mpsctl."""
+    """Return a node whose container runtime finds mpsctl."""
     return make_cluster(settings={"HOOK": str(Path(sys.executable).parent / "mpsctl")})
 
 

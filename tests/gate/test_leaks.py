@@ -32,7 +32,7 @@ LEAKING: Final = '''
         return pipe
 
     def orphan(*arguments, **environment):
-        # A child that starts a grandchild and goes: what is left has another parent.
+        # A child starts a grandchild and exits: the grandchild then has another parent.
         program = (
             "import os, subprocess, sys;"
             "child = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], stdout=-1, start_new_session=True);"
@@ -101,7 +101,7 @@ LEAKING: Final = '''
             yield process
 
     def test_reaped_by_another(reaper):
-        # What has ended is about to be waited for by who started it.
+        # A process has ended, and its parent is about to reap it.
         reaper.stdin.write(b"\\n")
         reaper.stdin.flush()
         reaper.stdout.readline()

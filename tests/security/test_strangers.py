@@ -38,7 +38,7 @@ os.setgroups([])
 os.setresgid({ANN}, {ANN}, {ANN})
 os.setresuid({ANN}, {ANN}, {ANN})
 libc = ctypes.CDLL(None, use_errno=True)
-libc.prctl(4, 1)  # PR_SET_DUMPABLE: who gave up a uid may not write the map of his namespace otherwise
+libc.prctl(4, 1)  # PR_SET_DUMPABLE: after a change of uid, the map of the namespace is not writable otherwise
 assert libc.unshare(0x10000000 | 0x20000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUSER, CLONE_NEWPID
 for name, line in (("setgroups", "deny"), ("uid_map", "0 {ANN} 1"), ("gid_map", "0 {ANN} 1")):
     with open(f"/proc/self/{{name}}", "w") as file:
@@ -46,7 +46,7 @@ for name, line in (("setgroups", "deny"), ("uid_map", "0 {ANN} 1"), ("gid_map", 
 child = os.fork()
 if child:
     os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
-libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whoever ends the one that the test knows ends this one
+libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: this process ends with its parent, whose pid the test knows
 assert (os.getuid(), os.getpid()) == (0, 1)
 """
 """Becomes root and process 1 of its own namespaces, like the root of a container that a user started."""

@@ -123,7 +123,7 @@ def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
 
 AS_NOBODY = f"""
 import decimal, difflib, locale, os, sys
-import mpsd.cli.main, mpsd.cli.commands.explain, mpsd.cli.commands.status  # which that user may not read
+import mpsd.cli.main, mpsd.cli.commands.explain, mpsd.cli.commands.status  # that user may not read these modules
 os.setgroups([])
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})

@@ -183,7 +183,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _need_gpu(wanted: str) -> None:
     __tracebackhide__ = True
     if not machine.required() and "gpu" not in wanted:
-        # They cause a fault, which must not happen to other users of a developer's GPU.
+        # These tests cause a fault, which must not happen to other users of a developer's GPU.
         pytest.skip("the tests of a real GPU are run by: pytest -m gpu tests/gpu")
     if (missing := machine.missing()) is not None:
         if machine.required():

@@ -42,7 +42,10 @@ class DrivenProgram:
 
     @property
     def hello(self) -> dict[str, Any]:
-        """Its first line. It comes once CUDA is initialised, and so not at all while MPS makes the client wait."""
+        """The first line of the program.
+
+        It comes once CUDA is initialised, and so not at all while MPS makes the client wait.
+        """
         if self._hello is None:
             self._hello = self.answer()
         return self._hello

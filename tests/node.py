@@ -139,7 +139,7 @@ class Node:
         variables = {**os.environ, **self.env}
         # Variables of the dynamic loader take effect in a new program only.
         if self.fork_server is not None and not any(name.startswith("LD_") for name in self.env):
-            # Its interface is that of Popen.
+            # The process has the interface of Popen.
             self.process = self.fork_server.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
             return
         with self.stderr.open("ab") as log:

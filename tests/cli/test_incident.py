@@ -104,7 +104,7 @@ def test_a_bad_night(node: Node) -> None:
 
 
 def test_a_daemon_that_is_given_up(make_node: Callable[..., Node]) -> None:
-    """It says when the daemon died, which log to read, and how to bring it back; its story has the log's last lines."""
+    """The story of a failed daemon has its deaths, the log to read with its last lines, and the remedy."""
     node = make_node(simulate=1, control=None, config="[daemon]\ndeaths = 2\n").start()
     pids = []
     for state in ("ready", "failed"):

@@ -18,7 +18,7 @@ def wrong(made: Any) -> list[str]:
 
 
 def test_specification() -> None:
-    """It conforms to OpenAPI 3.1."""
+    """The document conforms to OpenAPI 3.1."""
     made = json.loads(json.dumps(document(ROUTES)))
     assert wrong(made) == []
     del made["info"]["title"]

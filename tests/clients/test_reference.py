@@ -42,7 +42,7 @@ _FEW: Final = "openapi-generator-cli|^package main|node:http"
     ],
 )
 def test_block(node: Node, short_tmp: Path, language: str, block: str) -> None:
-    """It succeeds, and every lease that it requests is granted and released."""
+    """Each block succeeds, and every lease that it requests is granted and released."""
     if "curl" in block:
         needed("curl", "curl")
     command = _RUNS[language]

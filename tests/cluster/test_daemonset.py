@@ -32,7 +32,7 @@ def control_daemons(mpsd: Mpsd) -> dict[str, int]:
 
 
 def test_placed(mpsd: Mpsd) -> None:
-    """It runs, healthy, on the labelled node; the API server treats it as critical, and gives it no token."""
+    """mpsd runs, healthy, on the labelled node; the API server treats its pod as critical, and gives it no token."""
     pod = mpsd.ready()
     assert pod["spec"]["nodeName"] == NODE
     assert pod["spec"]["priority"] == 2000001000

@@ -90,7 +90,7 @@ class TestContainerRun:
     """A container with its own lease."""
 
     def test_share(self, node: Node, podman: Podman, files: Path) -> None:
-        """It has its share under MPS, sees only its own control daemon, survives mpsd, and ends its lease."""
+        """A container has its share under MPS, sees only its own control daemon, survives mpsd, and ends its lease."""
         with running(node, podman, files, *CLIENT) as client:
             assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
             pid = podman.pid(client.name)
@@ -101,7 +101,7 @@ class TestContainerRun:
             wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
             verified = node.mpsctl("verify", lease["id"])
             assert verified.returncode == 0, verified.stdout
-            # It sees the files of its control daemon only, and cannot change them.
+            # The container sees the files of its control daemon only, and cannot change them.
             look = (
                 f"import os; print(os.listdir({str(node.root / 'run')!r}), os.listdir({str(node.root / 'run/mps')!r}))"
             )

@@ -66,7 +66,7 @@ class TestImage:
         assert again == podman.call("image", "inspect", image, "--format={{.Id}}").stdout.strip()
 
     def test_what_it_says(self, podman: Podman, image: str) -> None:
-        """Its metadata name its purpose, how it is stopped, and what it needs of NVIDIA's container runtime."""
+        """The image's metadata name its purpose, its stop signal, and its needs of NVIDIA's container runtime."""
         config = json.loads(podman.call("image", "inspect", image).stdout)[0]["Config"]
         assert config["Labels"]["org.opencontainers.image.title"] == "mpsd"
         assert re.fullmatch(r"[0-9a-f]{40}|unknown", config["Labels"]["org.opencontainers.image.revision"])
@@ -74,7 +74,7 @@ class TestImage:
         assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in config["Env"]
 
     def test_small(self, podman: Podman, image: str, files: Path) -> None:
-        """It has no compiler, no installer with its lists, no tests, and no file of NVIDIA's driver."""
+        """The image has no compiler, no installer with its lists, no tests, and no file of NVIDIA's driver."""
         assert int(podman.call("image", "inspect", image, "--format={{.Size}}").stdout) < LARGEST
         there = [str(each.relative_to(files)) for each in files.rglob("*")]
         installers = (
@@ -96,7 +96,7 @@ class TestImage:
         assert len(list(package.rglob("*.pyc"))) == len(list(package.rglob("*.py"))) > 100
 
     def test_driver_root(self, podman: Podman, image: str, short_tmp: Path) -> None:
-        """It finds a driver where the GPU operator's driver container has it, and says so."""
+        """mpsd finds a driver where the GPU operator's driver container has it, and says so."""
         control = real.real_daemons()[535]
         (short_tmp / "usr" / "bin").mkdir(parents=True)
         shutil.copy(control, short_tmp / "usr" / "bin")
@@ -105,7 +105,7 @@ class TestImage:
         assert f"# program: /run/nvidia/driver/usr/bin/{control.name}\n" in checked.stdout, checked.stderr
 
     def test_anybody(self, podman: Podman, image: str) -> None:
-        """It runs without any rights, and writes nothing."""
+        """The image runs without any rights, and writes nothing."""
         options = ["--user=2601", "--cap-drop=all", "--security-opt=no-new-privileges", "--read-only"]
         assert podman.run(image, "--version", options=[*options, "--entrypoint=mpsctl"]).stdout.startswith("mpsctl, ")
         checked = podman.run(image, "check", options=options)

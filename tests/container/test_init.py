@@ -170,7 +170,7 @@ def test_never_gave_a_sign(said: Path) -> None:
 
 
 def test_ready(short_tmp: Path) -> None:
-    """Its readiness is forwarded at once to the service manager outside; signs of life are not."""
+    """The command's readiness is forwarded at once to the service manager outside; signs of life are not."""
     says = "import os, socket, signal\nsigns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
     says += "for said in (b'WATCHDOG=1', b'STATUS=well', b'READY=1'):\n"
     says += "    signs.sendto(said, chr(0) + os.environ['NOTIFY_SOCKET'][1:])\nsignal.pause()\n"
@@ -183,7 +183,7 @@ def test_ready(short_tmp: Path) -> None:
 
 
 def test_open_files() -> None:
-    """Its command may open as many files as it can allow itself, whatever its own limit was."""
+    """The command may open as many files as init can allow itself, whatever init's own limit was."""
     command = ["prlimit", "--nofile=64:4096", sys.executable, "-I", str(INIT), "sh", "-c", "ulimit -S -n"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "4096\n"
 

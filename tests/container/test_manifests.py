@@ -56,7 +56,10 @@ def test_schema_of_the_example() -> None:
 
 @pytest.mark.parametrize("name", ["daemonset", "sidecar"])
 def test_what_mpsd_needs(name: str) -> None:
-    """It has the host's pids, privileges, time to drain, and no access to the API server; only a stop ends it."""
+    """mpsd's pod has the host's pids, privileges, time to drain, and no access to the API server.
+
+    Only a stop ends it.
+    """
     spec, container = pod(name), mpsd_in(pod(name))
     assert spec["hostPID"]
     assert not spec["automountServiceAccountToken"]
@@ -76,7 +79,10 @@ def test_what_mpsd_needs(name: str) -> None:
 
 
 def test_daemonset() -> None:
-    """It runs only on labelled nodes, is not evicted, no update ends clients, and all share one /dev/shm."""
+    """The DaemonSet runs only on labelled nodes, is not evicted, and its updates end no client.
+
+    All share one /dev/shm.
+    """
     objects = overlay("daemonset")
     assert objects["DaemonSet"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
     spec = pod("daemonset")
@@ -92,7 +98,7 @@ def test_daemonset() -> None:
 
 
 def test_sidecar() -> None:
-    """It starts before the application and ends after it, and otherwise equals the container of the DaemonSet."""
+    """The sidecar starts before the application and ends after it, and otherwise equals the DaemonSet's container."""
     spec, container = pod("sidecar"), mpsd_in(pod("sidecar"))
     assert spec["initContainers"][-1] == container
     assert container.pop("restartPolicy") == "Always"

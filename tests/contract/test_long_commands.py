@@ -61,7 +61,7 @@ async def asked(bench: Bench, door: ControlPipe) -> tuple["asyncio.Task[LimitVal
 
 
 def test_answer(bench: Bench) -> None:
-    """It is answered like any command, by a front-end that was recorded before it sent anything."""
+    """A long command is answered like any other, by a front-end that was recorded before it sent anything."""
 
     async def test() -> None:
         door = bench.door()

@@ -143,7 +143,7 @@ def test_one_server_at_a_time(bench: Bench) -> None:
         return listed[0] if listed and listed != [str(first)] else None
 
     follower = wait_until(second, what="the waiting uid's server")
-    # It is listed a moment before it is logged, also behind a mark.
+    # The server is listed a moment before its start is logged, also behind a mark.
     started = f"Starting new server {follower} for user {STRANGER}"
     wait_until(lambda: started in bench.log(), what="the log to tell of it")
     ours = [line for line in bench.log() if line.startswith(("Starting new", "Server ", "Removed"))]

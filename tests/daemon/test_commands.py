@@ -262,7 +262,7 @@ class TestCheck:
         assert check(path).returncode == 0
 
     def test_it_prints_the_effective_settings(self, tmp_path: Path) -> None:
-        """It exits with 0 and prints a configuration that is equal to the settings in force, with their meaning."""
+        """The check exits with 0 and prints a configuration equal to the settings in force, with their meaning."""
         path, again = tmp_path / "mpsd.toml", tmp_path / "again.toml"
         path.write_text(
             '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "1.5GiB"\n'

@@ -171,7 +171,7 @@ class TestNotifications:
             node.request("POST", "/v1/daemons/gpu1/resume")
             at = ears.wait_for("STATUS=2 of 2 control daemons ready", at)
             assert ears.said[at] == "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting"
-            # It lists open violations, and the risk that a program which misses MPS gets a GPU.
+            # The status lists open violations, and the risk that a program which misses MPS gets a GPU.
             node.reload("")
             ears.wait_for(
                 "STATUS=2 of 2 control daemons ready, 0 leases, 0 waiting; a program that misses MPS gets all of"

@@ -106,7 +106,7 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
 
 
 def test_holder_died_while_mpsd_was_away(make_node: Start) -> None:
-    """Its lease has ended before any caller can ask, and its share is free."""
+    """The lease of a holder that died meanwhile has ended before any caller can ask, and its share is free."""
     node = make_node().start()
     with calling(node.socket) as holder:
         lease = holder.admit(threads=100, memory="1GiB").json

@@ -177,7 +177,7 @@ def test_imports_point_one_way() -> None:
 
 
 def test_the_module_that_may_import_more_is_imported_late() -> None:
-    """It costs the other commands of mpsctl nothing: no module imports it at the start."""
+    """The module costs the other commands of mpsctl nothing: no module imports it at the start."""
     early = [
         f"{module.path}:{each.line}"
         for module in modules("mpsd")

@@ -56,7 +56,7 @@ def test_no_library(tmp_path: Path) -> None:
 
 
 def test_wedge(library: Path) -> None:  # noqa: F811
-    """In a wedge it prints nothing, forever, and can be killed."""
+    """In a wedge the canary prints nothing, forever, and can be killed."""
     environment = {"LD_LIBRARY_PATH": str(library), "FAKE_CUDA_HANG": "cuInit"}
     with pytest.raises(subprocess.TimeoutExpired) as overrun:
         subprocess.run(CanaryProgram().argv, env=environment, capture_output=True, timeout=1, check=False)
@@ -73,6 +73,6 @@ print(os.getresuid(), os.getresgid(), os.getgroups())
 
 @pytest.mark.root("become another user")
 def test_user() -> None:
-    """It becomes the given user for good, without other groups."""
+    """The canary becomes the given user for good, without other groups."""
     done = subprocess.run([sys.executable, "-c", _WHO], capture_output=True, text=True, check=True, env={**os.environ})
     assert done.stdout.strip() == "(61004, 61004, 61004) (61005, 61005, 61005) []"

@@ -46,7 +46,7 @@ def start(library: Path) -> Iterator[Start]:
 
 
 def test_what_it_says_first(start: Start) -> None:
-    """It first describes its GPU, and does so again on request."""
+    """The client first describes its GPU, and does so again on request."""
     client = start(FAKE_CUDA_MULTIPROCESSORS="33")
     said = {"pid": client.pid, "gpu": "Fake GPU", "cuda": "12.4", "multiprocessors": 33, "ok": True}
     assert client.hello == {**said, "free": 300 * MIB, "total": 300 * MIB}
@@ -55,7 +55,7 @@ def test_what_it_says_first(start: Start) -> None:
 
 
 def test_memory(start: Start) -> None:
-    """It allocates until it is refused, keeps its memory, and frees all of it."""
+    """The client allocates until it is refused, keeps its memory, and frees all of it."""
     client = start()
     assert client.do("alloc 32MiB") == {"ok": True}
     assert client.do("info")["free"] == 268 * MIB
@@ -69,7 +69,7 @@ def test_memory(start: Start) -> None:
 
 
 def test_work(start: Start) -> None:
-    """It reports its rate and the number of its multiprocessors, and holds no more memory afterwards than before."""
+    """The client reports its rate and its number of multiprocessors, and frees the memory for the work afterwards."""
     client = start(FAKE_CUDA_MULTIPROCESSORS="5")
     done = client.do("busy 0.05")
     assert done["ok"]

@@ -78,7 +78,7 @@ def test_memory_ceiling(node: Node) -> None:
         answer = client.do("alloc-until-refused")
         assert answer["refused"] == "CUDA_ERROR_OUT_OF_MEMORY"
         assert 3 * GIB <= answer["held"] <= 4 * GIB
-        # It can allocate freed memory again, and no more than that.
+        # The client can allocate freed memory again, and no more than that.
         assert client.do("free")["ok"]
         assert client.do("alloc-until-refused")["held"] == pytest.approx(answer["held"], abs=2 * PIECE)
         assert client.end() == 0

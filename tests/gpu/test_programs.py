@@ -40,7 +40,7 @@ def test_questions(tmp_path: Path) -> None:
     assert answers["opened, then closed: cuInit before, the context 5 s later"] == context
     assert answers["part, since then: it is reset"] == context
     assert answers["SIGKILL of a busy client: its neighbour, in its work"] == "works"
-    # Its clients belong to no server that could be asked.
+    # The clients belong to no server that could be queried.
     assert [what for what, _ in rows if "could not be asked" in what] == ["terminating: could not be asked to its end"]
     assert answers["SIGKILL of a busy client, alone: its server"] == "[], and lists []"
 

@@ -72,7 +72,10 @@ class TestCapabilities:
     """Capabilities of each of NVIDIA's control daemons, started by mpsd."""
 
     def test_control_daemon(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
-        """It and its servers never have more than the listed capabilities; mpsd keeps its own, and everything works."""
+        """The daemon and its servers never have more than the listed capabilities.
+
+        mpsd keeps its own, and everything works.
+        """
         node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin")).start()
         before = sets(node.pid)
         listed = sum(1 << each for each in DAEMON)
@@ -212,7 +215,7 @@ class TestEveryDriver:
             assert warnings(node) == {f"uid {ANN}": "suspect"}
             wait_until(lambda: let_in(node, ANN), what="the lease to be let in again")
 
-            # It releases its lease before the bytes that it sent take effect.
+            # Ann releases the lease before the bytes that she sent take effect.
             assert ann.request("DELETE", f"/v1/leases/{lease}").status == 204
             second = crash(node, number=signal.SIGABRT)
             assert (second["suspects"], second["verdict"], second["delay"]) == ([ANN], "at_once", 0.0)

@@ -241,7 +241,7 @@ class TestPathComponents:
 
     @needs_root
     def test_parent_of_another(self, make_node: Start) -> None:
-        """It does not start where one other user may rename them, either."""
+        """mpsd does not start where one other user may rename its directories, either."""
         node = make_node(simulate=1)
         os.chown(node.root, ANN, ANN)
         said = self.refused(node)

@@ -144,7 +144,7 @@ class TestAnyBytes:
     """A stranger's executable at a path that is not UTF-8."""
 
     def test_start(self, make_node: Start, short_tmp: Path) -> None:
-        """It hinders neither mpsd's start nor an answer."""
+        """A stranger's path hinders neither mpsd's start nor an answer."""
         node = make_node(simulate=1).start()
         env = environment(node)
         program = os.fsencode(short_tmp) + b"/\xff\xed\xb0\x80"

@@ -38,5 +38,5 @@ def test_listens(short_tmp: Path, monkeypatch: pytest.MonkeyPatch, script: str) 
         assert listens(script, mps)
         theirs.close()
         ours.close()
-        # It leaves a file without a listener.
+        # The closed socket leaves a file without a listener.
         assert not listens(script, mps)

@@ -184,7 +184,7 @@ class TestContainer:
     """A caller in a container with the socket: root there, in its own user and pid namespaces."""
 
     def test_is_no_administrator(self, node: Node, line: Line, container: Caller) -> None:
-        """Its role is that of its outside user: it operates nothing, and sees and ends only its own leases."""
+        """The caller's role is that of its outside user: it operates nothing, and sees and ends only its own leases."""
         lease = line.granted(uid=BOB, **SMALL)
         for method, path in (("POST", "/v1/daemons/gpu0/hold"), ("DELETE", f"/v1/leases/{lease['id']}")):
             answer = container.request(method, path)
@@ -194,7 +194,7 @@ class TestContainer:
         assert node.daemons()["gpu0"]["state"] == "ready"
 
     def test_is_known_by_its_process(self, container: Caller, line: Line) -> None:
-        """Its lease is bound to its process as mpsd sees it, not to its pid inside, and ends with it."""
+        """The caller's lease is bound to its process as mpsd sees it, not to its pid inside, and ends with it."""
         lease = container.admit(**SMALL).json
         assert lease["owner"]["uid"] == ANN
         found = look_at(lease["owner"]["pid"])
@@ -204,7 +204,10 @@ class TestContainer:
         assert "has exited" in line.gone(lease)["because"]
 
     def test_cannot_name_another(self, node: Node, container: Caller) -> None:
-        """A pid that it names belongs to its own namespace, and is refused: outside, it may be another process's."""
+        """A pid that the caller names belongs to its own namespace, and is refused.
+
+        Outside, the pid may be another process's.
+        """
         for pid in (2, node.pid):
             answer = container.admit(**SMALL, pid=pid)
             assert (answer.status, answer.json["limit"]) == (422, "pid")

@@ -121,7 +121,7 @@ def test_commands(make_node: Start) -> None:
 
 
 def test_commands_as_text(make_node: Start) -> None:
-    """The same holds for a log in text form."""
+    """A stranger's command is also one line in a log in text form."""
     node = make_node(simulate=1, config='[log]\nformat = "text"\n').start()
     node.ask("gpu0", COMMAND.format("node_stopping"))
     wait_until(lambda: "foreign_command" in node.stderr.read_text(), what="the command to be told")

@@ -87,7 +87,7 @@ def test_gpu_that_is_lost(tmp_path: Path) -> None:
 
 
 def test_compute_mode(tmp_path: Path) -> None:
-    """It is set on one GPU for all that see it, and reads back; for a lost GPU it is unknown."""
+    """A mode is set on one GPU for all that see it, and reads back; for a lost GPU it is unknown."""
     source: GpuSource = SimulatedGpus(2, directory=tmp_path)
     first, second = asyncio.run(source.inventory()).gpus
     for mode in ComputeMode:

@@ -40,7 +40,7 @@ def test_root() -> None:
     """The program has the listed ones, can never gain another, and mpsd's own are unchanged."""
     wanted = {"CapInh": 0, "CapPrm": LISTED, "CapEff": LISTED, "CapBnd": LISTED, "CapAmb": 0}
     assert started_by() == wanted
-    # It cannot gain those that mpsd inherited either, which no bounding set limits.
+    # The program cannot gain those that mpsd inherited either, which no bounding set limits.
     assert started_by("setpriv", "--inh-caps=+sys_ptrace,+net_raw", "--ambient-caps=+sys_ptrace") == wanted
 
 

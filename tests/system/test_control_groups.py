@@ -48,7 +48,7 @@ class TestGroup:
     """A control group."""
 
     def test_processes(self, hierarchy: str) -> None:
-        """Its processes include those of the groups below it."""
+        """A group's processes include those of the groups below it."""
         with control_group(hierarchy, "top") as top, opened(top) as group:
             assert group.group.inode == top.stat().st_ino
             assert not group.is_populated()
@@ -75,7 +75,7 @@ class TestGroup:
                 assert group.owners() == set()
 
     def test_owners(self, hierarchy: str) -> None:
-        """Its owners are those of its directory and of its list of processes."""
+        """A group's owners are those of its directory and of its list of processes."""
         with control_group(hierarchy, "owned") as path, opened(path) as group:
             assert group.owners() == {0}
             os.chown(path, 2721, 0)

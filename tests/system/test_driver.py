@@ -101,7 +101,7 @@ class TestRoot:
         ],
     )
     def test_found(self, tmp_path: Path, programs: str, libraries: str) -> None:
-        """Its programs and its libraries are found in the first root that has any."""
+        """A driver's programs and libraries are found in the first root that has any."""
         root = make(tmp_path / "driver", programs, libraries)
         later = make(tmp_path / "later", programs, libraries)
         found = driver.find(CONTROL, roots=[tmp_path / "not there", root, later])

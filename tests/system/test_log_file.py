@@ -137,7 +137,7 @@ def test_truncated(directory: Path) -> None:
 
 @pytest.mark.parametrize("grown", [0, 1, 5000])
 def test_truncated_and_written_again(directory: Path, grown: int) -> None:
-    """It is read from its beginning also when it has grown past its former size before the next reading."""
+    """A truncated log is read from its beginning also when it has outgrown its former size before the next reading."""
     path = directory / "control.log"
     with Writer(path) as writer:
         follower = LogFollower(path)
@@ -188,7 +188,7 @@ def test_goes_on(directory: Path) -> None:
 
 
 def test_goes_on_in_a_log_that_was_shortened(directory: Path) -> None:
-    """It finds its place in a shortened log, also when the first follower died before it recorded that."""
+    """A follower finds its place in a shortened log, also when the first one died before it recorded that."""
     path = directory / "control.log"
     with Writer(path) as writer:
         first = LogFollower(path)

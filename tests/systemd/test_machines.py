@@ -31,7 +31,7 @@ class _OnEach:
     SUITE: ClassVar[Suite]
 
     def test_machine(self, machine: Machine) -> None:
-        """It has the versions of its suite, and the programs of mpsd and of NVIDIA."""
+        """A machine has the versions of its suite, and the programs of mpsd and of NVIDIA."""
         machine.install()
         assert machine.run("systemctl", "--version").stdout.startswith(f"systemd {self.SUITE.systemd} ")
         assert "Python " + self.SUITE.python in machine.run("python3", "--version").stdout

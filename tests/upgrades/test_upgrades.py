@@ -80,7 +80,7 @@ def inherit(release: Release, root: Path, pid: int) -> list[dict[str, Any]]:
 
 
 def test_what_it_left_is_opened(release: Release, short_tmp: Path, holder: "subprocess.Popen[bytes]") -> None:
-    """Its leases continue, waiting requests wait, held daemons are held, its events exist; nothing is set aside."""
+    """Leases continue, waiting requests wait, held daemons are held, events exist; nothing is set aside."""
     leases = inherit(release, short_tmp, holder.pid)
     stored = release.json("history.db.json")["rows"]["events"]
     before = [json.loads(line) for _, _, lines in stored for line in lines.split("\n")]

@@ -127,7 +127,7 @@ class TestWrite:
     """The contents of a device, and the leases that have one."""
 
     def test_device(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """It has the lease's environment, and of the node only the pipe directory of the lease's control daemon."""
+        """A device has the lease's environment, and only the pipe directory of the lease's control daemon."""
         lease = claim(gpu="1")
         path = write(node, directory, lease["id"])
         edits = device(path)
@@ -223,7 +223,7 @@ class TestHook:
     def test_takes(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
-        """It takes the claim for the container's process; a second container fails with the reason."""
+        """The hook takes the claim for the container's process; a second container fails with the reason."""
         lease = claim()["id"]
         path = write(node, directory, lease)
         done = Hook(path, container.pid).call()
@@ -408,7 +408,7 @@ class TestRun:
         done = run_container(node, directory, in_path_runtime, "--rm", "IMAGE", sys.executable, "-c", script)
         assert done.returncode == 7, done.stderr
         called = json.loads((short_tmp / "bin" / "called").read_text())
-        # It reads only the usual directories unless an option names another.
+        # podman reads only the usual directories unless an option names another.
         assert called[:2] == [f"--cdi-spec-dir={directory}", "run"]
         assert called[3:5] == ["--rm", "IMAGE"]
         assert list(directory.iterdir()) == []

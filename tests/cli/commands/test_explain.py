@@ -105,7 +105,7 @@ def test_json(node: Node) -> None:
 
 
 def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
-    """It shows the lease's position, the limit that it waits for, and how to release it."""
+    """The explanation has the lease's position, the limit that it waits for, and how to release it."""
     node = make_node(simulate=1, control=None).start()
     assert node.request("POST", "/v1/leases", {"threads": 90, "memory": "1GiB"}).status == 201
     waiter = start_mpsctl(

@@ -48,7 +48,7 @@ def test_all(node: Node) -> None:
 
 
 def test_waits_and_is_given_up(node: Node, lease: str) -> None:
-    """It says what it waits for, and exits with 1 when another command replaced the operation meanwhile."""
+    """mpsctl says what it waits for, and exits with 1 when another command replaced the operation meanwhile."""
     process = start_mpsctl(node.socket, "drain", "gpu0", "-o", "json")
     try:
         assert process.stderr is not None

@@ -140,7 +140,10 @@ class TestShare:
     """A share on a GPU, and the environment that limits each process to its part."""
 
     def test_environment(self) -> None:
-        """It names the pipe directory, the GPU, and limits in MPS's own grammar; the memory limit is for device 0."""
+        """The environment names the pipe directory, the GPU, and limits in MPS's own grammar.
+
+        The memory limit is for device 0.
+        """
         what = request(33.3, 1.5)
         at = offer(3)
         place = share(at, need(what, at))

@@ -55,7 +55,7 @@ def test_whose_processes_may_come() -> None:
 
 @pytest.mark.parametrize(("ttl", "ends"), [(None, 60.0), (100.0, 60.0), (30.0, 30.0)])
 def test_when_it_ends(ttl: float | None, ends: float) -> None:
-    """Its deadline runs from the grant, and a longer time to live does not extend it.
+    """A claim's deadline runs from the grant, and a longer time to live does not extend it.
 
     A taken claim keeps its time to live.
     """

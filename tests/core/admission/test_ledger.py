@@ -415,7 +415,7 @@ class TestOrder:
         assert len(waiting) - len(granted) == len(desk.queue())
 
     def test_several_places_one_after_another(self) -> None:
-        """The same holds when they become free one after the other within a moment."""
+        """Resources that become free one after the other within a moment are shared in the same way."""
         desk = Desk(offer(0))
         held = [desk.ask(25, uid=4) for _ in range(4)]
         for uid in (ANN, BOB):
@@ -593,7 +593,8 @@ class TestReservations:
             others = [desk.ask(90, 70, gpu=gpu(index), uid=BOB) for index in range(2)]
             assert [where(each) for each in others] == [[0], [1]]
             desk.end(*others)
-        # It precedes later requests of its own user; otherwise a user that works alone would never get a whole GPU.
+        # The request precedes later ones of its own user; otherwise a user that works alone would never get a whole
+        # GPU.
         with pytest.raises(DoesNotFitError) as refusal:
             desk.ask(1, gpu=gpu(0), uid=ANN)
         assert refusal.value.limit == "turn"

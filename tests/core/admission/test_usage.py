@@ -38,7 +38,7 @@ def slices(history: list[tuple[float, float]], until: float, half_life: float) -
 
 @given(histories, st.floats(0, 1e5), st.floats(10, 1e6))
 def test_definition(history: list[tuple[float, float]], passed: float, half_life: float) -> None:
-    """It is the integral of the held share, in which every moment counts half as much after each half-life."""
+    """Usage is the integral of the held share, in which every moment counts half as much after each half-life."""
     usage, at = after(history, half_life)
     assert usage.of(7, at + passed) == pytest.approx(slices(history, at + passed, half_life), rel=1e-6, abs=1e-3)
 

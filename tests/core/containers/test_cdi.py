@@ -147,7 +147,7 @@ class TestDocument:
         assert cdi.encode(document()).decode() == GOLDEN
 
     def test_specification(self) -> None:
-        """It has the fields of the specification with their types, and follows its rules."""
+        """The document has the fields of the specification with their types, and follows its rules."""
         assert list(broken_rules(document())) == []
         assert list(broken_rules(document(shared_memory=True))) == []
 

@@ -40,7 +40,7 @@ QUARTER, HALF = limits(25, 1024), limits(50, 512)
 
 
 def open_to(expected: ExpectedClients) -> set[str]:
-    """Return the leases that it is open to since the last settle."""
+    """Return the leases that the ceiling is open to since the last settle."""
     return {each for each in (*"ab", *map(str, range(1000))) if expected.is_open_to(each)}
 
 
@@ -80,7 +80,7 @@ SHOWN, MISSING, UNKNOWN = ContextProof.SHOWN, ContextProof.MISSING, ContextProof
     ],
 )
 def test_awaited(lease: Lease, proofs: list[ContextProof], expected: Awaited) -> None:
-    """It closes behind a lease whose processes are all seen on the GPU, or after the window.
+    """The ceiling closes behind a lease whose processes are all seen on the GPU, or after the window.
 
     In `anytime` it never closes.
     """
@@ -109,7 +109,7 @@ class TestTogether:
         assert ExpectedClients().settle(defaults, 0.0).limits == QUARTER
 
     def test_largest(self) -> None:
-        """It opens as far as the largest expected lease needs, each limit by itself."""
+        """The ceiling opens as far as the largest expected lease needs, each limit by itself."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
@@ -158,7 +158,7 @@ class TestTogether:
         assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
 
     def test_as_long_as_a_lease_lives(self) -> None:
-        """In `anytime` it opens as far as the largest living lease, whatever its clients do."""
+        """In `anytime` the ceiling opens as far as the largest living lease, whatever its clients do."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
@@ -184,7 +184,7 @@ class TestStrictly:
         assert expected.settle(STRICT, 11.0) == Ceiling(SMALLEST)
 
     def test_exactly(self) -> None:
-        """This holds also where all processes get more."""
+        """Each lease has exactly its own limits also where all processes get more."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.STRICT, window=WINDOW), 0.0).limits == QUARTER
@@ -324,7 +324,7 @@ class Attachment(RuleBasedStateMachine):
 
     @invariant()
     def exactly_one(self) -> None:
-        """Check that it is open to exactly one lease, under its limits, and closed when none is expected."""
+        """Check that the ceiling is open to exactly one lease, under its limits, and closed when none is expected."""
         ceiling = self.expected.settle(STRICT, self.now)
         if not self.waiting:
             assert ceiling == Ceiling(SMALLEST)

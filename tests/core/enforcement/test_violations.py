@@ -134,7 +134,10 @@ def test_both_readings() -> None:
 
 
 def test_what_was_open() -> None:
-    """It combines two readings and the foreign commands in between; an unknown beginning stays unknown."""
+    """The limits that were open combine two readings and the foreign commands in between.
+
+    An unknown beginning stays unknown.
+    """
     nobody = Bounds(EVERYTHING, NOTHING)
     assert between(None, PART, nobody) is None
     assert between(PART, CLOSED, nobody) == Bounds(CLOSED, PART)
@@ -147,7 +150,7 @@ def test_what_was_open() -> None:
     assert later == Opened(fixed, wide)
     assert opened(first, None, new=False) == Opened(fixed, ANYTHING)
     assert opened(None, wide, new=False) is None
-    # Its first context has at least what was open until it was seen; a later one may have more.
+    # The client's first context has at least what was open until it was seen; a later one may have more.
     assert later is not None
     assert with_context(first, later) == Opened(fixed, Bounds(PART, WIDE))
 
@@ -243,7 +246,7 @@ def test_what_only_might_be(opened: ReadBack | None, environment: dict[str, str]
     assert kinds(AttributedClient(found, granted, counted=True)) == []
     said = unknown(found, granted, granted.shares[0], memory=True)
     assert (word in said) if word else (said == "")
-    # The same holds where more was open later only.
+    # The result is the same where more was open later only.
     if opened == WIDE:
         later = replace(client(ceiling=PART, since=WIDE), environment=environment)
         assert unknown(later, granted, granted.shares[0], memory=True) == said
@@ -347,7 +350,7 @@ def test_verify() -> None:
     held = {GPU: {HOLDER: GpuProcess(Known(GIB), mps=True)}}
     well = verify(granted, [client(of=granted)], held, (), memory=True)
     assert (well.verdict, [each.held for each in well.processes]) == (Verdict.OK, [GIB])
-    # It is well with anything open, as long as its own environment limits it; otherwise it is unknown.
+    # The lease is well with anything open, as long as its client's environment limits it; otherwise it is unknown.
     assert verify(granted, [client(of=granted, ceiling=None)], held, (), memory=True).ok
     for what in (client(ceiling=None), client(ceiling=WIDE), client(ceiling=PART, since=WIDE)):
         doubt = verify(granted, [what], held, (), memory=True)

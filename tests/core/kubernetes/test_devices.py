@@ -81,13 +81,13 @@ class TestPreferred:
     """The devices that kubelet is advised to take."""
 
     def test_best_fit(self) -> None:
-        """They are on the fullest GPU that has enough, so that large requests find room elsewhere."""
+        """The devices are on the fullest GPU that has enough, so that large requests find room elsewhere."""
         available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
         assert devices.preferred(available, [], 3) == ids("GPU-2", 0, 1, 2)
         assert devices.preferred(available, [], 5) == ids("GPU-1", 0, 1, 2, 3, 4)
 
     def test_with_some(self) -> None:
-        """They include the devices that kubelet has chosen already, which decide the GPU."""
+        """The devices include those that kubelet has chosen already, which decide the GPU."""
         available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
         assert devices.preferred(available, ids("GPU-1", 7), 3) == ids("GPU-1", 7, 0, 1)
         assert devices.preferred(available, [*ids("GPU-1", 7), *ids("GPU-2", 1)], 3) == []

@@ -281,7 +281,7 @@ class TestDocument:
     """The document at `/v1/openapi.json`."""
 
     def test_it_names_every_route(self, document: Any) -> None:
-        """It has every route of the table, by method and path, with each status that the route can answer."""
+        """The document has every route of the table, by method and path, with each status that the route can answer."""
         assert document["openapi"].startswith("3.1.")
         assert document["info"]["title"] == "mpsd"
         named = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}

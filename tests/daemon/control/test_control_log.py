@@ -105,7 +105,7 @@ def test_chatter(node: Node) -> None:
 
 
 def test_chatter_on_a_file_system_in_memory(make_node: Start, memory: Path) -> None:
-    """The same holds on a file system that frees the beginning of a file in another way."""
+    """The log stays small also on a file system that frees the beginning of a file in another way."""
     node = make_node(root=memory / "n", simulate=1, config=_SMALL)
     node.root.mkdir()
     try:

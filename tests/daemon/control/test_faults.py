@@ -125,7 +125,7 @@ def test_servers_that_do_not_start(make_node: Start) -> None:
     assert "servers in a row failed to start" in refused.json["detail"]
     assert "nvidia-smi" in refused.json["hint"]
     assert "failed to start" in node.get("/v1/status").json["because"]
-    # It holds for the next mpsd too, which does not read about it again.
+    # The reason holds for the next mpsd too, which does not read about it again.
     node.end(signal.SIGKILL)
     node.start(ready=False)
     node.wait_for_state("gpu0", "ready")

@@ -131,12 +131,12 @@ class TestEveryDriver:
             assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
             assert not reaches(node, BOB)
 
-            # Its time to live has passed.
+            # Access ends when the lease's time to live has passed.
             granted(bob, ttl=1)
             assert reaches(node, BOB)
             is_shut(node, BOB)
 
-            # Its holder has ended.
+            # Access ends with the lease's holder.
             granted(ann)
             assert reaches(node, ANN)
             ann.kill()
@@ -369,7 +369,7 @@ class TestOneDriver:
         assert not reaches(node, ANN)
 
     def test_grant_to_one_that_waits_that_cannot_be_opened(self, make_node: Start) -> None:
-        """The same holds for a request that waited."""
+        """A waiting request whose access cannot be opened fails in the same way."""
         node = make_node(simulate=1).start()
         first = node.request("POST", "/v1/leases", SMALL).json["id"]
         with two_callers(node) as (ann, _), unchangeable(node.pipe_directory("gpu0")), ThreadPoolExecutor(1) as pool:

@@ -232,7 +232,7 @@ class TestStopped:
 
     @pytest.mark.real_daemon(535)
     def test_it_is_waited_for(self, make_node: Start) -> None:
-        """Its clients are unknown, so the restart waits; it proceeds when the daemon answers again."""
+        """The daemon's clients are unknown, so the restart waits; it proceeds when the daemon answers again."""
         node = make_node(simulate=1, config=BRISK).start()
         pid = node.daemons()["gpu0"]["pid"]
         with stopped(pid):

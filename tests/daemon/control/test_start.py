@@ -36,7 +36,7 @@ class TestProcess:
     """The properties of a control daemon as a process."""
 
     def test_process(self, node: Node) -> None:
-        """Its environment is an allow-list, its GPU a UUID, its session its own; its log is appended to."""
+        """A control daemon has an allow-listed environment, a GPU by UUID, its own session, and an appended log."""
         daemons = node.daemons()
         assert len({daemon["gpu"] for daemon in daemons.values()}) == 2
         for name, daemon in daemons.items():

@@ -111,7 +111,7 @@ def test_any_bytes(node: Node, raw: bytes) -> None:
             answer += piece
         assert answer == b"" or answer.startswith(b"HTTP/1.")
         assert b"Traceback" not in answer
-    # Its own routes log their decisions, and nothing else is logged.
+    # mpsd's own routes log their decisions, and nothing else is logged.
     assert {line["event"] for line in node.log()[lines:]} <= {
         "lease_granted",
         "lease_refused",

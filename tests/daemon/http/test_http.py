@@ -356,7 +356,7 @@ class TestEnds:
         wait_until(lambda: node.get("/v1/leases").json["leases"] == [], what="the leases to be given back")
 
     def test_hanging_up_unread(self, node: Node) -> None:
-        """This holds even if it has sent more, behind a waiting request, than mpsd reads before that is answered."""
+        """A disconnect frees the place even if the caller has sent more than mpsd reads while its request waits."""
         threads = {"threads": 100, "memory": "1GiB"}
         taken = [node.request("POST", "/v1/leases", threads).json["id"] for _ in range(2)]
         with Talk(node.socket) as talk:

@@ -290,7 +290,7 @@ class TestRequestId:
             assert theirs["owner"]["uid"] == NOBODY
 
     def test_at_once(self, node: Node) -> None:
-        """This holds also when the same request arrives sixteen times at once."""
+        """The same request gets one lease also when it arrives sixteen times at once."""
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB", request_id="race"), range(16)))
         assert len({granted(answer)["id"] for answer in answers}) == 1
@@ -341,7 +341,7 @@ class TestEnd:
             assert holder.request("GET", f"/v1/leases/{lease['id']}").json["state"] == "granted"
 
     def test_release(self, node: Node) -> None:
-        """Its owner can release it, once or twice; a lease that never existed is not found."""
+        """The owner of a lease can release it, once or twice; a lease that never existed is not found."""
         lease = granted(admit(node, threads=100, memory="1GiB", gpu="0"))
         path = f"/v1/leases/{lease['id']}"
         answer = node.request("DELETE", path)

@@ -137,7 +137,7 @@ class TestRepeated:
     """A request for a claim that is repeated with its request_id."""
 
     def test_after_it_was_taken(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """It is answered with the same lease until that lease has ended, also by the next mpsd."""
+        """The request is answered with the same lease until that lease has ended, also by the next mpsd."""
         asked: dict[str, Any] = {"holder": {"claim": {}}, "request_id": "job-7"}
         lease = claimed(node, **asked)
         assert claimed(node, **asked)["id"] == lease["id"]

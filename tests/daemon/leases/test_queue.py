@@ -292,7 +292,7 @@ class TestNever:
     )
     @pytest.mark.parametrize("wait", [60, None])
     def test_never(self, line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
-        """It is refused with the limit, also on a full node, and does not enter the queue."""
+        """A request that never fits is refused with the limit, also on a full node, and does not enter the queue."""
         fill(line)
         refused(line.ask(**asked, wait=wait), *refusal)
         assert line.queue() == []

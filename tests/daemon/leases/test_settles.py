@@ -174,8 +174,8 @@ class Scene:
         """Wait until nothing is pending, and compare the limits in force with those that the leases need."""
         for lease, each in tuple(self.held.items()):
             if each.holder is not None and each.holder.went and not each.holder.hello["ok"]:
-                # Its server, or its control daemon, was killed while it connected; the process has ended, and so has
-                # its lease.
+                # The server or the control daemon was killed while the process connected; the process and its lease
+                # have ended.
                 end(each.holder, signal.SIGKILL)
                 del self.held[lease]
         wanted, found = wait_until(self._settled, what=f"it to settle; the log is {self.node.stderr}", deadline=30)

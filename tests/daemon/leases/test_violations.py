@@ -248,7 +248,7 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
         more.free("1GiB")
         look(node, granted, times=1)
         over(node, kind="memory", pid=more.pid)
-        # It is reported once, and there is no other violation.
+        # The violation is reported once, and there is no other.
         assert len(node.events("violation")) == 1
 
 

@@ -18,17 +18,17 @@ class TestEachError:
     """Rules for every error with a code."""
 
     def test_is_documented(self, error: type[MpsdError]) -> None:
-        """Its docstring is its own, begins with a capital or a name, and ends like a sentence."""
+        """An error's docstring is its own, begins with a capital or a name, and ends like a sentence."""
         assert re.fullmatch(r"[A-Z`m].*\.", (error.__doc__ or "").strip(), re.DOTALL)
         assert error.__doc__ != (error.__mro__[1].__doc__)
 
     def test_has_a_code_for_programs(self, error: type[MpsdError]) -> None:
-        """Its code is lower case with underscores, and derived from its class."""
+        """An error's code is lower case with underscores, and derived from its class."""
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", error.code)
         assert error.__name__ == error.code.title().replace("_", "") + "Error"
 
     def test_keeps_the_contract(self, error: type[MpsdError]) -> None:
-        """Its status is an HTTP error, its exit code is one of the contract's, and the two agree."""
+        """An error's status is an HTTP error, its exit code is one of the contract's, and the two agree."""
         assert HTTPStatus(error.status) >= HTTPStatus.BAD_REQUEST
         assert error.exit_code in EXIT_CODES
         assert (error.status == HTTPStatus.FORBIDDEN) == (error.exit_code == 77)
@@ -41,7 +41,7 @@ class TestEachError:
         }
 
     def test_says_what_to_do(self, error: type[MpsdError]) -> None:
-        """It is raised with a sentence and a hint, and has both."""
+        """An error is raised with a sentence and a hint, and has both."""
         raised = error("the thing is broken", hint="mend it", limit="things")
         assert (str(raised), raised.detail, raised.hint, raised.limit) == (
             "the thing is broken",

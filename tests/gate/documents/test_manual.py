@@ -63,7 +63,7 @@ def test_every_exit_status_is_told() -> None:
 
 
 def test_the_example_sets_the_compute_mode() -> None:
-    """It closes a new installation, and otherwise has the defaults, even if all is uncommented."""
+    """The example closes a new installation, and otherwise has the defaults, even if all is uncommented."""
     example = FILES["docs/mpsd.toml"]()
     closed = replace(Settings().daemon, compute_mode=WantedComputeMode.EXCLUSIVE_PROCESS)
     assert parse(example) == replace(Settings(), daemon=closed)

@@ -30,11 +30,11 @@ class TestEachSetting:
     """Rules for every row."""
 
     def test_is_documented(self, row: SettingRow) -> None:
-        """Its help is one line that fits into a table, and ends with a full stop."""
+        """A setting's help is one line that fits into a table, and ends with a full stop."""
         assert re.fullmatch(r"[^\n|]+\.", row.help)
 
     def test_default_reads_back(self, row: SettingRow) -> None:
-        """Its default, as the table shows it, parses to the same value in a file."""
+        """A setting's default, as the table shows it, parses to the same value in a file."""
         if row.default is None:
             return
         section, name = row.key.split(".")

@@ -48,7 +48,7 @@ while True:
     step += 1
     print(sys.argv[1], "step", step, flush=True)
 """
-"""A program of a user: it computes on a simulated GPU, step by step, and fails if it is not a client of MPS."""
+"""A user's program: it computes on a simulated GPU, step by step, and fails if it is not a client of MPS."""
 
 _TYPING: Final = 0.8
 """Seconds for which a command is shown before its output."""
@@ -61,7 +61,7 @@ class Line:
     """A line of the terminal, and when it appears."""
 
     text: str
-    """With the escape sequences of its colours."""
+    """The text, with the escape sequences of its colours."""
     at: float
     """Seconds since the beginning of the picture."""
     kind: str
@@ -102,7 +102,7 @@ class Shell:
         self._show(f"# {text}", "note", _TYPING)
 
     def run(self, command: str) -> list[str]:
-        """Run a command, show it with what it prints, and return the lines of that."""
+        """Run a command, show it with its output, and return the lines of the output."""
         self._show(command, "command", _TYPING)
         assert self._bash.stdin is not None
         self._bash.stdin.write(f"{command}\n{self._mark}")
@@ -114,7 +114,7 @@ class Shell:
         return [Text.from_ansi(line).plain for line in printed]
 
     def _printed(self) -> list[str]:
-        """Return the lines that the terminal has to show by now."""
+        """Return the lines that the terminal should show by now."""
         os.set_blocking(self._own, False)
         said = bytearray()
         with contextlib.suppress(BlockingIOError):
@@ -134,7 +134,7 @@ def _write_program(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _node(directory: Path) -> Iterator[tuple[Node, dict[str, str]]]:
-    """Run a simulated node, and give the environment of a shell in which its programs are commands."""
+    """Run a simulated node, and yield the environment of a shell in which its programs are commands."""
     programs = directory / "bin"
     programs.mkdir()
     for name, command in {
@@ -157,7 +157,7 @@ def _node(directory: Path) -> Iterator[tuple[Node, dict[str, str]]]:
                 "PYTHONPATH": f"{_ROOT}",
                 "TERM": "xterm-256color",
                 "MPSD_SOCKET": f"{node.socket}",
-                "CUDA_MPS_PIPE_DIRECTORY": f"{node.pipe_directory('gpu0')}",  # what a stranger's command goes to
+                "CUDA_MPS_PIPE_DIRECTORY": f"{node.pipe_directory('gpu0')}",  # the address of a stranger's command
                 VARIABLE: f"{root / 'run' / 'simulated'}",
             },
         )
@@ -166,13 +166,13 @@ def _node(directory: Path) -> Iterator[tuple[Node, dict[str, str]]]:
 
 
 def _steps(directory: Path) -> dict[str, int]:
-    """Return how many steps each client has done."""
+    """Return the number of steps that each client has done."""
     logs = {path.stem: path.read_text(encoding="utf-8") for path in directory.glob("*.log")}
     return {name: text.count("\n") for name, text in logs.items()}
 
 
 def _more_steps(directory: Path, since: dict[str, int]) -> Callable[[], bool]:
-    """Return a condition: every client has done ten steps more."""
+    """Return a condition: every client has done ten more steps."""
     return lambda: all(done >= since.get(name, 0) + 10 for name, done in _steps(directory).items())
 
 
@@ -222,9 +222,9 @@ def record(directory: Path) -> list[Line]:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 _WIDTH: Final = 8.4
-"""Of a character, in pixels, at a font size of 14."""
+"""The width of a character in pixels, at a font size of 14."""
 _HEIGHT: Final = 20
-"""Of a line, in pixels."""
+"""The height of a line in pixels."""
 _CONSOLE: Final = Console(width=COLUMNS, force_terminal=True, legacy_windows=False)
 
 _STYLE: Final = """\
@@ -234,7 +234,7 @@ text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mo
 .prompt { fill: #4f9a5b }
 @keyframes wait { from, to { opacity: 0 } }
 @media (prefers-reduced-motion: no-preference) { g { animation: wait } }"""
-"""A line is hidden until its time and shown from then on: a viewer that knows no animation shows all of them."""
+"""A line is hidden until its time and shown from then on; a viewer without animations shows all lines."""
 
 
 def draw(lines: list[Line], colours: TerminalTheme) -> str:

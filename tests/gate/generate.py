@@ -99,7 +99,7 @@ def kubernetes_page() -> str:
 
 
 def _reference_page(page: str, name: str, make: Callable[[], str]) -> str:
-    """Return a page of docs/reference with its generated part as it is to be."""
+    """Return a page of docs/reference with its generated part up to date."""
     text = (REFERENCE / page).read_text(encoding="utf-8")
     part = between(name, text)
     return f"{text[: part.start()]}\n{make()}\n\n{text[part.end() :]}"

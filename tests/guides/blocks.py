@@ -1,4 +1,4 @@
-"""The command blocks of the documents: each fenced block of docs, with what its marker says about it.
+"""The command blocks of the documents: each fenced block of docs, with the conditions in its marker.
 
 A marker is a comment on the line before the fence:
 

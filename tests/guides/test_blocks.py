@@ -1,4 +1,4 @@
-"""Every command of the documents, and of the manual pages' examples, does on a simulated node what the page says."""
+"""Every command of the documents, and of the manual pages' examples, works on a simulated node as described."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from tests.guides.conftest import Workplace
 from tests.tools import needed
 
 _READ: Final = {"mermaid", "text", "yaml"}
-"""Languages of blocks that show something, and have nothing to run."""
+"""Languages of blocks for reading, without commands."""
 
 _RUN: Final = [block for block in every("sh") if block.needs is None and block.file is None]
 _EXCUSED: Final = [block for page in PAGES for block in blocks(page) if block.needs is not None]

@@ -1,4 +1,4 @@
-"""The recorded terminal of README.md can be recorded anew, and README.md shows one that was."""
+"""The terminal of README.md can be recorded again, and README.md shows such a recording."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from rich.terminal_theme import MONOKAI
 from tests.recording import PICTURES, draw, record
 
 _STORY = (r"mpsctl run .* train", r"mpsctl run .* serve", "kill -9", "unreachable", "mpsd run", "set it back", "step")
-"""What the picture shows, in this order."""
+"""The contents of the picture, in this order."""
 
 
 def _text(svg: str) -> str:
@@ -29,7 +29,7 @@ def test_the_scene_runs(short_tmp: Path) -> None:
 
 @pytest.mark.parametrize("name", ["recording-light.svg", "recording-dark.svg"])
 def test_the_picture_is_one(name: str) -> None:
-    """The pictures of README.md are such recordings, fetch nothing, and are small."""
+    """The pictures of README.md are such recordings, load nothing, and are small."""
     svg = (PICTURES / name).read_text(encoding="utf-8")
     assert re.search(".*".join(_STORY), _text(svg))
     assert len(svg) < 60_000

@@ -26,7 +26,7 @@ STABLE: Final = {
 
 _LINK: Final = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]+))?\)")
 _SOURCE: Final = re.compile(r'\b(?:src|srcset|href)="([^":#]+)"')
-"""Pictures and links that a document has as HTML."""
+"""Pictures and links in a document's HTML."""
 _FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _HEADING: Final = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
 _ANCHOR: Final = re.compile(r'<a id="([^"]+)"></a>')
@@ -52,7 +52,7 @@ def anchors(document: Path) -> frozenset[str]:
 
 
 def broken(document: Path, text: str) -> Iterator[str]:
-    """Yield each link of a text that leads nowhere within this tree."""
+    """Yield each link of a text without a target in this tree."""
     plain = _FENCE.sub("", text)
     for path, anchor in [*_LINK.findall(plain), *((path, "") for path in _SOURCE.findall(plain))]:
         target = (document.parent / path).resolve() if path else document
@@ -75,7 +75,7 @@ def test_a_broken_link_is_found(link: str) -> None:
 
 
 def test_a_missing_picture_is_found() -> None:
-    """A picture that is absent is found, where a document has it as HTML too."""
+    """A missing picture is found, also in a document's HTML."""
     assert len(list(broken(OPERATOR, '<img src="absent.svg">'))) == 1
 
 

@@ -1,4 +1,4 @@
-"""What a user reads is plain English: helps, errors, hints, every other sentence of the code, and the documents.
+"""Texts for users are plain English: helps, errors, hints, every other sentence of the code, and the documents.
 
 The gate checks the beginning and the end of a phrase, and searches every text for words that this project no longer
 uses, since each of them hides the actor: "nobody is let in" is "admission is stopped", "it waited in vain" is "it timed
@@ -104,14 +104,14 @@ def _detail(text: str) -> Iterator[str]:
 
 
 _RELATIVE: Final = re.compile(r"(?:Who|Whom|Whose|Whoever|Whatever|What)\b(?!.*\?$)|.*; who(?:ever)? ")
-"""A clause that stands in the place of a noun; a question may begin so."""
+"""A clause in place of a noun; a question may begin with these words."""
 
 _DIALECT: Final = {
     r"\b(?:he|him|his)\b": "name them: the user, the process",
     r"\b(?:is|are|was|were) (?:let|let in|let go)\b": "may, is admitted, is released",
     r"\bnobody's\b|\bsomebody(?:'s)?\b": "name them: a user, a process",
 }
-"""What no document says either."""
+"""Further words that no document may contain."""
 
 
 def _prose(text: str) -> Iterator[str]:
@@ -161,7 +161,7 @@ DOCUMENTS: Final = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/READM
 
 
 def _documents() -> Iterator[tuple[str, str, Check]]:
-    """Yield each sentence of the documents, heading and cell of a table, without what is literal."""
+    """Yield each sentence of the documents, each heading and each cell of a table, without literals."""
     for path in sorted(path for pattern in DOCUMENTS for path in ROOT.glob(pattern)):
         for line, text in _sentences(path.read_text(encoding="utf-8")):
             yield f"{path.relative_to(ROOT)}:{line}", text, _prose

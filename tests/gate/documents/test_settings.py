@@ -1,4 +1,4 @@
-"""The table of settings is complete, and has the names that are fixed."""
+"""The table of settings is complete, and has the fixed names."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What is made from the code: parts of docs/reference (errors, settings, life cycle of a control daemon), and files.
+"""Files generated from the code: parts of docs/reference (errors, settings, life cycle of a control daemon), and more.
 
 `python -m tests.gate.generate` writes them, the parts between their markers, and the tests of this folder fail while
 they differ.

@@ -142,7 +142,7 @@ class TestEveryDriver:
 
     @pytest.mark.slow
     def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
-        """A user that keeps the only connection after its lease has ended keeps that of a daemon being replaced."""
+        """If a user keeps the only connection after its lease has ended, the daemon is replaced for that reason."""
         node = make_node(simulate=1, control=real.control, config=BRISK).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease, first = granted(ann), pid(node)

@@ -83,7 +83,10 @@ class TestTaking:
     """A claim while the control daemon is being opened to its taker."""
 
     def test_asked_again_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """A repeated request has the outcome of the first: a claim that was put back is answered as unheld."""
+        """A repeated request has the outcome of the first.
+
+        When the claim is put back, it has no holder, and each answer says so.
+        """
         lease = claimed(node)
         with ThreadPoolExecutor() as pool:
             with unresponsive(node):

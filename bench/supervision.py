@@ -123,7 +123,7 @@ def returning(control: str, root: Path) -> Iterator[Result]:
 
 
 def status(control: str, root: Path) -> Iterator[Result]:
-    """Compare `mpsctl status`, a list, and a whole look by `mpsctl doctor`, with the bare interpreter."""
+    """Compare `mpsctl status`, a list, and a full run of `mpsctl doctor`, with the bare interpreter."""
     mpsctl = Path(sys.executable).with_name("mpsctl")
     # As pip does at an installation; a checkout may not be compiled.
     compileall.compile_dir(Path(mpsd.__file__).parent, quiet=2)

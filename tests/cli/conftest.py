@@ -22,7 +22,7 @@ _numbers = count(1)
 
 
 def run_mpsctl(socket: Path | str | None, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl to its end, against whatever listens there, or where it looks by itself."""
+    """Run mpsctl to its end, against any listener at this socket, or at the socket that mpsctl finds by itself."""
     where = [] if socket is None else ["--socket", str(socket)]
     return subprocess.run(
         [sys.executable, "-m", "mpsd.cli.main", *where, *arguments],

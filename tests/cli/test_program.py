@@ -306,7 +306,7 @@ def imported_at_once(node: Node) -> set[str]:
 
 
 def test_status_says_the_same_without_click(short_tmp: Path) -> None:
-    """Without options `mpsctl status` says what it says with some, and ends alike, whatever mpsd answers."""
+    """Without options `mpsctl status` has the same output and exit status as with options, whatever mpsd answers."""
     reason = {"kind": "daemon", "subject": "gpu0", "because": "it died at 2026-11-21T02:57:00Z", "hint": "see its log"}
     answers = {
         "healthy": http(answer_of_status(headline=f"healthy {HOSTILE}")),
@@ -327,13 +327,13 @@ def test_status_says_the_same_without_click(short_tmp: Path) -> None:
 
 
 def test_status_knows_which_variables_mean_something() -> None:
-    """What click reads of the environment for `mpsctl status`, the way around it reads too, or is not taken."""
+    """The shortcut for `mpsctl status` reads every variable that click reads, or is not taken."""
     read = {each.envvar for each in (*mpsctl.params, *status_module.status.params) if each.envvar is not None}
     assert read == {"MPSD_SOCKET", *_READ_BY_CLICK} - {"_MPSCTL_COMPLETE"}
 
 
 def test_it_starts_light(node: Node) -> None:
-    """With options `mpsctl status` imports click, json, socket and os with what these need, its own and little more."""
+    """With options `mpsctl status` imports click, json, socket, os, their dependencies, its own, and little more."""
     needed = imported("import click, json, os, socket")
     assert "click" in needed
     loaded = imported("import mpsd.cli.main as main; main._outcome()", "--socket", str(node.socket), "status")

@@ -175,5 +175,8 @@ def test_env_file_of_what_it_cannot_have(value: str) -> None:
     ],
 )
 def test_users_by_their_names(said: str, read: str | None) -> None:
-    """A user of this machine is named in a sentence; one without a name, an option and a container's are left alone."""
+    """A sentence names users of this machine.
+
+    A user without a name, an option, and a container's user are unchanged.
+    """
     assert as_here(said) == (said if read is None else read)

@@ -354,7 +354,7 @@ def test_drift(found: Drift, sentence: str) -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_hints_for_users(kind: Kind) -> None:
-    """An operator reads a command; anybody else what it can do itself, unless the hint is to wait or to read."""
+    """An operator reads a command, another user what it can do itself, unless the hint is to wait or to read."""
     reason = Reason(kind, "gpu0", "gpu0 is not well", "mpsctl restart gpu0")
     assert reason.hint_for(operator=True) == reason.hint
     is_for_all = kind in {Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU}

@@ -160,7 +160,7 @@ def _activity(usage: object) -> dict[int, int | None]:
 
 
 def test_activity_of_processes(nvml: FakeNvml, gpus: Child) -> None:
-    """A process has the latest sample of its own, in percent; without a late or credible one it is unknown."""
+    """A process has its latest own sample, in percent; without a recent and credible one it is unknown."""
     processes = [
         f"process {gpu} MPSCompute {pid} 1000" for gpu, pid in ((0, 100), (0, 101), (0, 102), (0, 103), (1, 100))
     ]
@@ -173,7 +173,7 @@ def test_activity_of_processes(nvml: FakeNvml, gpus: Child) -> None:
 
 @pytest.mark.parametrize("result", [_NOT_SUPPORTED, _NOT_FOUND, _FUNCTION_NOT_FOUND, _NO_PERMISSION, _GPU_IS_LOST])
 def test_activity_that_is_not_told(nvml: FakeNvml, gpus: Child, result: int) -> None:
-    """Without samples, or without leave to read them, activity is unknown and the rest of the reading is whole."""
+    """Without samples, or without permission to read them, activity is unknown; the rest of the reading is complete."""
     process = "process 0 MPSCompute 100 1000"
     nvml.show(*_NODE, process, "activity 0 100 1 45", _fault("nvmlDeviceGetProcessUtilization", result))
     first, _ = gpus.inventory().gpus

@@ -22,7 +22,7 @@ from tests.harness import wait_until
 from tests.node import Node
 
 NOBODY = 61778
-"""Nobody's uid."""
+"""A uid that no user has."""
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
 
@@ -214,7 +214,7 @@ def test_a_shell_that_calls_by_another_program(
 @pytest.mark.parametrize("form", ["table", "json", "env", "env-file"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_killed_before_it_printed(node: Node, form: str, number: signal.Signals) -> None:
-    """A lease that mpsctl was granted, and is killed before it could say so, ends; its holder, the caller, lives on."""
+    """If mpsctl is killed after a grant and before its output, the lease ends; its holder, the caller, lives on."""
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb"), os.fdopen(writer, "wb", buffering=0) as full:
         os.set_blocking(writer, False)
@@ -232,7 +232,7 @@ def test_killed_before_it_printed(node: Node, form: str, number: signal.Signals)
 
 
 def test_killed_at_any_moment(node: Node, short_tmp: Path) -> None:
-    """Whenever mpsctl is killed, there is no lease afterwards whose id it has not printed."""
+    """After mpsctl is killed at any moment, there is no lease whose id it has not printed."""
     known = set()
     for moment in range(24):
         out = short_tmp / f"{moment}"
@@ -262,12 +262,12 @@ if child == 0:
     main.main()
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-"""Calls mpsctl as a user that may have no process besides the two that these are."""
+"""Calls mpsctl as a user that may have no process besides these two."""
 
 
 @needs_root
 def test_without_room_for_a_guard(node: Node) -> None:
-    """Where no second process can be forked, a lease is taken out all the same."""
+    """A lease is granted even if no second process can be forked."""
     command = [sys.executable, "-c", _TWO_PROCESSES, str(ROOT), "--socket", str(node.socket), "admit", *SHARE]
     done = subprocess.run([*command, "--output", "json"], capture_output=True, text=True, check=False, cwd="/")
     assert (done.returncode, done.stderr) == (0, "")

@@ -183,7 +183,7 @@ class TestReason:
 
     @needs_root
     def test_hints_by_role(self, make_node: Start) -> None:
-        """What is not well comes with an operator's commands for operators, and with what is left to do for others."""
+        """The hint for a fault is an operator's command for operators, and a remaining action for other users."""
         node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
         operate(node, "hold")
         found = {}

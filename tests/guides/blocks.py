@@ -22,7 +22,7 @@ PAGES: Final = sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs/reference
 """The documents whose blocks are run; tests/clients runs the examples of the API."""
 
 DOCUMENTS: Final = sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "tests/README.md"} - {ROOT / "CHANGELOG.md"})
-"""Every document that says what to type."""
+"""Every document with commands for a reader."""
 
 NEEDS: Final = {
     "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests/gpu\b",
@@ -34,9 +34,9 @@ NEEDS: Final = {
     "containers": r"^container/build |\bpodman\b|\bdocker\b|^mpsctl container\b",
     "systemd": r"\bsystemctl\b|\bjournalctl\b|^mpsctl service\b|--unit\b",
 }
-"""What the machine of a test lacks, or what a test must not change on it; and a command for which a block needs it.
+"""Conditions that a test's machine lacks, or that a test must not change on it, with a command that needs each.
 
-tests/container and tests/systemd run such commands where there are containers, and on a machine of their own.
+tests/container and tests/systemd run such commands with containers, and on a machine of their own.
 """
 
 _FENCE: Final = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
@@ -95,7 +95,7 @@ _ENDS: Final = frozenset("();<>|&")
 
 
 def commands(block: Block) -> str:
-    """Return what a reader types of a block; of a session, that is what stands behind its prompts."""
+    """Return the commands that a reader types from a block; in a session they follow the prompts."""
     text = block.text.replace("\\\n", " ")
     if block.language != "console":
         return text
@@ -109,7 +109,7 @@ def calls(text: str, program: str = "mpsctl") -> Iterator[list[str]]:
         pending += line
         try:
             words = list(shlex.shlex(pending, posix=True, punctuation_chars="".join(_ENDS)))
-        except ValueError:  # a quotation that the next line continues
+        except ValueError:  # the next line continues a quotation
             pending += "\n"
             continue
         pending = ""
@@ -120,7 +120,7 @@ def calls(text: str, program: str = "mpsctl") -> Iterator[list[str]]:
 
 
 def _is_called(before: list[str], program: str) -> bool:
-    """Tell whether a word is called, by the words before it: mpsctl in an argument is called by another program."""
+    """Return whether a word is called, by the words before it: another program calls mpsctl in an argument."""
     if not before or program == "mpsctl":
         return not before or not before[-1].startswith("-")
     return set(before[-1]) <= _ENDS or before[-1] == "sudo"

@@ -1,6 +1,6 @@
-"""A simulated node as the guides suppose it: mpsctl is a command, and train.py a program that uses a GPU.
+"""A simulated node as the guides assume it: mpsctl is a command, and train.py is a program that uses a GPU.
 
-So are frameworks that a guide starts, and Slurm's srun starts what it is given: programs that stand in for them.
+Stand-ins replace the frameworks that a guide starts, and Slurm's srun, which starts its arguments.
 """
 
 import os

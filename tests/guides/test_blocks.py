@@ -82,7 +82,7 @@ def test_session_is_as_shown(block: Block, workplace: Workplace) -> None:
 
 
 def _anyone(text: str) -> str:
-    """Return what a session prints without what is another in each: ids of leases and users."""
+    """Return a session's output without the parts that vary: ids of leases and users."""
     text = re.sub(r"lease-[0-9a-f]{10}", "LEASE", text)
     return text.replace(f"({as_here(f'uid {os.geteuid()}')}) has", "(ann) has")
 
@@ -105,14 +105,14 @@ def test_excused_block_needs_what_it_names(block: Block) -> None:
 _TYPED: Final = [
     block for page in DOCUMENTS for block in blocks(page) if block.language in {"sh", "console"} and block.file is None
 ]
-"""The blocks of all documents that a reader types."""
+"""The blocks of all documents with commands for a reader."""
 
 
 @pytest.mark.parametrize("block", _TYPED, ids=_name)
 def test_calls_are_as_the_programs_take_them(block: Block) -> None:
-    """Each call of mpsctl, mpsd and mpsd-kubernetes has a command, options and arguments that the program takes.
+    """Each call of mpsctl, mpsd and mpsd-kubernetes has a valid command, and valid options and arguments.
 
-    The commands around them are sound shell.
+    The commands around them are valid shell.
     """
     text = _filled_in(commands(block), lambda: "lease-0000000000")
     _check(subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False))
@@ -125,7 +125,7 @@ PROGRAMS: Final = {"mpsctl": mpsctl, "mpsd": mpsd, "mpsd-kubernetes": mpsd_kuber
 
 
 def test_a_call_that_no_program_takes_is_seen() -> None:
-    """An option that mpsctl lacks, a command that mpsd lacks, and a word too many fail the test above."""
+    """An option that mpsctl lacks, a command that mpsd lacks, and a surplus word fail the test above."""
     for script in ("true; mpsctl run --treads 25 -- true", "sudo .venv/bin/mpsd stat", "mpsd-kubernetes now"):
         name = next(each for each in ("mpsctl", "mpsd-kubernetes", "mpsd") if f"{each} " in script)
         (arguments,) = calls(script, name)
@@ -134,13 +134,13 @@ def test_a_call_that_no_program_takes_is_seen() -> None:
 
 
 def _parse(arguments: list[str], program: click.Command = mpsctl) -> None:
-    """Fail where a program would refuse these arguments before it does anything."""
+    """Fail if a program would refuse these arguments before any action."""
     command, rest = _found(arguments, program)
     command.make_context(command.name, rest, parent=click.Context(program, info_name=program.name))
 
 
 def _found(words: list[str], program: click.Command = mpsctl) -> tuple[click.Command, list[str]]:
-    """Return the command that these words call, and the words that follow its name."""
+    """Return the command that these words call, and the words after its name."""
     command = program
     context = click.Context(program, info_name=program.name)
     for at, word in enumerate(words):
@@ -245,7 +245,7 @@ def test_entrypoint_changes_its_user(workplace: Workplace) -> None:
     "block", [each for each in _EXCUSED if each.needs == "another user" and "mpsctl run" in each.text], ids=_name
 )
 def test_program_of_another_user(block: Block, workplace: Workplace) -> None:
-    """Root's call for another user runs a program as that user; the page's own is in nobody's reach here."""
+    """Root's call for another user runs a program as that user; the page's own program is not reachable here."""
     script, program = _filled_in(block.text, lambda: ""), "python train.py"
     assert program in script
     done = workplace.run(script.replace(program, "id -un"))

@@ -98,7 +98,7 @@ class TestOnAMachine:
 
         self.refuses_mpsd_stop(machine)
 
-        # A second time nothing is written; what an operator changed stays, and is told.
+        # A second installation writes nothing; an operator's changes stay, and are reported.
         assert "write /" not in machine.run(MPSCTL, "service", "install").stdout.replace(
             "write /usr/local/share/mpsd/", ""
         )

@@ -4,7 +4,8 @@ An observer that knows nothing from mpsd but what a caller is told keeps a book 
 client ends but by its own will, by chaos, or by an operator's word; no lease that a caller was told of is lost or
 doubled; no GPU is given out twice; events have no gap; each operation that was begun ends once, and a restart that is
 done replaced the control daemon once. Left in peace, the limits in force, as a front-end reads them, are what the
-leases say. The dice decide what happens, and not when it does: a seed repeats the story, and its timing only nearly.
+leases say; and in the end the history has granted what the events say. The dice decide what happens, and not when it
+does: a seed repeats the story, and its timing only nearly.
 
 In CI it goes on for some seconds. By hand, for as long as you like, and with one figure after the other:
 
@@ -22,6 +23,7 @@ from typing import Final
 
 import pytest
 
+from tests.accounts import check_one_story
 from tests.chaos.actors import figures, watched
 from tests.chaos.chaos import CONFIG, Chaos
 from tests.chaos.conftest import Start
@@ -53,6 +55,7 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
                 chaos.clear()
             sys.stdout.write(f"{time.monotonic() - begun:.0f} s: {told(chaos)}\n")
         chaos.clear()
+        check_one_story(chaos.node)
         holds_no_more_than_a_new_one(chaos)
         sys.stdout.write(f"{summary(chaos)}, {time.monotonic() - begun:.0f} s\n")
     except BaseException:

@@ -72,9 +72,11 @@ class Accountant:
         try:
             while True:
                 await asyncio.sleep(clock.until_next(_INTERVAL))
-                self._sample(node, events)
+                node.leases.publish()
+                self.sample(node, events, _now())
         finally:
-            self._sample(node, events, everything=True)
+            node.leases.publish()
+            self.sample(node, events, _now(), everything=True)
 
     def _recover(self, node: Node, events: Events) -> None:
         """Go on from where an earlier mpsd was."""
@@ -101,12 +103,10 @@ class Accountant:
             at=cursor.at,
             is_stored=self._store.has,
         )
-        self._sample(node, events)  # from here on there is a sample to go on from
+        self.sample(node, events, _now())  # from here on there is a sample to go on from
 
-    def _sample(self, node: Node, events: Events, *, everything: bool = False) -> None:
+    def sample(self, node: Node, events: Events, now: int, *, everything: bool = False) -> None:
         """Store what has come together since the last sample, where anything has changed, and every minute."""
-        node.leases.publish()
-        now = _now()
         self._take_in()
         self._take_in_reading(node, now)
         is_minute = now // MINUTE != self._store.marks[1] // MINUTE

@@ -86,6 +86,22 @@ def test_sums_are_exact(steps: list[tuple[str, int, int]]) -> None:
     assert summed(rollup.sums) == summed(stored)
 
 
+def test_a_restart_with_what_had_not_changed() -> None:
+    """A series that was not in the last samples, since nothing of it had changed, is summed up from where it was."""
+    accounts, stored = Accounts(), Periods()
+    accounts.begin(record(1, START))
+    stored += accounts.take(START + SECOND, everything=False)
+    accounts.note_stored()
+    accounts.begin(record(2, START + 30 * SECOND))
+    stored += accounts.take(START + 31 * SECOND, everything=False)
+    disk = list(accounts.open.values())
+    since = {series: period.end for series, period in stored}
+    later = Accounts()
+    later.restore(disk, since, START, START + 31 * SECOND)
+    stored += later.take(START + 40 * SECOND, everything=True)
+    assert summed(stored)["GPU-0"] == [(11 * 40 + 12 * 10) * SECOND, (101 * 40 + 102 * 10) * SECOND, 2]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 2 * HOUR), st.integers(0, HOUR), st.integers(0, 10**15)), max_size=20),
     st.sampled_from([1, 7, 60, 3600]),

@@ -19,8 +19,15 @@ NOT_LOGGED: Final = "mpsd/daemon/record/"
 """Where the events themselves are defined."""
 
 
+ADDED: Final = {"daemon", "exception", "lease", "uid", "pid"}
+"""Facts that a place need not name: those that a logger is bound to, a defect's traceback, and what `change` adds."""
+
+
 def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
-    """Yield each call that names an event: where it is, its level if the method says that, and the facts it names."""
+    """Yield each call that names an event: where it is, its level if the method says that, and the facts it names.
+
+    Among the facts, `**` stands for others that are passed on.
+    """
     for module in modules("mpsd/daemon"):
         if module.path.startswith(f"{NOT_LOGGED}log"):
             continue
@@ -30,7 +37,7 @@ def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
             method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             for each in node.args:
                 if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "EventName":
-                    facts = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                    facts = {keyword.arg or "**" for keyword in node.keywords}
                     yield f"{module.path}:{node.lineno}", EventName[each.attr], LEVELS.get(method), facts
 
 
@@ -54,8 +61,13 @@ def test_each_place_says_what_the_catalogue_says() -> None:
     """Whoever logs an event does so at a level, and with facts, that its row has."""
     wrong = []
     for place, name, level, facts in logged():
-        if unknown := facts - facts_of(name).keys():
+        if unknown := facts - facts_of(name).keys() - {"**"}:
             wrong.append(f"{place}: {name} has {', '.join(sorted(unknown))}, which the catalogue does not have")
+        needed = {fact for fact, always in facts_of(name).items() if always} - ADDED
+        if level is not None and "**" not in facts and (left_out := needed - facts):
+            wrong.append(
+                f"{place}: {name} lacks {', '.join(sorted(left_out))}, which the catalogue says is always there"
+            )
         if level is not None and level not in CATALOGUE[name].levels.split():
             wrong.append(f"{place}: {name} is logged as {level}, and the catalogue says {CATALOGUE[name].levels}")
     assert not wrong, "\n".join(wrong)

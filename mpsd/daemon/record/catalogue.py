@@ -144,7 +144,7 @@ CATALOGUE: Final = {
     EventName.OPERATION_ENDED: EventKind(
         "info", "daemon operation verb state because", "An operation has finished or failed, or another replaced it."
     ),
-    EventName.DAEMON_FORCED: EventKind("warning", "daemon step pid because", "A control daemon is ended by force."),
+    EventName.DAEMON_FORCED: EventKind("warning", "daemon step pid? because?", "A control daemon is ended by force."),
     EventName.LIMITS_VERIFIED: EventKind(
         "info", "daemon active_thread_percentage pinned_device_mem_limit", "The limits read back as mpsd set them."
     ),
@@ -228,7 +228,7 @@ CATALOGUE: Final = {
     EventName.CLIENT_FORCED: EventKind(
         "warning", "step pid because server? failed?", "mpsd takes a step to end a client."
     ),
-    EventName.CLIENT_NOT_ENDED: EventKind("warning", "pid because stays_because", "A client cannot be ended yet."),
+    EventName.CLIENT_NOT_ENDED: EventKind("warning", "pid because stays_because?", "A client cannot be ended yet."),
     EventName.CLIENT_LET_GO: EventKind("info", "pid because", "A client that was about to be ended is not."),
     EventName.CLIENT_END_RESUMED: EventKind("info", "step pid because", "A new mpsd continues to end a client."),
     EventName.CLIENT_ENDED: EventKind("info", "pid because", "A client that mpsd ended is gone."),

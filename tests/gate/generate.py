@@ -135,7 +135,7 @@ numbers. In the journal, each kind has a `MESSAGE_ID` of its own. This page is m
 A program that reads events ignores kinds and facts that it does not know: later releases may have more, and take none
 away. Texts such as `because`, `hint` and `words` are for readers; their wording may change.
 
-## What every event has
+## Facts of every event
 
 {_table(*common)}
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 from mpsd.simulator.control import program
 from mpsd.simulator.cuda import Binds
 from mpsd.simulator.devices import set_binds
+from tests.catalogued import check_events
 from tests.fork_server import ForkServer
 from tests.harness import Running, kill, look_at, pids, wait_until
 
@@ -215,6 +216,7 @@ class Node:
         while there := [found for found in map(look_at, pids()) if found is not None and self._is_of(found)]:
             for each in there:  # one of them may have started another meanwhile
                 kill(each)
+        check_events(self.log() if self.stderr.exists() else ())
 
     def _is_of(self, process: Running) -> bool:
         return process.pipe_directory.startswith(f"{self.root}/") and not process.zombie

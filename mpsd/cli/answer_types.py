@@ -345,3 +345,37 @@ class Operation(TypedDict):
     started: str
     ended: str | None
     waits_for: list[Blocker]
+
+
+class HistoryTotal(TypedDict):
+    """What came together of one key: amounts times seconds."""
+
+    leases: int
+    threads_granted: float
+    memory_granted: float
+    memory_held: float | None
+    clients: float
+
+
+class HistorySeries(TypedDict):
+    """What one key had."""
+
+    key: str | None
+    total: HistoryTotal
+
+
+class HistoryGap(TypedDict):
+    """When no sample was stored."""
+
+    since: str
+    until: str
+    because: str
+
+
+class History(TypedDict):
+    """What was granted and held."""
+
+    history: list[HistorySeries]
+    by: str
+    left_out: int
+    gaps: list[HistoryGap]

@@ -51,6 +51,12 @@ class Api(Client):
         """Return one lease, also when it ended not long ago."""
         return cast("answer_types.Lease", self.get(f"/v1/leases/{segment(lease)}"))
 
+    def history(self, **query: str) -> "answer_types.History":
+        """Return what was granted and held."""
+        from urllib.parse import urlencode
+
+        return cast("answer_types.History", self.get(f"/v1/history?{urlencode(query)}"))
+
     def config(self) -> "answer_types.Config":
         """Return the settings in force."""
         return cast("answer_types.Config", self.get("/v1/config"))

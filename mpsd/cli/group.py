@@ -39,6 +39,7 @@ _MODULES: Final = {
     "show": "lists",
     "status": "status",
     "top": "status",
+    "usage": "lists",
     "verify": "verify",
 }
 """The module of mpsd.cli.commands in which each command is defined, under the command's own name (with `_` for `-`)."""

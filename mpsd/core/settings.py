@@ -532,6 +532,33 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """How long it is kept what was granted and held, and how finely."""
+
+    seconds: float = row(
+        3600.0, setting_parsers.seconds, "How long samples of a second are kept.", unit="s", reload=True
+    )
+    minutes: float = row(
+        604_800.0, setting_parsers.seconds, "How long samples of a minute are kept.", unit="s", reload=True
+    )
+    hours: float = row(
+        31_622_400.0,
+        setting_parsers.seconds,
+        "How long samples of an hour are kept, and leases that have ended.",
+        unit="s",
+        reload=True,
+    )
+    size: int = row(
+        64 * MIB,
+        setting_parsers.size,
+        "Maximum size on disk: a quarter for each of these, and a quarter for single leases. Beyond that, the oldest is"
+        " removed before its time.",
+        unit="bytes",
+        reload=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """mpsd's own log, on stderr."""
 
@@ -554,6 +581,7 @@ class Settings:
     violations: Violations = field(default_factory=Violations)
     admission: Admission = field(default_factory=Admission)
     roles: Roles = field(default_factory=Roles)
+    history: History = field(default_factory=History)
     log: Log = field(default_factory=Log)
     quota: Mapping[str, Quota] = field(default_factory=dict)
     """By user, %group, or *."""

@@ -17,6 +17,8 @@ from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.reload import LiveSettings, ReloadResult
 from mpsd.core.settings import Settings
+from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, stored_usage
+from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.canary.canary import Canaries
 from mpsd.daemon.canary.watches import ServerWatches
@@ -31,7 +33,7 @@ from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.history import HISTORY_SCHEMA, note_usage, stored_usage
+from mpsd.daemon.record.history import HISTORY_SCHEMA
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.daemon.service_manager import ServiceNotifier
 from mpsd.system import driver as drivers
@@ -108,6 +110,8 @@ async def serve(plan: Plan) -> None:
             stack.callback(history.close)
             store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST, first=LEASES_FIRST)
             stack.callback(store.close)
+            accounts = Database(run_dir.accounts, ACCOUNTS_SCHEMA, lasting=True)
+            stack.callback(accounts.close)
             counter = Counter(run_dir.last_event)
             stack.callback(counter.close)
             events = Events(history, counter, count=settings.api.events, age=settings.api.events_age)
@@ -115,11 +119,12 @@ async def serve(plan: Plan) -> None:
             log = logs.configure(settings.log.format, events.record, journal=plan.manager.journal)
             stack.callback(log.close)
             stack.callback(logs.LibraryReports(log).close)
-            _report(log, events, store, history)
+            _report(log, events, store, history, accounts)
             half_life = settings.admission.usage_half_life
             lease_store = LeaseStore(store)
-            ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(history, half_life)))
+            ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(accounts, history, half_life)))
             live = LiveSettings(settings)
+            accountant = Accountant(AccountStore(accounts), live, log)
             quarantine = Quarantine(run_dir.quarantines, live, log)
             pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=live, log=log)
             limit_gates = LimitGates(live, pipe_access)
@@ -133,7 +138,7 @@ async def serve(plan: Plan) -> None:
                 settings=live,
                 publish=events.publish,
                 published=events.batch,
-                note_usage=lambda usage: note_usage(history, usage, events.trouble),
+                account=accountant.note,
             )
             node = Node(
                 source,
@@ -154,7 +159,7 @@ async def serve(plan: Plan) -> None:
             )
             _report_names(settings, log)
             await node.open(inventory)
-            await _run(plan, node, events, log)
+            await _run(plan, node, events, accountant, log)
     finally:
         source.close()
 
@@ -170,18 +175,21 @@ def _report(log: Logger, events: Events, *databases: Database) -> None:
         log.error(EventName.EVENTS_LOST, because=events.lost)
 
 
-async def _run(plan: Plan, node: Node, events: Events, log: Logger) -> None:
+async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, log: Logger) -> None:
     settings = plan.settings
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
     reload = partial(_reload, plan, node, notifier, log)
-    api = Api(node, events, log, reload)
+    api = Api(node, events, accountant, log, reload)
     listener, withdraw = _listen(plan, log)
     over, at_once = _heed_signals(partial(_try, reload))
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(each) for each in (node.run(), notifier.run(), events.run())]
+            tasks = [
+                group.create_task(each)
+                for each in (node.run(), accountant.run(node, events), notifier.run(), events.run())
+            ]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
                 await asyncio.sleep(0)

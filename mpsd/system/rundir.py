@@ -160,8 +160,13 @@ class RunDir:
         return self._settings.paths.runtime_dir / "leases.db"
 
     @cached_property
+    def accounts(self) -> Path:
+        """The store of what was granted and held."""
+        return self._settings.paths.state_dir / "accounts.db"
+
+    @cached_property
     def history(self) -> Path:
-        """The store of what outlives it."""
+        """The store of the events."""
         return self._settings.paths.state_dir / "history.db"
 
     @cached_property

@@ -3,8 +3,9 @@
 An observer that knows of mpsd only what callers know keeps its own records, and checks mpsd against them: a client ends
 only by itself, by chaos, or by an operator's command; no lease that a caller knows is lost or doubled; no GPU has more
 granted than it has; events have no gap; each operation ends once, and a completed restart replaced the control daemon
-once. Once left in peace, the limits in force, as a front-end reads them, are those of the leases. Random numbers decide
-what happens, but not when: a seed repeats the steps, and their timing only approximately.
+once. Once left in peace, the limits in force, as a front-end reads them, are those of the leases, and the history has
+granted what the events say. Random numbers decide what happens, but not when: a seed repeats the steps, and their timing
+only approximately.
 
 In CI this takes some seconds. By hand, for any time, and with a number of kills:
 
@@ -22,6 +23,7 @@ from typing import Final
 
 import pytest
 
+from tests.accounts import check_one_story
 from tests.chaos.actors import figures, watched
 from tests.chaos.chaos import CONFIG, Chaos
 from tests.chaos.conftest import Start
@@ -56,6 +58,7 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
                 chaos.clear()
             sys.stdout.write(f"{time.monotonic() - begun:.0f} s: {told(chaos)}\n")
         chaos.clear()
+        check_one_story(chaos.node)
         holds_no_more_than_a_new_one(chaos)
         sys.stdout.write(f"{summary(chaos)}, {time.monotonic() - begun:.0f} s\n")
     except BaseException:

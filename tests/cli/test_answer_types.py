@@ -11,7 +11,7 @@ import pytest
 from mpsd.cli import answer_types
 from mpsd.cli.group import mpsctl
 from mpsd.core.settings import Settings
-from mpsd.daemon.api import lease_schema, operator_handlers, schema
+from mpsd.daemon.api import event_handlers, lease_schema, operator_handlers, schema
 
 SHAPES = [shape for _, shape in inspect.getmembers(answer_types, is_typeddict)]
 """Each shape has the name of the API's struct, less its `Out`."""
@@ -43,7 +43,7 @@ def test_shapes(shape: Any) -> None:
     names = (f"{shape.__name__}Out", shape.__name__)
     struct = next(
         getattr(module, name)
-        for module in (schema, lease_schema, operator_handlers)
+        for module in (schema, lease_schema, operator_handlers, event_handlers)
         for name in names
         if hasattr(module, name)
     )

@@ -20,7 +20,8 @@ void kill_at(long n, int tear) {
 }
 
 static int is_store(const char *path) {
-    return strstr(path, "/leases.") || strstr(path, "/history.") || strstr(path, "/last-event");
+    return strstr(path, "/leases.") || strstr(path, "/history.") || strstr(path, "/accounts.") ||
+           strstr(path, "/last-event");
 }
 
 static int is_last(const char *path) { return left > 0 && is_store(path) && --left == 0; }

@@ -18,6 +18,7 @@ from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, O
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.settings import render, rows
+from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
 from tests.gate import completions, manual, protocol
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -117,12 +118,46 @@ def doctor_page() -> str:
     return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]
 
 
+def events_page() -> str:
+    """Return docs/reference/events.md: every event, how grave it is, and which facts it has."""
+    events = [("event", "level", "facts", "meaning")]
+    for name, kind in CATALOGUE.items():
+        facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(name).items())
+        events.append((f"`{name}`", ", ".join(kind.levels.split()), facts, kind.meaning))
+    common = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in COMMON.items())]
+    facts_table = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in FACTS.items())]
+    return f"""# Events
+
+mpsd logs each decision as an event: one JSON object with the facts. `mpsctl events` tells them as sentences,
+`mpsctl events -o json` prints the lines of `GET /v1/events` as they are, and the log of mpsd has the same lines without
+numbers. In the journal, each kind has a `MESSAGE_ID` of its own. This page is made from the code.
+
+A program that reads events ignores kinds and facts that it does not know: later releases may have more, and take none
+away. Texts such as `because`, `hint` and `words` are for readers; their wording may change.
+
+## Facts of every event
+
+{_table(*common)}
+
+## Kinds of events
+
+A fact with a `?` is not always there.
+
+{_table(*events)}
+
+## Facts
+
+{_table(*facts_table)}
+"""
+
+
 FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsctl.1": manual.mpsctl_page,
     "docs/man/mpsd.8": manual.mpsd_page,
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
     "docs/doctor.md": doctor_page,
+    "docs/reference/events.md": events_page,
     "docs/kubernetes.md": kubernetes_page,
     "docs/reference/errors.md": partial(_reference_page, "errors.md", "errors", errors_table),
     "docs/reference/life-cycle.md": partial(_reference_page, "life-cycle.md", "lifecycle", lifecycle_diagram),

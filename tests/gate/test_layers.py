@@ -23,6 +23,7 @@ ROOMS: Final = {
     "core/mps": frozenset({"core"}),
     "core/holders": frozenset({"core"}),
     "core/admission": frozenset({"core", "core/mps", "core/holders"}),
+    "core/accounting": frozenset({"core"}),
     "core/enforcement": frozenset({"core", "core/mps", "core/holders"}),
     "core/supervision": frozenset({"core"}),
     "core/doctor": frozenset({"core", "core/mps"}),
@@ -50,9 +51,11 @@ ROOMS: Final = {
             "daemon/canary",
         }
     ),
+    "daemon/accounting": frozenset({"daemon/record", "daemon/leases", "daemon/node"}),
     "daemon/api": frozenset(
         {
             "daemon/record",
+            "daemon/accounting",
             "daemon/http",
             "daemon/gpu",
             "daemon/control",
@@ -71,6 +74,7 @@ ROOMS: Final = {
             "daemon/leases",
             "daemon/canary",
             "daemon/node",
+            "daemon/accounting",
             "daemon/api",
         }
     ),

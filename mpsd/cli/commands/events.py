@@ -17,7 +17,7 @@ from mpsd.cli.api import Api
 from mpsd.cli.command import note, of_one_version, with_api, with_form
 from mpsd.cli.commands.lists import chosen_uid
 from mpsd.cli.completion import daemon_names, gpu_names, lease_names
-from mpsd.cli.history.moments import MOMENT
+from mpsd.cli.history.moments import MOMENT, TIME
 from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
 from mpsd.cli.history.sentences import SENTENCES, line
 from mpsd.core.errors import InvalidRequestError, UnreachableError
@@ -33,8 +33,6 @@ _ASK_AGAIN: Final = 0.2
 
 _LOOK: Final = 1.0
 """Seconds between two looks whether anybody still reads."""
-
-_TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23T03:15Z; without a zone, it is local."
 
 
 def _kinds(_: click.Context, __: click.Parameter, patterns: Iterable[str]) -> frozenset[str]:
@@ -52,7 +50,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
 
 @click.command()
 @click.option("-n", "--last", type=click.IntRange(min=0), metavar="N", help="Only the latest N of them.")
-@click.option("--since", type=MOMENT, metavar="TIME", help=f"Only later ones. {_TIME}")
+@click.option("--since", type=MOMENT, metavar="TIME", help=f"Only later ones. {TIME}")
 @click.option("--until", type=MOMENT, metavar="TIME", help="Only earlier ones.")
 @click.option(
     "--lease",

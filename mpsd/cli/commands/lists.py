@@ -1,8 +1,10 @@
-"""The commands that list one thing: gpus, daemons, clients, leases, show and config."""
+"""The commands that list one thing: gpus, daemons, clients, leases, usage, show and config."""
 
 import os
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -12,6 +14,7 @@ from mpsd.cli.command import (
     ForEval,
     Listing,
     now,
+    of_one_version,
     print_answer,
     print_lease,
     print_listing,
@@ -20,7 +23,10 @@ from mpsd.cli.command import (
     with_listing,
 )
 from mpsd.cli.completion import gpu_names, lease_names
+from mpsd.cli.history import usage as hours
+from mpsd.cli.history.moments import MOMENT, TIME
 from mpsd.cli.render import as_json
+from mpsd.cli.tables import Look
 from mpsd.cli.users import user
 from mpsd.core.sanitize import plain
 
@@ -130,6 +136,72 @@ def _gpu_uuid(api: Api, gpu: str | None) -> str | None:
         if gpu in {f"{each['index']}", each["uuid"]}:
             return each["uuid"]
     raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
+
+
+_BY: Final = re.compile(r"gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+
+
+def _by(_: click.Context, __: click.Parameter, by: str) -> str:
+    if not _BY.fullmatch(by):
+        raise click.BadParameter(f"there is no {by!r}: choose user, gpu, name, lease or label:KEY")
+    return by
+
+
+@click.command()
+@click.option(
+    "--by",
+    default="user",
+    show_default=True,
+    metavar="user|gpu|name|lease|label:KEY",
+    callback=_by,
+    help="Show a line for each of these.",
+)
+@click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help="Only leases on this GPU.")
+@click.option("--user", "owner", metavar="NAME|UID", help="Only leases of this user.")
+@click.option("--mine", is_flag=True, help="Only your own leases.")
+@click.option("--since", type=MOMENT, default="7d", show_default=True, metavar="TIME", help=f"Begin at TIME. {TIME}")
+@click.option("--until", type=MOMENT, metavar="TIME", help="End at TIME.  [default: now]")
+@with_listing("csv")
+@with_api
+def usage(  # noqa: PLR0917 - an option each
+    api: Api,
+    listing: Listing,
+    by: str,
+    gpu: str | None,
+    owner: str | None,
+    since: datetime,
+    until: datetime | None,
+    *,
+    mine: bool,
+) -> None:
+    """Show how much was granted and held in some time.
+
+    GPU HOURS are hours of all threads of a GPU: half of the threads for two hours is one. GIB HOURS are hours of a GiB
+    that was granted, and HELD is how much of that was in use when the GPUs were read. LEASES are those that had
+    anything in that time. You see your own leases, and of a GPU the sum of all; administrators see all leases.
+
+    -o csv prints GPU and GiB hours in full precision, for a spreadsheet.
+    """
+    wanted, chosen = chosen_uid(owner, mine=mine), _gpu_uuid(api, gpu)
+    query = {"by": by, "since": _rfc3339(since), "totals": "true"}
+    query |= {"until": _rfc3339(until)} if until is not None else {}
+    query |= {"gpu": chosen} if chosen is not None else {}
+    query |= {"user": str(wanted)} if wanted is not None else {}
+    if listing.form == "csv":
+        answer = api.history(**query)
+        with of_one_version():
+            click.echo(hours.as_csv(answer, headings=listing.look.headings))
+        return
+
+    def view(safe: "answer_types.History", look: Look) -> str:
+        indexes = {plain(each["uuid"]): f"{each['index']}" for each in api.gpus()["gpus"] if each["uuid"]}
+        return hours.view(safe, {} if look.wide or by != "gpu" else indexes, look)
+
+    print_listing(listing, lambda: api.history(**query), view)
+
+
+def _rfc3339(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 @click.command(cls=ForEval)

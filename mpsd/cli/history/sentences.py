@@ -37,6 +37,8 @@ SENTENCES: Final = {
     "store_set_aside": "a damaged store was set aside: {because}",
     "store_rewritten": "a store was written anew: {because}",
     "file_damaged": "a file of mpsd's was damaged: {because}",
+    "history_not_stored": "what is granted and held is not stored: {because}",
+    "history_stored": "what is granted and held is stored again",
     "events_lost": _BECAUSE,
     "lines_left_out": "{left_out} lines are not shown: {because}",
     "log_lines_lost": "{lines} lines of mpsd's log were lost: {because}",

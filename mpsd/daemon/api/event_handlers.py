@@ -1,13 +1,17 @@
-"""What the route of the events does: it streams those that are kept, and those to come."""
+"""What the routes of the past do: the events, those to come too, and the history of what was granted and held."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime, timedelta
 from math import inf
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from mpsd.core.accounting.report import Amounts, By, Line, Report, step_of
+from mpsd.core.accounting.series import SECOND
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.quantities import Moment
+from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.decoding import parameter, text_parameter
 from mpsd.daemon.api.request import Request, RequestQuery
 from mpsd.daemon.api.schema import words
@@ -18,6 +22,11 @@ from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 
 _LATEST: Final = "latest"
+
+_MOST_SAMPLES: Final = 2000
+"""Samples of one key that an answer has at most."""
+
+_TIME: Final = r"([0-9]{1,10}|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{5,15}(Z|[+-][0-9]{2}:[0-9]{2}))"
 
 
 class Event(Struct):
@@ -120,3 +129,239 @@ def _heartbeat(events: Events) -> bytes:
     """Return a line that says no more than that mpsd is there: it has the number of the last event, and none itself."""
     line = {"seq": events.latest, "at": clock.now(), "level": "info", "event": "heartbeat"}
     return to_json(line) + b"\n"
+
+
+# -- the history -------------------------------------------------------------------------------------------------------
+
+
+class HistoryQuery(RequestQuery, frozen=True):
+    """What of the history a caller asks for."""
+
+    by: Annotated[
+        str,
+        text_parameter(
+            "What there is a series for: `gpu`, `user`, `name`, `lease`, or `label:KEY` for the values of a label.",
+            refusal="is not gpu, user, name, lease or label:KEY",
+            hint="pass by=user, for example, or by=label:team",
+            pattern=r"^(gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62})\Z",
+        ),
+    ] = "gpu"
+    since: Annotated[
+        str,
+        text_parameter(
+            "From when on: a time of RFC 3339, or whole seconds before now.",
+            refusal="is not a time of RFC 3339, nor a number of seconds",
+            hint="pass since=3600 for the last hour, or since=2026-11-23T00:00:00Z",
+            pattern=rf"^{_TIME}\Z",
+        ),
+    ] = "3600"
+    until: Annotated[
+        str,
+        text_parameter(
+            "Until when: likewise.",
+            refusal="is not a time of RFC 3339, nor a number of seconds",
+            hint="omit it for now, or pass until=2026-11-23T00:00:00Z",
+            pattern=rf"^{_TIME}\Z",
+        ),
+    ] = "0"
+    step: Annotated[
+        int,
+        parameter(
+            "Seconds of a sample; it is never finer than what is kept. `0`: mpsd chooses.",
+            refusal="is not a number of seconds from 0 to 31536000",
+            hint="pass whole seconds, such as step=60, or omit it",
+            at_least=0,
+            at_most=31_536_000,
+        ),
+    ] = 0
+    gpu: Annotated[
+        str,
+        text_parameter(
+            "The UUID of the only GPU that counts.",
+            refusal="is not the UUID of a GPU",
+            hint="GET /v1/gpus has them",
+            pattern=r"^([\x21-\x7e]{1,128})?\Z",
+        ),
+    ] = ""
+    user: Annotated[
+        str,
+        text_parameter(
+            "The uid of the only user that counts.",
+            refusal="is not a uid",
+            hint="pass user=1000, for example",
+            pattern=r"^([0-9]{1,10})?\Z",
+        ),
+    ] = ""
+    totals: Annotated[bool, parameter("Whether the answer has totals only, and no samples.")] = False
+
+
+class HistoryTotalOut(Struct):
+    """What came together of one key: amounts times seconds."""
+
+    seconds: float
+    """How long the samples are in which the key had anything."""
+    leases: int
+    """Leases that had anything in it."""
+    threads_granted: float
+    """Percent-seconds: a whole GPU for an hour is 360000."""
+    memory_granted: float
+    """Byte-seconds."""
+    memory_held: float | None
+    """Byte-seconds, by the readings of the GPUs; null where there was none."""
+    clients: float
+    """Client-seconds."""
+
+
+class HistorySampleOut(Struct):
+    """The means over one sample. A time without a sample is one in which the key had nothing."""
+
+    time: Moment
+    """When it begins: a multiple of the resolution, since 1970."""
+    seconds: float
+    """How much of it is between since and until: the means are over that."""
+    threads_granted: float
+    """Percent."""
+    memory_granted: float
+    """Bytes."""
+    memory_held: float | None
+    """Bytes, by the readings of the GPUs; null where there was none."""
+    clients: float
+
+
+class HistorySeriesOut(Struct):
+    """What one key had."""
+
+    key: str | None
+    """The UUID of a GPU, a uid, a name, the id of a lease, or the value of a label; the latter are as users wrote them.
+
+    Null is for leases without such a name or label, and for those beyond the names and users that are told apart.
+    """
+    total: HistoryTotalOut
+    samples: list[HistorySampleOut]
+
+
+class HistoryGapOut(Struct):
+    """A time in which no sample was stored: what was granted is in the sums all the same, as a mean over the gap."""
+
+    since: Moment
+    until: Moment
+    because: str
+
+
+class HistoryOut(Struct):
+    """What was granted and held from one moment to another.
+
+    What was granted is exact. What was held is as the GPUs were read, every 10 seconds: by GPU, all that is in use on
+    it; otherwise, what processes of leases hold, for one lease as the mean over its life.
+    """
+
+    history: list[HistorySeriesOut]
+    """The series that the caller may see, by key."""
+    by: str
+    since: Moment
+    until: Moment
+    resolution: int
+    """Seconds of a sample."""
+    left_out: int
+    """How many keys are left out, where there are more than 1000: those with the least."""
+    gaps: list[HistoryGapOut]
+    because: str
+    """Why nothing is stored at the moment; empty when all is well."""
+
+
+class HistoryHandlers:
+    """The handlers of the history of one node."""
+
+    def __init__(self, node: Node, accountant: Accountant) -> None:
+        self._node = node
+        self._accountant = accountant
+
+    async def history(self, request: Request) -> HistoryOut:
+        """Return what was granted and held: of each GPU for everybody, else of whom the caller may see the leases."""
+        query = request.query
+        assert isinstance(query, HistoryQuery)  # noqa: S101 - the route table says so
+        now = clock.now()
+        since, until = _moment(query.since, now), _moment(query.until, now)
+        is_open, until = until >= now, min(until, now)
+        if since >= until:
+            raise InvalidRequestError(
+                f"the history from {since:%FT%TZ} to {until:%FT%TZ} is empty", hint="pass a since before until"
+            )
+        begin, end = (round(each.timestamp() * SECOND) for each in (since, until))
+        least = self._accountant.finest(begin)
+        step = max(query.step, least) if query.step else step_of(begin, end, least)
+        if (end - begin) / SECOND / step > _MOST_SAMPLES:
+            raise InvalidRequestError(
+                f"from {since:%FT%TZ} to {until:%FT%TZ} there are more than {_MOST_SAMPLES} samples of {step} s",
+                hint="pass a longer step, or step=0",
+                limit="step",
+            )
+        kind, _, label = query.by.partition(":")
+        by = By(kind)
+        is_seen = self._is_seen(request, by, int(query.user) if query.user else None)
+        report = Report(by, label, begin, None if is_open else end, step, gpu=query.gpu or None, is_seen=is_seen)
+        end = await self._accountant.fill(report)
+        lines, left_out = report.lines()
+        return HistoryOut(
+            history=[_series(report, line, totals=query.totals) for line in lines],
+            by=query.by,
+            since=since,
+            until=_time(end),
+            resolution=step,
+            left_out=left_out,
+            gaps=[
+                HistoryGapOut(_time(each.since), _time(each.until), each.because)
+                for each in self._accountant.gaps(begin, end)
+            ],
+            because=self._accountant.trouble,
+        )
+
+    def _is_seen(self, request: Request, by: By, user: int | None) -> Callable[[int | None], bool]:
+        """Return what tells whether a uid's leases are in the answer; None for what is no user's."""
+        if by is By.GPU and user is None:
+            return lambda _: True
+        own = None if request.admin or self._node.settings.current.api.open else request.credentials.uid
+        return lambda uid: uid is not None and own in {None, uid} and user in {None, uid}
+
+
+def _moment(text: str, now: datetime) -> datetime:
+    """Return the time that a parameter names. Raises InvalidRequestError."""
+    try:
+        return now - timedelta(seconds=int(text)) if text.isdecimal() else datetime.fromisoformat(text).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise InvalidRequestError(
+            f"{text!r} is not a time", hint="pass one such as 2026-11-23T00:00:00Z, or seconds before now"
+        ) from None
+
+
+def _time(moment: int) -> datetime:
+    return datetime.fromtimestamp(moment / SECOND, UTC)
+
+
+def _series(report: Report, line: Line, *, totals: bool) -> HistorySeriesOut:
+    samples = [(*report.bounds(number), amounts) for number, amounts in sorted(line.samples.items())]
+    total = line.total
+    return HistorySeriesOut(
+        line.key,
+        HistoryTotalOut(
+            seconds=sum(seconds for _, seconds, _ in samples),
+            leases=line.leases,
+            threads_granted=total.threads,
+            memory_granted=total.memory,
+            memory_held=total.held if total.known else None,
+            clients=total.clients,
+        ),
+        [] if totals else [_sample(_time(start), seconds, amounts) for start, seconds, amounts in samples],
+    )
+
+
+def _sample(start: datetime, seconds: float, amounts: Amounts) -> HistorySampleOut:
+    seconds = max(seconds, 1e-6)
+    return HistorySampleOut(
+        start,
+        seconds,
+        amounts.threads / seconds,
+        amounts.memory / seconds,
+        amounts.held / seconds if amounts.known else None,
+        amounts.clients / seconds,
+    )

@@ -8,6 +8,7 @@ from mpsd.core.admission.admission import NOTHING
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
 from mpsd.core.model import GpuView, Health, Known
+from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.node.node import Node
@@ -17,8 +18,9 @@ from mpsd.system import process_table
 class NodeHandlers:
     """The handlers of what one node is: its health, its GPUs, control daemons and clients, and its settings."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, accountant: Accountant) -> None:
         self._node = node
+        self._accountant = accountant
 
     async def healthz(self, _: Request) -> schema.HealthOut:
         """Tell whether mpsd itself answers."""
@@ -55,6 +57,8 @@ class NodeHandlers:
         notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
         notes += filter(None, (roles.unknown_names(self._node.settings.current.names),))
         notes += self._node.gpus.notes()
+        if trouble := self._accountant.trouble:
+            notes.append(f"what is granted and held is not stored: {trouble}")
         if lost := self._node.lost_lines:
             notes.append(f"{lost} lines of mpsd's log were lost, since its reader is gone or slow (mpsctl events)")
         notes += [

@@ -9,9 +9,17 @@ from typing import Any, Final
 
 from mpsd.core.reload import ReloadResult
 from mpsd.core.roles import Role
+from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import answers, lease_schema, schema
 from mpsd.daemon.api.answers import AnswerKind
-from mpsd.daemon.api.event_handlers import Event, EventHandlers, EventsQuery
+from mpsd.daemon.api.event_handlers import (
+    Event,
+    EventHandlers,
+    EventsQuery,
+    HistoryHandlers,
+    HistoryOut,
+    HistoryQuery,
+)
 from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery, ReleaseQuery
 from mpsd.daemon.api.node_handlers import NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
@@ -25,11 +33,12 @@ from mpsd.daemon.record.events import Events
 class Handlers:
     """The objects whose methods answer the routes."""
 
-    def __init__(self, node: Node, events: Events, reload: Callable[[], ReloadResult]) -> None:
-        self.node = NodeHandlers(node)
+    def __init__(self, node: Node, events: Events, accountant: Accountant, reload: Callable[[], ReloadResult]) -> None:
+        self.node = NodeHandlers(node, accountant)
         self.leases = LeaseHandlers(node)
         self.operators = OperatorHandlers(node, reload)
         self.events = EventHandlers(node, events)
+        self.history = HistoryHandlers(node, accountant)
         self.openapi = OpenApiHandlers(ROUTES)
 
 
@@ -299,6 +308,14 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         name="readEvents",
         summary="What mpsd decided, kept and to come, one JSON object a line",
         query=EventsQuery,
+    ),
+    _get(
+        "/v1/history",
+        lambda h: h.history.history,
+        answers.json(HistoryOut),
+        name="readHistory",
+        summary="What was granted and held, over time",
+        query=HistoryQuery,
     ),
     _get(
         "/v1/openapi.json",

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from mpsd.core.reload import ReloadResult
+from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.dispatcher import Dispatcher
 from mpsd.daemon.api.routes import ROUTES, Handlers
 from mpsd.daemon.http.listener import Listener
@@ -27,11 +28,13 @@ _PAUSE: Final = 0.1
 class Api:
     """The HTTP side of one node."""
 
-    def __init__(self, node: Node, events: Events, log: Logger, reload: Callable[[], ReloadResult]) -> None:
+    def __init__(
+        self, node: Node, events: Events, accountant: Accountant, log: Logger, reload: Callable[[], ReloadResult]
+    ) -> None:
         """`reload` reads the configuration again. Raises ConfigurationError."""
         self._node = node
         self._log = log
-        self._dispatcher = Dispatcher(ROUTES, Handlers(node, events, reload), node.settings, log)
+        self._dispatcher = Dispatcher(ROUTES, Handlers(node, events, accountant, reload), node.settings, log)
         self._listener: Listener | None = None
 
     async def serve(self, listener: socket.socket) -> None:

@@ -8,9 +8,9 @@ Should mpsd die before that, the next one tells them, since they are in the leas
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Final, TypeAlias
 
 from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.holders import group_names
@@ -23,6 +23,9 @@ from mpsd.system import clock
 
 _DELAY: Final = 0.01
 """Seconds for which what is stored may wait for more, to be told with it."""
+
+StoredBatches: TypeAlias = Sequence[tuple[datetime, Mapping[str, Lease]]]
+"""When each of some turns was stored, and the leases that it changed."""
 
 _MAKE_ROOM: Final = "free space on the file system of the runtime directory, or make it writable again"
 
@@ -37,12 +40,14 @@ class GroupCommit:
         settings: LiveSettings,
         *,
         publish: Callable[[int], int],
+        account: Callable[[StoredBatches], None],
         finish: Callable[[], None],
         find: Callable[[str], Lease | None],
         refuse: Callable[[str, str, StorageError], None],
     ) -> None:
         """`publish` takes note that the news up to a turn were logged, and returns up to which they are in the history.
 
+        `account` is given the leases of the turns that were told, each as it was stored.
         `find` returns a lease that has not ended. `finish` is called before a turn is stored, to decide what follows
         from what was decided in it, and `refuse` for each lease that was to be granted, or to wait, and could not be
         stored.
@@ -53,6 +58,7 @@ class GroupCommit:
         self._log = log
         self._shares = LineShares(log, lambda: settings.current.api.lines_per_uid, minutes=10, lines="leases")
         self._publish_to = publish
+        self._account = account
         self._finish = finish
         self._find = find
         self._refuse = refuse
@@ -65,8 +71,8 @@ class GroupCommit:
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
         self._events: list[LeaseEvent] = []
-        self._unpublished: list[tuple[datetime, Sequence[LeaseEvent]]] = []
-        """What is stored, since when, and has to be told."""
+        self._unpublished: list[tuple[datetime, Sequence[LeaseEvent], Mapping[str, Lease]]] = []
+        """What is stored, since when, and has to be told, with the leases that it is about."""
         self._reached = 0
         """The latest turn of which the news are among that, or were told."""
         self._publishing: asyncio.TimerHandle | None = None
@@ -164,9 +170,9 @@ class GroupCommit:
         events, self._events = self._events, []
         result = self._store.keep(changed, events)
         if result.because:
-            events = self._without(result, events)
-        if events:
-            self._unpublished.append((clock.now(), events))
+            events, changed = self._without(result, events, changed)
+        if changed:
+            self._unpublished.append((clock.now(), events, changed))
             self._reached = self._store.batch
             if self._publishing is None:
                 self._publishing = self._loop.call_later(_DELAY, self._publish)
@@ -176,8 +182,10 @@ class GroupCommit:
         self.end()
         self._publish()
 
-    def _without(self, result: CommitResult, events: list[LeaseEvent]) -> list[LeaseEvent]:
-        """Return the news of what is stored; what is not stored is not told: it comes with the next turn, or never."""
+    def _without(
+        self, result: CommitResult, events: list[LeaseEvent], changed: Mapping[str, Lease]
+    ) -> tuple[list[LeaseEvent], dict[str, Lease]]:
+        """Return what is stored, and the news of it; what is not is not told: it comes with the next turn, or never."""
         if not self.trouble:
             self._log.error(EventName.STORE_FULL, because=result.because)
         self.trouble = result.because
@@ -186,11 +194,24 @@ class GroupCommit:
             self._refuse(lease.id, because, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in result.refused}
         self._events += [each for each in events if each.lease in self._store.late]
-        return [each for each in events if each.lease not in refused and each.lease not in self._store.late]
+        late = {lease_id: lease for lease_id, lease in changed.items() if lease_id in self._store.late}
+        self._changed = {**late, **self._changed}
+        left_out = refused | late.keys()
+        return (
+            [each for each in events if each.lease not in left_out],
+            {lease_id: lease for lease_id, lease in changed.items() if lease_id not in left_out},
+        )
 
-    def publish_again(self, events: Sequence[LeaseEvent]) -> None:
-        """Tell what an earlier mpsd has stored, and had not told when it died."""
-        self._unpublished.append((clock.now(), events))
+    def publish_again(self, events: Sequence[LeaseEvent], leases: Mapping[str, Lease]) -> None:
+        """Tell what an earlier mpsd has stored, and had not told when it died: a grant by when it was made.
+
+        `leases` are those that there are, by id: of another, nobody knows when it was granted.
+        """
+        now = clock.now()
+        for each in events:
+            lease = leases.get(each.lease) if each.event is EventName.LEASE_GRANTED else None
+            at = lease.granted if lease is not None else None
+            self._unpublished.append((at or now, [each], {}))
         self._reached = self._store.batch
         self._publish()
 
@@ -208,8 +229,9 @@ class GroupCommit:
         self._log.waited(
             [
                 LogRecord(at, "info", each.event, {"lease": each.lease, **each.facts})
-                for at, events in unpublished
+                for at, events, _ in unpublished
                 for each in events
             ]
         )
+        self._account([(at, changed) for at, _, changed in unpublished])
         self._store.note_published(self._publish_to(self._reached))

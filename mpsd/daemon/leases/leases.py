@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
+from msgspec import structs
+
 from mpsd.core.admission.admission import Amount, Offer
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.request_ids import RequestIds
 from mpsd.core.admission.rules import AdmissionRules, Now
-from mpsd.core.admission.usage import Usage
 from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
 from mpsd.core.holders.holders import claim_of
@@ -28,7 +29,7 @@ from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.bearers import Carriers
 from mpsd.daemon.leases.claims import Claims
 from mpsd.daemon.leases.expiry import Expiry
-from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.leases.group_commit import GroupCommit, StoredBatches
 from mpsd.daemon.leases.holding import Holding
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -45,9 +46,6 @@ _ID_BYTES: Final = 5
 _TICK: Final = 0.5
 """Seconds between two looks for leases whose time is over, and for room on a disk that was full."""
 
-_USAGE_INTERVAL: Final = 30.0
-"""Seconds between two notes of who used how much; so much of it a crash may forget."""
-
 
 class Leases:
     """Every lease from its request to its end."""
@@ -62,19 +60,28 @@ class Leases:
         *,
         settings: LiveSettings,
         publish: Callable[[int], int],
-        note_usage: Callable[[Usage], None],
+        account: Callable[[StoredBatches], None],
         published: int,
     ) -> None:
-        """`publish` stores, as events, what was logged up to a turn; it has done so up to the turn `published`."""
+        """`publish` stores, as events, what was logged up to a turn; it has done so up to the turn `published`.
+
+        `account` is given the leases that were stored, once they are told.
+        """
         self.ledger = ledger
         self._settings = settings
         self._store = store
         self._limit_gates = limit_gates
         self._log = log
         self._group_commit = GroupCommit(
-            store, log, settings, publish=publish, finish=self._finish, find=ledger.find, refuse=self._end
+            store,
+            log,
+            settings,
+            publish=publish,
+            account=account,
+            finish=self._finish,
+            find=ledger.find,
+            refuse=self._end,
         )
-        self._note_usage = note_usage
         self._published = published
         self._expiry = Expiry(ledger, self._group_commit)
         self._holding = Holding(
@@ -104,7 +111,6 @@ class Leases:
     async def run(self) -> None:
         """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
         try:
-            noted = clock.monotonic()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._holding.bearers.run())
                 while True:
@@ -114,12 +120,8 @@ class Leases:
                     self._holder_watch.look()
                     self._group_commit.look_for_room()
                     self.settle()  # the order changes with time alone
-                    if clock.monotonic() - noted >= _USAGE_INTERVAL:
-                        noted = clock.monotonic()
-                        self._note_usage(self.ledger.usage)
         finally:
             self._group_commit.close()
-            self._note_usage(self.ledger.usage)
             self._holder_watch.close()
 
     def restore(self) -> None:
@@ -131,7 +133,7 @@ class Leases:
         if found.because:
             self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
         self.unrestored.set_aside(found.unrestored)
-        self._group_commit.publish_again(found.unpublished)
+        self._group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
         enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self._holder_watch.restore)
         entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
         # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
@@ -388,7 +390,8 @@ class Leases:
         if pending is not None:
             pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="try again"))
         if isinstance(refusal, StorageError):
-            self._group_commit.change(ended, EventName.LEASE_REFUSED, code=refusal.code, because=because)
+            never = structs.replace(ended, granted=None)
+            self._group_commit.change(never, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:
             self._group_commit.change(ended, EventName.LEASE_ENDED, because=because)
 

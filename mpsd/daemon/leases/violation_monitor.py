@@ -185,6 +185,16 @@ class ViolationMonitor:
             if each.state not in ANSWERED or any(server.orphan for server in each.servers)
         }
 
+    @property
+    def usages(self) -> Mapping[str, Reading[GpuUsage]]:
+        """What was read of the GPUs last, by UUID; another object after each reading."""
+        return self._usages
+
+    @property
+    def held_by_leases(self) -> Mapping[tuple[str, str], Mapping[ProcessIdentity, GpuProcess]]:
+        """What the processes of leases held then, by lease and GPU; those that hold nothing are left out."""
+        return self._held
+
     def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:
         """Return what the processes of a lease held on a GPU when it was read last."""
         return self._held.get((lease_id, gpu), {})

@@ -1,4 +1,4 @@
-"""What mpsd decided: its log, its events, and the history that outlives a boot.
+"""What mpsd decided: its log, and its events, which outlive a boot.
 
 Imported by: every room of the daemon.
 """

@@ -196,6 +196,10 @@ class Events:
         """The number of the latest event; 0 when there was none yet."""
         return self._next - 1
 
+    def after(self, number: int) -> list[bytes]:
+        """Return the lines of the events after a number, as far as they are kept."""
+        return self._lines[max(number + 1 - self._base, 0) :]
+
     async def read(self, after: int, *, follow: bool, patience: float = inf) -> AsyncIterator[bytes]:
         """Yield the lines of the events after a number that are kept, some at a time, and then of those that come.
 

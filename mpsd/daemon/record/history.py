@@ -1,13 +1,6 @@
-"""What outlives a boot: the events, and who used how much."""
+"""The events on disk, which outlive a boot."""
 
-from collections.abc import Callable
-from math import isfinite
 from typing import Final
-
-from mpsd.core.admission.usage import Account, Usage
-from mpsd.core.errors import StorageError
-from mpsd.system import clock
-from mpsd.system.database import Database, summed
 
 HISTORY_SCHEMA: Final = (
     """
@@ -29,32 +22,7 @@ HISTORY_SCHEMA: Final = (
 )
 """The versions of the history, the oldest first; a later mpsd adds to them and changes none.
 
+`usage` is what fairness knew of each user; since 0.2 that stands in the history of what was granted and held.
+
 In the second, `data` is the lines of the events that were stored together, and `seq` and `at` are of the last of them.
 """
-
-
-def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) -> None:
-    """Note who used how much, for the next mpsd, by the wall clock, since the other one ends with the boot."""
-    wall = clock.now().timestamp()
-    rows = [
-        ("INSERT INTO usage VALUES (?, ?, ?, ?)", summed(uid, account.value, wall))
-        for uid, account in usage.accounts(clock.monotonic()).items()
-    ]
-    try:
-        history.commit([("DELETE FROM usage", ()), *rows])
-    except StorageError as error:
-        trouble(error.detail)
-
-
-def stored_usage(history: Database, half_life: float) -> dict[int, Account]:
-    """Return what every user had, decayed by the time since it was noted; a clock that was set back is no time."""
-    now, wall = clock.monotonic(), clock.now().timestamp()
-    accounts = {}
-    for uid, value, noted in history.rows("SELECT uid, value, noted FROM usage"):
-        if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
-            continue
-        if not isfinite(value + noted):
-            continue  # as only a defect could write it; to forget what one user had harms nobody
-        passed = max(wall - noted, 0.0)
-        accounts[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
-    return accounts

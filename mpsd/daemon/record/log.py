@@ -113,6 +113,8 @@ class EventName(StrEnum):
     STORE_WRITABLE = "store_writable"
     STORE_SET_ASIDE = "store_set_aside"
     STORE_REWRITTEN = "store_rewritten"
+    HISTORY_NOT_STORED = "history_not_stored"
+    HISTORY_STORED = "history_stored"
     EVENTS_LOST = "events_lost"
     SETTINGS_RELOADED = "settings_reloaded"
     SETTINGS_REFUSED = "settings_refused"

@@ -1,0 +1,120 @@
+"""What was granted and held in some time: as a table, in the units that people count in, and as CSV.
+
+Names and labels are as users wrote them: in a table, they pass `sanitize.plain`, as everything does; in CSV, nothing of
+them is a formula for the spreadsheet that reads it.
+"""
+
+import csv
+import io
+from typing import TYPE_CHECKING, Final
+
+from mpsd.cli.render import when
+from mpsd.cli.tables import Column, Figure, Look, table
+from mpsd.cli.users import name_of
+from mpsd.core.sanitize import plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from mpsd.cli import answer_types
+
+_HOUR: Final = 3600
+_GIB: Final = 1024**3
+_ALL_THREADS: Final = 100
+"""Percent of a GPU's threads."""
+
+_FORMULA: Final = frozenset("=+-@\t\r")
+"""With these, a cell begins that a spreadsheet takes for a formula."""
+
+
+def _columns(heading: str) -> tuple[Column, ...]:
+    return (
+        Column(heading),
+        Column("LEASES"),
+        Column("GPU HOURS"),
+        Column("GIB HOURS"),
+        Column("HELD GIB HOURS", 2),
+        Column("HELD", 1),
+        Column("CLIENT HOURS", wide=True),
+    )
+
+
+def view(answer: "answer_types.History", gpus: "Mapping[str, str]", look: Look) -> str:
+    """Return the totals as a table, the greatest first; `gpus` are the indexes of GPUs by their UUID."""
+    heading = answer["by"].partition(":")[2].upper() or answer["by"].upper()
+    rows = [
+        (
+            _key(answer["by"], each["key"], gpus),
+            Figure(str(leases), leases),
+            _hours(threads),
+            _hours(granted),
+            Figure("-", -1) if held is None else _hours(held),
+            _part(held, granted),
+            _hours(clients),
+        )
+        for each in sorted(answer["history"], key=lambda each: each["total"]["threads_granted"], reverse=True)
+        for leases, threads, granted, held, clients in [_amounts(each["total"])]
+    ]
+    listed = table(_columns(heading), rows, look, none="nothing was granted")
+    return "\n".join([listed, *_notes(answer)])
+
+
+def _notes(answer: "answer_types.History") -> "Iterator[str]":
+    for gap in answer["gaps"]:
+        yield f"note: {when(gap['since'])} to {when(gap['until'])}: no samples: {gap['because']}"
+    if answer["left_out"]:
+        yield f"note: {answer['left_out']} more with less are left out"
+
+
+def as_csv(answer: "answer_types.History", *, headings: bool = True) -> str:
+    """Return the totals as CSV (RFC 4180), in full precision; what is not known is empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    by = answer["by"].partition(":")[2] or answer["by"]
+    if headings:
+        writer.writerow([by, "leases", "gpu_hours", "gib_hours_granted", "gib_hours_held", "client_hours"])
+    for each in answer["history"]:
+        leases, threads, granted, held, clients = _amounts(each["total"])
+        key = _key(answer["by"], each["key"], {}, none="")
+        writer.writerow(
+            [
+                f"'{key}" if key[:1] in _FORMULA else key,
+                leases,
+                f"{threads:.6f}",
+                f"{granted:.6f}",
+                "" if held is None else f"{held:.6f}",
+                f"{clients:.6f}",
+            ]
+        )
+    return text.getvalue().rstrip("\n")
+
+
+def _amounts(total: "answer_types.HistoryTotal") -> tuple[int, float, float, float | None, float]:
+    """Return the leases, and hours of whole GPUs, of GiB granted and held, and of clients."""
+    held = total["memory_held"]
+    return (
+        total["leases"],
+        total["threads_granted"] / _ALL_THREADS / _HOUR,
+        total["memory_granted"] / _GIB / _HOUR,
+        None if held is None else held / _GIB / _HOUR,
+        total["clients"] / _HOUR,
+    )
+
+
+def _key(by: str, key: str | None, gpus: "Mapping[str, str]", *, none: str = "-") -> str:
+    if key is None:
+        return none
+    if by == "user" and key.isdecimal():
+        return name_of(int(key))
+    return gpus.get(key, plain(key)) if by == "gpu" else plain(key)
+
+
+def _hours(hours: float) -> Figure:
+    return Figure(f"{hours:.2f}" if hours >= 1 or not hours else f"{hours:.4f}", hours)
+
+
+def _part(held: float | None, granted: float) -> Figure:
+    """Print how much of what was granted was held."""
+    if held is None or not granted:
+        return Figure("-", -1)
+    return Figure(f"{100 * held / granted:.0f}%", held / granted)

@@ -1,0 +1,372 @@
+"""The accounts: what every series is granted and holds now, and what that came to since it was taken out last. Pure.
+
+What was granted changes at the moments at which events tell of it, and is exact. What is held is as it was read last,
+until it is read again.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from msgspec import Struct
+
+from mpsd.core.accounting.series import OTHERS, SECOND, Labels, Period, Periods, Series
+from mpsd.core.model import Lease, LeaseState
+
+_NAMES: Final = 16
+"""Names, with their labels, that are told apart of one user in an hour; leases of further ones count as unnamed."""
+
+_USERS: Final = 1024
+"""Users that are told apart in an hour."""
+
+_LETTERS: Final = 256
+"""Letters of all labels of a lease; one with more counts as one without labels."""
+
+_BRIEF: Final = 20
+"""Leases of a user that began and ended within one sample, and are kept one by one."""
+
+
+class ShareRecord(Struct, array_like=True):
+    """What a lease has on one GPU, and holds there."""
+
+    gpu: str
+    threads: int
+    memory: int
+    held: int | None = None
+    """As it was read last; None where it was not."""
+    held_total: int = 0
+    known_total: int = 0
+
+
+class LeaseRecord(Struct, array_like=True):
+    """What is kept of one lease."""
+
+    id: str
+    uid: int
+    name: str
+    labels: Labels
+    shares: list[ShareRecord]
+    began: int
+    at: int
+    """Until when it is summed up."""
+    has_own_name: bool = True
+    """Whether it counts under its name and labels."""
+    has_own_user: bool = True
+    clients: int = 0
+    clients_total: int = 0
+    ended: int | None = None
+
+    def series(self) -> list[Series]:
+        """Return the series that it counts in, one for each share."""
+        uid = self.uid if self.has_own_user else OTHERS
+        if not self.has_own_name:
+            return [Series(share.gpu, uid) for share in self.shares]
+        return [Series(share.gpu, uid, self.name, self.labels) for share in self.shares]
+
+    def advance(self, at: int) -> None:
+        """Sum up until this moment."""
+        passed, self.at = _passed(self.at, at), at
+        self.clients_total += self.clients * passed
+        for share in self.shares:
+            if share.held is not None:
+                share.held_total += share.held * passed
+                share.known_total += passed
+
+
+class GpuReading(Struct, frozen=True):
+    """What is in use on a GPU (MiB): in all, and by the processes of leases; who is not there holds nothing."""
+
+    used: int
+    by_lease: Mapping[str, int | None]
+    """None where it is not known."""
+
+
+class _Account(Struct):
+    """What a series has at the moment, and what that came to."""
+
+    at: int
+    total: Period
+    threads: int = 0
+    memory: int = 0
+    clients: int = 0
+    held: int = 0
+    known: int = 0
+    """How many of its leases have been read."""
+    open: int = 0
+    first: int = 0
+
+    def advance(self, at: int) -> None:
+        passed, self.at, total = _passed(self.at, at), at, self.total
+        total.end = max(total.end, at)
+        total.threads += self.threads * passed
+        total.memory += self.memory * passed
+        total.clients += self.clients * passed
+        if self.known:
+            total.held += self.held * passed
+            total.known += passed
+
+    def weigh(self, record: LeaseRecord, number: int, times: int) -> None:
+        """Add what a lease has by one of its shares, or with -1 take it away."""
+        share = record.shares[number]
+        self.threads += times * share.threads
+        self.memory += times * share.memory
+        self.open += times
+        if not number:  # the clients of a lease count once
+            self.clients += times * record.clients
+            self.first += times
+        if share.held is not None:
+            self.held += times * share.held
+            self.known += times
+
+    def take(self) -> Period:
+        """Return what came together, and begin anew."""
+        taken = self.total
+        self.total = Period(self.at, self.at, carried=self.open, first_carried=self.first)
+        return taken
+
+
+class Accounts:
+    """The accounts of all series, and the leases that are open in them."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, LeaseRecord] = {}
+        self.changed: dict[str, LeaseRecord] = {}
+        """The leases, ended ones too, of which something else is to be stored than before."""
+        self._accounts: dict[Series, _Account] = {}
+        self._dirty: set[Series] = set()
+        """Those that have changed since they were taken out last."""
+        self._finished: Periods = []
+        self._names: dict[int, set[tuple[str, Labels]]] = {}
+        self._brief: dict[int, int] = {}
+        """By uid, how many leases began and ended since the last sample that was stored."""
+        self._stored: set[str] = set()
+        """The open leases that are on disk already."""
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def follow(self, lease: Lease, at: int) -> None:
+        """Take in a lease as it is from this moment on."""
+        record = self.open.get(lease.id)
+        if lease.state is LeaseState.ENDED:
+            if record is None and lease.granted is not None:
+                record = self._begin(record_of(lease, at))  # it was granted and has ended in the same moment
+            if record is not None:
+                self.end(record, at)
+        elif record is None:
+            if lease.state is not LeaseState.WAITING:
+                self._begin(record_of(lease, at))
+        else:
+            if record.uid != lease.owner.uid:
+                self.hand_over(record, lease.owner.uid, at)
+            if record.clients != len(lease.clients):
+                self._set_clients(record, len(lease.clients), at)
+
+    def begin(self, record: LeaseRecord) -> None:
+        """Take in a lease of which no more is known than this; one that is open stays as it is."""
+        if record.id not in self.open:
+            self._begin(record)
+
+    def _begin(self, record: LeaseRecord) -> LeaseRecord:
+        self._choose_series(record)
+        self.open[record.id] = self.changed[record.id] = record
+        self._enter(record, record.began)
+        return record
+
+    def _enter(self, record: LeaseRecord, at: int) -> None:
+        for number, series in enumerate(record.series()):
+            account = self._touch(series, at)
+            account.weigh(record, number, 1)
+            account.total.begun += 1
+            account.total.first_begun += not number
+
+    def _leave(self, record: LeaseRecord, at: int) -> None:
+        for number, series in enumerate(record.series()):
+            account = self._touch(series, at)
+            account.weigh(record, number, -1)
+            if account.total.start == at and not account.total.begun:  # a period begins just now, without it
+                account.total.carried, account.total.first_carried = account.open, account.first
+
+    def end(self, record: LeaseRecord, at: int) -> None:
+        """Note that a lease has ended."""
+        self._leave(record, at)
+        record.advance(at)
+        record.ended = at
+        del self.open[record.id]
+        if record.id in self._stored:
+            self._stored.remove(record.id)
+        else:
+            # Whoever makes leases by the thousand has them summed up, and only some of them listed.
+            brief = self._brief[record.uid] = self._brief.get(record.uid, 0) + 1
+            if brief > _BRIEF:
+                self.changed.pop(record.id, None)
+                return
+        self.changed[record.id] = record
+
+    def hand_over(self, record: LeaseRecord, uid: int, at: int) -> None:
+        """Note that a lease is another user's from now on."""
+        self._leave(record, at)
+        record.advance(at)
+        record.uid = uid
+        self._choose_series(record)
+        self.changed[record.id] = record
+        self._enter(record, at)
+
+    def _set_clients(self, record: LeaseRecord, clients: int, at: int) -> None:
+        account = self._touch(record.series()[0], at)
+        record.advance(at)
+        account.clients += clients - record.clients
+        record.clients = clients
+        self.changed[record.id] = record
+
+    def read(self, readings: Mapping[str, GpuReading | None], at: int) -> None:
+        """Take in what was read of GPUs, by UUID; None for one that could not be read."""
+        for record in self.open.values():
+            for share, series in zip(record.shares, record.series(), strict=True):
+                if share.gpu in readings:
+                    reading = readings[share.gpu]
+                    held = reading.by_lease.get(record.id, 0) if reading is not None else None
+                    if held != share.held:
+                        self._set_held(record, share, series, held, at)
+        for gpu, reading in readings.items():
+            rest = self._touch(Series(gpu, None), at)
+            rest.known = int(reading is not None)
+            of_leases = sum(filter(None, reading.by_lease.values())) if reading is not None else 0
+            rest.held = max(reading.used - of_leases, 0) if reading is not None else 0
+
+    def _set_held(self, record: LeaseRecord, share: ShareRecord, series: Series, held: int | None, at: int) -> None:
+        account = self._touch(series, at)
+        record.advance(at)
+        account.held += (held or 0) - (share.held or 0)
+        account.known += (held is not None) - (share.held is not None)
+        share.held = held
+        self.changed[record.id] = record
+
+    def _touch(self, series: Series, at: int) -> _Account:
+        """Return the account of a series, summed up until now, since it is about to change.
+
+        What was the same for longer than a second is a period of its own, so that the change is seen when it came.
+        """
+        account = self._accounts.get(series)
+        if account is None:
+            account = self._accounts[series] = _Account(at, Period(at, at))
+        account.advance(at)
+        if series not in self._dirty:
+            self._dirty.add(series)
+            if at - account.total.start > SECOND:
+                self._finished.append((series, account.take()))
+        return account
+
+    def _choose_series(self, record: LeaseRecord) -> None:
+        """Decide under which names a lease counts."""
+        if sum(len(key) + len(value) for key, value in record.labels) > _LETTERS:
+            record.labels = ()
+        if record.uid not in self._names and len(self._names) >= _USERS:
+            record.has_own_user = record.has_own_name = False
+            return
+        names = self._names.setdefault(record.uid, set())
+        name = (record.name, record.labels)
+        record.has_own_user, record.has_own_name = True, name in names or len(names) < _NAMES
+        if record.has_own_name:
+            names.add(name)
+
+    def forget_names(self) -> None:
+        """Tell other names apart from now on: those of the leases that are open, and new ones. For once an hour."""
+        self._names.clear()
+        for record in self.open.values():
+            if record.has_own_name:
+                self._names.setdefault(record.uid, set()).add((record.name, record.labels))
+
+    # -- what came of it ----------------------------------------------------------------------------------------------
+
+    def list_anew(self) -> None:
+        """Have all open leases stored once more: the store has lost them."""
+        self._stored.clear()
+        self.changed.update(self.open)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something has changed since it was taken out last."""
+        return bool(self._dirty or self._finished or self.changed)
+
+    def take(self, at: int, *, everything: bool) -> Periods:
+        """Return what came together of the series that have changed, or of all, and begin new periods for them."""
+        taken, self._finished = self._finished, []
+        for series in [*self._accounts] if everything else [*self._dirty]:
+            account = self._accounts[series]
+            account.advance(at)
+            period = account.take()
+            if period.start < period.end or period.begun:
+                taken.append((series, period))
+            if not (account.open or account.known):
+                del self._accounts[series]
+        self._dirty.clear()
+        return taken
+
+    def put_back(self, periods: Periods) -> None:
+        """Have what was taken out together again, since it could not be stored: one period for each series."""
+        sums: dict[Series, Period] = {}
+        for series, period in [*periods, *self._finished]:
+            if series in sums:
+                sums[series].add(period)
+            else:
+                sums[series] = period
+        self._finished = list(sums.items())
+
+    def note_stored(self) -> None:
+        """Note that all that has changed of leases is on disk."""
+        self._stored |= self.changed.keys() & self.open.keys()
+        self.changed.clear()
+        self._brief.clear()
+
+    def so_far(self, at: int) -> Periods:
+        """Return what has come together and was not taken out."""
+        for account in self._accounts.values():
+            account.advance(at)
+        return [*self._finished, *((series, account.total) for series, account in self._accounts.items())]
+
+    # -- after a restart ----------------------------------------------------------------------------------------------
+
+    def restore(self, records: Iterable[LeaseRecord], since: Mapping[Series, int], least: int, at: int) -> None:
+        """Open the leases that an earlier mpsd had open when it stored its last sample, `at`.
+
+        `since` is until when each series was stored, and `least` the same for those that it does not have. What is held
+        is unknown after that sample.
+        """
+        for record in records:
+            self.open[record.id] = record
+            self._stored.add(record.id)
+            for number, series in enumerate(record.series()):
+                if series not in self._accounts:
+                    start = since.get(series, least)
+                    self._accounts[series] = _Account(start, Period(start, start))
+                self._accounts[series].weigh(record, number, 1)
+        for account in self._accounts.values():
+            account.total.carried, account.total.first_carried = account.open, account.first
+            account.advance(at)
+        self.forget_names()
+        for record in self.open.values():
+            record.advance(at)
+            for series, share in zip(record.series(), record.shares, strict=True):
+                self._set_held(record, share, series, None, at)
+
+
+def _passed(before: int, at: int) -> int:
+    """Return how much time has passed; none where the clock was set back.
+
+    What is told a moment too late is counted back, so that the sums are those of its own time.
+    """
+    return at - before if at - before > -SECOND else 0
+
+
+def record_of(lease: Lease, at: int) -> LeaseRecord:
+    """Return what is kept of a lease that began at this moment."""
+    request = lease.request
+    return LeaseRecord(
+        lease.id,
+        lease.owner.uid,
+        request.name,
+        tuple(sorted(request.labels.items())) if request.labels else (),
+        [ShareRecord(share.gpu, share.threads.tenths, share.memory.mebibytes) for share in lease.shares],
+        at,
+        at,
+        clients=len(lease.clients),
+    )

@@ -1,0 +1,212 @@
+"""What the history tells of a stretch of time: sums and means by GPU, user, name, label or lease. Pure.
+
+A period that is only partly in a sample counts there by the part of it that is: what it tells of is a mean over the
+period.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+from mpsd.core.accounting.accounts import LeaseRecord
+from mpsd.core.accounting.series import OTHERS, SECOND, Period, Series
+from mpsd.core.units import MIB
+
+_KEYS: Final = 1000
+"""Keys that a report tells of at most: those with the most memory and threads; the others it counts."""
+
+_STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
+"""Seconds that a sample has where the caller does not say."""
+
+_NEVER: Final = 2**62
+
+_FEW: Final = 300
+"""Samples that are enough for a picture."""
+
+
+class By(StrEnum):
+    """What there is a line for in a report."""
+
+    GPU = "gpu"
+    USER = "user"
+    NAME = "name"
+    LEASE = "lease"
+    LABEL = "label"
+
+
+class Amounts(Struct, gc=False):
+    """What came together in some time: percent-seconds, byte-seconds and client-seconds."""
+
+    threads: float = 0.0
+    memory: float = 0.0
+    held: float = 0.0
+    known: float = 0.0
+    """Seconds for which it was known what was held."""
+    clients: float = 0.0
+
+    def add(self, other: "Amounts") -> None:
+        """Add another."""
+        self.threads += other.threads
+        self.memory += other.memory
+        self.held += other.held
+        self.known += other.known
+        self.clients += other.clients
+
+
+class Line(Struct):
+    """What a report has of one key. By number, which counts from the first, each sample with anything in it."""
+
+    key: str | None
+    total: Amounts
+    samples: dict[int, Amounts]
+    leases: int = 0
+
+
+def step_of(since: int, until: int, least: int) -> int:
+    """Return how many seconds a sample has where the caller does not say, `least` or more."""
+    seconds = (until - since) / SECOND
+    return max(next((each for each in _STEPS if seconds / each <= _FEW), _STEPS[-1]), least)
+
+
+class Report:
+    """Adds up periods, or leases, from `since` to `until` (microseconds), in samples of `step` seconds."""
+
+    def __init__(
+        self,
+        by: By,
+        label: str,
+        since: int,
+        until: int | None,
+        step: int,
+        *,
+        gpu: str | None = None,
+        is_seen: Callable[[int | None], bool] = lambda _: True,
+    ) -> None:
+        """`label` is the key of the label by whose value it is. `is_seen` tells whose leases are in it; None: no user.
+
+        Without `until`, it is up to the moment at which it is closed. With `gpu`, it is about that GPU alone.
+        """
+        self.since = since
+        self.until = until if until is not None else _NEVER
+        self.step = step
+        self.first = since // (step * SECOND)
+        """The number of the first sample, of those that fit between 1970 and now."""
+        self.by = by
+        self._label = label
+        self._gpu = gpu
+        self._is_seen = is_seen
+        self._lines: dict[str | None, Line] = {}
+        self._known: set[Series] = set()
+
+    def add(self, series: Series, period: Period) -> None:
+        """Add what came together of a series; periods of a series come in their order."""
+        if not self._is_seen(series.uid) or (self._gpu is not None and series.gpu != self._gpu):
+            return
+        start, end = max(period.start, self.since), min(period.end, self.until)
+        if start > end or (start == end and period.start < period.end):
+            return
+        line = self._line(self._key(series))
+        is_first = series not in self._known
+        self._known.add(series)
+        begun, carried = period.begun, period.carried
+        if self.by is not By.GPU and self._gpu is None:
+            begun, carried = period.first_begun, period.first_carried
+        line.leases += begun + (carried if is_first else 0)
+        length = period.end - period.start
+        if not length:
+            return
+        self._spread(
+            line,
+            start,
+            end,
+            Amounts(
+                threads=period.threads / 10 / length,
+                memory=period.memory * MIB / length,
+                held=period.held * MIB / length,
+                known=period.known / length,
+                clients=period.clients / length,
+            ),
+        )
+
+    def add_lease(self, record: LeaseRecord, now: int) -> None:
+        """Add a lease, for a report by lease: what it was granted was the same from its beginning to its end."""
+        end = record.ended if record.ended is not None else now
+        start, until = max(record.began, self.since), min(end, self.until)
+        shares = [share for share in record.shares if self._gpu is None or share.gpu == self._gpu]
+        if not self._is_seen(record.uid) or not shares or start > until:
+            return
+        line = self._line(record.id)
+        line.leases = 1
+        length = max(record.at - record.began, 1)
+        known = max(share.known_total for share in shares)
+        self._spread(
+            line,
+            start,
+            until,
+            Amounts(
+                threads=sum(share.threads for share in shares) / 10,
+                memory=float(sum(share.memory for share in shares) * MIB),
+                # The mean over the time for which it was known.
+                held=sum(share.held_total * MIB / max(share.known_total, 1) for share in shares),
+                known=min(known / length, 1.0),
+                clients=record.clients_total / length,
+            ),
+        )
+
+    def _spread(self, line: Line, start: int, end: int, rates: Amounts) -> None:
+        """Add what there was for each second from `start` to `end`, to the samples that this falls in."""
+        step = self.step * SECOND
+        while start < end:
+            number = start // step
+            until = min((number + 1) * step, end)
+            seconds = (until - start) / SECOND
+            amounts = Amounts(
+                rates.threads * seconds,
+                rates.memory * seconds,
+                rates.held * seconds,
+                rates.known * seconds,
+                rates.clients * seconds,
+            )
+            line.total.add(amounts)
+            sample = line.samples.get(number - self.first)
+            if sample is None:
+                line.samples[number - self.first] = amounts
+            else:
+                sample.add(amounts)
+            start = until
+
+    def _key(self, series: Series) -> str | None:
+        match self.by:
+            case By.GPU:
+                return series.gpu
+            case By.USER:
+                return None if series.uid in {None, OTHERS} else str(series.uid)
+            case By.LABEL:
+                return next((value for key, value in series.labels if key == self._label), None)
+            case _:
+                return series.name or None
+
+    def _line(self, key: str | None) -> Line:
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line(key, Amounts(), {})
+        return line
+
+    def close(self, now: int) -> int:
+        """Note that all is in it that there is now, and return until when it tells."""
+        self.until = min(self.until, now)
+        return self.until
+
+    def lines(self) -> tuple[list[Line], int]:
+        """Return the lines by their key, the one without a key last, and how many keys are left out: the least used."""
+        by_use = sorted(self._lines.values(), key=lambda line: (line.total.memory, line.total.threads), reverse=True)
+        listed = sorted(by_use[:_KEYS], key=lambda line: (line.key is None, line.key or ""))
+        return listed, max(len(by_use) - _KEYS, 0)
+
+    def bounds(self, number: int) -> tuple[int, float]:
+        """Return when a sample begins (microseconds), and how many seconds of it are in the report."""
+        step = self.step * SECOND
+        start = (self.first + number) * step
+        return start, (min(start + step, self.until) - max(start, self.since)) / SECOND

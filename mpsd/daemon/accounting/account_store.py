@@ -1,0 +1,296 @@
+"""The history on disk: samples in three tiers, each longer and kept for longer than the one before, and the leases.
+
+A sample is one row with what came together of all series that changed: their periods as JSON, under one checksum.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from mpsd.core.accounting.accounts import LeaseRecord
+from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, Series
+from mpsd.core.admission.usage import Account
+from mpsd.core.settings import History
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.system import clock
+from mpsd.system.database import Database, summed
+
+ACCOUNTS_SCHEMA: Final = (
+    """
+    CREATE TABLE samples (
+        number INTEGER PRIMARY KEY, tier INTEGER NOT NULL, until INTEGER NOT NULL, data TEXT NOT NULL,
+        sum INTEGER NOT NULL, CHECK (sum = checksum(number, tier, until, data))
+    );
+    CREATE INDEX samples_by_time ON samples (tier, until);
+    CREATE TABLE leases (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, uid INTEGER NOT NULL, ended INTEGER, data TEXT NOT NULL,
+        sum INTEGER NOT NULL, CHECK (sum = checksum(number, id, uid, ended, data))
+    );
+    CREATE INDEX leases_by_end ON leases (ended);
+    CREATE TABLE gaps (
+        since INTEGER PRIMARY KEY, until INTEGER NOT NULL, because TEXT NOT NULL, sum INTEGER NOT NULL,
+        CHECK (sum = checksum(since, until, because))
+    );
+    CREATE TABLE usage (
+        uid INTEGER PRIMARY KEY, value REAL NOT NULL, noted REAL NOT NULL, sum INTEGER NOT NULL,
+        CHECK (sum = checksum(uid, value, noted))
+    );
+    CREATE TABLE notes (
+        name TEXT PRIMARY KEY, value INTEGER NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(name, value))
+    ) WITHOUT ROWID
+    """,
+)
+"""The versions of this store, the oldest first; a later mpsd adds to them and changes none."""
+
+TIERS: Final = (SECOND, MINUTE, HOUR)
+"""How long a sample is, in microseconds; in the first, a sample is as long as nothing changes, a minute at most."""
+
+_GAPS: Final = 100
+"""Gaps that are kept."""
+
+_SHARE: Final = 4
+"""The samples of each tier, and the leases, may have one part in so many of the size."""
+
+PAGE: Final = 16
+"""Samples that are read at a time."""
+
+_SOME: Final = 64
+"""Rows that are removed, or leases that are read, at a time."""
+
+_LEASES_PER_UID: Final = 2000
+"""Ended leases of one user that are kept one by one."""
+
+_AFTER_ALL: Final = 2**62
+"""Behind the number of every sample that ends at the same moment."""
+
+T = TypeVar("T")
+
+_USAGE: Final = "SELECT uid, value, noted FROM usage"
+
+
+class Gap(NamedTuple):
+    """From when to when no sample was stored, and why."""
+
+    since: int
+    until: int
+    because: str
+
+
+class Cursor(NamedTuple):
+    """Up to where the last sample tells: its time, and the number of the last event by then."""
+
+    at: int
+    event: int
+
+
+class AccountStore:
+    """The samples, the leases and the gaps."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._load()
+
+    def _load(self) -> None:
+        database = self._database
+        notes = {str(name): _whole(value) for name, value in database.rows("SELECT name, value FROM notes")}
+        self.cursor = Cursor(notes["at"], notes["event"]) if notes.keys() >= {"at", "event"} else None
+        self.marks = [notes.get(f"tier{number}", 0) for number in range(len(TIERS))]
+        """Until when each tier but the first has the samples of the one before."""
+        ((last_sample, last_lease),) = database.rows(
+            "SELECT (SELECT ifnull(max(number), 0) FROM samples), (SELECT ifnull(max(number), 0) FROM leases)"
+        )
+        self._last_sample, self._last_lease = _whole(last_sample), _whole(last_lease)
+        self._numbers = {str(each): _whole(number) for number, each in database.rows("SELECT number, id FROM leases")}
+        """By lease, the number of its row."""
+        counted = database.rows("SELECT tier, sum(length(data)) FROM samples GROUP BY tier")
+        self._sizes = {_whole(tier): _whole(size) for tier, size in counted}
+        """By tier, the letters that its samples have."""
+        self._leases_size = _whole(next(iter(database.rows("SELECT ifnull(sum(length(data)), 0) FROM leases")))[0])
+
+    def mend(self) -> str:
+        """Go on with an empty file, if others have changed the one that is written; return why, or nothing.
+
+        Raises StorageError: it has to be tried again.
+        """
+        because = self._database.changed_from_outside()
+        if because:
+            self._database.start_anew(because)
+            self._load()
+        return because
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        samples: Sequence[tuple[int, int, Periods]],
+        leases: Iterable[LeaseRecord],
+        cursor: Cursor,
+        *,
+        gaps: Iterable[Gap] = (),
+        usage: Mapping[int, Account] | None = None,
+    ) -> None:
+        """Store samples (the tier, until when, and the periods) and leases. Raises StorageError: nothing is, then.
+
+        `usage` is what fairness knows of each user, as of now, where that is to be noted too.
+        """
+        rows: list[tuple[str, Sequence[object]]] = []
+        sizes, marks, numbers = dict(self._sizes), list(self.marks), dict[str, int]()
+        last_sample, last_lease, leases_size = self._last_sample, self._last_lease, self._leases_size
+        for tier, until, periods in samples:
+            marks[tier] = until
+            if periods:
+                last_sample += 1
+                data = to_json(periods).decode()
+                rows.append(("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", summed(last_sample, tier, until, data)))
+                sizes[tier] = sizes.get(tier, 0) + len(data)
+            if tier:
+                rows.append(_note(f"tier{tier}", until))
+        for record in leases:
+            number = self._numbers.get(record.id)
+            if number is None:
+                number = numbers[record.id] = last_lease = last_lease + 1
+            data = to_json(record).decode()
+            leases_size += len(data)
+            row = summed(number, record.id, record.uid, record.ended, data)
+            rows.append(("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)", row))
+        rows += [("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)", summed(*gap)) for gap in gaps]
+        if usage is not None:
+            # By the wall clock, since the other one ends with the boot.
+            wall = cursor.at / SECOND
+            put = "INSERT INTO usage VALUES (?, ?, ?, ?)"
+            rows += [("DELETE FROM usage", ()), *((put, summed(uid, each.value, wall)) for uid, each in usage.items())]
+        rows += [_note("at", cursor.at), _note("event", cursor.event)]
+        self._database.commit(rows)
+        self.cursor, self.marks, self._sizes, self._leases_size = cursor, marks, sizes, leases_size
+        self._last_sample, self._last_lease = last_sample, last_lease
+        self._numbers.update(numbers)
+
+    def prune(self, now: int, settings: History) -> None:
+        """Remove what is too old, or too much, some of it at a time; call it every minute. Raises StorageError."""
+        ages = (settings.seconds, settings.minutes, settings.hours)
+        for tier, age in enumerate(ages):
+            # What the next tier does not have yet stays.
+            limit = self.marks[tier + 1] if tier + 1 < len(TIERS) else now
+            too_old = min(now - int(age * SECOND) - 2 * MINUTE, limit)
+            while True:
+                excess = self._sizes.get(tier, 0) - settings.size // _SHARE
+                found = [
+                    (_whole(number), _whole(size))
+                    for number, until, size in self._rows(
+                        "SELECT number, until, length(data) FROM samples WHERE tier = ? AND until <= ?"
+                        " ORDER BY until LIMIT ?",
+                        (tier, limit, _SOME),
+                    )
+                    if _whole(until) <= too_old or excess > 0
+                ]
+                if not found:
+                    break
+                self._database.commit([("DELETE FROM samples WHERE number = ?", (number,)) for number, _ in found])
+                self._sizes[tier] = self._sizes.get(tier, 0) - sum(size for _, size in found)
+        self._prune_leases(now - int(settings.hours * SECOND), settings.size // _SHARE)
+        self._database.commit(
+            [("DELETE FROM gaps WHERE since NOT IN (SELECT since FROM gaps ORDER BY since DESC LIMIT ?)", (_GAPS,))]
+        )
+
+    def _prune_leases(self, too_old: int, size: int) -> None:
+        self._leases_size = _whole(self._rows("SELECT ifnull(sum(length(data)), 0) FROM leases", ())[0][0])
+        crowded = self._rows(
+            "SELECT uid, count(*) FROM leases WHERE ended IS NOT NULL GROUP BY uid HAVING count(*) > ?",
+            (_LEASES_PER_UID,),
+        )
+        for uid, count in crowded:
+            query = "SELECT number, id, length(data) FROM leases WHERE uid = ? AND ended IS NOT NULL ORDER BY ended"
+            self._remove_leases(self._rows(f"{query} LIMIT ?", (uid, _whole(count) - _LEASES_PER_UID)))
+        query = "SELECT number, id, length(data) FROM leases WHERE ended IS NOT NULL"
+        while found := self._rows(f"{query} AND ended < ? LIMIT ?", (too_old, _SOME)):
+            self._remove_leases(found)
+        while self._leases_size > size and (found := self._rows(f"{query} ORDER BY ended LIMIT ?", (_SOME,))):
+            self._remove_leases(found)
+
+    def _remove_leases(self, found: Sequence[tuple[object, ...]]) -> None:
+        self._database.commit([("DELETE FROM leases WHERE number = ?", (number,)) for number, _, _ in found])
+        for _, lease_id, size in found:
+            self._numbers.pop(str(lease_id), None)
+            self._leases_size -= _whole(size)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def pages(self, tier: int, since: int) -> Iterator[list[Periods]]:
+        """Yield the samples of a tier that end after a moment, the oldest first: PAGE at a time, and then the rest."""
+        last, number = since, _AFTER_ALL
+        while True:
+            rows = self._rows(
+                "SELECT number, until, data FROM samples WHERE tier = ? AND (until, number) > (?, ?)"
+                " ORDER BY until, number LIMIT ?",
+                (tier, last, number, PAGE),
+            )
+            yield [_decode(data, list[tuple[Series, Period]]) or [] for _, _, data in rows]
+            if len(rows) < PAGE:
+                return
+            number, last = _whole(rows[-1][0]), _whole(rows[-1][1])
+
+    def leases(self, since: int) -> Iterator[LeaseRecord]:
+        """Yield the leases that ended after a moment."""
+        number = 0
+        query = "SELECT number, data FROM leases WHERE number > ? AND ended > ? ORDER BY number"
+        while rows := self._rows(f"{query} LIMIT ?", (number, since, _SOME)):
+            for at, data in rows:
+                number = _whole(at)
+                record = _decode(data, LeaseRecord)
+                if record is not None:
+                    yield record
+
+    def open_leases(self) -> list[LeaseRecord]:
+        """Return the leases that had not ended when the last sample was stored."""
+        found = (
+            _decode(data, LeaseRecord) for (data,) in self._rows("SELECT data FROM leases WHERE ended IS NULL", ())
+        )
+        return [each for each in found if each is not None]
+
+    def has(self, lease_id: str) -> bool:
+        """Tell whether there is a lease."""
+        return lease_id in self._numbers
+
+    def gaps(self, since: int, until: int) -> list[Gap]:
+        """Return the gaps between two moments, the oldest first."""
+        query = "SELECT since, until, because FROM gaps WHERE until > ? AND since < ? ORDER BY since"
+        return [Gap(_whole(begin), _whole(end), str(why)) for begin, end, why in self._rows(query, (since, until))]
+
+    def _rows(self, query: str, values: Sequence[object]) -> list[tuple[object, ...]]:
+        return list(self._database.rows(query, *values))
+
+
+def _note(name: str, value: int) -> tuple[str, Sequence[object]]:
+    return "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed(name, value)
+
+
+def _decode(data: object, kind: type[T]) -> T | None:
+    """Return what a row says; None where it makes no sense, as only a defect could have written it."""
+    try:
+        return msgspec.json.decode(str(data), type=kind)
+    except NOT_UNDERSTOOD:
+        return None
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def stored_usage(accounts: Database, events: Database, half_life: float) -> dict[int, Account]:
+    """Return what fairness knew of every user, decayed by the time since; a clock that was set back is no time.
+
+    Up to 0.1, it stood beside the events: it is taken from there while nothing else was noted.
+    """
+    now, wall = clock.monotonic(), clock.now().timestamp()
+    has_noted = any(accounts.rows("SELECT 1 FROM notes LIMIT 1"))
+    found = {}
+    for uid, value, noted in (accounts if has_noted else events).rows(_USAGE):
+        if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
+            continue
+        if not isfinite(value + noted):
+            continue  # as only a defect could write it; to forget what one user had harms nobody
+        passed = max(wall - noted, 0.0)
+        found[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
+    return found

@@ -1,0 +1,282 @@
+"""Takes in what becomes of leases, samples what came together, and has it stored; answers what was, and when.
+
+What was granted is summed up from the moments at which the events tell of it. What is held is as it was when the GPUs
+were read last, which happens anyway. A sample is stored every second in which something has changed, and every minute.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Final
+
+from mpsd.core.accounting.accounts import Accounts, GpuReading
+from mpsd.core.accounting.report import By, Report
+from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Periods, Rollup, Series
+from mpsd.core.admission.usage import Account
+from mpsd.core.errors import StorageError
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Reading
+from mpsd.core.reload import LiveSettings
+from mpsd.core.units import MIB
+from mpsd.daemon.accounting.account_store import PAGE, AccountStore, Cursor, Gap
+from mpsd.daemon.accounting.recovery import microseconds, replay
+from mpsd.daemon.leases.group_commit import StoredBatches
+from mpsd.daemon.node.node import Node
+from mpsd.daemon.record.events import Events
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import clock
+
+_INTERVAL: Final = 1.0
+"""Seconds between two samples."""
+
+_READING: Final = 15 * SECOND
+"""After so long without a sample there was no mpsd, or one that could not store any: the GPUs are read more often."""
+
+_USAGE: Final = 10.0
+"""Seconds between two notes of what fairness knows of each user; so much of it a crash may forget."""
+
+
+class Accountant:
+    """The history of one node, up to this moment."""
+
+    def __init__(self, store: AccountStore, settings: LiveSettings, log: Logger) -> None:
+        self.trouble = ""
+        """Why no sample can be stored at the moment, if so."""
+        self._store = store
+        self._settings = settings
+        self._log = log
+        self._accounts = Accounts()
+        self._minute, self._hour = Rollup(), Rollup()
+        """What has come together since the last sample of the second, and of the third tier."""
+        self._batches: list[StoredBatches] = []
+        """What became of leases, and is not taken in yet."""
+        self._usages: object = None
+        """The reading of the GPUs that was taken in last."""
+        self._gaps: list[Gap] = []
+        """Gaps that are not stored yet."""
+        self._since = 0
+        """When the last sample was stored."""
+        self._noted = -_USAGE
+        self._node: Node | None = None
+        self._events: Events | None = None
+
+    def note(self, batches: StoredBatches) -> None:
+        """Have the leases of batches that were stored taken in, soon."""
+        self._batches.append(batches)
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    async def run(self, node: Node, events: Events) -> None:
+        """Sample until cancelled; `node` has its leases again."""
+        self._node, self._events = node, events
+        self._recover(node, events)
+        try:
+            while True:
+                await asyncio.sleep(clock.until_next(_INTERVAL))
+                node.leases.publish()
+                self.sample(node, events, _now())
+        finally:
+            node.leases.publish()
+            self.sample(node, events, _now(), everything=True)
+
+    def _recover(self, node: Node, events: Events) -> None:
+        """Go on from where an earlier mpsd was."""
+        node.leases.publish()
+        events.flush()
+        self._batches.clear()  # it is in the events, and in the leases that there are
+        cursor = self._store.cursor or Cursor(0, events.latest)
+        self._since = cursor.at or _now()
+        if cursor.at:
+            since: dict[Series, int] = {}
+            for periods in chain.from_iterable(self._store.pages(0, self._store.marks[1])):
+                self._minute.fold(periods)
+                since.update({series: period.end for series, period in periods})
+            for periods in chain.from_iterable(self._store.pages(1, self._store.marks[2])):
+                self._hour.fold(periods)
+            self._accounts.restore(self._store.open_leases(), since, self._store.marks[1] or cursor.at, cursor.at)
+            now = _now()
+            if now - cursor.at > _READING:
+                self._gaps.append(Gap(cursor.at, now, "mpsd did not run"))
+        replay(
+            self._accounts,
+            events.after(cursor.event),
+            node.leases.ledger.leases,
+            at=cursor.at,
+            is_stored=self._store.has,
+        )
+        self.sample(node, events, _now())  # from here on there is a sample to go on from
+
+    def sample(self, node: Node, events: Events, now: int, *, everything: bool = False) -> None:
+        """Store what has come together since the last sample, where anything has changed, and every minute."""
+        self._take_in()
+        self._take_in_reading(node, now)
+        is_minute = now // MINUTE != self._store.marks[1] // MINUTE
+        if is_minute:
+            self._look_after_store()
+        if not (is_minute or everything or self._accounts.is_changed or self._gaps):
+            return
+        events.flush()  # so that their numbers say what is in the sample
+        is_hour = is_minute and now // HOUR != self._store.marks[2] // HOUR
+        periods = self._accounts.take(now, everything=is_minute or everything)
+        samples = [(0, now, periods)]
+        if is_minute:
+            minute = _folded(self._minute.sums, periods)
+            samples.append((1, now, minute))
+            if is_hour:
+                samples.append((2, now, _folded(self._hour.sums, minute)))
+        gaps = [*self._gaps, *([Gap(self._since, now, self.trouble)] if self.trouble else [])]
+        try:
+            self._store.commit(
+                samples,
+                self._accounts.changed.values(),
+                Cursor(now, events.latest),
+                gaps=gaps,
+                usage=self._usage(node) if everything or clock.monotonic() - self._noted >= _USAGE else None,
+            )
+            if is_minute:
+                self._store.prune(now, self._settings.current.history)
+        except StorageError as error:
+            self._fail(error, periods)
+            return
+        self._gaps.clear()
+        self._since = now
+        if self.trouble:
+            self.trouble = ""
+            self._log.info(EventName.HISTORY_STORED)
+        self._accounts.note_stored()
+        self._roll_up(samples, is_hour=is_hour)
+
+    def _usage(self, node: Node) -> Mapping[int, Account]:
+        self._noted = clock.monotonic()
+        return node.leases.ledger.usage.accounts(self._noted)
+
+    def _fail(self, error: StorageError, periods: Periods) -> None:
+        self._accounts.put_back(periods)
+        if not self.trouble:
+            self._log.error(EventName.HISTORY_NOT_STORED, because=error.detail)
+        self.trouble = error.detail
+
+    def _roll_up(self, samples: list[tuple[int, int, Periods]], *, is_hour: bool) -> None:
+        self._minute.fold(samples[0][2])
+        if len(samples) > 1:
+            self._minute.clear()
+            self._hour.fold(samples[1][2])
+        if is_hour:
+            self._hour.clear()
+            self._accounts.forget_names()
+
+    def _look_after_store(self) -> None:
+        """Write a store anew that others have changed; what was in it is set aside."""
+        try:
+            because = self._store.mend()
+        except StorageError as error:
+            self._fail(error, [])
+            return
+        if because:
+            self._accounts.list_anew()
+            self._log.error(EventName.STORE_REWRITTEN, because=because)
+
+    def _take_in(self) -> None:
+        batches, self._batches = self._batches, []
+        follow = self._accounts.follow
+        for each in batches:
+            for at, changed in each:
+                moment = microseconds(at)
+                for lease in changed.values():
+                    follow(lease, moment)
+
+    def _take_in_reading(self, node: Node, now: int) -> None:
+        """Take in what was read of the GPUs, where they were read since the last time."""
+        monitor = node.violation_monitor
+        usages = monitor.usages
+        if usages is self._usages:
+            return
+        self._usages = usages
+        by_gpu: dict[str, dict[str, int | None]] = {}
+        for (lease_id, gpu), held in monitor.held_by_leases.items():
+            by_gpu.setdefault(gpu, {})[lease_id] = _held(held.values())
+        readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in usages.items()}
+        self._accounts.read(readings, now)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def finest(self, since: int) -> int:
+        """Return the seconds of the finest sample that is kept since a moment."""
+        ages, passed = self._settings.current.history, (_now() - since) / SECOND
+        # A minute more: whoever asks for the last hour means it, however long the request took.
+        return 1 if passed <= ages.seconds + 60 else 60 if passed <= ages.minutes + 60 else 3600
+
+    async def fill(self, report: Report) -> int:
+        """Have a report made, of the series or by lease; return until when it tells. Others are served meanwhile."""
+        if self._node is None:
+            return report.close(_now())
+        if report.by is By.LEASE:
+            return await self._fill_by_lease(report, self._node)
+        tier = {1: 0, 60: 1, 3600: 2}[self.finest(report.since)]
+        for page in self._store.pages(tier, report.since):
+            for periods in page:
+                _add(report, periods)
+            if len(page) == PAGE:
+                await asyncio.sleep(0)
+        # What is not in that tier yet. Nothing is stored between the last page and this: the loop has no turn.
+        for rollup in (self._hour, self._minute)[2 - tier :]:
+            _add(report, rollup.sums)
+        now = self._catch_up(self._node)
+        _add(report, self._accounts.so_far(now))
+        return report.close(now)
+
+    async def _fill_by_lease(self, report: Report, node: Node) -> int:
+        now = self._catch_up(node)
+        records = {each.id: each for each in [*self._accounts.changed.values(), *self._accounts.open.values()]}
+        for record in records.values():
+            if record.ended is None:
+                record.advance(now)
+            report.add_lease(record, now)
+        for number, record in enumerate(self._store.leases(report.since), start=1):
+            if record.id not in records:
+                report.add_lease(record, now)
+            if not number % PAGE:
+                await asyncio.sleep(0)
+        return report.close(now)
+
+    def gaps(self, since: int, until: int) -> list[Gap]:
+        """Return when no sample was stored, between two moments; up to now, where none can be."""
+        found = [*self._store.gaps(since, until), *self._gaps]
+        if self.trouble and self._since < until:
+            found.append(Gap(self._since, until, self.trouble))
+        return found
+
+    def _catch_up(self, node: Node) -> int:
+        """Take in all that has happened, and return the time."""
+        node.leases.publish()
+        self._take_in()
+        return _now()
+
+
+def _now() -> int:
+    return microseconds(clock.now())
+
+
+def _folded(sums: Periods, periods: Periods) -> Periods:
+    rollup = Rollup()
+    rollup.fold(sums)
+    rollup.fold(periods)
+    return rollup.sums
+
+
+def _add(report: Report, periods: Periods) -> None:
+    for series, period in periods:
+        report.add(series, period)
+
+
+def _held(processes: Iterable[GpuProcess]) -> int | None:
+    """Return what processes hold (MiB); None where that is not known of each."""
+    held = 0
+    for each in processes:
+        if not isinstance(each.memory, Known):
+            return None
+        held += each.memory.value
+    return held // MIB
+
+
+def _reading(usage: Reading[GpuUsage], by_lease: dict[str, int | None]) -> GpuReading | None:
+    return GpuReading(usage.value.memory_used // MIB, by_lease) if isinstance(usage, Known) else None

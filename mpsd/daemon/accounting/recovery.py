@@ -1,0 +1,108 @@
+"""What became of leases since the last sample of an earlier mpsd: the events tell of it, and the leases that live."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
+from functools import partial
+from typing import TypeAlias
+
+import msgspec
+
+from mpsd.core.accounting.accounts import Accounts, LeaseRecord, ShareRecord, record_of
+from mpsd.core.accounting.series import SECOND
+from mpsd.core.model import Lease
+from mpsd.core.units import MIB
+from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
+from mpsd.daemon.record.log import EventName
+
+_Step: TypeAlias = tuple[int, Callable[[], None]]
+"""When something happened, and what takes it in."""
+
+
+class _Line(msgspec.Struct):
+    """What matters here of an event."""
+
+    at: datetime
+    event: str
+    lease: str = ""
+    uid: int = -1
+    gpus: list[str] = []
+    active_thread_percentage: float = 0.0
+    pinned_device_mem_limit: int = 0
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+
+
+def microseconds(at: datetime) -> int:
+    """Return a time as the accounts have it."""
+    return round(at.timestamp() * SECOND)
+
+
+def replay(
+    accounts: Accounts,
+    lines: Iterable[bytes],
+    living: Mapping[str, Lease],
+    *,
+    at: int,
+    is_stored: Callable[[str], bool],
+) -> None:
+    """Bring the accounts from the last sample, `at`, to now.
+
+    `lines` are the events since, and `living` the leases of now. Of a lease that began and ended in between, no event
+    tells the name; it counts as unnamed. `is_stored` tells whether a lease was in the store before.
+    """
+    steps = list(_steps(accounts, lines, living, at, is_stored))
+    steps.sort(key=lambda step: step[0])
+    for _, take_in in steps:
+        take_in()
+    # What no event tells, since its user has had more lines than one may have.
+    for record in [each for each in accounts.open.values() if each.id not in living]:
+        accounts.end(record, max(at, record.began))
+    for lease in living.values():
+        accounts.follow(lease, max(at, _granted(lease)))
+
+
+def _steps(
+    accounts: Accounts, lines: Iterable[bytes], living: Mapping[str, Lease], at: int, is_stored: Callable[[str], bool]
+) -> Iterator[_Step]:
+    for text in lines:
+        if b'"lease":' not in text:
+            continue
+        try:
+            line = _decode(text)
+        except NOT_UNDERSTOOD:
+            continue  # it is of another release
+        moment = max(microseconds(line.at), at)
+        if line.event == EventName.LEASE_GRANTED and not is_stored(line.lease):
+            yield moment, partial(accounts.begin, _record(line, living.get(line.lease), moment))
+        elif line.event == EventName.LEASE_ENDED:
+            yield moment, partial(_end, accounts, line.lease, moment)
+        elif line.event in {EventName.LEASE_CLAIMED, EventName.LEASE_CLAIM_RETURNED}:
+            yield moment, partial(_hand_over, accounts, line.lease, line.uid, moment)
+
+
+def _record(line: _Line, lease: Lease | None, moment: int) -> LeaseRecord:
+    if lease is not None:
+        record = record_of(lease, moment)
+        record.uid = line.uid
+        return record
+    threads, memory = round(line.active_thread_percentage * 10), line.pinned_device_mem_limit // MIB
+    return LeaseRecord(
+        line.lease, line.uid, "", (), [ShareRecord(gpu, threads, memory) for gpu in line.gpus], moment, moment
+    )
+
+
+def _end(accounts: Accounts, lease_id: str, moment: int) -> None:
+    record = accounts.open.get(lease_id)
+    if record is not None:
+        accounts.end(record, moment)
+
+
+def _hand_over(accounts: Accounts, lease_id: str, uid: int, moment: int) -> None:
+    record = accounts.open.get(lease_id)
+    if record is not None and record.uid != uid:
+        accounts.hand_over(record, uid, moment)
+
+
+def _granted(lease: Lease) -> int:
+    return microseconds(lease.granted) if lease.granted is not None else 0

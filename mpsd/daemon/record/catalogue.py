@@ -1,0 +1,260 @@
+"""The catalogue of events: how grave each kind is, which facts it has, and when it is logged.
+
+docs/reference/events.md is made from it. A gate holds the callers of the logger to it, and so does every node of the
+tests, with what it has really logged.
+"""
+
+from typing import Final, NamedTuple
+
+from mpsd.daemon.record.log import EventName
+
+
+class EventKind(NamedTuple):
+    """One kind of event."""
+
+    levels: str
+    """`info`, `warning` and `error`, those that it can have."""
+    facts: str
+    """Its facts, by name; one that is not always there has a `?`."""
+    meaning: str
+
+
+COMMON: Final = {
+    "seq": "The number of the event, one more than that of the event before. Lines of the log have none.",
+    "at": "When it happened, in RFC 3339 and UTC.",
+    "level": "`info`, `warning` or `error`.",
+    "event": "The kind of the event.",
+}
+"""What every event has."""
+
+FACTS: Final = {
+    "active_thread_percentage": "Percent of a GPU's threads.",
+    "applied": "Settings that are in force from now on.",
+    "asked": "The request, cut short.",
+    "because": "The reason, in a sentence.",
+    "before": "The state before.",
+    "by": "`token` where nothing but the lease's token says that the process belongs to it.",
+    "bytes": "How many bytes were removed.",
+    "cause": "The reason why the server is suspect.",
+    "cgroup": "The control group that holds the lease.",
+    "client": "The pid of a client process.",
+    "clients": "The pids of client processes.",
+    "code": "The code of the error, as in the API.",
+    "command": "A command of NVIDIA's, or a limit that was set by one.",
+    "container": "The id of the container, as the control group's path names it.",
+    "daemon": "The control daemon, such as `gpu0`.",
+    "daemons": "Control daemons, each with what there is to say of it.",
+    "delay": "Seconds until it is started again.",
+    "ended": "How many leases ended while mpsd was not there.",
+    "exception": "The traceback. Such a line is in the log alone; the API does not have it.",
+    "failed": "Why the step before did not end it.",
+    "file": "The path of a file.",
+    "found": "The value that was found.",
+    "given": "The limits that a server's log says it gave.",
+    "gpu": "The UUID of a GPU.",
+    "gpus": "The UUIDs of GPUs.",
+    "health": "`ok`, `unknown`, `faulty`, `unsupported` or `misconfigured`.",
+    "hint": "The remedy.",
+    "how": "How a process ended.",
+    "index": "The index of a GPU.",
+    "kind": "The kind of the violation.",
+    "lease": "The id of a lease.",
+    "leases": "Leases, or how many.",
+    "left_out": "How many lines of the same kind were left out before this one.",
+    "library": "The library's name.",
+    "limit": "The limit that was hit, or that differs.",
+    "lines": "How many lines, or of what kind.",
+    "missing": "The requirement that is missing.",
+    "mode": "A compute mode, or the mode of the socket.",
+    "name": "The name of the GPU's model.",
+    "needs_restart": "Settings that take effect when mpsd is restarted.",
+    "nvml": "The library of NVML.",
+    "operation": "The id of the operation.",
+    "path": "The path of a file, or of a request.",
+    "pid": "The pid of a process.",
+    "pids": "The pids of processes.",
+    "pinned_device_mem_limit": "Bytes of a GPU's memory.",
+    "pod": "The pod's uid, as the control group's path names it.",
+    "policy": "`report` or `terminate`.",
+    "processes": "How many client processes the lease may have; 0: any number.",
+    "program": "The control program.",
+    "proof": "The proof by a canary.",
+    "server": "The pid of an MPS server; for `node_started`, the server's program.",
+    "simulated": "Whether the GPUs are simulated.",
+    "socket": "The path of the API's socket.",
+    "state": "The state from now on, or the outcome of an operation.",
+    "status": "The server's exit status.",
+    "stays_because": "Why the client is still there.",
+    "step": "The step that is taken.",
+    "stop_daemons": "The treatment of the control daemons: `never`, `drain` or `at once`.",
+    "suspects": "The uids that may have caused it.",
+    "ttl": "Seconds.",
+    "uid": "The uid of a user.",
+    "unit": "The systemd unit, as the control group's path names it.",
+    "uuid": "The UUID of a GPU.",
+    "verb": "The command of an operator: `hold`, `drain`, `resume`, `restart` or `reset`.",
+    "verdict": "The consequence of a death: `at_once`, `later` or `give_up`.",
+    "wanted": "The value that mpsd had set.",
+    "words": "The words of the server's log.",
+    "xid": "The number of the fault in NVIDIA's list of XID errors.",
+}
+"""What each fact is, whichever event has it."""
+
+_GROUP: Final = "cgroup? unit? container? pod?"
+_LEASE: Final = "lease uid pid"
+_MODE: Final = "index uuid mode"
+
+
+def _of_lease(facts: str, meaning: str) -> EventKind:
+    return EventKind("info", f"{_LEASE} {facts}", meaning)
+
+
+CATALOGUE: Final = {
+    EventName.NODE_STARTED: EventKind("info", "program server? nvml? simulated", "mpsd has started."),
+    EventName.NODE_STOPPING: EventKind("info", "stop_daemons", "mpsd begins to stop."),
+    EventName.NODE_STOPPED: EventKind("info", "because", "This is the last event of this mpsd."),
+    EventName.API_LISTENING: EventKind("info", "socket mode", "mpsd answers on its socket."),
+    EventName.NODE_NOT_CLOSED: EventKind("warning", "because hint", "A program that misses MPS gets a whole GPU."),
+    EventName.HOST_REQUIREMENT_MISSING: EventKind(
+        "warning", "missing because hint", "The machine lacks something that mpsd needs."
+    ),
+    EventName.SOCKET_REPLACED: EventKind("warning", "socket uid", "Another user's socket was where mpsd's belongs."),
+    EventName.PEER_REFUSED: EventKind("warning", "uid pid asked because", "A caller lacks the role for its request."),
+    EventName.API_DEFECT: EventKind("error", "path exception left_out?", "A defect of mpsd's made a request fail."),
+    EventName.GPU_FOUND: EventKind("info", "index uuid name", "mpsd has found a GPU."),
+    EventName.GPU_XID: EventKind("error", "uuid xid because", "A GPU reported a fault."),
+    EventName.GPU_HEALTH: EventKind("info error", "index uuid health because?", "A GPU is readable, or no longer."),
+    EventName.COMPUTE_MODE_SET: EventKind("info", f"{_MODE} found because", "mpsd has set the compute mode of a GPU."),
+    EventName.COMPUTE_MODE_RESTORED: EventKind("info", f"{_MODE} because", "A GPU has its own compute mode again."),
+    EventName.COMPUTE_MODE_LEFT: EventKind(
+        "info", f"{_MODE} found because", "mpsd leaves a compute mode that another program has set."
+    ),
+    EventName.COMPUTE_MODE_TROUBLE: EventKind("error", f"{_MODE} because", "A compute mode is not as configured."),
+    EventName.COMPUTE_MODE_NOT_STORED: EventKind("error", "because", "A compute mode cannot be noted on disk."),
+    EventName.DAEMON_STATE: EventKind(
+        "info warning error", "daemon state before because pid", "A control daemon has another state."
+    ),
+    EventName.DAEMON_DEATH: EventKind("warning", "daemon how verdict delay suspects", "A control daemon has died."),
+    EventName.OPERATION_BEGUN: EventKind(
+        "info", "daemon operation verb because", "An operator's command takes effect on a control daemon."
+    ),
+    EventName.OPERATION_RESUMED: EventKind(
+        "info", "daemon operation verb because", "A new mpsd continues what an operator wanted."
+    ),
+    EventName.OPERATION_ENDED: EventKind(
+        "info", "daemon operation verb state because", "An operation has finished or failed, or another replaced it."
+    ),
+    EventName.DAEMON_FORCED: EventKind("warning", "daemon step pid? because?", "A control daemon is ended by force."),
+    EventName.LIMITS_VERIFIED: EventKind(
+        "info", "daemon active_thread_percentage pinned_device_mem_limit", "The limits read back as mpsd set them."
+    ),
+    EventName.LIMITS_NOT_STORED: EventKind("error", "daemon because", "The limits cannot be noted on disk."),
+    EventName.LIMITS_NOT_HELD: EventKind("error", "daemon because", "A control daemon does not take its limits."),
+    EventName.LIMITS_NOT_GIVEN: EventKind(
+        "error", "daemon server command given", "A server gave a client other limits than mpsd had set."
+    ),
+    EventName.LIMIT_DRIFT: EventKind("warning", "daemon limit wanted found command", "A limit is not as mpsd set it."),
+    EventName.LIMIT_DRIFT_ENDED: EventKind("info", "daemon because", "The limits are as mpsd set them again."),
+    EventName.PIPE_ACCESS_DRIFT: EventKind(
+        "warning", "daemon path wanted found", "Somebody has changed who can reach a control daemon."
+    ),
+    EventName.PIPE_ACCESS_NOT_HELD: EventKind("error", "daemon because", "The pipe directory does not stay closed."),
+    EventName.SERVER_ORPHANED: EventKind("warning", "daemon server", "A server has outlived its control daemon."),
+    EventName.SERVER_EXITED: EventKind("warning", "daemon server status left_out?", "A server exited with an error."),
+    EventName.SERVER_FAILED: EventKind("warning", "daemon server words left_out?", "A server did not start."),
+    EventName.SERVER_FAULTED: EventKind("warning", "daemon server left_out?", "A server met a fatal fault."),
+    EventName.LEASES_FAULTED: EventKind(
+        "error", "daemon server leases clients because", "A fatal fault has ended the work of all clients of a server."
+    ),
+    EventName.SERVER_RECOVERED: EventKind("info", "daemon server", "A server takes clients again after a fault."),
+    EventName.SERVER_SUSPECT: EventKind("warning", "daemon cause uid because", "A server may serve no client."),
+    EventName.CANARY_ENDED: EventKind("info warning", "daemon proof cause because", "A canary has ended."),
+    EventName.SERVER_WEDGED: EventKind("error", "daemon because", "A server serves no client: canaries proved it."),
+    EventName.SERVER_SERVES: EventKind("info", "daemon because", "A server that was suspect serves clients."),
+    EventName.SERVER_RECORD_NOT_STORED: EventKind("error", "daemon because", "Evidence against a server is not noted."),
+    EventName.FOREIGN_COMMAND: EventKind(
+        "warning", "daemon command left_out?", "Somebody beside mpsd gave a control daemon a command."
+    ),
+    EventName.LOG_SHORTENED: EventKind("info", "daemon bytes", "mpsd has shortened the log of a control daemon."),
+    EventName.LOG_NOT_SHORTENED: EventKind("warning", "daemon because", "The log of a control daemon stays too long."),
+    EventName.LOG_SILENT: EventKind(
+        "warning", "daemon because suspects", "The log of a control daemon shows nothing of what happens."
+    ),
+    EventName.LOG_RESUMED: EventKind("info", "daemon because", "The log of a control daemon shows what happens again."),
+    EventName.LOG_NOT_WATCHED: EventKind("warning", "daemon because", "The log of a control daemon is only polled."),
+    EventName.LOG_POSITION_NOT_STORED: EventKind("warning", "daemon because", "How far a log was read is not noted."),
+    EventName.DEATH_TALLY_NOT_STORED: EventKind("error", "daemon because", "A death cannot be noted on disk."),
+    EventName.DAEMON_RECORD_NOT_STORED: EventKind("error", "daemon because", "A start cannot be noted on disk."),
+    EventName.FILE_DAMAGED: EventKind("warning", "daemon? because", "A file of mpsd's makes no sense."),
+    EventName.PIPE_ACCESS_NOT_STORED: EventKind(
+        "error", "daemon because", "The uids with pipe access cannot be noted on disk."
+    ),
+    EventName.UID_QUARANTINED: EventKind("error", "uid daemon because", "A uid is shut out of all control daemons."),
+    EventName.UID_PARDONED: EventKind("warning", "uid because", "An administrator has pardoned a uid."),
+    EventName.QUARANTINE_NOT_STORED: EventKind("error", "because", "A quarantine cannot be stored."),
+    EventName.SHARED_MEMORY_DIFFERS: EventKind(
+        "warning", "pid because hint", "A container has another /dev/shm than its MPS server."
+    ),
+    EventName.LEASE_GRANTED: _of_lease(
+        f"gpus active_thread_percentage pinned_device_mem_limit processes {_GROUP} because",
+        "A lease is granted. Percentage and memory are those on its first GPU.",
+    ),
+    EventName.LEASE_REFUSED: EventKind(
+        "info", "lease? uid pid code limit? because", "A request is refused, or a lease that waited has ended."
+    ),
+    EventName.LEASE_WAITS: _of_lease("because", "A request waits in the queue."),
+    EventName.LEASE_RENEWED: _of_lease("ttl", "A lease has more time to live."),
+    EventName.LEASE_CLAIMED: _of_lease(f"{_GROUP} because", "A claim was taken; the lease is this user's from now on."),
+    EventName.LEASE_CLAIM_RETURNED: _of_lease("because", "A claim that was taken could not be opened, and is a claim."),
+    EventName.LEASE_CLAIM_EXPIRED: _of_lease("because", "No process took a claim in time."),
+    EventName.LEASE_HOLDER_ADDED: _of_lease(f"{_GROUP} because", "A lease has another holder beside its first."),
+    EventName.LEASE_HANDED_OVER: _of_lease(f"{_GROUP} because", "A lease has another holder instead of its first."),
+    EventName.LEASE_CLOSING: _of_lease("because", "The clients of a lease are being ended, and the lease with them."),
+    EventName.LEASE_BORNE: _of_lease("pids because", "A lease whose holders are gone lives on for its processes."),
+    EventName.LEASE_EXPIRING: _of_lease("clients because hint", "The time to live of a lease expires soon."),
+    EventName.LEASE_EXPIRED: _of_lease("clients because", "The time to live of a lease has expired."),
+    EventName.LEASES_RESTORED: EventKind("info", "leases ended", "A new mpsd has taken up the leases of the last one."),
+    EventName.LEASE_NOT_RESTORED: EventKind("error", "lease gpus because", "A stored lease makes no sense."),
+    EventName.LEASE_NOT_RESTORED_ENDED: EventKind("info", "lease because", "A GPU is no longer held for such a lease."),
+    EventName.LEASES_INCOMPLETE: EventKind(
+        "error", "daemon gpu pids because", "A GPU may have clients of leases that are not known."
+    ),
+    EventName.LEASES_COMPLETE: EventKind("info", "gpu because", "All leases on a GPU are known."),
+    EventName.CLIENT_ATTRIBUTED: _of_lease("client unit? container? pod? by?", "A client belongs to a lease."),
+    EventName.VIOLATION: EventKind(
+        "warning", "kind pid lease daemon policy because hint", "A process can do what it may not."
+    ),
+    EventName.VIOLATION_ENDED: EventKind("info", "kind pid lease daemon", "A violation has ended."),
+    EventName.CLIENT_FORCED: EventKind(
+        "warning", "step pid because server? failed?", "mpsd takes a step to end a client."
+    ),
+    EventName.CLIENT_NOT_ENDED: EventKind("warning", "pid because stays_because?", "A client cannot be ended yet."),
+    EventName.CLIENT_LET_GO: EventKind("info", "pid because", "A client that was about to be ended is not."),
+    EventName.CLIENT_END_RESUMED: EventKind("info", "step pid because", "A new mpsd continues to end a client."),
+    EventName.CLIENT_ENDED: EventKind("info", "pid because", "A client that mpsd ended is gone."),
+    EventName.LEASE_ENDED: _of_lease("because", "A lease has ended."),
+    EventName.LINES_LEFT_OUT: EventKind(
+        "warning", "uid lines left_out because", "A uid has caused more lines than are logged of one uid."
+    ),
+    EventName.LISTENER_STUCK: EventKind("error", "because", "mpsd cannot accept connections."),
+    EventName.STORE_FULL: EventKind("error", "because", "Leases, events or ends of clients cannot be stored."),
+    EventName.STORE_WRITABLE: EventKind("info", "", "Leases can be stored again."),
+    EventName.STORE_SET_ASIDE: EventKind("error", "because file?", "A store was damaged, and mpsd began a new one."),
+    EventName.STORE_REWRITTEN: EventKind("error", "because", "Others changed a store, and mpsd wrote it anew."),
+    EventName.HISTORY_NOT_STORED: EventKind(
+        "error", "because", "Samples of the history cannot be stored; sums of grants stay complete."
+    ),
+    EventName.HISTORY_STORED: EventKind("info", "", "Samples of the history can be stored again."),
+    EventName.EVENTS_LOST: EventKind("error", "because", "The events before this one are lost."),
+    EventName.SETTINGS_RELOADED: EventKind("info", "applied needs_restart daemons", "The configuration was reloaded."),
+    EventName.SETTINGS_REFUSED: EventKind("error", "because hint", "The configuration was not reloaded."),
+    EventName.NAMES_UNKNOWN: EventKind("warning", "because hint", "Users or groups of the configuration are unknown."),
+    EventName.SUPERVISOR_STUCK: EventKind("error", "daemons", "The supervision of control daemons does not advance."),
+    EventName.LOG_LINES_LOST: EventKind("warning", "lines because", "Lines of mpsd's log were lost."),
+    EventName.LIBRARY_REPORT: EventKind("error", "library because exception?", "A library reports an error."),
+}
+
+
+def facts_of(kind: EventName) -> dict[str, bool]:
+    """Return the facts of an event, by name, each with whether it is always there."""
+    return {each.rstrip("?"): not each.endswith("?") for each in CATALOGUE[kind].facts.split()}

@@ -1,0 +1,26 @@
+"""What a node of the tests has logged is in the catalogue of events: each kind, its level, and its facts."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, facts_of
+from mpsd.daemon.record.log import EventName
+
+
+def wrong_facts(line: Mapping[str, Any]) -> str:
+    """Say what is wrong with an event by the catalogue; nothing where it is as the catalogue says."""
+    if line["event"] not in set(EventName):
+        return f"{line['event']} is not in the catalogue"
+    name = EventName(line["event"])
+    facts, there = facts_of(name), line.keys() - COMMON.keys()
+    wrong = [f"the unknown fact {each}" for each in sorted(there - facts.keys())]
+    wrong += [f"no fact {each}" for each, always in facts.items() if always and each not in there]
+    if line["level"] not in CATALOGUE[name].levels.split():
+        wrong.append(f"the level {line['level']}")
+    return f"{name} has {', '.join(wrong)}: see mpsd/daemon/record/catalogue.py" if wrong else ""
+
+
+def check_events(lines: Iterable[Mapping[str, Any]]) -> None:
+    """Fail where a node has logged what the catalogue does not have."""
+    wrong = {found for line in lines if (found := wrong_facts(line))}
+    assert not wrong, "\n".join(sorted(wrong))

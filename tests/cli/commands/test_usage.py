@@ -1,0 +1,52 @@
+"""mpsctl usage: who was granted how much."""
+
+import csv
+import io
+import json
+import os
+
+from mpsd.cli.users import name_of
+from tests.node import Node
+
+ME = name_of(os.geteuid())
+
+
+def admit(node: Node, **asked: object) -> None:
+    """Take out a lease for the tests' own process."""
+    assert node.request("POST", "/v1/leases", {"threads": 25, "memory": "2GiB", **asked}).status == 201
+
+
+def test_by_user(node: Node) -> None:
+    """By default it is a line for each user."""
+    admit(node)
+    heading, row = node.mpsctl("usage").stdout.splitlines()
+    assert heading.split()[0] == "USER"
+    assert row.split()[:2] == [ME, "1"]
+
+
+def test_forms(node: Node) -> None:
+    """JSON is the API's own answer; CSV has a line for each key."""
+    admit(node, name="train", labels={"team": "a"})
+    answer = json.loads(node.mpsctl("usage", "--by", "name", "-o", "json").stdout)
+    assert ("train", 1) in [(each["key"], each["total"]["leases"]) for each in answer["history"]]
+    done = node.mpsctl("usage", "--by", "label:team", "--since", "1h", "-o", "csv")
+    heading, *rows = csv.reader(io.StringIO(done.stdout))
+    assert heading[:2] == ["team", "leases"]
+    assert ["a", "1"] in [row[:2] for row in rows]
+
+
+def test_choices(node: Node) -> None:
+    """A GPU, a user and a stretch of time are chosen as for the lists."""
+    admit(node, gpu="1")
+    assert node.mpsctl("usage", "--by", "gpu", "--gpu", "1").stdout.splitlines()[1].split()[:2] == ["1", "1"]
+    assert node.mpsctl("usage", "--user", "4242").stdout == "nothing was granted\n"
+    assert node.mpsctl("usage", "--mine", "--no-headers").stdout.split()[0] == ME
+    assert node.mpsctl("usage", "--until", "2h").stdout == "nothing was granted\n"
+
+
+def test_refused(node: Node) -> None:
+    """What is no key, or no stretch of time, is refused."""
+    assert node.mpsctl("usage", "--by", "nothing").returncode == 2
+    done = node.mpsctl("usage", "--since", "1h", "--until", "2h")
+    assert done.returncode != 0
+    assert "is empty" in done.stderr

@@ -1,0 +1,184 @@
+"""The accounts add up to what was granted, whatever comes in which order, and however often it is stored or not."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpsd.core.accounting.accounts import Accounts, GpuReading, LeaseRecord, ShareRecord
+from mpsd.core.accounting.report import By, Report, step_of
+from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, Rollup, Series
+
+START = 1_795_000_000 * SECOND
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "end", "read", "store", "fail", "restart"]),
+        st.integers(0, 3 * MINUTE),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)
+
+
+def record(number: int, at: int, *, name: str = "", gpus: int = 1, uid: int | None = None) -> LeaseRecord:
+    """Return a lease that begins."""
+    shares = [ShareRecord(f"GPU-{gpu}", 10 + number % 7, 100 + number) for gpu in range(gpus)]
+    return LeaseRecord(f"lease-{number}", number % 3 if uid is None else uid, name, (), shares, at, at)
+
+
+def summed(periods: Iterable[tuple[Series, Period]]) -> dict[str, list[int]]:
+    """Return the threads, the memory and the leases that began, by GPU."""
+    sums = defaultdict[str, list[int]](lambda: [0, 0, 0])
+    for series, period in periods:
+        for place, amount in enumerate((period.threads, period.memory, period.begun)):
+            sums[series.gpu][place] += amount
+    return {gpu: amounts for gpu, amounts in sums.items() if any(amounts)}
+
+
+@given(STEPS)
+def test_sums_are_exact(steps: list[tuple[str, int, int]]) -> None:
+    """Of every lease, each GPU has what it was granted there for as long as it had it, to the microsecond."""
+    accounts, now, stored = Accounts(), START, Periods()
+    last, disk = START, dict[str, LeaseRecord]()
+    begun = list[LeaseRecord]()
+    for number, (what, passed, choice) in enumerate(steps):
+        now += passed
+        alive = list(accounts.open.values())
+        if what == "begin":
+            begun.append(record(number, now, name=f"n{choice}", gpus=1 + choice % 2))
+            accounts.begin(begun[-1])
+        elif what == "end" and alive:
+            accounts.end(alive[choice % len(alive)], now)
+        elif what == "read":
+            held = {each.id: choice for each in alive[::2]}
+            accounts.read({"GPU-0": GpuReading(1000, held), "GPU-1": None}, now)
+        elif what in {"store", "fail"}:
+            periods = accounts.take(now, everything=choice < 2)
+            if what == "fail":
+                accounts.put_back(periods)
+            else:
+                stored += periods
+                disk = {each.id: each for each in {**disk, **accounts.changed}.values() if each.ended is None}
+                accounts.note_stored()
+                last = now
+        elif what == "restart" and not accounts.is_changed:
+            since = {series: period.end for series, period in stored}
+            accounts = Accounts()
+            accounts.restore(disk.values(), since, START, last)
+    stored += accounts.so_far(now)
+    expected = defaultdict[str, list[int]](lambda: [0, 0, 0])
+    for each in begun:
+        length = (each.ended if each.ended is not None else now) - each.began
+        for share in each.shares:
+            amounts = expected[share.gpu]
+            amounts[0], amounts[1], amounts[2] = (
+                amounts[0] + share.threads * length,
+                amounts[1] + share.memory * length,
+                amounts[2] + 1,
+            )
+    assert summed(stored) == {gpu: amounts for gpu, amounts in expected.items() if any(amounts)}
+    rollup = Rollup()
+    rollup.fold(stored)
+    assert summed(rollup.sums) == summed(stored)
+
+
+def test_a_restart_with_what_had_not_changed() -> None:
+    """A series that was not in the last samples, since nothing of it had changed, is summed up from where it was."""
+    accounts, stored = Accounts(), Periods()
+    accounts.begin(record(1, START))
+    stored += accounts.take(START + SECOND, everything=False)
+    accounts.note_stored()
+    accounts.begin(record(2, START + 30 * SECOND))
+    stored += accounts.take(START + 31 * SECOND, everything=False)
+    disk = list(accounts.open.values())
+    since = {series: period.end for series, period in stored}
+    later = Accounts()
+    later.restore(disk, since, START, START + 31 * SECOND)
+    stored += later.take(START + 40 * SECOND, everything=True)
+    assert summed(stored)["GPU-0"] == [(11 * 40 + 12 * 10) * SECOND, (101 * 40 + 102 * 10) * SECOND, 2]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2 * HOUR), st.integers(0, HOUR), st.integers(0, 10**15)), max_size=20),
+    st.sampled_from([1, 7, 60, 3600]),
+)
+def test_samples_come_to_the_total(periods: list[tuple[int, int, int]], step: int) -> None:
+    """A period that is in several samples is divided among them, and nothing of it is lost."""
+    report = Report(By.GPU, "", START, START + 4 * HOUR, step)
+    for begin, length, threads in periods:
+        report.add(Series("GPU-0", 1), Period(START + begin, START + begin + length, threads=threads))
+    for line in report.lines()[0]:
+        assert sum(each.threads for each in line.samples.values()) == pytest.approx(line.total.threads)
+        expected = sum(threads for _, length, threads in periods if length) / 10 / SECOND
+        assert line.total.threads == pytest.approx(expected)
+
+
+def test_only_what_is_between_counts() -> None:
+    """Of a period that began before, or is not over, the part that is within."""
+    report = Report(By.GPU, "", START, START + 10 * SECOND, 1)
+    report.add(Series("GPU-0", 1), Period(START - 10 * SECOND, START + 10 * SECOND, threads=200 * SECOND, carried=2))
+    (line,), left_out = report.lines()
+    assert line.total.threads == pytest.approx(10.0)
+    assert (line.leases, left_out) == (2, 0)
+
+
+def held(by_lease: dict[str, Any]) -> GpuReading:
+    """Return a reading."""
+    return GpuReading(1000, by_lease)
+
+
+def test_what_is_held() -> None:
+    """It is as it was read last; a GPU that could not be read is unknown; the rest of a GPU is nobody's."""
+    accounts = Accounts()
+    accounts.begin(record(1, START))
+    accounts.read({"GPU-0": held({"lease-1": 300})}, START + 10 * SECOND)
+    accounts.read({"GPU-0": None}, START + 30 * SECOND)
+    rollup = Rollup()
+    rollup.fold(accounts.take(START + 60 * SECOND, everything=True))
+    sums = {series.uid: period for series, period in rollup.sums}
+    assert (sums[1].held, sums[1].known) == (300 * 20 * SECOND, 20 * SECOND)
+    assert (sums[None].held, sums[None].known) == (700 * 20 * SECOND, 20 * SECOND)
+
+
+def test_names_are_bounded() -> None:
+    """Whoever has too many names, or too long labels, has what comes next counted without them."""
+    accounts = Accounts()
+    for number in range(100):
+        accounts.begin(record(number, START, name=f"n{number}", uid=7))
+    assert len(accounts.take(START + SECOND, everything=True)) == 17
+    accounts.begin(record(200, START, name="n", uid=8))
+    assert {series.name for series, _ in accounts.take(START + 2 * SECOND, everything=True) if series.uid == 8} == {"n"}
+    long = record(300, START, uid=9)
+    long.labels = (("k", "x" * 300),)
+    accounts.begin(long)
+    assert not long.labels
+
+
+def test_users_are_bounded() -> None:
+    """Users beyond those that are told apart count together."""
+    accounts = Accounts()
+    for uid in range(3000):
+        accounts.begin(record(uid, START, uid=uid))
+    assert len(accounts.take(START + SECOND, everything=True)) == 1025
+
+
+def test_the_clock_is_set_back() -> None:
+    """No time has passed then, and what comes later counts again."""
+    accounts = Accounts()
+    accounts.begin(record(1, START))
+    accounts.take(START + 10 * SECOND, everything=True)
+    assert not summed(accounts.take(START - HOUR, everything=True))
+    taken = accounts.take(START - HOUR + 5 * SECOND, everything=True)
+    assert summed(taken)["GPU-0"][0] == 11 * 5 * SECOND
+
+
+def test_the_length_of_samples() -> None:
+    """mpsd chooses one that makes no more than 300 samples, and is not finer than what is kept."""
+    assert step_of(START, START + HOUR, 1) == 15
+    assert step_of(START, START + 10 * SECOND, 1) == 1
+    assert step_of(START, START + 24 * HOUR, 60) == 300
+    assert step_of(START, START + HOUR, 3600) == 3600

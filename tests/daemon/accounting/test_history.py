@@ -1,0 +1,224 @@
+"""What was granted and held: on a real node, over its restarts and deaths, and for whom it is to be seen."""
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.accounts import check_one_story, history, totals
+from tests.daemon.caller import NOBODY, calling, needs_root
+from tests.daemon.conftest import Start
+from tests.disks import as_root, fill, mounted
+from tests.harness import wait_until
+from tests.node import Node
+
+GIB = 1024**3
+
+
+@pytest.fixture(scope="module")
+def node(node_for_all: Start) -> Node:
+    """Start a node that the tests share which change nothing."""
+    return node_for_all(simulate=1).start()
+
+
+def granted(node: Node, **asked: Any) -> Any:
+    """Take out a lease for the process of the tests."""
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "pid": os.getpid(), **asked})
+    assert answer.status == 201, answer.json
+    return answer.json
+
+
+def pass_time(seconds: float) -> None:
+    """Let time pass: amounts are over time."""
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() >= end, what=f"{seconds} s to pass", deadline=seconds + 10)
+
+
+def release(node: Node, lease: Any) -> None:
+    """Release a lease."""
+    assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+
+
+def total(node: Node, by: str, key: str | None, **query: object) -> Any:
+    """Return the total of one key."""
+    return next(each["total"] for each in history(node, by, **query)["history"] if each["key"] == key)
+
+
+class TestGranted:
+    """What was granted is exact."""
+
+    def test_one_story(self, make_node: Start) -> None:
+        """The sums are those of the events' times, by GPU, user, name, label and lease."""
+        node = make_node(simulate=2).start()
+        first = granted(node, name="first", labels={"team": "red"})
+        both = granted(node, gpus=2, name="both", labels={"team": "blue"})
+        release(node, first)
+        third = granted(node, name="first", labels={"team": "red"})
+        check_one_story(node)
+        release(node, third)
+        release(node, both)
+        check_one_story(node)
+        uid = str(os.getuid())
+        (user,) = totals(history(node, "user")).items()
+        by_name, by_label, by_lease = (totals(history(node, by)) for by in ("name", "label:team", "lease"))
+        assert user[0] == uid
+        assert by_name["first"]["leases"] == by_label["red"]["leases"] == 2
+        assert by_label["blue"] == pytest.approx(by_name["both"], rel=1e-9)
+        assert by_name["both"] == pytest.approx(by_lease[both["id"]], rel=1e-9)
+        for amount in ("leases", "threads_granted", "memory_granted"):
+            assert sum(each[amount] for each in by_lease.values()) == pytest.approx(user[1][amount], rel=1e-9)
+
+    def test_a_change_is_seen_when_it_came(self, make_node: Start) -> None:
+        """Samples of a second show when a lease came, although nothing had changed for long before."""
+        node = make_node(simulate=1).start()
+        lease = granted(node, threads=40)
+        pass_time(3.5)
+        more = granted(node, threads=20)
+        pass_time(1.2)
+        answer = history(node, "gpu", since=30, step=1)
+        means = [each["threads_granted"] for each in answer["history"][0]["samples"] if each["threads_granted"]]
+        assert answer["resolution"] == 1
+        assert all(each == pytest.approx(40) for each in means[1:3])
+        assert means[-1] == pytest.approx(60)
+        release(node, lease)
+        release(node, more)
+
+    def test_thousands_of_brief_leases(self, make_node: Start) -> None:
+        """Each counts in the sums, whoever makes how many of whatever names; few are kept one by one."""
+        node = make_node(simulate=1, config="[api]\nlines_per_uid = 60\n").start()
+        for number in range(300):
+            release(node, granted(node, name=f"job {number}", labels={"n": str(number)}))
+        answer = history(node, "name")
+        assert len(answer["history"]) <= 17
+        assert sum(each["total"]["leases"] for each in answer["history"]) == 300
+        assert total(node, "user", str(os.getuid()))["leases"] == 300
+        assert 0 < len(history(node, "lease")["history"]) < 300
+
+
+class TestRestart:
+    """mpsd comes and goes, and the accounts lose and double nothing."""
+
+    def test_stopped(self, make_node: Start) -> None:
+        """A lease that lives on is accounted for the pause too."""
+        node = make_node(simulate=1).start()
+        lease = granted(node, name="on")
+        node.end()
+        pass_time(1)
+        node.start()
+        check_one_story(node)
+        assert total(node, "lease", lease["id"])["leases"] == 1
+        release(node, lease)
+        check_one_story(node)
+        assert total(node, "name", "on")["leases"] == 1
+
+    def test_killed(self, make_node: Start) -> None:
+        """SIGKILL at any moment: what began and ended since the last sample is in the events."""
+        node = make_node(simulate=1).start()
+        held = granted(node, name="held")
+        for pause in (0.0, 0.005, 0.05, 1.2):
+            brief, lasting = granted(node, name="brief"), granted(node, name="lasting")
+            release(node, brief)
+            pass_time(pause)
+            node.end(signal.SIGKILL)
+            node.start()
+            check_one_story(node)
+            release(node, lasting)
+        release(node, held)
+        check_one_story(node)
+
+    def test_a_pause_is_a_gap(self, make_node: Start) -> None:
+        """Where mpsd was away for longer than the GPUs are read, the answer says so."""
+        node = make_node(simulate=1).start()
+        lease = granted(node)
+        node.end()
+        pass_time(16)
+        node.start()
+        (gap,) = history(node, "gpu")["gaps"]
+        assert gap["because"] == "mpsd did not run"
+        assert total(node, "lease", lease["id"])["threads_granted"] > 160
+        check_one_story(node)
+
+    def test_damaged(self, make_node: Start) -> None:
+        """A store that is damaged is set aside, and mpsd begins anew."""
+        node = make_node(simulate=1).start()
+        release(node, granted(node))
+        node.end()
+        path = node.root / "state" / "accounts.db"
+        path.write_bytes(b"nonsense" * 1000)
+        node.start()
+        assert (node.root / "state" / "accounts.set-aside-1").exists()
+        assert node.events("store_set_aside")
+        release(node, granted(node, name="new"))
+        assert total(node, "name", "new")["leases"] == 1
+
+    def test_removed_while_it_runs(self, make_node: Start) -> None:
+        """One that others remove is made anew, within a minute."""
+        node = make_node(simulate=1).start()
+        (node.root / "state" / "accounts.db").unlink()
+        wait_until(lambda: node.events("store_rewritten"), what="it to be made anew", deadline=90)
+        assert (node.root / "state" / "accounts.db").exists()
+
+
+@as_root
+def test_full_disk(make_node: Start) -> None:
+    """Samples stop, with an event and a note in the status; leases do not. Afterwards the gap is there to see."""
+    node = make_node(simulate=1)
+    (node.root / "state").mkdir(mode=0o700)
+    with mounted(node.root / "state", "3m"):
+        node.start()
+        granted(node, name="before")
+        full = fill(node.root / "state")
+        lease = granted(node, name="during")
+        note = "what is granted and held is not stored: "
+        wait_until(
+            lambda: any(each.startswith(note) for each in node.get("/v1/status").json["notes"]), what="it to be noted"
+        )
+        assert history(node, "gpu")["because"]
+        assert len(history(node, "gpu")["gaps"]) == 1
+        release(node, lease)
+        full.unlink()
+        wait_until(lambda: node.events("history_stored"), what="samples to be stored again")
+        assert len(node.events("history_not_stored")) == 1
+        assert not history(node, "gpu")["because"]
+        assert len(history(node, "gpu")["gaps"]) == 1
+        check_one_story(node)
+        node.end(signal.SIGKILL)
+        node.start()
+        check_one_story(node)
+        node.end()
+
+
+@needs_root
+def test_who_sees_what(make_node: Start) -> None:
+    """A user sees its own leases and the sums of the GPUs; an administrator sees all."""
+    node = make_node(simulate=1, config='[roles]\nusers = ["*"]\n').start()
+    release(node, granted(node, name="secret", labels={"team": "secret"}))
+    with calling(node.socket, uid=NOBODY) as caller:
+        assert [each["total"]["leases"] for each in caller.request("GET", "/v1/history").json["history"]] == [1]
+        for by in ("user", "name", "lease", "label:team"):
+            assert caller.request("GET", f"/v1/history?by={by}").json["history"] == []
+        assert caller.request("GET", "/v1/history?by=gpu&user=0").json["history"] == []
+    assert [each["key"] for each in history(node, "user")["history"]] == ["0"]
+    assert "secret" in json.dumps(history(node, "name"))
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("since=10&until=20", "is empty"),
+        ("since=3600&step=1", "more than 2000 samples"),
+        ("by=nothing", "is not gpu"),
+        ("since=yesterday", "RFC 3339"),
+        ("since=2026-13-01T00:00:00Z", "is not a time"),
+        ("user=root", "is not a uid"),
+    ],
+)
+def test_refused(node: Node, query: str, words: str) -> None:
+    """What makes no sense is refused, with what would."""
+    answer = node.get(f"/v1/history?{query}")
+    assert answer.status == 422
+    assert words in answer.json["detail"]
+    assert answer.json["hint"]

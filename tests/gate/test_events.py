@@ -1,0 +1,89 @@
+"""The catalogue of events has every kind, and each place that logs one has the level and the facts that it says.
+
+Facts that a place passes on, as `**facts`, are seen when a node of the tests logs them: tests/catalogued.py.
+"""
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
+from mpsd.daemon.record.log import EventName
+from tests.catalogued import wrong_facts
+from tests.gate.source import modules
+
+LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "defect": "error", "change": "info"}
+"""The level of an event by the method that is called: `GroupCommit.change` tells what happens to leases."""
+
+NOT_LOGGED: Final = "mpsd/daemon/record/"
+"""Where the events themselves are defined."""
+
+
+ADDED: Final = {"daemon", "exception", "lease", "uid", "pid"}
+"""Facts that a place need not name: those that a logger is bound to, a defect's traceback, and what `change` adds."""
+
+
+def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
+    """Yield each call that names an event: where it is, its level if the method says that, and the facts it names.
+
+    Among the facts, `**` stands for others that are passed on.
+    """
+    for module in modules("mpsd/daemon"):
+        if module.path.startswith(f"{NOT_LOGGED}log"):
+            continue
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            for each in node.args:
+                if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "EventName":
+                    facts = {keyword.arg or "**" for keyword in node.keywords}
+                    yield f"{module.path}:{node.lineno}", EventName[each.attr], LEVELS.get(method), facts
+
+
+def test_every_kind_is_there() -> None:
+    """Each event has a row, and each fact of a row its meaning; nothing has a meaning that no event has."""
+    assert CATALOGUE.keys() == set(EventName)
+    facts = {fact for name in EventName for fact in facts_of(name)}
+    assert facts == FACTS.keys()
+    assert not facts & COMMON.keys()
+
+
+def test_rows_are_sound() -> None:
+    """A level is one of three, and a meaning is a sentence."""
+    for name, kind in CATALOGUE.items():
+        assert {*kind.levels.split()} <= {"info", "warning", "error"}, name
+        assert kind.meaning[0].isupper() or kind.meaning.startswith("mpsd"), name
+        assert kind.meaning.endswith("."), name
+
+
+def test_each_place_says_what_the_catalogue_says() -> None:
+    """Whoever logs an event does so at a level, and with facts, that its row has."""
+    wrong = []
+    for place, name, level, facts in logged():
+        if unknown := facts - facts_of(name).keys() - {"**"}:
+            wrong.append(f"{place}: {name} has {', '.join(sorted(unknown))}, which the catalogue does not have")
+        needed = {fact for fact, always in facts_of(name).items() if always} - ADDED
+        if level is not None and "**" not in facts and (left_out := needed - facts):
+            wrong.append(
+                f"{place}: {name} lacks {', '.join(sorted(left_out))}, which the catalogue says is always there"
+            )
+        if level is not None and level not in CATALOGUE[name].levels.split():
+            wrong.append(f"{place}: {name} is logged as {level}, and the catalogue says {CATALOGUE[name].levels}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_place_is_seen() -> None:
+    """The test above sees the places where events are logged: next to all kinds, each at its level."""
+    seen = {name for _, name, _, _ in logged()}
+    assert len(seen) > 0.9 * len(EventName)
+
+
+def test_what_was_logged_is_compared() -> None:
+    """The comparison of lines is one: a kind, a level and facts that are not in the catalogue are found."""
+    line = {"at": "", "level": "info", "event": "store_writable"}
+    assert not wrong_facts(line)
+    assert "unknown fact because" in wrong_facts({**line, "because": ""})
+    assert "the level error" in wrong_facts({**line, "level": "error"})
+    assert "no fact because" in wrong_facts({**line, "event": "store_full", "level": "error"})
+    assert "not in the catalogue" in wrong_facts({**line, "event": "nothing"})

@@ -4,8 +4,8 @@ An observer that knows of mpsd only what callers know keeps its own records, and
 only by itself, by chaos, or by an operator's command; no lease that a caller knows is lost or doubled; no GPU has more
 granted than it has; events have no gap; each operation ends once, and a completed restart replaced the control daemon
 once. Once left in peace, the limits in force, as a front-end reads them, are those of the leases, and the history has
-granted what the events say. Random numbers decide what happens, but not when: a seed repeats the steps, and their timing
-only approximately.
+granted what the events say. Random numbers decide what happens, but not when: a seed repeats the steps, and their
+timing only approximately.
 
 In CI this takes some seconds. By hand, for any time, and with a number of kills:
 

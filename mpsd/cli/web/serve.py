@@ -28,6 +28,7 @@ _FAREWELL: Final = 1.0
 
 def run(api: Api, port: int, users: Collection[int], *, opens: bool) -> None:
     """Serve the page until a signal comes, its terminal is gone, or its parent. Raises ConfigurationError."""
+    parent = os.getppid()  # as of now: it may be gone once it has read the link
     try:
         server = Server(api, port, users, lambda: note("a browser opened the page; its link is void now"))
     except OSError as error:
@@ -43,7 +44,7 @@ def run(api: Api, port: int, users: Collection[int], *, opens: bool) -> None:
                 note("a link opens the page once; Enter prints another, Ctrl-C ends the page")
             if opens:
                 stack.enter_context(_opened(server.link()))
-            note(f"the page ends: {_wait(server)}")
+            note(f"the page ends: {_wait(server, parent)}")
         except signals.SignalledError as signal:
             stack.close()
             _end(server)
@@ -58,9 +59,9 @@ def _end(server: Server) -> None:
         time.sleep(0.02)
 
 
-def _wait(server: Server) -> str:
+def _wait(server: Server, parent: int) -> str:
     """Wait until who started it is gone, and return why it ends; each line of its terminal gets another link."""
-    parent, poll = os.getppid(), select.poll()
+    poll = select.poll()
     has_terminal = sys.stdin.isatty()
     poll.register(sys.stdout.fileno(), 0)
     if has_terminal:

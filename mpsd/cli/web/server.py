@@ -21,6 +21,7 @@ import click
 from mpsd import __version__
 from mpsd.cli.api import Api
 from mpsd.cli.client import DEADLINE
+from mpsd.cli.command import of_one_version
 from mpsd.cli.web import answers
 from mpsd.cli.web.assets import HEADERS, PAGE, assets
 from mpsd.cli.web.guard import NO_SESSION, Head, Refusal, refusal_of_site
@@ -191,7 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer any method."""
         try:
-            self._answer()
+            with of_one_version():
+                self._answer()
         except MpsdError as error:
             self._fail(error)
         except click.UsageError as error:

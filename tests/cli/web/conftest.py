@@ -59,6 +59,10 @@ class Web:
             self._session = str(answer.json["session"])
         return self._session
 
+    def forget(self) -> None:
+        """Forget the session, so that the next one is opened by the token that is known then."""
+        self._session = None
+
     def send(
         self, method: str, path: str, body: object = None, *, headers: Mapping[str, str | None] | None = None
     ) -> Answer:
@@ -85,6 +89,14 @@ class Web:
         """Send one request as the page does, with a session."""
         own = {"Authorization": f"Bearer {self.session}", "Origin": self.origin if method != "GET" else None}
         return self.send(method, path, body, headers={**own, **(headers or {})})
+
+    def clean_up(self) -> None:
+        """End it if it has not ended, and close what is still open of it."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """End it, and return its exit status and what it said on stderr."""
@@ -113,8 +125,7 @@ def make_web() -> Iterator[Callable[..., Web]]:
 
     yield make
     for each in made:
-        if each.process.returncode is None:
-            each.end(signal.SIGKILL)
+        each.clean_up()
 
 
 @pytest.fixture(scope="module")

@@ -316,14 +316,20 @@ class TestActions:
         assert node.get(f"/v1/leases/{leases[1]}").json["expires"][:19] == before[:19]
 
     @pytest.mark.root("run the page as another user")
-    @pytest.mark.usefixtures("leases")
-    def test_another_user(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
-        """A user who is no administrator sees the sums of others' leases, and has no button for what is not its own."""
-        web = make_web(node.socket, uid=NOBODY)
-        page = browser.page(web.link)
+    @pytest.mark.parametrize("opened", ["false", "true"])
+    def test_another_user(
+        self, make_node: Callable[..., Node], browser: Browser, make_web: Callable[..., Web], opened: str
+    ) -> None:
+        """A user who is no administrator has no button for what is not its own, and sees of it what mpsd shows."""
+        is_open = opened == "true"
+        node = make_node(config=f"[api]\nopen = {opened}\n").start()
+        node.root.parent.chmod(0o711)
+        lease = node.request("POST", "/v1/leases", {"threads": 50, "memory": "1GiB", "pid": os.getpid()}).json["id"]
+        page = browser.page(make_web(node.socket, uid=NOBODY).link)
         page.wait("!document.getElementById('overview').hidden", "the node")
-        assert page.do("document.querySelectorAll('#lease-table tbody a').length") == 0
+        assert [each["Lease"] for each in rows(page, "lease") if "Lease" in each] == ([lease] if is_open else [])
         assert page.do("[...document.querySelectorAll('.actions button')].length") == 0
-        assert page.text("document.getElementById('others')").startswith("and 4 leases of other users, of ")
-        assert ", user: reads" in page.text("document.getElementById('who')")
+        others = "" if is_open else "and 1 lease of other users, of 50% and 1GiB in all"
+        assert page.text("document.getElementById('others')") == others
+        assert page.text("document.getElementById('who')") == "nobody, user"
         page.close()

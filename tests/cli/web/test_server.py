@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -324,7 +326,7 @@ class TestHostileInput:
 
             def drip() -> bool:
                 try:
-                    connection.send(b"X: y\r\n")
+                    connection.send(b"x")
                 except OSError:
                     return True
                 return False
@@ -351,21 +353,6 @@ class TestStrangers:
         web = make_web(node.socket)
         request = f"GET /page/node HTTP/1.1\r\nHost: {HOST}:{web.port}\r\nAuthorization: Bearer {web.session}\r\n\r\n"
         assert as_nobody(web, request).startswith("HTTP/1.1 403 ")
-
-    @needs_root
-    def test_another_user_that_leaves_at_once(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """A socket that was closed before anybody looked is not taken for root's; the kernel says uid 0 of it then."""
-        web = make_web(node.socket)
-        lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "pid": os.getpid()}).json["id"]
-        request = (
-            f"DELETE /v1/leases/{lease} HTTP/1.1\r\nHost: {HOST}:{web.port}\r\nOrigin: {web.origin}\r\n"
-            f"Authorization: Bearer {web.session}\r\n\r\n"
-        )
-        web.process.send_signal(signal.SIGSTOP)
-        as_nobody(web, request, "leave")
-        web.process.send_signal(signal.SIGCONT)
-        assert web.ask("GET", "/page/principal").status == 200
-        assert [each["id"] for each in node.get("/v1/leases").json["leases"]] == [lease]
 
     @needs_root
     def test_a_user_that_is_named(self, node: Node, make_web: Callable[..., Web]) -> None:
@@ -424,9 +411,44 @@ class TestLife:
         wait_until(lambda: web.process.poll() is not None, what="it to end")
         assert web.process.stderr is not None
         assert "is gone" in web.process.stderr.read()
-        web.process.stderr.close()
-        assert web.process.stdin is not None
-        web.process.stdin.close()
+
+    def test_terminal(self, node: Node, make_web: Callable[..., Web]) -> None:
+        """On a terminal, Enter prints another link, which opens another session; it ends with the terminal."""
+        own, theirs = pty.openpty()
+        web = make_web(node.socket, stdin=theirs)
+        os.close(theirs)
+        first = web.session
+        os.write(own, b"\n")
+        assert web.process.stdout is not None
+        web.token = web.process.stdout.readline().strip().partition("#token=")[2]
+        web.forget()
+        assert web.session != first
+        assert web.ask("GET", "/page/principal").status == 200
+        os.close(own)
+        assert web.process.wait(timeout=30) in {0, -signal.SIGHUP}
+
+    def test_open(self, node: Node, make_web: Callable[..., Web], short_tmp: Path) -> None:
+        """A browser is called with a private file that leads to a link: arguments are everybody's to read."""
+        browser = short_tmp / "browser"
+        browser.write_text(
+            f"#!/bin/sh\nfile=${{1#file://}}\nls -l $file >{short_tmp}/mode\ncat $file >{short_tmp}/page\n"
+        )
+        browser.write_text(browser.read_text() + f'echo "$@" >{short_tmp}/arguments\n')
+        browser.chmod(0o700)
+        environment = {**os.environ, "BROWSER": f"{browser} %s", "XDG_RUNTIME_DIR": str(short_tmp)}
+        web = make_web(node.socket, "--open", env=environment)
+        wait_until((short_tmp / "arguments").read_text, what="the browser to be called", not_yet=(FileNotFoundError,))
+        page = (short_tmp / "page").read_text()
+        (link,) = re.findall(r"http://[^\"]+", page)
+        assert link.startswith(f"{web.origin}/#token=")
+        assert "token" not in (short_tmp / "arguments").read_text()
+        assert (short_tmp / "mode").read_text().startswith("-rw------- ")
+        (directory,) = short_tmp.glob("mpsctl-*")
+        assert directory.stat().st_mode & 0o777 == 0o700
+        web.token = link.partition("#token=")[2]
+        assert web.ask("GET", "/page/principal").status == 200
+        web.end()
+        assert not directory.exists()
 
     def test_mpsd_is_gone(self, make_node: Callable[..., Node], make_web: Callable[..., Web]) -> None:
         """While no mpsd answers, the page is told why and what to do; the next mpsd answers it without more ado."""
@@ -449,7 +471,7 @@ class TestLife:
         assert done.returncode == 78
         assert f"cannot listen on {HOST}, port {web.port}: Address already in use" in done.stderr
 
-    def test_no_mpsd(self, node: Node, short_tmp: Any) -> None:
+    def test_no_mpsd(self, node: Node, short_tmp: Path) -> None:
         """Without an mpsd it says so, and serves nothing."""
         done = subprocess.run(
             [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{short_tmp}/none", "web"],
@@ -477,7 +499,7 @@ def received(connection: socket.socket) -> bytes:
 
 _STRANGER: Final = """
 import os, socket, sys
-port, uid, request, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+port, uid, request = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 os.setgroups([])
 os.setresgid(uid, uid, uid)
 os.setresuid(uid, uid, uid)
@@ -486,16 +508,19 @@ with socket.socket() as connection:
     connection.connect(("127.0.0.1", port))
     connection.sendall(request.encode())
     try:
-        while how == "stay" and (piece := connection.recv(65536)):
+        while piece := connection.recv(65536):
             print(piece.decode(), end="", flush=True)
     except ConnectionError:
         pass
 """
 
 
-def as_nobody(web: Web, request: str, how: str = "stay") -> str:
-    """Return what a user without rights is answered; or have it leave without waiting for an answer."""
+def as_nobody(web: Web, request: str) -> str:
+    """Return what a user without rights is answered."""
     return subprocess.run(
-        [sys.executable, "-I", "-c", _STRANGER, str(web.port), str(NOBODY), request, how],
-        capture_output=True, text=True, check=False, timeout=30,
-    ).stdout  # fmt: skip
+        [sys.executable, "-I", "-c", _STRANGER, str(web.port), str(NOBODY), request],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    ).stdout

@@ -49,7 +49,7 @@ const WAITING = [
   ["Name", (lease) => lease.name || "-"],
 ];
 
-const FREE = new Set(["Name", "Because"]);
+const FREE = new Set(["Name", "Because", "User"]);
 const NUMBERS = new Set(["Lease", "Threads", "Memory", "Held", "Clients", "Age", "Expires", "Place", "Since"]);
 
 /** Return the leases of a view: chosen by its text, sorted by its column, or the principal's own first. */

@@ -5,7 +5,7 @@
  */
 
 import { Events, isGrave } from "./events.js";
-import { announce, mayAs } from "./actions.js";
+import { announce } from "./actions.js";
 import { ask, explained, forget, hasSession, linesOf, openSession } from "./server.js";
 import { beginStory, readStory } from "./story.js";
 import { bringTexts, byId, say, set } from "./dom.js";
@@ -90,7 +90,7 @@ async function refresh() {
   node = await ask("GET", "/page/node");
   answered();
   say(byId("host"), principal.host);
-  say(byId("who"), `${principal.user || "you"}, ${principal.role}${mayAs(principal, "operator") ? "" : ": reads, and changes its own leases"}`);
+  say(byId("who"), `${principal.user || "you"}, ${principal.role}`);
   if (before !== undefined && before !== node.status.headline) announce(node.status.headline);
   show();
   const { subject, hidden } = byId("story");

@@ -170,7 +170,7 @@ def test_contrast(leased: Node, open_page: Open, scheme: str) -> None:
     page.press("Escape")
 
 
-@pytest.mark.parametrize("width", [320, 360, 768, 1024, 1210])
+@pytest.mark.parametrize("width", [320, 360, 768, 1024, 1160])
 def test_width(leased: Node, open_page: Open, width: int) -> None:
     """Nothing is wider than the screen, whatever a lease is called: not the page, its dialogs, nor a story."""
     page = open_page(leased, width=width)

@@ -1,12 +1,13 @@
 /* The last day: what was granted and held of each GPU, drawn, and as numbers for each hour. */
 
 import { bringTexts, byId, draw, make, say } from "./dom.js";
-import { clock, percent, size } from "./words.js";
+import { clock, hours, percent, plural, size } from "./words.js";
 import { ask, explained } from "./server.js";
 
 const DAY = 86400;
 const HOUR = 3600000;
 const HEIGHT = 100;
+const GIB = 1024 ** 3;
 
 /** Read the history and show it; an mpsd that keeps none is no error. */
 export async function readHistory(gpus) {
@@ -31,7 +32,7 @@ function cardOf(series, gpu, found) {
   const most = Math.max(gpu?.memory_total ?? 0, ...series.samples.map((each) => Math.max(each.memory_granted, each.memory_held ?? 0)), 1);
   const threads = Math.max(100, ...series.samples.map((each) => each.threads_granted));
   const facts = make("ul", { class: "legend" });
-  bringTexts(facts, factsOf(series.total, found));
+  bringTexts(facts, factsOf(series.total));
   return make(
     "article", { class: "card" },
     make("h3", {}, name),
@@ -46,13 +47,13 @@ function cardOf(series, gpu, found) {
   );
 }
 
-function factsOf(total, found) {
-  const seconds = (Date.parse(found.until) - Date.parse(found.since)) / 1000;
+/** What was granted and held in all, in the units of `mpsctl usage`. */
+function factsOf(total) {
   return [
-    `threads granted: ${percent(total.threads_granted / seconds)} on average`,
-    `memory granted: ${size(total.memory_granted / seconds)} on average`,
-    `memory in use: ${total.memory_held === null ? "unknown" : `${size(total.memory_held / seconds)} on average`}`,
-    `leases: ${total.leases}`,
+    `${hours(total.threads_granted / 100)} GPU hours granted`,
+    `${hours(total.memory_granted / GIB)} GiB hours granted`,
+    total.memory_held === null ? "in use: unknown" : `${hours(total.memory_held / GIB)} GiB hours in use`,
+    plural(total.leases, "lease"),
   ];
 }
 
@@ -92,11 +93,11 @@ function tableOf(name, series) {
     hours.set(hour, sums);
   }
   const heading = (text) => make("th", { role: "columnheader", scope: "col" }, text);
-  const cell = (label, text) => make("td", { role: "cell", class: "number", "data-heading": label }, text);
+  const cell = (text) => make("td", { role: "cell", class: "number" }, text);
   const rows = [...hours].map(([hour, sums]) => make(
     "tr", { role: "row" },
-    cell("Hour", clock(hour)), cell("Threads", percent(Number(sums.threads.toFixed(1)))),
-    cell("Memory", size(sums.memory)), cell("In use", sums.isKnown ? size(sums.held) : "-"),
+    cell(clock(hour).slice(5, 16)), cell(percent(Number(sums.threads.toFixed(1)))),
+    cell(size(sums.memory)), cell(sums.isKnown ? size(sums.held) : "-"),
   ));
   return make(
     "table", { role: "table" },

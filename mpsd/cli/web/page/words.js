@@ -15,6 +15,12 @@ export function size(bytes) {
 /** A percentage as `25%`. */
 export const percent = (value) => `${Number(value.toPrecision(6))}%`;
 
+/** Seconds of something as hours of it. */
+export function hours(seconds) {
+  const found = seconds / 3600;
+  return found.toFixed(found >= 1 || found === 0 ? 2 : 4);
+}
+
 /** A number of things. */
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 

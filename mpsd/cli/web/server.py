@@ -8,7 +8,9 @@ Whatever it then asks for passes `guard`, and is one of the page's files, one of
 import contextlib
 import io
 import json
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -27,7 +29,7 @@ from mpsd.cli.web.assets import HEADERS, PAGE, assets
 from mpsd.cli.web.guard import NO_SESSION, Head, Refusal, refusal_of_site
 from mpsd.cli.web.routes import methods_of
 from mpsd.cli.web.sessions import Sessions
-from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
+from mpsd.core.errors import ConfigurationError, MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.system.tcp_peers import uid_of
 
 LOOPBACK: Final = "127.0.0.1"
@@ -94,7 +96,10 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(self, api: Api, port: int, users: Collection[int], opened: Callable[[], None]) -> None:
-        """Listen on a port, 0 for any that is free. `opened` is called when a link was used. Raises OSError."""
+        """Listen on a port, 0 for any that is free; `opened` is called when a link was used.
+
+        Raises OSError, and ConfigurationError.
+        """
         self.sessions = Sessions()
         self.assets = assets()
         self.api = api
@@ -104,6 +109,18 @@ class Server(ThreadingHTTPServer):
         self._places = threading.BoundedSemaphore(MOST)
         super().__init__((LOOPBACK, port), _Handler)
         self.port = int(self.server_address[1])
+        self._prove_that_users_are_known()
+
+    def _prove_that_users_are_known(self) -> None:
+        """Raise ConfigurationError where the kernel does not say whose a connection is: every one would be refused."""
+        with socket.create_connection((LOOPBACK, self.port), timeout=DEADLINE) as own:
+            if uid_of(own.getsockname(), (LOOPBACK, self.port)) == os.geteuid():
+                return
+        self.server_close()
+        raise ConfigurationError(
+            "the kernel does not report whose a TCP connection is (sock_diag), so the page cannot tell users apart",
+            hint="load its module, as root: modprobe tcp_diag; without it, use mpsctl top",
+        )
 
     def link(self) -> str:
         """Return the address of the page, with a token that opens it once.
@@ -136,9 +153,7 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's signature
         """Say what a defect was; a browser that has left is none."""
-        import sys
-
-        error = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
+        error = sys.exception()
         if not isinstance(error, OSError):
             click.echo(f"mpsctl: a request to the page failed: {error!r}", err=True)
 

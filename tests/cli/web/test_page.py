@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Final
@@ -26,6 +27,10 @@ HOSTILE: Final = "<img src=x onerror=\"document.title='owned'\"><script>document
 
 ROWS: Final = """[...document.querySelectorAll('#{}-table tbody tr')].map(row =>
     Object.fromEntries([...row.cells].map(cell => [cell.dataset.heading, cell.innerText.trim()])))"""
+
+
+ASKED: Final = "performance.getEntriesByType('resource').filter(each => each.name.endsWith('/page/node')).length"
+"""How often the page was answered what the node is."""
 
 
 def rows(page: Page, table: str) -> list[dict[str, str]]:
@@ -232,6 +237,61 @@ class TestContent:
         node.start()
         page.wait("document.getElementById('connection').innerText === ''", "the page to recover", deadline=20)
         page.wait("document.getElementById('event-list').innerText.split('mpsd started').length > 2", "the new events")
+
+
+class TestSession:
+    """The page lives as long as its `mpsctl web`, in the one tab that opened it."""
+
+    def test_end(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
+        """When it ends, the page says so, forgets its session, and asks no more."""
+        web = make_web(node.socket)
+        page = browser.page(web.link)
+        page.wait("!document.getElementById('overview').hidden", "the node")
+        assert page.do("sessionStorage.length") == 1
+        assert page.do("localStorage.length + document.cookie.length") == 0
+        web.end()
+        page.wait("document.getElementById('connection').innerText.includes('has ended')", "the page to say so")
+        assert page.do("sessionStorage.length") == 0
+        page.do("window.setTimeout = () => { window.asks = true; }")
+        page.do("document.dispatchEvent(new Event('visibilitychange'))")
+        assert not page.do("window.asks")
+        page.close()
+
+    def test_killed(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
+        """One that is killed is said to be gone, beside what was known last."""
+        web = make_web(node.socket)
+        page = browser.page(web.link)
+        page.wait("!document.getElementById('overview').hidden", "the node")
+        web.end(signal.SIGKILL)
+        page.wait("document.getElementById('connection').innerText.includes('does not answer')", "the page to say so")
+        assert page.do("document.body.classList.contains('stale')")
+        page.close()
+
+    def test_used_link(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
+        """A link that was used shows nothing of the node, and says how to get another; so does none at all."""
+        web = make_web(node.socket)
+        assert web.session
+        for link, said in (
+            (web.link, "this link was used before"),
+            (web.address, "open the link that mpsctl web printed"),
+        ):
+            page = browser.page(link)
+            page.wait(f"document.getElementById('connection').innerText.includes('{said}')", "the page to say so")
+            assert page.text("document.getElementById('headline')") == "This page is closed"
+            assert page.do("document.getElementById('overview').hidden")
+            page.close()
+
+    def test_pause(self, node: Node, open_page: Open) -> None:
+        """A page that is paused stays as it is, until it is not."""
+        page = open_page(node)
+        page.click("document.getElementById('pause')")
+        asked = page.do(ASKED)
+        lease = node.request("POST", "/v1/leases", {"threads": 5, "memory": "1GiB", "pid": os.getpid()}).json["id"]
+        page.wait(f"{ASKED} > {asked} + 1", "the page to ask again, twice")
+        page.do("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        assert lease not in page.text("document.getElementById('overview')")
+        page.click("document.getElementById('pause')")
+        page.wait(f"document.getElementById('lease-table').innerText.includes('{lease}')", "the lease")
 
 
 class TestActions:

@@ -5,6 +5,7 @@ beside it, and loses what of a lease's environment is for its processes alone.
 """
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -14,7 +15,7 @@ from mpsd.cli.command import now
 from mpsd.cli.history.explanation import story_of
 from mpsd.cli.history.selection import leases_of
 from mpsd.cli.history.sentences import sentence
-from mpsd.cli.render import local_times, when
+from mpsd.cli.render import as_here, when
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
 from mpsd.core.sanitize import SECRETS, plain
@@ -47,6 +48,33 @@ def _public(value: T) -> T:
             return value
 
 
+_SENTENCES: Final = frozenset({"because", "headline", "hint", "refused", "notes"})
+"""The fields that have sentences of mpsd."""
+
+
+def _as_here(value: T) -> T:
+    """Return an answer whose sentences have times and users as mpsctl prints them."""
+    match value:
+        case dict():
+            return {  # type: ignore[return-value]
+                name: _sentence(each) if name in _SENTENCES else _as_here(each) for name, each in value.items()
+            }
+        case list():
+            return [_as_here(each) for each in value]  # type: ignore[return-value]
+        case _:
+            return value
+
+
+def _sentence(value: object) -> object:
+    match value:
+        case str():
+            return as_here(value)
+        case list():
+            return [_sentence(each) for each in value]
+        case _:
+            return value
+
+
 def node(api: Api) -> dict[str, object]:
     """Return what the page shows of the node: what mpsd answers, and the names of the users in it."""
     status, leases, clients = api.status(), api.leases(ended=True), api.clients()
@@ -54,10 +82,10 @@ def node(api: Api) -> dict[str, object]:
     return harmless(
         {
             "now": now().isoformat(),
-            "status": status,
-            "leases": leases["leases"],
+            "status": _as_here(status),
+            "leases": _as_here(leases["leases"]),
             "others": leases["others"],
-            "clients": clients["clients"],
+            "clients": _as_here(clients["clients"]),
             "users": {f"{uid}": name_of(uid) for uid in uids},
         }
     )
@@ -74,15 +102,16 @@ _PROMISES: Final = {
 
 
 def principal(api: Api) -> dict[str, object]:
-    """Return who looks at the page, as what, and what each action promises.
+    """Return who looks at the page, as what, what each action promises, and the seconds that its clock is ahead of UTC.
 
     An mpsd of an earlier release does not say who calls: the page then offers no actions.
     """
+    more = {"promises": _PROMISES, "offset": time.localtime().tm_gmtoff}
     try:
         found = api.principal()
     except NotFoundError:
-        return {"uid": None, "user": "", "role": "observer", "promises": _PROMISES}
-    return {"uid": found["uid"], "user": name_of(found["uid"]), "role": found["role"], "promises": _PROMISES}
+        return {"uid": None, "user": "", "role": "observer", **more}
+    return {"uid": found["uid"], "user": name_of(found["uid"]), "role": found["role"], **more}
 
 
 def event(found: "answer_types.Event") -> dict[str, object]:
@@ -141,7 +170,7 @@ def story(api: Api, subject: str) -> dict[str, object]:
             "earlier": max(len(found.events) - FIRST, 0),
             "hidden": found.hidden,
             "log": found.log,
-            "now": [local_times(each) for each in found.now],
-            "next": [local_times(each) for each in found.next],
+            "now": [as_here(each) for each in found.now],
+            "next": [as_here(each) for each in found.next],
         }
     )

@@ -20,7 +20,7 @@ HOST: Final = "127.0.0.1"
 
 _AS_USER: Final = """
 import email.parser, http.server, os, mpsd.cli.main, mpsd.cli.web.serve  # which that user may not read
-import mpsd.cli.commands.top, encodings.idna
+import mpsd.cli.commands.status, encodings.idna
 uid = int(os.environ["MPSD_TEST_UID"])
 os.setgroups([])
 os.setresgid(uid, uid, uid)

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.cli.render import age, percent, plural, size
+from mpsd.cli.render import age, as_here, percent, plural, size
 from tests.browser import Browser, Page
 from tests.cli.conftest import end, start_mpsctl
 from tests.cli.web.conftest import Web
@@ -308,6 +308,8 @@ class TestActions:
         page.press("Enter")
         assert "for a test" in node.wait_for_state("gpu1", "held")["because"]
         page.wait("document.querySelector('[aria-label=\"Resume gpu1\"]')", "the button that resumes")
+        held = as_here(node.daemons()["gpu1"]["because"])  # with the user's name, as mpsctl prints it
+        assert held in page.text("document.getElementById('gpu-list')")
         page.click("document.querySelector('[aria-label=\"Resume gpu1\"]')")
         page.click("document.querySelector('#question button[type=submit]')")
         node.wait_for_state("gpu1", "ready")

@@ -1,6 +1,6 @@
 /* GPUs as bars of slices: each lease a slice of threads and of memory. Every bar stands there as numbers too. */
 
-import { age, local, percent, plural, size } from "./words.js";
+import { age, percent, plural, size } from "./words.js";
 import { bring, byId, make, say, set } from "./dom.js";
 import { operationButton, operationsOf } from "./actions.js";
 
@@ -88,8 +88,8 @@ function update(card, gpu, daemon, node, principal, done) {
   say(parts.daemon, daemon === undefined ? state : `${daemon.name} ${state} for ${age(daemon.since, node.now)}`);
   set(parts.daemon, "class", look(daemon?.state));
   say(parts.clients, `${gpu.clients + gpu.clients_unleased} of ${gpu.clients_max ?? "unknown"} clients`);
-  const troubles = [gpu, ...(daemon ? [daemon] : [])].filter((each) => each.hint).map((each) => `${local(each.because)}: ${each.hint}`);
-  if (gpu.refused && troubles.length === 0) troubles.push(`GPU ${gpu.index} admits no request: ${local(gpu.refused)}`);
+  const troubles = [gpu, ...(daemon ? [daemon] : [])].filter((each) => each.hint).map((each) => `${each.because}: ${each.hint}`);
+  if (gpu.refused && troubles.length === 0) troubles.push(`GPU ${gpu.index} admits no request: ${gpu.refused}`);
   say(parts.trouble, troubles.join("; "));
 
   const total = gpu.memory_total ?? 0;

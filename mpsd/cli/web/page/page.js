@@ -9,7 +9,7 @@ import { announce } from "./actions.js";
 import { ask, explained, forget, hasSession, linesOf, openSession } from "./server.js";
 import { beginStory, readStory } from "./story.js";
 import { bringTexts, byId, say, set } from "./dom.js";
-import { age, clock, local, plural } from "./words.js";
+import { age, clock, plural, setClock } from "./words.js";
 import { prepareTables, showLeases } from "./leases.js";
 import { readHistory } from "./history.js";
 import { showGpus } from "./gpus.js";
@@ -61,7 +61,7 @@ function toKnow(status, first) {
     ...[...status.reasons, ...status.warnings].map((each) => remedy(each.subject, each)),
     ...status.violations.map((each) => remedy(`${each.kind}, process ${each.pid}`, each)),
     ...status.daemons.flatMap((each) => each.undone).map((each) => `${each.because} (${age(each.undone, node.now)} ago)`),
-  ].map(local);
+  ];
 }
 
 /** Say that what is shown is old, and why; nothing once it is not. */
@@ -86,6 +86,7 @@ function end(text) {
 
 async function refresh() {
   principal ??= await ask("GET", "/page/principal");
+  setClock(principal.offset);
   const before = node?.status.headline;
   node = await ask("GET", "/page/node");
   answered();

@@ -2,7 +2,6 @@
 
 const UNITS = [["TiB", 1024 ** 4], ["GiB", 1024 ** 3], ["MiB", 1024 ** 2], ["KiB", 1024]];
 const AGES = [["d", 86400], ["h", 3600], ["m", 60]];
-const TIME = /\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)/g;
 
 /** Bytes as `8GiB`, rounded down to two decimals. */
 export function size(bytes) {
@@ -37,13 +36,15 @@ export const age = (then, now) => span((Date.parse(now) - Date.parse(then)) / 10
 /** How far ahead a time of the API lies. */
 export const until = (then, now) => age(now, then);
 
-/** A time of the API by the clock of this browser. */
-export function clock(at) {
-  const two = (number) => String(number).padStart(2, "0");
-  const time = new Date(at);
-  const day = `${time.getFullYear()}-${two(time.getMonth() + 1)}-${two(time.getDate())}`;
-  return `${day} ${two(time.getHours())}:${two(time.getMinutes())}:${two(time.getSeconds())}`;
+let ahead = 0;
+
+/** Have times shown by a clock that is so many seconds ahead of UTC: the node's, as mpsctl shows them there. */
+export function setClock(seconds) {
+  ahead = seconds;
 }
 
-/** A sentence with its times by the clock of this browser. */
-export const local = (text) => text.replace(TIME, clock);
+/** A time of the API by the node's clock. */
+export function clock(at) {
+  const time = new Date(new Date(at).getTime() + ahead * 1000);
+  return time.toISOString().slice(0, 19).replace("T", " ");
+}

@@ -7,6 +7,8 @@ from typing import Final
 
 import pytest
 
+from mpsd.cli.api import Api
+from mpsd.core.errors import NeverFitsError
 from tests.browser import Browser, Page
 from tests.cli.web.conftest import Web
 from tests.node import Node
@@ -218,11 +220,13 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
     def live(leases: int) -> tuple[int, dict[str, int]]:
         """Have so many leases come and go, with events of refusals between them; return what the page has then."""
         lease = ""
-        for _ in range(leases):
-            lease = node.request("POST", "/v1/leases", {"threads": 5, "memory": "1GiB", "pid": os.getpid()}).json["id"]
-            for _ in range(4):
-                assert node.request("POST", "/v1/leases", {"threads": 5, "memory": "1TiB"}).status == 422
-            node.request("DELETE", f"/v1/leases/{lease}")
+        with Api(str(node.socket)) as api:
+            for _ in range(leases):
+                lease = api.admit({"threads": 5, "memory": "1GiB", "pid": os.getpid()})["id"]
+                for _ in range(9):
+                    with pytest.raises(NeverFitsError):
+                        api.admit({"threads": 5, "memory": "1TiB"})
+                api.release(lease)
         page.wait(
             f"document.getElementById('event-list').innerText.includes('{lease}: ended')", "the last event", deadline=30
         )
@@ -235,9 +239,9 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
         """Return the number of the latest event."""
         return int(json.loads(node.get("/v1/events?after=0").body.splitlines()[-1])["seq"])
 
-    heap, counters = live(100)
+    heap, counters = live(50)
     before = events()
-    more_heap, more_counters = live(500)
+    more_heap, more_counters = live(280)
     assert events() - before > 3000
     assert page.do("document.querySelectorAll('#event-list li').length") == 200
     assert more_counters["nodes"] < counters["nodes"] * 1.2

@@ -30,8 +30,6 @@ def hours(seconds: float) -> str:
 def test_history(make_node: Callable[..., Node], open_page: Callable[..., Page]) -> None:
     """Each GPU has its totals, its course as two pictures with names, and the hours of it as a table."""
     node = make_node().start()
-    if node.get("/v1/history").status == 404:
-        pytest.skip("this mpsd keeps no history")
     lease = node.request("POST", "/v1/leases", {"threads": 50, "memory": "8GiB", "gpu": "0", "pid": os.getpid()}).json
     path = "/v1/history?by=gpu&since=86400"
     wait_until(lambda: node.get(path).json["history"][0]["total"]["threads_granted"] > 50, what="something to be kept")
@@ -54,14 +52,3 @@ def test_history(make_node: Callable[..., Node], open_page: Callable[..., Page])
         assert all(each.count("M") == len(series["samples"]) for each in card["granted"])
     assert page.text("document.getElementById('history-note')") == ""
     assert not page.complaints()
-
-
-def test_none(make_node: Callable[..., Node], open_page: Callable[..., Page]) -> None:
-    """An mpsd that keeps no history is said to keep none, and the rest of the page is as ever."""
-    node = make_node().start()
-    if node.get("/v1/history").status != 404:
-        pytest.skip("this mpsd keeps a history")
-    page = open_page(node)
-    page.wait(
-        "document.getElementById('history-note').innerText === 'this mpsd keeps no history'", "the page to say so"
-    )

@@ -39,11 +39,6 @@ def rows(page: Page, table: str) -> list[dict[str, str]]:
     return found
 
 
-def troubles(page: Page) -> list[str]:
-    """Return what the browser complains of, but for the history of an mpsd that keeps none."""
-    return [each for each in page.complaints() if "404" not in each or "/v1/history" not in each]
-
-
 @pytest.fixture
 def leases(node: Node) -> Iterator[list[str]]:
     """Give a node with three leases and one that waits; the last is of a hostile name."""
@@ -185,7 +180,7 @@ class TestContent:
         assert words[1] == words[3]
         page.do("history.back()")
         page.wait("!document.getElementById('overview').hidden", "the node again")
-        assert not troubles(page)
+        assert not page.complaints()
 
     def test_texts_of_others(self, node: Node, leases: list[str], open_page: Open) -> None:
         """A name that is HTML stands there as it is, wherever it is shown; the policy of the page was not needed."""
@@ -201,7 +196,7 @@ class TestContent:
         assert HOSTILE in page.text("document.getElementById('gpu-list')")
         assert page.do("document.querySelectorAll('img, main script').length") == 0
         assert "owned" not in page.do("document.title")
-        assert not troubles(page)
+        assert not page.complaints()
 
     @pytest.mark.usefixtures("leases")
     def test_filter_and_order(self, node: Node, open_page: Open) -> None:
@@ -314,7 +309,7 @@ class TestActions:
         page.click("document.querySelector('#question button[type=submit]')")
         node.wait_for_state("gpu1", "ready")
         page.wait("document.querySelector('[aria-label=\"Hold gpu1\"]')", "the button that holds")
-        assert not troubles(page)
+        assert not page.complaints()
 
     def test_cancel(self, node: Node, open_page: Open) -> None:
         """Cancel and Escape do nothing, and the focus returns to the button."""

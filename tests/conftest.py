@@ -13,7 +13,7 @@ from typing import Final
 import hypothesis
 import pytest
 
-from tests import cluster, real, systemd
+from tests import browser, cluster, real, systemd
 from tests.fork_server import ForkServer, running_fork_server
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
@@ -170,7 +170,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(missing)
     if item.get_closest_marker("cluster") is not None and cluster.unwanted():
         pytest.skip(f"{cluster.CACHE}=no")
-    for name, look in (("machine", systemd.missing), ("cluster", cluster.missing)):
+    for name, look in (("browser", browser.missing), ("machine", systemd.missing), ("cluster", cluster.missing)):
         if item.get_closest_marker(name) is None or (absent := look()) is None:
             continue
         if real.required():
@@ -192,6 +192,7 @@ def _need_gpu(wanted: str) -> None:
 
 
 _LOUDLY = {
+    "browser": "NOT TESTED IN A REAL BROWSER",
     "cluster": "NOT TESTED ON A REAL CLUSTER",
     "gpu": "NOT TESTED ON A REAL GPU",
     "machine": "NOT TESTED ON A REAL SYSTEMD",

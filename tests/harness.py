@@ -234,6 +234,9 @@ PLANTED: Final = ("mpsd-leaked-",)
 LOOKS_FOR_PLANTED: Final = "MPSD_TESTS_LOOK_FOR_PLANTED"
 """Set for the runs that must find them."""
 
+BROWSER: Final = "--remote-debugging-pipe"
+"""The argument by which the browsers of tests are known (tests/browser.py)."""
+
 _GRACE: Final = 2.0
 """Seconds for a process that is already ending: after `quit` a process is gone within a few milliseconds."""
 
@@ -292,7 +295,9 @@ class Watch:
         return [
             process
             for process in found
-            if (self._descends(process) or self._names_ours(process)) and not self._is_a_shared_nodes(process)
+            if (self._descends(process) or self._names_ours(process))
+            and not self._is_a_shared_nodes(process)
+            and not self._is_a_shared_browsers(process)
         ]
 
     def _is_a_shared_nodes(self, process: Running) -> bool:
@@ -301,6 +306,12 @@ class Watch:
         If several tests share a node, its mpsd replaces a control daemon for the next user of it.
         """
         return process.parent in self._pids and process.parent != os.getpid() and process.command.endswith(" -f")
+
+    def _is_a_shared_browsers(self, process: Running | None) -> bool:
+        """Tell whether it is a process of a browser that was there before: that starts and ends them as it likes."""
+        while process is not None and process.parent not in {1, os.getpid()}:
+            process = look_at(process.parent)
+        return process is not None and process.pid in self._pids and BROWSER in process.command
 
     def _descends(self, process: Running | None) -> bool:
         while process is not None and process.parent > 1:

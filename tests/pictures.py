@@ -1,4 +1,4 @@
-"""The screens of mpsctl as pictures: `python -m tests.pictures` draws them into docs/pictures, in light and in dark.
+"""The screens of mpsctl, and its page: `python -m tests.pictures` draws them into docs/pictures, in light and in dark.
 
 A simulated node runs a small scene: clients, an idle lease, a waiting request, a control daemon that dies. Times and
 pids differ from run to run, so no test compares pictures.
@@ -27,6 +27,7 @@ from rich.text import Text
 
 from mpsd.cli.api import Api
 from mpsd.cli.top.app import Top
+from tests.browser import Browser
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import leased
@@ -129,11 +130,28 @@ def draw_top(node: Node) -> None:
         write(f"top-{mode}", asyncio.run(inside(theme)))
 
 
+def draw_web(node: Node, profile: Path) -> None:
+    """Draw the upper part of the page, in both themes."""
+    command = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "web"]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as web:
+        assert web.stdout is not None
+        link = web.stdout.readline().strip()
+        with Browser(profile) as browser:
+            page = browser.page(link, width=1000, height=760)
+            page.wait("document.querySelectorAll('#event-list li').length > 3", "the events")
+            page.do("document.getElementById('host').textContent = 'node7'")
+            for theme in THEMES:
+                page.prefer(theme)
+                (PICTURES / f"web-{theme}.png").write_bytes(page.picture())
+        web.terminate()
+
+
 def main() -> None:
     """Draw all of them."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mt-") as directory, scene(Path(directory)) as node:
         wait_until(lambda: any(each["memory_held"] for each in _clients(node)), what="NVML's next reading", deadline=30)
+        draw_web(node, Path(directory) / "chromium")
         draw_top(node)
         draw_output(node, "leases")
         kill_daemon(node)

@@ -311,6 +311,14 @@ class Status(TypedDict):
     notes: list[str]
 
 
+class Principal(TypedDict):
+    """Who the caller is to mpsd."""
+
+    uid: int
+    gid: int
+    role: str
+
+
 class Config(TypedDict):
     """The settings in force."""
 

@@ -31,6 +31,10 @@ class Api(Client):
         """Return the node in one answer."""
         return cast("answer_types.Status", self.get("/v1/status"))
 
+    def principal(self) -> "answer_types.Principal":
+        """Return who this process is to mpsd, and its role."""
+        return cast("answer_types.Principal", self.get("/v1/principal"))
+
     def gpus(self) -> "answer_types.Gpus":
         """Return the GPUs."""
         return cast("answer_types.Gpus", self.get("/v1/gpus"))
@@ -119,9 +123,14 @@ class Api(Client):
         return cast("answer_types.Operation", self.get(f"/v1/operations/{segment(operation)}"))
 
     def events(
-        self, after: int, *, follow: bool, meanwhile: Meanwhile | None = None
+        self, after: int, *, follow: bool, heartbeat: int | None = None, meanwhile: Meanwhile | None = None
     ) -> Iterator[tuple[str, "answer_types.Event"]]:
-        """Yield the events with a higher number, as lines and as what they say; with `follow`, also those to come."""
-        path = f"/v1/events?after={after}&follow={str(follow).lower()}"
-        lines = self.lines(path, silence=inf if follow else DEADLINE, meanwhile=meanwhile)
+        """Yield the events with a higher number, as lines and as what they say; with `follow`, also those to come.
+
+        With a `heartbeat` of so many seconds, one comes in a silence, and an mpsd that sends none is unreachable.
+        """
+        path, silence = f"/v1/events?after={after}&follow={str(follow).lower()}", inf if follow else DEADLINE
+        if heartbeat is not None:
+            path, silence = f"{path}&heartbeat={heartbeat}", heartbeat + DEADLINE
+        lines = self.lines(path, silence=silence, meanwhile=meanwhile)
         return cast("Iterator[tuple[str, answer_types.Event]]", lines)

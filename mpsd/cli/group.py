@@ -41,6 +41,7 @@ _MODULES: Final = {
     "top": "status",
     "usage": "lists",
     "verify": "verify",
+    "web": "status",
 }
 """The module of mpsd.cli.commands in which each command is defined, under the command's own name (with `_` for `-`)."""
 

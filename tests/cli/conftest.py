@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,12 @@ def run_mpsctl(socket: Path | str | None, *arguments: str, **options: Any) -> "s
     )
 
 
-def start_mpsctl(socket: Path | str, *arguments: str, **options: Any) -> "subprocess.Popen[str]":
-    """Start mpsctl, with pipes for all its output."""
+def start_mpsctl(
+    socket: Path | str, *arguments: str, before: Sequence[str] = ("-m", "mpsd.cli.main"), **options: Any
+) -> "subprocess.Popen[str]":
+    """Start mpsctl, with pipes for all its output; `before` are the arguments by which Python runs it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "mpsd.cli.main", "--socket", str(socket), *arguments],
+        [sys.executable, *before, "--socket", str(socket), *arguments],
         **{
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,

@@ -1,46 +1,25 @@
 """The command that tells the story of one lease, control daemon or GPU: explain."""
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from mpsd.cli import tables
 from mpsd.cli.api import Api
-from mpsd.cli.command import now, of_one_version, with_api, with_form
+from mpsd.cli.command import of_one_version, with_api, with_form
 from mpsd.cli.completion import daemon_names, gpu_names, lease_names
-from mpsd.cli.history import story
+from mpsd.cli.history.explanation import Story, story_of
 from mpsd.cli.history.moments import MOMENT
-from mpsd.cli.history.selection import GpuNames, leases_of
 from mpsd.cli.history.sentences import line
-from mpsd.cli.render import age, as_here, as_json, fold, percent, plural, size, until
-from mpsd.cli.users import name_of
-from mpsd.core.errors import NotFoundError
+from mpsd.cli.render import as_here, as_json, fold, plural
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from mpsd.cli import answer_types
-
 _MOST: Final = 50
-_LOG_LINES: Final = 10
-_LOG_TAIL: Final = 65536
-"""Bytes at the end of a control daemon's log that are looked at."""
-
-
-class Story(NamedTuple):
-    """A story: what it is about, its events, what stands at the end of a log, how it is now, and what to do."""
-
-    about: str
-    events: "list[answer_types.Event]"
-    hidden: int
-    log: list[str]
-    now: list[str]
-    next: list[str]
 
 
 def _subjects(context: click.Context, parameter: click.Parameter, incomplete: str) -> "list[CompletionItem]":
@@ -70,7 +49,7 @@ def explain(api: Api, subject: str, form: str, last: int, since: datetime | None
     users, it prints the number of events alone.
     """
     with of_one_version():
-        found = _story(api, subject)
+        found = story_of(api, subject)
         if since is not None:
             found = found._replace(
                 events=[each for each in found.events if datetime.fromisoformat(str(each["at"])) >= since]
@@ -104,169 +83,3 @@ def lines_of(found: Story, earlier: int, look: tables.Look) -> Iterator[str]:
         yield ""
         for number, each in enumerate(sentences):
             yield fold(f"{'' if number else heading:<6}{as_here(each)}", look.width, 8)
-
-
-def _story(api: Api, subject: str) -> Story:
-    """Find out what is meant, and tell its story."""
-    node = api.status()
-    leases = api.leases(ended=True)["leases"]
-    events = [event for _, event in api.events(0, follow=False)]
-    visible = {each["id"] for each in leases}
-
-    def sees(event: "answer_types.Event") -> bool:
-        uid = event.get("uid")
-        if os.getuid() in {0, uid}:
-            return True
-        about = leases_of(event)
-        return any(each in visible for each in about) if about else uid is None
-
-    for gpu in node["gpus"]:
-        daemon = next((each for each in node["daemons"] if each["gpu"] == gpu["uuid"]), None)
-        names = {f"{gpu['index']}", f"GPU {gpu['index']}".lower(), gpu["uuid"], daemon["name"] if daemon else None}
-        if subject in names or subject.lower() in names:
-            chosen, hidden = story.of_gpu(events, GpuNames(gpu["index"], gpu["uuid"], daemon and daemon["name"]), sees)
-            log = [] if daemon is None else _log(api, daemon["name"])
-            return Story(
-                _title(gpu, daemon),
-                chosen,
-                hidden,
-                log,
-                [*_of_gpu(node, gpu, daemon, leases)],
-                _remedies(node, gpu, daemon),
-            )
-    lease_id = _lease_id(subject, leases, (each for each in events if sees(each)))
-    if lease_id is None:
-        api.lease(subject)  # which says why not: there is none, or it is another user's
-        raise NotFoundError(f"mpsd has no events of {subject}", hint="see mpsctl leases --all")
-    return _of_lease(node, lease_id, leases, [each for each in events if sees(each)])
-
-
-def _lease_id(subject: str, leases: "list[answer_types.Lease]", events: "Iterable[answer_types.Event]") -> str | None:
-    """Return the lease that is meant by its id, by how that begins, or by its name."""
-    ids = dict.fromkeys([*(each["id"] for each in leases), *(lease for each in events for lease in leases_of(each))])
-    if subject in ids:
-        return subject
-    found = [each for each in ids if each.startswith(subject)] or [
-        each["id"] for each in leases if each["name"] and each["name"] == subject
-    ]
-    if len(found) > 1:
-        raise click.BadParameter(f"{subject!r} may be any of {', '.join(found[:5])}", param_hint="LEASE")
-    return found[0] if found else None
-
-
-# -- leases ------------------------------------------------------------------------------------------------------------
-
-
-def _of_lease(
-    node: "answer_types.Status",
-    lease_id: str,
-    leases: "list[answer_types.Lease]",
-    events: "list[answer_types.Event]",
-) -> Story:
-    chosen = story.of_lease(events, lease_id, {each["gpu"]: each["name"] for each in node["daemons"]})
-    lease = next((each for each in leases if each["id"] == lease_id), None)
-    if lease is None:
-        ends = [f"ended: {each.get('because')}" for each in chosen if each["event"] == "lease_ended"]
-        return Story(lease_id, chosen, 0, [], ends[-1:] or ["mpsd does not know it any more"], [_ANOTHER])
-    name = f" ({lease['name']})" if lease["name"] else ""
-    about = f"{lease_id}{name}, a lease of {name_of(lease['owner']['uid'])}"
-    return Story(about, chosen, 0, [], [*_lease_now(lease)], [*_lease_next(node, lease)])
-
-
-_ANOTHER: Final = "take out another lease: mpsctl admit"
-
-
-def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
-    at = now()
-    match lease:
-        case {"state": "waiting", "wait": {"position": place, "waits_for": limit, "because": because}}:
-            yield f"it waits since {age(lease['created'], at)}, at place {place}, for {limit}: {because}"
-        case {"ended": str(ended)}:
-            yield f"it ended {age(ended, at)} ago: {lease['because']}"
-        case _:
-            parts = [
-                f"{percent(each['active_thread_percentage'])} and {size(each['pinned_device_mem_limit'])} on"
-                f" {each['daemon']}"
-                for each in lease["shares"]
-            ]
-            yield f"it is {lease['state']} for {age(lease['granted'] or lease['created'], at)}: {', '.join(parts)}"
-            yield f"clients: {', '.join(map(str, lease['clients'])) or 'none'}"
-            if lease["expires"]:
-                yield f"it expires in {until(lease['expires'], at)}, unless it is renewed"
-    yield from (f"violation: {each['because']}" for each in lease["violations"])
-    yield from (f"unknown: {each}" for each in lease["unknown"])
-
-
-def _lease_next(node: "answer_types.Status", lease: "answer_types.Lease") -> Iterator[str]:
-    if lease["ended"]:
-        yield _ANOTHER
-        return
-    daemons = {each["daemon"] for each in lease["shares"]}
-    yield from (each["hint"] for each in lease["violations"])
-    for each in node["reasons"]:
-        if each["subject"] in daemons:
-            yield f"{each['because']} -> {each['hint']}"
-    match lease:
-        case {"state": "waiting"}:
-            yield f"to give it up: mpsctl release {lease['id']}"
-        case {"clients": []}:
-            yield f'to use it in this shell: eval "$(mpsctl show {lease["id"]} -o env)"'
-        case _:
-            yield f"to see whether its processes are within their limits: mpsctl verify {lease['id']}"
-
-
-# -- GPUs and control daemons ------------------------------------------------------------------------------------------
-
-
-def _title(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> str:
-    name = f"GPU {gpu['index']}, a {gpu['name'] or 'GPU of unknown name'}"
-    return f"{name}, has no control daemon" if daemon is None else f"{daemon['name']}, the control daemon of {name}"
-
-
-def _of_gpu(
-    node: "answer_types.Status",
-    gpu: "answer_types.Gpu",
-    daemon: "answer_types.Daemon | None",
-    leases: "list[answer_types.Lease]",
-) -> Iterator[str]:
-    at = now()
-    yield f"GPU {gpu['index']} is {gpu['health']}: {gpu['because']}"
-    if daemon is not None:
-        state = "drained" if daemon.get("drained") and daemon["state"] == "draining" else daemon["state"]
-        yield f"{daemon['name']} is {state} for {age(daemon['since'], at)}: {daemon['because']}"
-        yield from (each["because"] for each in (*daemon["drift"], *daemon["undone"]))
-    memory = f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'] or 0)}"
-    yield f"granted: {percent(gpu['threads_granted'])} of the threads, {memory}"
-    own = [each for each in leases if gpu["uuid"] in each["gpus"] and not each["ended"]]
-    yield from (f"{each['id']} of {name_of(each['owner']['uid'])} is {each['state']}" for each in own)
-    others = round(gpu["threads_granted"] - sum(_threads(each, gpu) for each in own), 1)
-    if others > 0:
-        yield f"other users have {percent(others)} of the threads"
-    if daemon is not None:
-        yield from (each["because"] for each in node["violations"] if each["daemon"] == daemon["name"])
-
-
-def _threads(lease: "answer_types.Lease", gpu: "answer_types.Gpu") -> float:
-    return sum(each["active_thread_percentage"] for each in lease["shares"] if each["gpu"] == gpu["uuid"])
-
-
-def _remedies(node: "answer_types.Status", gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> list[str]:
-    """Return what to do about everything that is not well with a GPU, its control daemon, and the node's stores."""
-    subjects = {f"GPU {gpu['index']}", "leases", daemon["name"] if daemon else None}
-    found = [each for each in (*node["reasons"], *node["warnings"]) if each["subject"] in subjects]
-    remedies = [f"{each['because']} -> {each['hint']}" for each in found]
-    remedies += [each["hint"] for each in node["violations"] if daemon and each["daemon"] == daemon["name"]]
-    return remedies or ["nothing has to be done"]
-
-
-def _log(api: Api, daemon: str) -> list[str]:
-    """Return the end of a control daemon's log, under its path; why it cannot be read, where that is so."""
-    directory = api.config()["config"]["paths"]["log_dir"]
-    path = Path(f"{directory}") / daemon / "control.log"
-    try:
-        with path.open("rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - _LOG_TAIL, 0))
-            raw = log.read()
-    except OSError as error:
-        return [f"its log, {path}, cannot be read here: {error.strerror}"]
-    return [f"the end of {path}:", *(f"  {each}" for each in story.said_by_others(raw, _LOG_LINES))]

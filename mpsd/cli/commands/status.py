@@ -1,8 +1,9 @@
-"""The commands that show the whole node: status, and the live table top, where the extra `top` is installed.
+"""The commands that show the whole node: status, the live table top, where the extra `top` is installed, and web.
 
 `mpsctl status` is what programs ask for again and again, so that this module imports little.
 """
 
+import os
 import sys
 
 import click
@@ -11,6 +12,7 @@ from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
 from mpsd.cli.parameters import DURATION
+from mpsd.cli.users import user
 from mpsd.core.errors import ConfigurationError
 
 
@@ -50,3 +52,38 @@ def top(api: Api, every: float) -> None:
 
     api.status()  # what keeps mpsd from answering is said on the terminal, and not on a screen that is gone then
     app.run(api, every)
+
+
+def _uids(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[int]:
+    found = {name: user(name) for name in names}
+    if unknown := [name for name, each in found.items() if each is None and not name.isdecimal()]:
+        raise click.BadParameter(f"there is no user {unknown[0]!r}")
+    return [int(name) if each is None else each["uid"] for name, each in found.items()]
+
+
+@click.command()
+@click.option(
+    "--port", type=click.IntRange(0, 65535), metavar="PORT", default=0, help="Port to serve it on; one that is free."
+)
+@click.option("--open", "opens", is_flag=True, help="Open it in a browser, too.")
+@click.option(
+    "--for-user",
+    "uids",
+    metavar="NAME|UID",
+    multiple=True,
+    callback=_uids,
+    help="Take connections of this user too, such as one whose ssh forwards the port; may be repeated.",
+)
+@with_api
+def web(api: Api, port: int, uids: list[int], *, opens: bool) -> None:
+    """Serve the node as a page for a browser, until Ctrl-C, and print the link to it.
+
+    The page is served on 127.0.0.1 by this command, as its user: it shows and does what that user may. The link opens
+    one browser; Enter prints another. Connections are taken from root, from the caller's user, and under sudo from the
+    user that called sudo. To see the page of another machine, forward its port: ssh -L PORT:127.0.0.1:PORT HOST.
+    """
+    from mpsd.cli.web import serve
+
+    api.status()  # an mpsd that does not answer is reported here
+    sudo = os.environ.get("SUDO_UID", "") if os.geteuid() == 0 else ""  # of root's own environment, as sudo made it
+    serve.run(api, port, {0, os.geteuid(), *uids, *([int(sudo)] if sudo.isdecimal() else [])}, opens=opens)

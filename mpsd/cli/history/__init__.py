@@ -1,4 +1,4 @@
 """What happened on the node, for a reader: events chosen, told as sentences, and put together as one story.
 
-Imported by: cli/commands.
+Imported by: cli/commands, cli/web.
 """

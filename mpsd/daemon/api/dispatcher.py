@@ -156,6 +156,7 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
         principal.user,
         principal.admin,
         principal.operator,
+        principal.role or Role.OBSERVER,
         peer.process,
         peer.has_left,
         names,

@@ -31,6 +31,11 @@ class NodeHandlers:
         node = self._node.health()
         return schema.HealthOut(ok=node.healthy, because=node.because)
 
+    async def principal(self, request: Request) -> schema.PrincipalOut:
+        """Return who calls, and as what."""
+        who = request.credentials
+        return schema.PrincipalOut(who.uid, who.gid, request.role.name.lower())
+
     async def status(self, request: Request) -> schema.StatusOut:
         """Return the node in one answer, all of it from one moment."""
         node, found, operator = self._node, self._node.health(), request.operator

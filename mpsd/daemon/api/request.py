@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from mpsd.core.roles import UserIdentity
+from mpsd.core.roles import Role, UserIdentity
 from mpsd.system.credentials import PeerCredentials
 from mpsd.system.process import Process
 
@@ -32,6 +32,7 @@ class Request(Struct, frozen=True):
     admin: bool
     operator: bool
     """Whether it may hold, drain and resume control daemons, as an administrator may too."""
+    role: Role
     process: Callable[[], Process | None]
     """Watches the process that connected, for as long as its connection is open; None where it is not to be seen."""
     has_left: Callable[[], bool]

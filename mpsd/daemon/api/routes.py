@@ -109,6 +109,13 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         summary="The node at one moment",
     ),
     _get(
+        "/v1/principal",
+        lambda h: h.node.principal,
+        answers.json(schema.PrincipalOut),
+        name="getPrincipal",
+        summary="Who the caller is to mpsd, and its role",
+    ),
+    _get(
         "/v1/gpus",
         lambda h: h.node.gpus,
         answers.json(schema.GpusOut),

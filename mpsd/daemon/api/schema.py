@@ -16,6 +16,7 @@ from mpsd.core.health import Kind, Reason, drifted, hint_for
 from mpsd.core.lifecycle import State
 from mpsd.core.model import Daemon, Drift, Health, ReadBack, Server, ViolationKind
 from mpsd.core.quantities import Moment
+from mpsd.core.roles import Role
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.drain import Operation, Outcome
 from mpsd.daemon.canary.watch import Examination
@@ -24,6 +25,15 @@ from mpsd.daemon.canary.watch import Examination
 def words(kind: type[StrEnum], *, more: bool = False) -> Meta:
     """Return the annotation of a text that is one of these words; `more`: later releases may have further ones."""
     return Meta(extra_json_schema={"x-extensible-enum" if more else "enum": [each.value for each in kind]})
+
+
+class PrincipalOut(Struct):
+    """Who the caller is to mpsd, by the kernel's word."""
+
+    uid: int
+    gid: int
+    role: Annotated[str, Meta(extra_json_schema={"enum": [each.name.lower() for each in Role]})]
+    """What it may do; each role includes those before it."""
 
 
 class LimitsOut(Struct):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mpsd.cli.commands import explain
+from mpsd.cli.history.explanation import Story
 from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look
 from tests.cli.conftest import ROOT, end, start_mpsctl
@@ -71,7 +72,7 @@ NARROW = [
 @pytest.mark.parametrize(("width", "lines"), [(80, NARROW), (120, WHOLE), (200, WHOLE), (None, WHOLE)])
 def test_widths(width: int | None, lines: list[str]) -> None:
     """A story is folded at the terminal's edge, and nothing of it is cut off."""
-    text = "\n".join(explain.lines_of(explain.Story(**STORY), 3, Look(width=width) if width else PLAIN))
+    text = "\n".join(explain.lines_of(Story(**STORY), 3, Look(width=width) if width else PLAIN))
     assert text.splitlines() == lines
     assert max(map(len, text.splitlines())) <= (width or 200)
 

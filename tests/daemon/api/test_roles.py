@@ -173,6 +173,7 @@ class TestRole:
 
     def test_root(self, node: Node) -> None:
         """Root needs no configuration, and may do everything."""
+        assert node.get("/v1/principal").json == {"uid": 0, "gid": 0, "role": "admin"}
         assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
 
     def test_everybody_and_names(self, make_node: Start) -> None:
@@ -214,9 +215,16 @@ class TestRole:
 
 
 def role_of(caller: Caller) -> Role | None:
-    """Return the role of a caller, found by requests."""
+    """Return the role of a caller, found by requests; mpsd says the same of it."""
     if caller.request("GET", "/healthz").status == 403:
         return None
+    role = tried_role(caller)
+    assert caller.request("GET", "/v1/principal").json["role"] == role.name.lower()
+    return role
+
+
+def tried_role(caller: Caller) -> Role:
+    """Return the role of a caller by the requests that it may send."""
     if caller.request("POST", "/v1/leases", {}).status == 403:
         return Role.OBSERVER
     if caller.request("POST", "/v1/daemons/gpu0/resume").status == 403:

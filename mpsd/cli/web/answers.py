@@ -1,0 +1,176 @@
+"""What the page is told of the node: mpsd's own answers, with the names and sentences that mpsctl prints for them.
+
+Each answer passes `plain` as on its way to a terminal, so that no text of another user hides or turns what stands
+beside it, and loses what of a lease's environment is for its processes alone.
+"""
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from mpsd.cli.api import Api
+from mpsd.cli.command import now
+from mpsd.cli.history.explanation import story_of
+from mpsd.cli.history.selection import leases_of
+from mpsd.cli.history.sentences import sentence
+from mpsd.cli.render import as_here, when
+from mpsd.cli.users import name_of
+from mpsd.core.errors import NotFoundError
+from mpsd.core.sanitize import SECRETS, plain
+from mpsd.core.supervision.drain import TIMEOUT, Intent
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
+
+T = TypeVar("T")
+
+FIRST: Final = 200
+"""Events that a page which has none yet is given: the latest."""
+
+_HEARTBEAT: Final = 10
+"""Seconds of silence of mpsd's after which a reader is tried."""
+
+
+def harmless(answer: T) -> T:
+    """Return an answer without secrets, and with every character escaped that does not print as itself."""
+    return plain(_public(answer))
+
+
+def _public(value: T) -> T:
+    match value:
+        case dict():
+            return {name: _public(each) for name, each in value.items() if name not in SECRETS}  # type: ignore[return-value]
+        case list():
+            return [_public(each) for each in value]  # type: ignore[return-value]
+        case _:
+            return value
+
+
+_SENTENCES: Final = frozenset({"because", "headline", "hint", "refused", "notes"})
+"""The fields that have sentences of mpsd."""
+
+
+def _as_here(value: T) -> T:
+    """Return an answer whose sentences have times and users as mpsctl prints them."""
+    match value:
+        case dict():
+            return {  # type: ignore[return-value]
+                name: _sentence(each) if name in _SENTENCES else _as_here(each) for name, each in value.items()
+            }
+        case list():
+            return [_as_here(each) for each in value]  # type: ignore[return-value]
+        case _:
+            return value
+
+
+def _sentence(value: object) -> object:
+    match value:
+        case str():
+            return as_here(value)
+        case list():
+            return [_sentence(each) for each in value]
+        case _:
+            return value
+
+
+def node(api: Api) -> dict[str, object]:
+    """Return what the page shows of the node: what mpsd answers, and the names of the users in it."""
+    status, leases, clients = api.status(), api.leases(ended=True), api.clients()
+    uids = {*(each["owner"]["uid"] for each in leases["leases"]), *(each["uid"] for each in clients["clients"])}
+    return harmless(
+        {
+            "now": now().isoformat(),
+            "status": _as_here(status),
+            "leases": _as_here(leases["leases"]),
+            "others": leases["others"],
+            "clients": _as_here(clients["clients"]),
+            "users": {f"{uid}": name_of(uid) for uid in uids},
+        }
+    )
+
+
+_PROMISES: Final = {
+    **{str(each): each.promise for each in (Intent.HOLD, Intent.DRAIN, Intent.RESTART)},
+    "timeout": TIMEOUT,
+    "resume": "Admission resumes. A drain is cancelled, and so is a restart that has not stopped anything yet.",
+    "reset": "The deaths of this control daemon and the faults of its GPU are forgotten, and it is started again.",
+    "release": "The lease ends. Its clients continue to run, without a lease.",
+}
+"""What follows of each thing that a user may have done."""
+
+
+def principal(api: Api) -> dict[str, object]:
+    """Return who looks at the page, as what, what each action promises, and the seconds that its clock is ahead of UTC.
+
+    An mpsd of an earlier release does not say who calls: the page then offers no actions.
+    """
+    more = {"promises": _PROMISES, "offset": time.localtime().tm_gmtoff}
+    try:
+        found = api.principal()
+    except NotFoundError:
+        return {"uid": None, "user": "", "role": "observer", **more}
+    return {"uid": found["uid"], "user": name_of(found["uid"]), "role": found["role"], **more}
+
+
+def event(found: "answer_types.Event") -> dict[str, object]:
+    """Return an event as mpsctl tells it."""
+    return harmless(
+        {
+            "seq": found["seq"],
+            "level": found.get("level", "info"),
+            "event": found["event"],
+            "when": when(str(found["at"])),
+            "sentence": sentence(plain(found)),
+            "leases": [*leases_of(found)],
+            "daemon": found.get("daemon"),
+        }
+    )
+
+
+def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: float) -> Iterator[bytes]:
+    """Yield events as they come, a line each, and an empty line where a reader is to be tried; until `has_ended`.
+
+    Without a number to begin after, the latest of those that are kept come first. `has_ended` is asked every `look`
+    seconds. Raises what the API raises.
+    """
+    if after is None:
+        latest = deque((found for _, found in api.events(0, follow=False)), maxlen=FIRST)
+        after = 0
+        for each in latest:
+            after = int(str(each["seq"]))
+            yield _line(event(each))
+    yield b"\n"  # the reader knows now that it has what there was
+
+    def meanwhile() -> float:
+        if has_ended():
+            raise EndedError
+        return look
+
+    for _, found in api.events(after, follow=True, heartbeat=_HEARTBEAT, meanwhile=meanwhile):
+        yield b"\n" if found["event"] == "heartbeat" else _line(event(found))
+
+
+class EndedError(Exception):
+    """The page's server ends."""
+
+
+def _line(answer: object) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
+
+
+def story(api: Api, subject: str) -> dict[str, object]:
+    """Return a story as `mpsctl explain` tells it. Raises what `story_of` does."""
+    found = story_of(api, subject)
+    return harmless(
+        {
+            "about": found.about,
+            "events": [event(each) for each in found.events[-FIRST:]],
+            "earlier": max(len(found.events) - FIRST, 0),
+            "hidden": found.hidden,
+            "log": found.log,
+            "now": [as_here(each) for each in found.now],
+            "next": [as_here(each) for each in found.next],
+        }
+    )

@@ -1,0 +1,269 @@
+/*
+ * The page: it shows what mpsd answers, and asks again when an event says that something changed, and every few seconds.
+ *
+ * The fragment of the address is the view: `#/` with the filter and order of the leases, `#/SECTION`, `#/story/SUBJECT`.
+ */
+
+import { Events, isGrave } from "./events.js";
+import { announce } from "./actions.js";
+import { ask, explained, forget, hasSession, linesOf, openSession } from "./server.js";
+import { beginStory, readStory } from "./story.js";
+import { bringTexts, byId, say, set } from "./dom.js";
+import { age, clock, plural, setClock } from "./words.js";
+import { prepareTables, showLeases } from "./leases.js";
+import { readHistory } from "./history.js";
+import { showGpus } from "./gpus.js";
+
+const EVERY = 5000;
+const SOON = 500;
+const HISTORY_EVERY = 300000;
+const LONGEST_PAUSE = 5000;
+const GIVE_UP = 60000; // later, another program may have the port
+
+const events = new Events();
+const view = { filter: "", sort: "", down: false, ended: false };
+let principal = null;
+let node = null;
+let isPaused = false;
+let isOver = false;
+let isRefreshing = false;
+let isWanted = false;
+let timer = null;
+let answeredAt = Date.now();
+
+const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+
+// -- showing ----------------------------------------------------------------------------------------------------------
+
+function show() {
+  if (node === null || isPaused) return;
+  const { status } = node;
+  byId("overview").hidden = byId("story").subject !== undefined && !byId("story").hidden;
+  if (byId("story").hidden) {
+    say(byId("headline"), status.reasons.length ? status.headline.split(":")[0] : status.headline);
+    set(byId("headline"), "class", status.healthy ? "good" : "bad");
+    document.title = `${status.healthy ? "" : "NOT HEALTHY - "}${principal.host} - mpsd`;
+  }
+  bringTexts(byId("reasons"), toKnow(status, byId("story").hidden ? byId("headline").textContent : ""));
+  const counts = `${plural(status.leases, "lease")}, ${status.waiting} waiting, ${plural(status.clients, "client")}`;
+  const simulated = status.simulated ? ", on simulated GPUs" : "";
+  say(byId("counts"), `${counts}; mpsd ${status.version}, up ${age(status.since, node.now)}${simulated}`);
+  bringTexts(byId("notes"), status.notes.map((each) => `note: ${each}`));
+  showGpus(node, principal, refreshSoon);
+  showLeases(node, principal, view, refreshSoon);
+  events.show();
+}
+
+/** What is not well, with what to do, and what mpsd put back; what the first line says is not said again. */
+function toKnow(status, first) {
+  const remedy = (subject, each) => (first.includes(each.because) ? `${subject}: ${each.hint}` : `${each.because} → ${each.hint}`);
+  return [
+    ...[...status.reasons, ...status.warnings].map((each) => remedy(each.subject, each)),
+    ...status.violations.map((each) => remedy(`${each.kind}, process ${each.pid}`, each)),
+    ...status.daemons.flatMap((each) => each.undone).map((each) => `${each.because} (${age(each.undone, node.now)} ago)`),
+  ];
+}
+
+/** Say that what is shown is old, and why; nothing once it is not. */
+function trouble(text) {
+  document.body.classList.toggle("stale", text !== "");
+  say(byId("connection"), text && node ? `${text}; this is how the node was at ${clock(node.now)}` : text);
+}
+
+/** End the page for good: there is no server behind it, or none that knows its session. */
+function end(text) {
+  isOver = true;
+  clearTimeout(timer);
+  forget();
+  trouble(text);
+  if (node === null) {
+    say(byId("headline"), "This page is closed");
+    set(byId("headline"), "class", "bad");
+  }
+}
+
+// -- asking -----------------------------------------------------------------------------------------------------------
+
+async function refresh() {
+  principal ??= await ask("GET", "/page/principal");
+  setClock(principal.offset);
+  const before = node?.status.headline;
+  node = await ask("GET", "/page/node");
+  answered();
+  say(byId("host"), principal.host);
+  say(byId("who"), `${principal.user || "you"}, ${principal.role}`);
+  if (before !== undefined && before !== node.status.headline) announce(node.status.headline);
+  show();
+  const { subject, hidden } = byId("story");
+  if (!hidden && !isPaused) await readStory(subject, node, principal, refreshSoon);
+}
+
+function answered() {
+  answeredAt = Date.now();
+  trouble("");
+}
+
+/** Judge a failure: whether the page ends, or says so and tries again. */
+function failed(error) {
+  if (error.status === 401 || error.code === "no_session") end(explained(error));
+  else if (error.status) {
+    answeredAt = Date.now();
+    trouble(`mpsd does not answer: ${explained(error)}`);
+  } else if (Date.now() - answeredAt > GIVE_UP) end("mpsctl web does not answer any more: start it again, and open its link");
+  else trouble("mpsctl web does not answer");
+}
+
+/** Ask again in a moment: something has changed. */
+function refreshSoon() {
+  isWanted = true;
+  if (!isRefreshing) wait(SOON);
+}
+
+function wait(milliseconds) {
+  clearTimeout(timer);
+  if (!isOver) timer = setTimeout(refreshNow, milliseconds);
+}
+
+/** Ask, one time at a time, and again after a while; a tab that is not looked at asks nothing. */
+async function refreshNow() {
+  if (isOver || isRefreshing) return;
+  isRefreshing = true;
+  isWanted = false;
+  if (!document.hidden) await refresh().catch(failed);
+  isRefreshing = false;
+  wait(isWanted ? SOON : EVERY);
+}
+
+/** Follow the events for as long as the page lives, from the last one that it has. */
+async function follow() {
+  let pause = 1000;
+  while (!isOver) {
+    try {
+      let isNew = events.last !== null;
+      for await (const line of linesOf(events.last === null ? "/page/events" : `/page/events?after=${events.last}`)) {
+        if (isOver) return;
+        pause = 1000;
+        if (line === null) {
+          isNew = true; // what there was has come
+          events.show();
+        } else if (line.ended) {
+          end("mpsctl web has ended: start it again, and open its link");
+          return;
+        } else {
+          events.add(line);
+          if (isNew) arrived(line);
+        }
+      }
+    } catch (error) {
+      failed(error);
+    }
+    await sleep(pause);
+    pause = Math.min(pause * 2, LONGEST_PAUSE);
+  }
+}
+
+let drawing = null;
+
+function arrived(event) {
+  if (isGrave(event)) announce(event.sentence);
+  drawing ??= setTimeout(() => {
+    drawing = null;
+    if (!isPaused) events.show();
+    refreshSoon();
+  }, SOON);
+}
+
+// -- views ------------------------------------------------------------------------------------------------------------
+
+/** Show what the address names. */
+function route() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const [kind, subject] = path.split("/");
+  const story = byId("story");
+  const wasStory = !story.hidden;
+  if (kind === "story" && subject) {
+    if (story.subject !== subject) beginStory(subject);
+    story.hidden = false;
+    byId("overview").hidden = true;
+    set(byId("headline"), "class", "");
+    say(byId("headline"), subject);
+    byId("headline").tabIndex = -1;
+    byId("headline").focus();
+    if (node !== null) readStory(subject, node, principal, refreshSoon).catch(failed);
+    return;
+  }
+  story.hidden = true;
+  delete story.subject;
+  story.replaceChildren();
+  byId("overview").hidden = node === null;
+  const said = new URLSearchParams(query);
+  Object.assign(view, { filter: said.get("filter") ?? "", sort: said.get("sort") ?? "", down: said.has("down"), ended: said.has("ended") });
+  byId("filter").value = view.filter;
+  byId("ended").checked = view.ended;
+  show();
+  const heading = kind ? byId(`${kind}-heading`) : null;
+  if (heading !== null) {
+    heading.focus();
+    heading.scrollIntoView();
+  } else if (wasStory) byId("main").focus();
+}
+
+/** Keep the view of the leases in the address, so that a link to it can be given away. */
+function keepView() {
+  const said = new URLSearchParams();
+  if (view.filter) said.set("filter", view.filter);
+  if (view.sort) said.set("sort", view.sort);
+  if (view.down) said.set("down", "");
+  if (view.ended) said.set("ended", "");
+  const query = said.toString();
+  history.replaceState(null, "", query ? `#/?${query}` : "#/");
+  show();
+}
+
+function prepare() {
+  prepareTables(view, keepView);
+  byId("filter").addEventListener("input", (event) => {
+    view.filter = event.target.value;
+    keepView();
+  });
+  byId("ended").addEventListener("change", (event) => {
+    view.ended = event.target.checked;
+    keepView();
+  });
+  byId("level").addEventListener("change", () => events.show());
+  byId("pause").addEventListener("click", () => {
+    isPaused = !isPaused;
+    set(byId("pause"), "aria-pressed", `${isPaused}`);
+    show();
+  });
+  byId("skip").addEventListener("click", () => byId("main").focus());
+  window.addEventListener("hashchange", route);
+  document.addEventListener("visibilitychange", () => document.hidden || refreshSoon());
+}
+
+async function keepHistory() {
+  while (!isOver) {
+    if (node !== null && !document.hidden && !isPaused) await readHistory(node.status.gpus).catch(() => {});
+    await sleep(node === null ? 1000 : HISTORY_EVERY);
+  }
+}
+
+async function start() {
+  prepare();
+  try {
+    await openSession();
+  } catch (error) {
+    end(explained(error));
+    return;
+  }
+  if (!hasSession()) {
+    end("open the link that mpsctl web printed; each link opens the page once");
+    return;
+  }
+  await refreshNow();
+  route();
+  follow();
+  keepHistory();
+}
+
+start();

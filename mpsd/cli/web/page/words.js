@@ -1,0 +1,50 @@
+/* Figures as mpsctl prints them (mpsd/cli/render.py); tests/web compares the two. */
+
+const UNITS = [["TiB", 1024 ** 4], ["GiB", 1024 ** 3], ["MiB", 1024 ** 2], ["KiB", 1024]];
+const AGES = [["d", 86400], ["h", 3600], ["m", 60]];
+
+/** Bytes as `8GiB`, rounded down to two decimals. */
+export function size(bytes) {
+  for (const [unit, factor] of UNITS) {
+    if (bytes >= factor) return `${Math.floor((bytes * 100) / factor) / 100}${unit}`;
+  }
+  return `${Math.floor(bytes)}B`;
+}
+
+/** A percentage as `25%`. */
+export const percent = (value) => `${Number(value.toPrecision(6))}%`;
+
+/** Seconds of something as hours of it. */
+export function hours(seconds) {
+  const found = seconds / 3600;
+  return found.toFixed(found >= 1 || found === 0 ? 2 : 4);
+}
+
+/** A number of things. */
+export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+/** A span of seconds in its largest unit: `12s`, `3m`, `5h`, `9d`. */
+export function span(exactly) {
+  const seconds = Math.max(Math.floor(exactly), 0);
+  for (const [unit, factor] of AGES) if (seconds >= factor) return `${Math.floor(seconds / factor)}${unit}`;
+  return `${seconds}s`;
+}
+
+/** How long ago a time of the API was at another. */
+export const age = (then, now) => span((Date.parse(now) - Date.parse(then)) / 1000);
+
+/** How far ahead a time of the API lies. */
+export const until = (then, now) => age(now, then);
+
+let ahead = 0;
+
+/** Have times shown by a clock that is so many seconds ahead of UTC: the node's, as mpsctl shows them there. */
+export function setClock(seconds) {
+  ahead = seconds;
+}
+
+/** A time of the API by the node's clock. */
+export function clock(at) {
+  const time = new Date(new Date(at).getTime() + ahead * 1000);
+  return time.toISOString().slice(0, 19).replace("T", " ");
+}

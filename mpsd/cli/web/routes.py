@@ -1,0 +1,48 @@
+"""What the page may ask mpsd for: each request that is passed on, and nothing else of the API.
+
+A path is compared as it was sent. Nothing in it is decoded, so no other spelling of one is passed on.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+NAME: Final = r"(?!\.+(?:/|\Z))[A-Za-z0-9._-]{1,128}"
+"""A lease, a control daemon or an operation, in one segment of a path."""
+
+_QUERY: Final = re.compile(r"[A-Za-z0-9_=&:.+-]{0,256}", re.ASCII)
+
+
+class Row(NamedTuple):
+    """A request of mpsd's API."""
+
+    method: str
+    path: re.Pattern[str]
+    has_query: bool = False
+
+
+def _row(method: str, path: str, *, has_query: bool = False) -> Row:
+    return Row(method, re.compile(re.sub(r"\{\w+\}", lambda _: NAME, path), re.ASCII), has_query)
+
+
+PASSED_ON: Final[Sequence[Row]] = (
+    _row("GET", "/v1/history", has_query=True),
+    _row("GET", "/v1/operations/{id}"),
+    _row("POST", "/v1/leases/{id}/renew"),
+    _row("DELETE", "/v1/leases/{id}"),
+    _row("POST", "/v1/daemons/{name}/hold"),
+    _row("POST", "/v1/daemons/{name}/drain"),
+    _row("POST", "/v1/daemons/{name}/resume"),
+    _row("POST", "/v1/daemons/{name}/restart"),
+    _row("POST", "/v1/daemons/{name}/reset"),
+)
+
+
+def methods_of(target: str) -> frozenset[str]:
+    """Return the methods by which a target of the API, with its query, may be asked for; none for any other."""
+    path, mark, query = target.partition("?")
+    return frozenset(
+        each.method
+        for each in PASSED_ON
+        if each.path.fullmatch(path) and (not mark or (each.has_query and _QUERY.fullmatch(query)))
+    )

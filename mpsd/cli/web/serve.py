@@ -1,0 +1,91 @@
+"""The life of `mpsctl web`: it prints a link, serves until it is ended, and does not outlive who started it."""
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator
+from html import escape
+from pathlib import Path
+from typing import Final
+
+import click
+
+from mpsd.cli import signals
+from mpsd.cli.api import Api
+from mpsd.cli.command import note
+from mpsd.cli.web.server import LOOPBACK, Server
+from mpsd.core.errors import ConfigurationError
+
+_LOOK: Final = 500
+"""Milliseconds between two looks whether who started it is still there."""
+
+_FAREWELL: Final = 1.0
+"""Seconds for the pages to be told that it ends."""
+
+
+def run(api: Api, port: int, users: Collection[int], *, opens: bool) -> None:
+    """Serve the page until a signal comes, its terminal is gone, or its parent. Raises ConfigurationError."""
+    parent = os.getppid()  # as of now: it may be gone once it has read the link
+    try:
+        server = Server(api, port, users, lambda: note("a browser opened the page; its link is void now"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {LOOPBACK}, port {port}: {error.strerror}",
+            hint="choose another --port, or none for one that is free",
+        ) from error
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
+    with signals.raised(), contextlib.ExitStack() as stack:
+        try:
+            click.echo(server.link())
+            if sys.stdin.isatty():
+                note("a link opens the page once; Enter prints another, Ctrl-C ends the page")
+            if opens:
+                stack.enter_context(_opened(server.link()))
+            note(f"the page ends: {_wait(server, parent)}")
+        except signals.SignalledError as signal:
+            stack.close()
+            _end(server)
+            signal.end()
+        _end(server)
+
+
+def _end(server: Server) -> None:
+    server.end()
+    end = time.monotonic() + _FAREWELL
+    while threading.active_count() > 1 and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _wait(server: Server, parent: int) -> str:
+    """Wait until who started it is gone, and return why it ends; each line of its terminal gets another link."""
+    poll = select.poll()
+    has_terminal = sys.stdin.isatty()
+    poll.register(sys.stdout.fileno(), 0)
+    if has_terminal:
+        poll.register(sys.stdin.fileno(), select.POLLIN)
+    while os.getppid() == parent:
+        for descriptor, state in poll.poll(_LOOK):
+            if state & (select.POLLERR | select.POLLHUP | select.POLLNVAL):
+                return "its terminal, or the reader of its output, is gone"
+            if descriptor == sys.stdin.fileno() and not os.read(descriptor, 4096):
+                return "its input ended"
+            click.echo(server.link())
+    return "the process that started it is gone"
+
+
+@contextlib.contextmanager
+def _opened(link: str) -> Iterator[None]:
+    """Have a browser open a file that leads to the link: what a browser is called with, every user can read."""
+    import tempfile
+    import webbrowser
+
+    with tempfile.TemporaryDirectory(prefix="mpsctl-", dir=os.environ.get("XDG_RUNTIME_DIR")) as directory:  # mode 0700
+        path = Path(directory) / "open.html"
+        path.touch(mode=0o600)
+        path.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={escape(link)}">\n')
+        if not webbrowser.open(path.as_uri()):
+            note("there is no browser here: open the link elsewhere, through ssh -L")
+        yield

@@ -1,0 +1,380 @@
+"""The server of the page: HTTP/1.1 on the loopback address, one thread for each connection, no more than so many.
+
+A connection is taken only from users who are known to it, by the uid of the other end's socket as the kernel has it.
+Whatever it then asks for passes `guard`, and is one of the page's files, one of the page's own answers, or a row of
+`routes`, which is passed on to mpsd as this very process: so a page sees and does what its user may.
+"""
+
+import contextlib
+import io
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+
+import click
+
+from mpsd import __version__
+from mpsd.cli.api import Api
+from mpsd.cli.client import DEADLINE
+from mpsd.cli.command import of_one_version
+from mpsd.cli.web import answers
+from mpsd.cli.web.assets import HEADERS, PAGE, assets
+from mpsd.cli.web.guard import NO_SESSION, Head, Refusal, refusal_of_site
+from mpsd.cli.web.routes import methods_of
+from mpsd.cli.web.sessions import Sessions
+from mpsd.core.errors import ConfigurationError, MpsdError, UnreachableError, UntrustedSocketError
+from mpsd.system.tcp_peers import uid_of
+
+LOOPBACK: Final = "127.0.0.1"
+
+MOST: Final = 32
+"""Connections at a time. A browser opens six."""
+
+_REQUEST: Final = 5.0
+"""Seconds in which a request has to arrive, whole, once it has begun."""
+_IDLE: Final = 60.0
+_LONGEST: Final = 32 * 1024
+"""Bytes of a request."""
+_DIGITS: Final = 10
+_SEND: Final = 10.0
+"""Seconds for a browser to take what it is sent."""
+_LOOK: Final = 0.5
+
+_OPEN: Final = "/page/session"
+_NODE: Final = "/page/node"
+_PRINCIPAL: Final = "/page/principal"
+_EVENTS: Final = "/page/events"
+_STORY: Final = "/page/story/"
+
+
+class _Input(io.RawIOBase):
+    """What a browser sends, with a deadline and a limit for each request."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._end: float | None = None
+        self._left = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Wait for another request; from its first byte on, the rest has to follow soon."""
+        self._end, self._left = None, _LONGEST
+
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - io's signature
+        """Receive. Raises TimeoutError, and returns 0 at the end and beyond the limit."""
+        now = time.monotonic()
+        wait = _IDLE if self._end is None else self._end - now
+        if wait <= 0:
+            raise TimeoutError
+        if self._left <= 0:
+            return 0
+        self._connection.settimeout(wait)
+        count = self._connection.recv_into(memoryview(buffer)[: self._left])
+        if self._end is None:
+            self._end = time.monotonic() + _REQUEST
+        self._left -= count
+        self._connection.settimeout(_SEND)
+        return count
+
+
+class Server(ThreadingHTTPServer):
+    """The page, for the users that it is given."""
+
+    daemon_threads = True
+    request_queue_size = MOST
+    block_on_close = False
+
+    def __init__(self, api: Api, port: int, users: Collection[int], opened: Callable[[], None]) -> None:
+        """Listen on a port, 0 for any that is free; `opened` is called when a link was used.
+
+        Raises OSError, and ConfigurationError.
+        """
+        self.sessions = Sessions()
+        self.assets = assets()
+        self.api = api
+        self.opened = opened
+        self.ending = threading.Event()
+        self._users = frozenset(users)
+        self._places = threading.BoundedSemaphore(MOST)
+        super().__init__((LOOPBACK, port), _Handler)
+        self.port = int(self.server_address[1])
+        self._prove_that_users_are_known()
+
+    def _prove_that_users_are_known(self) -> None:
+        """Raise ConfigurationError where the kernel does not say whose a connection is: every one would be refused."""
+        with socket.create_connection((LOOPBACK, self.port), timeout=DEADLINE) as own:
+            if uid_of(own.getsockname(), (LOOPBACK, self.port)) == os.geteuid():
+                return
+        self.server_close()
+        raise ConfigurationError(
+            "the kernel does not report whose a TCP connection is (sock_diag), so the page cannot tell users apart",
+            hint="load its module, as root: modprobe tcp_diag; without it, use mpsctl top",
+        )
+
+    def link(self) -> str:
+        """Return the address of the page, with a token that opens it once.
+
+        The token is in the fragment, which no browser sends and no server logs.
+        """
+        return f"http://{LOOPBACK}:{self.port}/#token={self.sessions.link()}"
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401 - socketserver's signature
+        """Tell whether a connection is one of the users'; any other is closed, with a word and unread."""
+        if uid_of(client_address, (LOOPBACK, self.port)) in self._users:
+            return True
+        _last_words(request, HTTPStatus.FORBIDDEN, "this page is of another user")
+        return False
+
+    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
+        """Serve a connection in a thread of its own, if there is a place for it."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        _last_words(request, HTTPStatus.SERVICE_UNAVAILABLE, f"there are {MOST} connections: close other tabs")
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
+        """Serve a connection, and give its place back."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's signature
+        """Say what a defect was; a browser that has left is none."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            click.echo(f"mpsctl: a request to the page failed: {error!r}", err=True)
+
+    def end(self) -> None:
+        """Stop serving, and tell the pages so."""
+        self.ending.set()
+        self.shutdown()
+        self.server_close()
+
+
+def _last_words(connection: socket.socket, status: HTTPStatus, why: str) -> None:
+    text = f"mpsctl web: {why}\n".encode()
+    head = f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Type: text/plain\r\n"
+    with contextlib.suppress(OSError):
+        connection.setblocking(False)
+        connection.send(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    server_version = f"mpsctl/{__version__}"
+    sys_version = ""
+
+    def setup(self) -> None:
+        """Read with deadlines."""
+        super().setup()
+        self.rfile.close()
+        self._input = _Input(self.connection)
+        self.rfile = io.BufferedReader(self._input)
+
+    def handle_one_request(self) -> None:
+        """Serve one request; who does not end it in time, or takes no answer, is disconnected."""
+        self._input.begin()
+        try:
+            super().handle_one_request()
+        except (TimeoutError, ConnectionError):
+            self.close_connection = True
+
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - http.server's signature
+        """Log nothing: a terminal is no place for it."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - http.server's signature
+        """Answer what is no request that http.server takes."""
+        self.close_connection = True
+        detail = f"the request is not served: {message or HTTPStatus(code).phrase}"
+        self._refuse(Refusal(code, "invalid_request", detail, "see GET, POST and DELETE of the page's own requests"))
+
+    def do_GET(self) -> None:
+        """Answer any method."""
+        try:
+            with of_one_version():
+                self._answer()
+        except MpsdError as error:
+            self._fail(error)
+        except click.UsageError as error:
+            self._refuse(Refusal(422, "invalid_request", error.format_message(), "choose one in the table of leases"))
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's names
+    do_POST = do_GET  # noqa: N815
+    do_DELETE = do_GET  # noqa: N815
+
+    # -- what is asked for ---------------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        headers: dict[str, list[str]] = {}
+        for name, value in self.headers.items():
+            headers.setdefault(name.lower(), []).append(value)
+        head = Head(self.command, self.path, headers)
+        asset = self.server.assets.get(self.path)
+        refusal = refusal_of_site(head, self.server.port, is_page=self.path == PAGE, is_asset=asset is not None)
+        if refusal is not None:
+            self._refuse(refusal)
+        elif asset is not None:
+            if self._is_by("GET", "HEAD"):
+                self._send(200, asset.media_type, asset.body)
+        elif self.path == _OPEN:
+            if self._is_by("POST"):
+                self._open()
+        elif not self.server.sessions.knows(head.session):
+            self._refuse(NO_SESSION)
+        else:
+            self._answer_session()
+
+    def _open(self) -> None:
+        body = self._body()
+        if body is not None:
+            session = self.server.sessions.open(str(body.get("token")))
+            self.server.opened()
+            self._json({"session": session})
+
+    def _answer_session(self) -> None:
+        path, mark, query = self.path.partition("?")
+        after = query.removeprefix("after=")
+        if self.path == _NODE:
+            self._ask(answers.node)
+        elif self.path == _PRINCIPAL:
+            self._ask(lambda api: {**answers.principal(api), "host": socket.gethostname()})
+        elif path == _EVENTS and not mark:
+            self._stream(None)
+        elif path == _EVENTS and query.startswith("after=") and after.isascii() and after.isdecimal():
+            self._stream(int(after))
+        elif self.path.startswith(_STORY) and "/" not in (subject := self.path.removeprefix(_STORY)):
+            self._ask(lambda api: answers.story(api, subject))
+        else:
+            self._pass_on()
+
+    def _ask(self, ask: Callable[[Api], object]) -> None:
+        if self._is_by("GET"):
+            with self._mpsd() as api:
+                self._json(ask(api))
+
+    def _pass_on(self) -> None:
+        """Ask mpsd for one of the routes that the page needs, with the page's own words."""
+        methods = methods_of(self.path)
+        if not methods:
+            self._refuse(_NOTHING_THERE)
+        elif self._is_by(*methods):
+            with self._mpsd() as api:
+                if self.command == "POST":
+                    body = self._body()
+                    if body is not None:
+                        self._json(answers.harmless(api.post(self.path, body)))
+                elif self.command == "DELETE":
+                    api.delete(self.path)
+                    self._send(204, "", b"")
+                else:
+                    self._json(answers.harmless(api.get(self.path)))
+
+    def _stream(self, after: int | None) -> None:
+        """Send events until the browser, mpsd or this server ends; the last of them is told."""
+        if not self._is_by("GET"):
+            return
+        self.close_connection = True
+        with self._mpsd() as api:
+            lines = answers.events(api, after, self.server.ending.is_set, _LOOK)
+            first = next(lines, b"\n")  # an mpsd that does not answer is an error, and no stream
+            self._head(200, "application/x-ndjson")
+            self.end_headers()
+            try:
+                self.wfile.write(first)
+                for line in lines:
+                    self.wfile.write(line)
+            except answers.EndedError:
+                self.wfile.write(b'{"ended": true}\n')
+            except (MpsdError, OSError):
+                return  # the page asks again, and is told why there is no answer
+
+    def _mpsd(self) -> Api:
+        return self.server.api.another(deadline=DEADLINE)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _is_by(self, *methods: str) -> bool:
+        """Tell whether the request has one of these methods; refuse it otherwise."""
+        if self.command in methods:
+            return True
+        self._refuse(
+            Refusal(
+                405, "method_not_allowed", f"{self.path} is not there for {self.command}", " ".join(sorted(methods))
+            ),
+            allow=", ".join(sorted(methods)),
+        )
+        return False
+
+    def _body(self) -> dict[str, object] | None:
+        """Return the JSON object that a request brings; refuse what is none."""
+        length = self.headers.get("Content-Length", "")
+        is_json = self.headers.get("Content-Type", "").partition(";")[0].strip().lower() == "application/json"
+        if (
+            is_json
+            and length.isascii()
+            and length.isdecimal()
+            and len(length) < _DIGITS
+            and "Transfer-Encoding" not in self.headers
+        ):
+            if int(length) > _LONGEST:
+                self.close_connection = True
+                self._refuse(Refusal(413, "body_too_large", f"a body has {_LONGEST} bytes at most", "send less"))
+                return None
+            with contextlib.suppress(ValueError, RecursionError):
+                found = json.loads(self.rfile.read(int(length)))
+                if isinstance(found, dict):
+                    return found
+        self.close_connection = True
+        self._refuse(Refusal(400, "invalid_request", "the body is not a JSON object", "send application/json"))
+        return None
+
+    def _json(self, answer: object) -> None:
+        self._send(200, "application/json", json.dumps(answer).encode())
+
+    def _fail(self, error: MpsdError) -> None:
+        is_away = isinstance(error, UnreachableError | UntrustedSocketError)
+        self._refuse(Refusal(502 if is_away else error.status, error.code, error.detail, error.hint))
+
+    def _refuse(self, refusal: Refusal, *, allow: str = "") -> None:
+        body = answers.harmless({**refusal._asdict(), "title": HTTPStatus(refusal.status).phrase})
+        if self.command not in {"GET", "HEAD"}:
+            self.close_connection = True  # a body may be left that nobody reads
+        self._send(refusal.status, "application/problem+json", json.dumps(body).encode(), allow)
+
+    def _send(self, status: int, media_type: str, body: bytes, allow: str = "") -> None:
+        self._head(status, media_type, allow)
+        if status != HTTPStatus.NO_CONTENT:
+            self.send_header("Content-Length", f"{len(body)}")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _head(self, status: int, media_type: str, allow: str = "") -> None:
+        self.send_response(status)
+        if media_type:
+            self.send_header("Content-Type", media_type)
+        if allow:
+            self.send_header("Allow", allow)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+
+
+_NOTHING_THERE: Final = Refusal(404, "not_found", "the page has nothing there", "see mpsctl for all of mpsd's API")

@@ -1,0 +1,282 @@
+"""A real Chromium for tests, without a window, driven by the DevTools protocol over a pipe.
+
+No library and no driver: a command is a line of JSON with an id, its answer has the same id, and an event has none. See
+https://chromedevtools.github.io/devtools-protocol/. A pipe is nobody else's to connect to, as a port would be.
+"""
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from tests.harness import BROWSER, wait_until
+
+PROGRAM: Final = "chromium"
+"""Debian's package, and its program."""
+
+_DEADLINE: Final = 30.0
+"""Seconds for any answer: none should come near it."""
+
+_FREE: Final = 10
+"""A descriptor from which on the ends of the pipes lie, so that neither of them is 3 or 4 already."""
+
+_FLAGS: Final = (
+    "--headless=new",
+    BROWSER,
+    "--no-sandbox",  # which root's Chromium cannot have, and a container's not either
+    "--no-first-run",
+    "--no-default-browser-check",
+    "--disable-background-networking",
+    "--disable-breakpad",
+    "--disable-component-update",
+    "--disable-crash-reporter",
+    "--disable-dev-shm-usage",
+    "--disable-extensions",
+    "--disable-gpu",
+    "--disable-sync",
+    "--enable-precise-memory-info",
+    "--js-flags=--expose-gc",
+    "--password-store=basic",
+    "about:blank",
+)
+
+KEYS: Final = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
+"""Keys by their names, with their codes."""
+
+
+def missing() -> str | None:
+    """Say why no browser can run here; None where one can."""
+    return None if shutil.which(PROGRAM) else "apt-get install chromium"
+
+
+class Browser:
+    """A Chromium with a profile of its own, which ends with the `with` around it."""
+
+    def __init__(self, profile: Path) -> None:
+        """Start it."""
+        program = shutil.which(PROGRAM)
+        assert program is not None
+        theirs_in, self._out = _pipe()
+        self._in, theirs_out = _pipe()
+        null = os.open(os.devnull, os.O_RDWR)
+        actions = [(os.POSIX_SPAWN_DUP2, null, each) for each in (0, 1, 2)]
+        actions += [(os.POSIX_SPAWN_DUP2, theirs_in, 3), (os.POSIX_SPAWN_DUP2, theirs_out, 4)]
+        environment = {
+            **os.environ,
+            "HOME": str(profile),
+            "XDG_CONFIG_HOME": str(profile),
+            "XDG_CACHE_HOME": str(profile),
+        }
+        arguments = [program, f"--user-data-dir={profile}", *_FLAGS]
+        self.pid = os.posix_spawn(program, arguments, environment, file_actions=actions, setsid=True)
+        for each in (null, theirs_in, theirs_out):
+            os.close(each)
+        self._received = b""
+        self._number = 0
+        self._events: list[dict[str, Any]] = []
+        self.call("Browser.getVersion")  # it has all of its processes then
+
+    def __enter__(self) -> Self:
+        """Nothing more is to be done."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End it and all of its processes."""
+        os.close(self._out)
+        with contextlib.suppress(OSError):
+            while os.read(self._in, 65536):
+                pass
+        os.close(self._in)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        wait_until(lambda: not _has_group(self.pid), what="the browser's processes to be gone")
+
+    def page(self, url: str = "about:blank", *, width: int = 1200, height: int = 900) -> "Page":
+        """Open a tab."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = Page(self, target, session)
+        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility", "Performance", "DOM"):
+            page.call(f"{domain}.enable")
+        page.resize(width, height)
+        page.open(url)
+        return page
+
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Send a command, and return its result. Raises AssertionError for an error."""
+        self._number += 1
+        command = {"id": self._number, "method": method, "params": parameters}
+        if session is not None:
+            command["sessionId"] = session
+        os.write(self._out, json.dumps(command).encode() + b"\0")
+        while True:
+            message = self._message()
+            if message.get("id") == self._number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                result: dict[str, Any] = message["result"]
+                return result
+            if "method" in message:
+                self._events.append(message)
+
+    def events(self, session: str, method: str) -> list[dict[str, Any]]:
+        """Return what events of this kind said of a tab so far."""
+        self.call("Browser.getVersion")  # whose answer follows every event that was sent before
+        return [
+            each["params"] for each in self._events if each.get("sessionId") == session and each["method"] == method
+        ]
+
+    def _message(self) -> dict[str, Any]:
+        end = time.monotonic() + _DEADLINE
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._in], [], [], max(end - time.monotonic(), 0))
+            assert ready, "the browser did not answer"
+            piece = os.read(self._in, 1 << 20)
+            assert piece, "the browser has ended"
+            self._received += piece
+        raw, _, self._received = self._received.partition(b"\0")
+        message: dict[str, Any] = json.loads(raw)
+        return message
+
+
+_STILL: Final = """(async () => {
+    const element = %s, frame = () => new Promise(requestAnimationFrame);
+    element.scrollIntoView({block: 'center'});
+    for (let still = 0, before; still < 3; still++) {
+        await frame();
+        const {x, y, width, height} = element.getBoundingClientRect();
+        if (before !== `${x} ${y}`) still = 0;
+        before = `${x} ${y}`;
+        var place = {x: x + width / 2, y: y + height / 2};
+    }
+    return place;
+})()"""
+"""Where the middle of an element is, once it has stayed there for three frames: what is above it may still grow."""
+
+
+class Page:
+    """A tab."""
+
+    def __init__(self, browser: Browser, target: str, session: str) -> None:
+        self._browser, self._target, self._session = browser, target, session
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Send a command about this tab."""
+        return self._browser.call(method, self._session, **parameters)
+
+    def events(self, method: str) -> list[dict[str, Any]]:
+        """Return what events of this kind said so far."""
+        return self._browser.events(self._session, method)
+
+    def open(self, url: str) -> None:
+        """Go to an address, as its user types it."""
+        self.call("Page.navigate", url=url)
+
+    def close(self) -> None:
+        """Close the tab."""
+        self._browser.call("Target.closeTarget", targetId=self._target)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the page a screen of this size."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
+
+    def prefer(self, scheme: str) -> None:
+        """Prefer `light` or `dark`."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    def do(self, script: str) -> Any:
+        """Return the value of an expression of JavaScript; of a promise, what it becomes."""
+        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, script: str, what: str, *, deadline: float = 15.0) -> None:
+        """Wait until an expression is true for JavaScript."""
+        wait_until(
+            lambda: self.do(f"!!({script})"), what=f"{what}; {script}", deadline=deadline, not_yet=(AssertionError,)
+        )
+
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Press a key."""
+        text = {"Enter": "\r", " ": " "}.get(key, "")
+        fields = {"key": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": 8 if shift else 0}
+        self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **fields)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
+
+    def type(self, text: str) -> None:
+        """Type a text into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def click(self, script: str) -> None:
+        """Click the middle of an element, as a mouse does."""
+        place = self.do(_STILL % script)
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def text(self, script: str) -> str:
+        """Return what a user reads of an element."""
+        return str(self.do(f"({script}).innerText"))
+
+    def heap(self) -> int:
+        """Return the bytes of JavaScript's heap, once what nothing refers to is gone."""
+        self.call("HeapProfiler.collectGarbage")
+        return int(self.call("Runtime.getHeapUsage")["usedSize"])
+
+    def counters(self) -> dict[str, int]:
+        """Return how many documents, nodes and listeners there are."""
+        self.call("HeapProfiler.collectGarbage")
+        return self.call("Memory.getDOMCounters")
+
+    def accessible(self) -> list[dict[str, Any]]:
+        """Return what a screen reader has of the page: role, name and more of each element."""
+        nodes = self.call("Accessibility.getFullAXTree")["nodes"]
+        return [
+            {"role": each["role"]["value"], "name": each.get("name", {}).get("value", "")}
+            for each in nodes
+            if not each.get("ignored")
+        ]
+
+    def picture(self, *, whole: bool = False) -> bytes:
+        """Return the page as PNG."""
+        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        return base64.b64decode(found["data"])
+
+    def complaints(self) -> list[str]:
+        """Return the errors and warnings that the browser noted of the page, violations of its policy among them."""
+        logged = [each["entry"] for each in self.events("Log.entryAdded")]
+        thrown = [each["exceptionDetails"] for each in self.events("Runtime.exceptionThrown")]
+        printed = [each for each in self.events("Runtime.consoleAPICalled") if each["type"] in {"error", "warning"}]
+        return [
+            *(f"{each['text']} {each.get('url', '')}" for each in logged if each["level"] in {"error", "warning"}),
+            *(f"{each.get('exception', {}).get('description', each['text'])}" for each in thrown),
+            *(f"{each['args']}" for each in printed),
+        ]
+
+
+def _pipe() -> tuple[int, int]:
+    """Return the reading and the writing end of a pipe, both high; what is started gets neither by itself."""
+    found = os.pipe()
+    high = tuple(fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE) for each in found)
+    for each in found:
+        os.close(each)
+    return high[0], high[1]
+
+
+def _has_group(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True

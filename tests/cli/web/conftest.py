@@ -1,0 +1,153 @@
+"""`mpsctl web` in front of a node of several leases, and a browser to look at it."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.browser import Browser, Page
+from tests.cli.conftest import start_mpsctl
+from tests.harness import remove_tree
+from tests.node import Answer, Node
+
+HOST: Final = "127.0.0.1"
+
+_AS_USER: Final = """
+import email.parser, http.server, os, mpsd.cli.main, mpsd.cli.web.serve  # which that user may not read
+import mpsd.cli.commands.status, encodings.idna
+uid = int(os.environ["MPSD_TEST_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+mpsd.cli.main.main()
+"""
+
+
+class Web:
+    """A `mpsctl web`, and requests to it, as a program sends them that knows how."""
+
+    def __init__(self, socket: Path | str, *arguments: str, uid: int | None = None, **options: Any) -> None:
+        """Start it, by default as the user of the tests."""
+        if uid is not None:
+            options["env"] = {**os.environ, "MPSD_TEST_UID": f"{uid}"}
+            options["before"] = ("-c", _AS_USER)
+        self.process: subprocess.Popen[str] = start_mpsctl(socket, "web", *arguments, **options)
+        assert self.process.stdout is not None
+        self.link = self.process.stdout.readline().strip()
+        assert self.link.startswith(f"http://{HOST}:"), self.process.communicate()
+        self.address, _, self.token = self.link.partition("#token=")
+        self.port = int(self.address.rstrip("/").rpartition(":")[2])
+        self._session: str | None = None
+
+    @property
+    def origin(self) -> str:
+        """The origin of the page."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def session(self) -> str:
+        """A session, for which the link is used."""
+        if self._session is None:
+            answer = self.send("POST", "/page/session", {"token": self.token}, headers={"Origin": self.origin})
+            assert answer.status == 200, answer
+            self._session = str(answer.json["session"])
+        return self._session
+
+    def forget(self) -> None:
+        """Forget the session, so that the next one is opened by the token that is known then."""
+        self._session = None
+
+    def send(
+        self, method: str, path: str, body: object = None, *, headers: Mapping[str, str | None] | None = None
+    ) -> Answer:
+        """Send one request, without a session; a header that is None is left out."""
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        said = {"Host": f"{HOST}:{self.port}", "Content-Type": "application/json" if raw is not None else None}
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
+        try:
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in {**said, **(headers or {})}.items():
+                if value is not None:
+                    connection.putheader(name, value)
+            if raw is not None and "Content-Length" not in (headers or {}):
+                connection.putheader("Content-Length", str(len(raw)))
+            connection.endheaders(raw)
+            answer = connection.getresponse()
+            return Answer(answer.status, dict(answer.getheaders()), answer.read())
+        finally:
+            connection.close()
+
+    def ask(
+        self, method: str, path: str, body: object = None, *, headers: Mapping[str, str | None] | None = None
+    ) -> Answer:
+        """Send one request as the page does, with a session."""
+        own = {"Authorization": f"Bearer {self.session}", "Origin": self.origin if method != "GET" else None}
+        return self.send(method, path, body, headers={**own, **(headers or {})})
+
+    def clean_up(self) -> None:
+        """End it if it has not ended, and close what is still open of it."""
+        self.process.kill()
+        self.process.wait(timeout=30)
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+        """End it, and return its exit status and what it said on stderr."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        _, said = self.process.communicate(timeout=30)
+        return self.process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def shared_web(shared_node: Node) -> Iterator[Web]:
+    """Give a `mpsctl web` that all tests of a module share."""
+    web = Web(shared_node.socket)
+    yield web
+    web.end()
+
+
+@pytest.fixture
+def make_web() -> Iterator[Callable[..., Web]]:
+    """Give a maker of `mpsctl web`, for tests that end theirs."""
+    made: list[Web] = []
+
+    def make(socket: Path | str, *arguments: str, **options: Any) -> Web:
+        made.append(Web(socket, *arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.clean_up()
+
+
+@pytest.fixture(scope="module")
+def browser(private_root: Path) -> Iterator[Browser]:
+    """Give a browser that all tests of a module share."""
+    profile = private_root / "chromium"
+    with Browser(profile) as started:
+        yield started
+    remove_tree(profile)
+
+
+@pytest.fixture
+def open_page(make_web: Callable[..., Web], browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Give a function that opens the page of a node in a tab of its own, and waits until it shows the node."""
+    opened: list[Page] = []
+
+    def open_(node: Node, *, width: int = 1200) -> Page:
+        page = browser.page(make_web(node.socket).link, width=width)
+        opened.append(page)
+        page.wait("!document.getElementById('overview').hidden", "the page to show the node")
+        return page
+
+    yield open_
+    for each in opened:
+        each.close()

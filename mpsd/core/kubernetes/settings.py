@@ -15,10 +15,10 @@ from mpsd.core.units import MIB, parse_duration, parse_size
 T = TypeVar("T")
 
 PREFIX: Final = "MPSD_KUBERNETES_"
-"""What the variable of each setting begins with."""
+"""The prefix of each setting's environment variable."""
 
 MOST_DEVICES: Final = 512
-"""Devices of one resource on one GPU: as many as the label of a lease has room for, at four to a digit."""
+"""Maximum devices of one resource on one GPU: the label of a lease has space for this many, at four per digit."""
 
 _RESOURCE: Final = re.compile(
     r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)*[a-z0-9-]+/[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -28,20 +28,20 @@ _RESOURCE: Final = re.compile(
 
 _DRIVER: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 _LONGEST_DRIVER: Final = 63
-"""Characters of a driver's name. Source: resource.k8s.io/v1."""
+"""Maximum characters of a driver's name. Source: resource.k8s.io/v1."""
 
 
 class Offer(StrEnum):
-    """Which resources a node offers."""
+    """The resources that a node offers."""
 
     SLICES = "slices"
-    """One: threads and memory in one number."""
+    """One resource: threads and memory in one number."""
     MEMORY = "memory"
-    """One: memory; threads come with it, in proportion."""
+    """One resource: memory, which includes threads in proportion."""
     THREADS_AND_MEMORY = "threads-and-memory"
-    """Two, which a container asks for together."""
+    """Two resources, which a container requests together."""
     DRA = "dra"
-    """None: Dynamic Resource Allocation has shares of devices in their place."""
+    """None: the node offers shares of devices through Dynamic Resource Allocation instead."""
 
 
 class GpuDevices(StrEnum):
@@ -147,7 +147,7 @@ _ONE_PROCESS: Final[int | None] = 1
 
 
 def row(default: T, parse: Callable[[object], T], text: str, shown: str = "") -> T:
-    """Give a setting its default, what reads it, and what it does; `shown` is the default as the document has it."""
+    """Declare a setting: its default, its parser and its help; `shown` is the default as documents show it."""
     return field(default=default, metadata={"parse": parse, "text": text, "shown": shown})
 
 
@@ -247,7 +247,7 @@ class Settings:
 
 
 def parse(document: str, environment: Mapping[str, str], options: Mapping[str, str | None]) -> Settings:
-    """Return the settings of a TOML document, below those of the environment, below those of the command line.
+    """Return the settings. The command line overrides the environment, and the environment overrides the TOML document.
 
     Raises ConfigurationError.
     """

@@ -18,7 +18,7 @@ from mpsd.system.configuration import read_text
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
 
 _LIBRARIES: Final = {"google", "grpc"}
-"""The libraries of the extra `kubernetes`, by the names that they are imported by."""
+"""The libraries of the extra `kubernetes`, by their import names."""
 
 
 def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
@@ -45,7 +45,7 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
     Runs in the foreground beside mpsd, as root in the host's pid namespace, and logs to stderr. Each setting of the
     configuration file is taken from MPSD_KUBERNETES_<SETTING> too.
     """
-    from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not wait for gRPC
+    from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not need gRPC
     from mpsd.kubernetes.log import Log  # noqa: PLC0415
     from mpsd.kubernetes.service import Service  # noqa: PLC0415
 
@@ -64,7 +64,7 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
 
 
 def main() -> None:
-    """Run the program; an error of ours, or a library that is not installed, ends it with a sentence."""
+    """Run the program; an error of mpsd, or a missing library, ends it with a sentence."""
     try:
         cli(prog_name="mpsd-kubernetes")
     except ModuleNotFoundError as missing:

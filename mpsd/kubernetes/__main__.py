@@ -37,7 +37,7 @@ def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
 )
 @click.option("--socket", metavar="PATH", help="mpsd's socket.  [default: /run/mpsd/mpsd.sock]")
 @click.option("--kubelet-dir", metavar="DIR", help="kubelet's root directory.  [default: /var/lib/kubelet]")
-@click.option("--node", metavar="NAME", help="The node's name, by which the API server has it.")
+@click.option("--node", metavar="NAME", help="Name of the Node object of this node.")
 @click.option("--dra", is_flag=True, help="Be the driver of Dynamic Resource Allocation, and not a device plugin.")
 def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None, dra: bool) -> None:
     """Offer this node's GPUs to Kubernetes as shares that mpsd holds: kubelet's device plugin, or its driver.

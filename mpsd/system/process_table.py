@@ -138,8 +138,7 @@ def _variables(raw: bytes) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-# -- facts that cannot be imitated
-# ----------------------------------------------------------------------------------------
+# -- facts that cannot be imitated -------------------------------------------------------------------------------------
 
 
 def holding(sockets: Collection[int]) -> list[int]:
@@ -279,8 +278,7 @@ def _interpreter(program: Path) -> Iterator[Path]:
         yield Path(os.fsdecode(words[0]))
 
 
-# -- claims of a process
-# --------------------------------------------------------------------------------------------------
+# -- claims of a process -----------------------------------------------------------------------------------------------
 
 
 def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind | None:
@@ -296,8 +294,7 @@ def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind |
     return None
 
 
-# -- for output, and for the owner of a lease
-# -----------------------------------------------------------------------------
+# -- for output, and for the owner of a lease --------------------------------------------------------------------------
 
 
 def uid_of(pid: int) -> int | None:

@@ -16,7 +16,7 @@ from mpsd.core.kubernetes.cluster_table import NodeRow
 from mpsd.system import foreground
 
 _MOST: Final = 1024 * 1024 * 1024
-"""Bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""
+"""Maximum bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""
 
 _LABEL: Final = "mpsd/gpus"
 
@@ -55,7 +55,7 @@ def cluster(form: str, context: str | None) -> None:
 
 
 def _get(arguments: Sequence[str]) -> list[object] | None:
-    """Return the objects that kubectl lists; None where it does not. Raises NotFoundError where there is no kubectl."""
+    """Return the objects that kubectl lists; None where it fails. Raises NotFoundError where there is no kubectl."""
     try:
         status, text = foreground.output(["kubectl", *arguments, "--output=json"], os.environ, most=_MOST)
     except FileNotFoundError:

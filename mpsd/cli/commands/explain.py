@@ -1,4 +1,4 @@
-"""The command that tells the story of one lease, control daemon or GPU: explain."""
+"""The command that shows the history of one lease, control daemon or GPU: explain."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 _MOST: Final = 50
 _LOG_LINES: Final = 10
 _LOG_TAIL: Final = 65536
-"""Bytes at the end of a control daemon's log that are looked at."""
+"""Bytes that are read from the end of a control daemon's log."""
 
 
 class Story(NamedTuple):
-    """A story: what it is about, its events, what stands at the end of a log, how it is now, and what to do."""
+    """A history: its subject, its events, the end of a log, the present state, and the next steps."""
 
     about: str
     events: "list[answer_types.Event]"
@@ -83,14 +83,14 @@ def explain(api: Api, subject: str, form: str, last: int, since: datetime | None
 
 
 def _plain(found: Story) -> Story:
-    """Return a story with every character escaped that acts on a terminal."""
+    """Return a story with every character escaped that affects a terminal."""
     return Story(
         plain(found.about), plain(found.events), found.hidden, plain(found.log), plain(found.now), plain(found.next)
     )
 
 
 def lines_of(found: Story, earlier: int, look: tables.Look) -> Iterator[str]:
-    """Yield a story as text: from top to bottom in the order of time, then the present, then what to do."""
+    """Yield a story as text: the events in the order of time, then the present state, then the next steps."""
     yield from (found.about, "")
     if earlier:
         yield f"({plural(earlier, 'earlier event')}: --last {earlier + len(found.events)})"
@@ -107,7 +107,7 @@ def lines_of(found: Story, earlier: int, look: tables.Look) -> Iterator[str]:
 
 
 def _story(api: Api, subject: str) -> Story:
-    """Find out what is meant, and tell its story."""
+    """Find the subject, and return its story."""
     node = api.status()
     leases = api.leases(ended=True)["leases"]
     events = [event for _, event in api.events(0, follow=False)]
@@ -136,13 +136,13 @@ def _story(api: Api, subject: str) -> Story:
             )
     lease_id = _lease_id(subject, leases, (each for each in events if sees(each)))
     if lease_id is None:
-        api.lease(subject)  # which says why not: there is none, or it is another user's
+        api.lease(subject)  # raises the reason: no such lease, or another user's
         raise NotFoundError(f"mpsd has no events of {subject}", hint="see mpsctl leases --all")
     return _of_lease(node, lease_id, leases, [each for each in events if sees(each)])
 
 
 def _lease_id(subject: str, leases: "list[answer_types.Lease]", events: "Iterable[answer_types.Event]") -> str | None:
-    """Return the lease that is meant by its id, by how that begins, or by its name."""
+    """Return the lease that an id, the beginning of one, or a name denotes."""
     ids = dict.fromkeys([*(each["id"] for each in leases), *(lease for each in events for lease in leases_of(each))])
     if subject in ids:
         return subject
@@ -251,7 +251,7 @@ def _threads(lease: "answer_types.Lease", gpu: "answer_types.Gpu") -> float:
 
 
 def _remedies(node: "answer_types.Status", gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> list[str]:
-    """Return what to do about everything that is not well with a GPU, its control daemon, and the node's stores."""
+    """Return the remedies for all problems of a GPU, its control daemon, and the node's stores."""
     subjects = {f"GPU {gpu['index']}", "leases", daemon["name"] if daemon else None}
     found = [each for each in (*node["reasons"], *node["warnings"]) if each["subject"] in subjects]
     remedies = [f"{each['because']} -> {each['hint']}" for each in found]
@@ -260,7 +260,7 @@ def _remedies(node: "answer_types.Status", gpu: "answer_types.Gpu", daemon: "ans
 
 
 def _log(api: Api, daemon: str) -> list[str]:
-    """Return the end of a control daemon's log, under its path; why it cannot be read, where that is so."""
+    """Return the end of a control daemon's log, under its path, or why it cannot be read."""
     directory = api.config()["config"]["paths"]["log_dir"]
     path = Path(f"{directory}") / daemon / "control.log"
     try:

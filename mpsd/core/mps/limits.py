@@ -146,10 +146,7 @@ class Limit:
         return f"{DEVICE}={value}" if self.of_device else value
 
     def foreign(self, arguments: Sequence[str]) -> LimitValue:
-        """Return the value that another user's setter sets, from its arguments after the server's pid.
-
-        None stands for no limit, and for a value that is in doubt.
-        """
+        """Return the value of another user's setter, from its arguments after the pid; None: no limit, or in doubt."""
         return self.parse_foreign(arguments[-1]) if len(arguments) == len(self._device) + 1 else None
 
     @property

@@ -544,7 +544,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The effective settings, frozen: a reload makes another one and swaps it whole."""
+    """The effective settings, frozen: a reload replaces the whole object."""
 
     paths: Paths = field(default_factory=Paths)
     api: Api = field(default_factory=Api)

@@ -118,7 +118,7 @@ def test_a_daemon_that_is_given_up(make_node: Callable[..., Node]) -> None:
     in_order(
         story,
         f"died: pid {pids[0]} killed",
-        f"died: pid {pids[1]} killed by SIGKILL.*; mpsd does not start it any more",
+        f"died: pid {pids[1]} killed by SIGKILL.*; mpsd does not start it again",
         rf"^!! gpu0 is failed: 2 deaths within 60 s, .* it died first at {LOCAL}, and last at {LOCAL}",
         f"the end of {re.escape(str(log))}:",
         f"^  .* {pids[1]}\\]",

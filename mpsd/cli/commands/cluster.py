@@ -37,7 +37,7 @@ def cluster(form: str, context: str | None) -> None:
     """Show the nodes of a cluster, their GPUs, and which pod has how much of each.
 
     It calls `kubectl get nodes` and `kubectl get pods`, with your own kubeconfig and your own rights, and reads what
-    mpsd-kubernetes wrote into each node's annotation: up to half a minute old. No mpsd is asked.
+    mpsd-kubernetes wrote into each node's annotation: up to half a minute old. It queries no mpsd.
     """
     chosen = [] if context is None else [f"--context={context}"]
     nodes = _get([*chosen, "get", "nodes", f"--selector={_LABEL}"])

@@ -65,9 +65,9 @@ def _subjects(context: click.Context, parameter: click.Parameter, incomplete: st
 def explain(api: Api, subject: str, form: str, last: int, since: datetime | None) -> None:
     """Tell what happened to a lease, a control daemon or a GPU, how it is now, and what to do next.
 
-    A lease is named by its id, how that begins, or its name, also after it has ended, for as long as mpsd keeps events
-    of it. A control daemon's story ends with its log's last lines, where you may read that. Of leases of other
-    users, it prints the number of events alone.
+    A lease is named by its id, the beginning of one, or its name, even after it has ended, as long as mpsd stores its
+    events. For a control daemon, the output includes the last lines of its log, if you may read the log. For leases of
+    other users, it contains only the number of events.
     """
     with of_one_version():
         found = _story(api, subject)

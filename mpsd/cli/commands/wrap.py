@@ -164,7 +164,7 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
 @_ON_RESTART
 @with_api
 def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
-    """Let go of the lease of a unit that has stopped; called by the drop-in of `wrap`."""
+    """Release or keep the lease of a unit that has stopped; called by the drop-in of `wrap`."""
     path = Path(environment_file(unit))
     lease = _noted(path)
     if lease is None:
@@ -183,7 +183,7 @@ def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
 @_with_unit
 @with_api
 def unit_end_clients(api: Api, unit: str) -> None:
-    """End the clients of a unit that is to stop; called by the drop-in of `wrap --end-clients`."""
+    """End the clients of a unit before it stops; called by the drop-in of `wrap --end-clients`."""
     lease = _noted(Path(environment_file(unit)))
     if lease is not None:
         end.follow(api, lease)

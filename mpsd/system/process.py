@@ -100,9 +100,10 @@ class Process:
         return self._started
 
     def sees_alike(self) -> bool:
-        """Tell what `host_environment.sees_alike` does; True also if that is unknown. A True is assumed to last.
+        """Tell what `host_environment.sees_alike` does; True also if that is unknown.
 
-        A process may change its mount namespace later, even while it holds a lease, and mpsd cannot notice that.
+        Once known to be true, it is assumed to stay so: a process may change its mount namespace later, even while it
+        holds a lease, but mpsd cannot notice that.
         """
         if self._alike:
             return True

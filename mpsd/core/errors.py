@@ -2,7 +2,7 @@
 
 The classes are grouped by the party that can resolve the error: the caller, the node's capacity, the operator, MPS, the
 GPU, or mpsd itself. A class docstring is the error's documentation, from which docs/reference/errors.md is generated.
-`code` is for programs, and `hint` states the remedy for users. This module imports nothing, so that `mpsctl` starts fast.
+`code` is for programs, and `hint` states the remedy for users. This module imports nothing, so `mpsctl` starts fast.
 """
 
 

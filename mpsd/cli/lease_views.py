@@ -72,7 +72,7 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
 
 
 def sm_activity(client: "answer_types.Client") -> Figure:
-    """Print how busy a client kept the SMs; a dash where NVML does not tell."""
+    """Print how busy a client kept the SMs; a dash where NVML does not report it."""
     activity = client["sm_activity"]
     return Figure("-", -1) if activity is None else Figure(percent(activity), activity)
 
@@ -269,7 +269,7 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
 
 
 _SENTENCES: Final = frozenset({"state", "waits", "holder", "created", "expires", "ended", "violation", "unknown"})
-"""What mpsd says of a lease, and not its user."""
+"""The fields of a lease with sentences of mpsd, not of its user."""
 
 
 def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """The program `mpsctl`: its start and its end.
 
-That is nearly all that it costs, so it imports click, json, socket and os, and nothing heavier, and without options
-`mpsctl status` not even click, which takes longer than all the rest; tests/cli holds it to that.
+The start is nearly its whole cost, so it imports click, json, socket and os, and nothing heavier. `mpsctl status`
+without options does not even import click, which takes longer than all the rest; tests/cli checks that.
 """
 
 import gc
@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 from mpsd import find_own_libraries_first
 
 _READ_BY_CLICK: Final = frozenset({"MPSD_TRUST_UID", "_MPSCTL_COMPLETE"})
-"""Variables of the environment with which even a command without options means more than its name."""
+"""Environment variables that change the meaning of a command without options."""
 
 
 def main() -> NoReturn:
@@ -70,7 +70,7 @@ def _outcome() -> int:
 
 
 def _status() -> int | None:
-    """Do what `mpsctl status` does without options; None for an answer that it cannot show, which that explains."""
+    """Run `mpsctl status` without options; None for an answer that only the full command can explain."""
     from datetime import UTC, datetime
 
     from mpsd.cli import tables, views

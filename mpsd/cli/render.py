@@ -132,14 +132,14 @@ def when(at: str) -> str:
 
 
 _UID: Final = r"(?<![\w-])uid (\d+)(?!\w| of the container)"
-"""A user of this machine, as sentences name one: not an option such as --trust-uid, nor a container's own user."""
+"""A user of this machine in a sentence; options such as --trust-uid, and users of containers, do not match."""
 
 
 def as_here(text: str) -> str:
-    """Return a sentence of mpsd's with its times as this machine's clock shows them, and users by their names.
+    """Return a sentence of mpsd's with its times in this machine's zone, and with the names of users.
 
-    mpsd itself does not know names: to look one up can take as long as the network does. Where a user's own words stand
-    in a sentence, such as a lease's name, they read likewise; `-o json` has them as they are.
+    mpsd itself does not look up names, because that can take as long as the network does. A user's own words in a
+    sentence, such as a lease's name, are replaced likewise; `-o json` prints them unchanged.
     """
     text = re.sub(_TIME, lambda found: when(found[0]), text)
     return re.sub(_UID, _user, text)

@@ -18,7 +18,7 @@ _COLOURS: Final = {
         ("unknown", "waiting", "held", "draining", "drained", "restarting", "starting", "down", "unsupported"), "33"
     ),
 }
-"""The colours of the words that say how something is, green, red and yellow; the word itself always stands there.
+"""The colours of state words: green, red and yellow. The word itself is always printed.
 
 Colours are parameters of SGR, "select graphic rendition" (ECMA-48, 8.3.117)."""
 
@@ -112,7 +112,7 @@ def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> S
         return rows
     known = [each.heading.lower().replace(" ", "-") for each in columns]
     if by.lower() not in known:
-        import click  # which takes longer to import than all else that a table needs
+        import click  # its import takes longer than all other imports of a table
 
         raise click.BadParameter(f"there is no column {by!r}: choose {', '.join(names(columns))}", param_hint="--sort")
     number = known.index(by.lower())

@@ -110,15 +110,15 @@ REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wa
 """The hint for a caller who is refused for such a reason; the reason's own hint is for an operator."""
 
 _ASK_HINT: Final = "only an operator of this node can change it: tell one"
-"""What anybody else can do about all other reasons."""
+"""The hint for other callers about all other reasons."""
 
 _USER_HINTS: Final = {
     Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it",
 }
-"""The kinds about which a user can do something by itself."""
+"""The hints for users, for the kinds that have a remedy for a user."""
 
 _HINTS_FOR_ALL: Final = frozenset({Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU})
-"""The kinds whose hint is to wait, or to read what everybody may read."""
+"""The kinds whose hint is to wait, or to read something that all users may read."""
 
 
 class Reason(Struct, frozen=True):
@@ -132,7 +132,7 @@ class Reason(Struct, frozen=True):
     """The uids whose requests it refuses, if it refuses any; None: all uids."""
 
     def hint_for(self, *, operator: bool) -> str:
-        """Return what a reader can do about it: the hint is an operator's, whose commands others may not give."""
+        """Return the hint for a reader: `hint` itself is for operators, whose commands other users may not give."""
         if operator or self.kind in _HINTS_FOR_ALL:
             return self.hint
         return _USER_HINTS.get(self.kind) or (REFUSED_HINT if self.limit else _ASK_HINT)
@@ -144,7 +144,7 @@ class Reason(Struct, frozen=True):
 
 
 def hint_for(hint: str | None, *, refuses: bool, operator: bool) -> str | None:
-    """Return what a reader can do about the state of a GPU or a control daemon, by the hint of an operator."""
+    """Return the hint for a reader about the state of a GPU or a control daemon; `hint` is that for operators."""
     if hint is None or operator:
         return hint
     return REFUSED_HINT if refuses else _ASK_HINT

@@ -157,9 +157,9 @@ class GpuProcess:
     mps: bool = False
     """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
     sm_activity: int | None = field(default=None, compare=False)
-    """Percent of the last moments in which it kept the GPU's SMs busy, as NVML has it; None where NVML does not tell.
+    """Percent of the recent time in which it kept the GPU's SMs busy, by NVML; None where NVML does not report it.
 
-    Nothing is decided by it, so a GPU on which only this differs is as it was.
+    No decision depends on it, so a GPU on which only this value differs counts as unchanged.
     """
 
 

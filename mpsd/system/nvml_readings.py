@@ -79,24 +79,25 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
 
 
 _RECENT: Final = 10
-"""Seconds for which a sample of a process's activity is worth telling; mpsd reads the GPUs as often."""
+"""Seconds for which a sample of a process's activity is reported; mpsd reads the GPUs as often."""
 
 _WHOLE: Final = 100
-"""Percent. Drivers have been seen to tell of more, for what they do not know (github.com/NVIDIA/DCGM/issues/83)."""
+"""Percent. Some drivers report a larger value for an unknown one (github.com/NVIDIA/DCGM/issues/83)."""
 
 
 def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
-    """Return how busy each process kept the SMs, in percent and by pid, for those of which NVML tells.
+    """Return how busy each process kept the SMs, in percent and by pid, for the processes that NVML reports.
 
     NVML takes samples, in driver-dependent intervals of up to a second, and has none of a process that used nothing; it
-    answers NOT_FOUND where it has none at all, and has no such function under MIG. Time is that of day, in µs
-    (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether it tells of clients of MPS depends on the driver.
+    answers NOT_FOUND where it has none at all, and has no such function under MIG. Its timestamps are those of the time
+    of day, in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether it reports clients of MPS depends
+    on the driver.
     """
     since = (clock.second() - _RECENT) * 1_000_000
     try:
         samples = lib.nvmlDeviceGetProcessUtilization(handle, since)
     except lib.NVMLError:
-        return {}  # The figure is for readers alone: a reading without it is a whole one.
+        return {}  # The value is only displayed, so a reading without it is complete.
     latest = sorted(samples, key=lambda each: int(each.timeStamp))
     return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
 

@@ -40,7 +40,7 @@ _LOOK: Final = 2.0
 
 
 def new_request_id() -> str:
-    """Return what names a request, so that it can be sent again, and its lease be found."""
+    """Return an id for a request, by which it can be repeated, and its lease found."""
     return f"mpsctl-{os.urandom(12).hex()}"
 
 

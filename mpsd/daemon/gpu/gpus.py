@@ -140,7 +140,7 @@ class Gpus:
         return process.memory.value if process is not None and isinstance(process.memory, Known) else None
 
     def sm_activity(self, uuid: str, pid: int) -> int | None:
-        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not tell."""
+        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not report it."""
         process = self._process(uuid, pid)
         return None if process is None else process.sm_activity
 

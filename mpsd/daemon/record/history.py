@@ -1,4 +1,4 @@
-"""What outlives a boot: the events, and who used how much."""
+"""The data that outlives a boot: the events, and the usage of each user."""
 
 from collections.abc import Callable
 from math import isfinite
@@ -29,12 +29,13 @@ HISTORY_SCHEMA: Final = (
 )
 """The versions of the history, the oldest first; a later mpsd adds to them and changes none.
 
-In the second, `data` is the lines of the events that were stored together, and `seq` and `at` are of the last of them.
+In the second, `data` contains the lines of the events that were stored together; `seq` and `at` are those of the last
+one.
 """
 
 
 def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) -> None:
-    """Note who used how much, for the next mpsd, by the wall clock, since the other one ends with the boot."""
+    """Store the usage of each user for the next mpsd, by the wall clock: the monotonic one ends with the boot."""
     wall = clock.now().timestamp()
     rows = [
         ("INSERT INTO usage VALUES (?, ?, ?, ?)", summed(uid, account.value, wall))
@@ -47,14 +48,14 @@ def note_usage(history: Database, usage: Usage, trouble: Callable[[str], None]) 
 
 
 def stored_usage(history: Database, half_life: float) -> dict[int, Account]:
-    """Return what every user had, decayed by the time since it was noted; a clock that was set back is no time."""
+    """Return the usage of each user, decayed since it was stored; a clock that was set back counts as no time."""
     now, wall = clock.monotonic(), clock.now().timestamp()
     accounts = {}
     for uid, value, noted in history.rows("SELECT uid, value, noted FROM usage"):
         if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
             continue
         if not isfinite(value + noted):
-            continue  # as only a defect could write it; to forget what one user had harms nobody
+            continue  # only a defect could write it; forgetting one user's usage harms nobody
         passed = max(wall - noted, 0.0)
         accounts[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
     return accounts

@@ -206,7 +206,7 @@ class Database:
         cursor = self._cursor
         self._commits += 1
         if len(statements) == 1:
-            cursor.execute(*statements[0])  # it is a transaction of its own
+            cursor.execute(*statements[0])  # a single statement is its own transaction
             return
         cursor.execute("BEGIN IMMEDIATE")
         try:

@@ -229,7 +229,7 @@ def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Sha
 
 @lru_cache(maxsize=1024)
 def granted(chosen: tuple[Candidate, ...], client_priority: int | None) -> tuple[tuple[Share, ...], str]:
-    """Return the shares of a lease that is granted these places, and why it is granted them."""
+    """Return the shares of a lease on these places, and the sentence of its grant."""
     shares = tuple(share(offer, need, client_priority) for offer, need in chosen)
     on = ", ".join(each.daemon for each in shares)
     return shares, f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {on}"

@@ -23,7 +23,7 @@ def quota_of(user: UserIdentity, settings: Settings) -> Quota:
 
 
 def is_free(quota: Quota, request: LeaseRequest) -> bool:
-    """Tell whether no quota can refuse a request: its user has none, and it asks for no priority above 0."""
+    """Tell whether no quota can refuse a request: its user has none, and its priority is not above 0."""
     return quota is _FREE and request.priority <= 0
 
 

@@ -162,9 +162,10 @@ class Room:
         return 0.0 if limit is None else _distance(limit, offer, held, need, uid)[1]
 
     def _rank(self, placement: Placement, candidate: Candidate) -> tuple[int, int, bool]:
-        """Return by what the places for a request are compared, the best first, as `find` says.
+        """Return the sort key of a place for a request, the best place first (see `find`).
 
-        That is the memory and the threads that are left, and whether a lease there gives its processes another part.
+        It consists of the memory and the threads that are left, and whether a lease there gives its processes a part
+        other than that of this request.
         """
         offer, need = candidate
         held, beside = self._held[offer.gpu], offer.unleased

@@ -38,7 +38,7 @@ class _Endpoint(NamedTuple):
     role: Role
     query: Callable[[str], RequestQuery | None]
     without_query: RequestQuery | None
-    """What that is where a request brings none."""
+    """The query of a request without parameters."""
     body: Callable[[bytes | bytearray], RequestBody] | None
     handle: Callable[[Request], Awaitable[Any]]
     encode: Encoder[Any]
@@ -78,7 +78,7 @@ class Dispatcher(Generic[H]):
             endpoint = None if message.trouble else methods.get(message.method)
             settings = self._settings.current
             principal = connection.peer.principal(settings)
-            # What matches no route needs a role too: a stranger learns nothing, not even what exists.
+            # A path without a route needs a role too, so that a caller without one cannot find out which paths exist.
             needed = Role.OBSERVER if endpoint is None else endpoint.role
             require(principal.role, needed, contained=principal.contained)
             self._in_flight.begin(uid, settings.api.requests_per_uid)
@@ -110,9 +110,9 @@ class Dispatcher(Generic[H]):
                 self._in_flight.end(uid)
 
     async def _arrival(self, message: Message) -> bool:
-        """Wait for the rest of a request's body, and tell whether it can be read: most bodies came with their request.
+        """Wait for the rest of a request's body, and tell whether it can be read.
 
-        Raises InvalidRequestError when the body does not come in time.
+        Most bodies arrive with their request. Raises InvalidRequestError when the body does not arrive in time.
         """
         seconds = self._settings.current.api.header_deadline
         try:

@@ -26,9 +26,9 @@ _ONE: Final = "name one holder"
 
 
 def of_peer(request: Request) -> Named:
-    """Return who holds a lease, and whose it is, where a request names nothing: the process that connected.
+    """Return the owner and the holder of a request that names neither: the process that connected.
 
-    Its connection has that open, and closes it. Raises PeerUnknownError.
+    The connection watches that process, and stops doing so when it closes. Raises PeerUnknownError.
     """
     living, credentials = _connected(request), request.credentials
     started = living.started
@@ -38,7 +38,7 @@ def of_peer(request: Request) -> Named:
 
 @contextmanager
 def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[Named]:
-    """Give what a request for a lease names.
+    """Yield the owner and the holder that a lease request names.
 
     Raises InvalidRequestError, NotPermittedError, PeerUnknownError and QuotaError.
     """

@@ -51,10 +51,9 @@ class Renewal:
         return bool(self._observer.present) or any(0 in server.clients for server in self._observer.servers)
 
     def want(self, uid: int, ask: Callable[[], Callable[[], bool]]) -> None:
-        """Replace the daemon, whose user was another until now, for this uid, where nobody is left of the other.
+        """Request a replacement for this uid of a daemon that had another user, where no client of that user is left.
 
-        `ask` queries the daemon for its clients, and returns a function that tells whether that was done. A replacement
-        that is only due counts as in progress, too.
+        `ask` queries the daemon for its clients, and returns a function that tells whether that was done.
         """
         if self._lifecycle.state is State.READY and not self._is_used and self._next_user is None:
             # Its last user cannot connect any more, so the answer to this question names every client.

@@ -159,14 +159,14 @@ class Connection(asyncio.BufferedProtocol):
                 self._cannot_read("it is too long")
 
     def _decline(self, parser: httptools.HttpRequestParser, data: memoryview | bytearray) -> None:
-        """Have a request that offers another protocol read without the offer, and what comes behind its head.
+        """Parse a request that offers another protocol without the offer, and then the data behind its head.
 
         See `on_headers_complete`.
         """
         while True:
             head, self._head = self._head, b""
             if not head:
-                self._parser = None  # CONNECT: what follows is for somebody else
+                self._parser = None  # CONNECT: the following data is for another server
                 return
             parser.feed_data(head)
             if not data:
@@ -244,7 +244,7 @@ class Connection(asyncio.BufferedProtocol):
         message, self._coming, self._size = self._coming, None, 0
         if message is not None:
             message.complete = True
-            if self.is_answering:  # or nobody waits for its body yet
+            if self.is_answering:  # otherwise nobody waits for its body yet
                 message.wake()
 
     # -- answering -----------------------------------------------------------------------------------------------------
@@ -368,8 +368,8 @@ class Connection(asyncio.BufferedProtocol):
 
 
 @lru_cache(64)
-def _head(status: int, kind: str, second: int, last: bool) -> bytes:  # noqa: FBT001 - a cache takes no names for free
-    """Return how an answer in this second begins; `last` tells whether nothing comes behind it."""
+def _head(status: int, kind: str, second: int, last: bool) -> bytes:  # noqa: FBT001 - keywords slow a cache
+    """Return the head of an answer in this second; `last` tells whether the connection ends after it."""
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(second))
     media = "" if status == _NO_CONTENT else f"Content-Type: {kind}\r\n"
     close = "Connection: close\r\n" if last else ""

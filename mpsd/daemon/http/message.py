@@ -36,9 +36,9 @@ class Message:
         self.method = method
         path, _, self.query = target.decode(errors="replace").partition("?")
         if not path.startswith("/"):
-            path = _ORIGIN.sub("", path)  # as one sends it to a proxy: with scheme and host
+            path = _ORIGIN.sub("", path)  # the form for proxies: with scheme and host
         self.path = unquote(path) if "%" in path else path
-        """What it is for, decoded; and, in `query`, what is asked about that."""
+        """The decoded path of the request target; `query` has its query."""
         self.body = bytearray()
         """The received part; of a body that is too large, only slightly more than the maximum."""
         self.expects = False

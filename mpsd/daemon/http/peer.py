@@ -32,7 +32,7 @@ class Principal:
     """Whether it would be an administrator outside its container."""
     admin: bool = False
     operator: bool = False
-    """Whether it may hold, drain and resume control daemons, as an administrator may too."""
+    """Whether the peer may hold, drain and resume control daemons; an administrator may, too."""
 
 
 class Peer:

@@ -56,7 +56,7 @@ class GroupCommit:
         self._finish = finish
         self._find = find
         self._refuse = refuse
-        self._loop = asyncio.get_running_loop()  # to ask for it at each change takes a system call
+        self._loop = asyncio.get_running_loop()  # each later call would take a system call
         self._due = False
         """Whether something has to be stored."""
         self._awaited = False

@@ -143,7 +143,7 @@ class LeaseStore:
         self._new = itertools.count(1)
         """The numbers of the rows that do not exist yet."""
         self.late: dict[str, Lease] = {}
-        """The leases that are not on disk as they are, by id."""
+        """The leases that are not on disk in their present state, by id."""
         self._unwritten = ""
         """Why the file is new and still empty; empty text otherwise. Nothing is stored until it contains the whole
         state."""

@@ -194,9 +194,9 @@ class LimitGates:
                 continue  # the caller settles all of them
             if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
                 self._settle(gate)
-            elif is_other and limits is None:  # whoever asks next may well need what this one leaves
+            elif is_other and limits is None:  # the next request may well need what this one leaves
                 gate.lower_at = min(gate.lower_at, now + _LINGER)
-            elif is_other and limits == gate.limits:  # as left by one before: they hold, and all others need no more
+            elif is_other and limits == gate.limits:  # a previous lease left them, and all others need no more
                 gate.lower_at = NEVER
             elif is_other:
                 self._settle(gate)
@@ -258,7 +258,7 @@ class LimitGates:
             self._changed.set()
 
     def _open_at_once(self, lease: Lease) -> bool:
-        """Let a lease's uid in, and tell whether its clients can attach as it is, as they mostly can.
+        """Admit a lease's uid, and tell whether its clients can attach now, which is the usual case.
 
         They can where there are no turns, no window that may have begun, and no trouble. Raises PipeAccessError.
         """

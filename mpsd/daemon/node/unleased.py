@@ -19,7 +19,7 @@ class UnleasedClients:
     def __init__(self) -> None:
         self._sums: Sums = {}
         self.charged: Mapping[int, Amount] = {}
-        """What each user is charged with."""
+        """The amount that counts against each user."""
         self._parts: dict[tuple[str, ProcessIdentity], int] = {}
         """By GPU and client of a lease that ended since the last reading of NVML, the memory that it may hold."""
 

@@ -58,7 +58,7 @@ class LineShares:
         return False
 
     def _make_room(self, now: float) -> None:
-        """Forget the uids whose shares are whole, where there are too many."""
+        """Forget the uids with whole shares, where there are too many uids."""
         if len(self._shares) >= _MOST_UIDS:
             used = _MINUTE * self._minutes
             self._shares = {

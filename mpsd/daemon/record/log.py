@@ -276,7 +276,7 @@ def configure(
         # A reader looks first for the time, the severity, and the event.
         at, level, event, facts = line
         text = to_json({"at": at, "level": level, "event": event, **facts})
-        if not text.isascii() or b"\x7f" in text:  # most lines have nothing that could act on a terminal
+        if not text.isascii() or b"\x7f" in text:  # rare: it may contain characters that act on a terminal
             text = harmless_json(text.decode()).encode()
         if record is not None and "exception" not in facts:
             record(at.timestamp(), text)

@@ -129,8 +129,7 @@ class Node:
             self.leases.restore()
             self._shut_out()
             self.quarantine.follow(self._shut_out)
-            # The present objects are permanent: the garbage collector need not examine them again, some thousand times
-            # a day.
+            # The present objects are permanent: the collector need not examine them again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
             self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
@@ -207,8 +206,7 @@ class Node:
         ends = self.settings.current.on_violation(ViolationKind.QUARANTINED) is OnViolation.TERMINATE
         for lease in [each for each in self.leases.ledger.all() if each.owner.uid in self.quarantine.uids]:
             if ends or lease.state is LeaseState.WAITING:
-                # If the end cannot be stored, the lease has ended nevertheless, and the end is stored as soon as that
-                # is possible.
+                # If the end cannot be stored, the lease has ended nevertheless, and its end is stored later.
                 with contextlib.suppress(StorageError):
                     await self.leases.release(lease.id, f"uid {lease.owner.uid} is quarantined")
 

@@ -8,12 +8,12 @@ __version__ = "0.1.0"
 
 
 def find_own_libraries_first(python_path: str) -> None:
-    """Look for libraries where they are installed before PYTHONPATH, which is given, and the current directory.
+    """Search installed libraries before PYTHONPATH, which is the argument, and before the current directory.
 
-    The caller's PYTHONPATH is for the caller's programs: a module there that is called as a library of mpsd's is not
-    what mpsd imports.
+    The caller's PYTHONPATH is for the caller's programs: mpsd must not import a module from there that has the name of
+    one of its libraries.
     """
     strange = {os.path.abspath(each) for each in python_path.split(os.pathsep) if each}  # noqa: PTH100 - as in cli
-    with contextlib.suppress(FileNotFoundError):  # the current directory is removed
+    with contextlib.suppress(FileNotFoundError):  # the current directory was removed
         strange.add(os.getcwd())  # noqa: PTH109 - likewise
     sys.path.sort(key=lambda each: not each or os.path.abspath(each) in strange)  # noqa: PTH100 - likewise

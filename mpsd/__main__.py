@@ -1,6 +1,6 @@
-"""The program `mpsd`, and the one place that puts the house together: `run`, `stop`, `demo` and `check`.
+"""The program `mpsd`, and the one place that assembles its parts: `run`, `stop`, `demo` and `check`.
 
-What each command needs is imported when it runs, so that `mpsd --help` costs nothing.
+Each command imports its parts when it runs, so that `mpsd --help` is fast.
 """
 
 import os
@@ -10,8 +10,8 @@ import sys
 from mpsd import __version__, find_own_libraries_first
 
 if __name__ == "__main__" or sys.argv[0].endswith("/mpsd"):
-    # A reload that is asked for before mpsd can do it waits until then; the usual action would end mpsd. Everything
-    # that is imported below takes its time, so this comes first, and only where this is the program that runs.
+    # SIGHUP must wait until mpsd can reload; its default action would end mpsd. The imports below take time, so this
+    # comes first, and only where this module is the running program.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     find_own_libraries_first(os.environ.get("PYTHONPATH", ""))
 
@@ -47,7 +47,7 @@ _CONFIG = click.option(
 
 
 def _of_node(function: "Callable[..., None]") -> "Callable[..., None]":
-    """Give a command the options that say which node it is about."""
+    """Add the options that select a node to a command."""
     for option in (
         click.option(
             "--control",
@@ -149,7 +149,7 @@ def _run(
             return _serve(plan)
         except MpsdError as error:
             if error.exit_code != OperatorError.exit_code:
-                raise  # the next mpsd may be luckier, and whoever waits is its caller
+                raise  # the next mpsd may succeed
             _say(error)
             manager.notify(f"STATUS=refused: {plain(error.detail)}")
             if manager.listener is None or not answer_refused_start(manager.listener, error, wanted):
@@ -236,7 +236,7 @@ def demo(*, no_shell: bool, until_eof: Path | None) -> None:
 
     if until_eof is not None:
         _simulate(until_eof, until_eof=True, announce=lambda: click.echo("ready"))
-        shutil.rmtree(until_eof, ignore_errors=True)  # whoever was to do that may have been killed
+        shutil.rmtree(until_eof, ignore_errors=True)  # the process that should do this may have been killed
         return
     with tempfile.TemporaryDirectory(prefix="mpsd-demo-", ignore_cleanup_errors=True) as name:
         root = Path(name)
@@ -248,7 +248,7 @@ def demo(*, no_shell: bool, until_eof: Path | None) -> None:
 
 
 def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") -> None:
-    """Run a simulated node in a directory until a signal, or the end of stdin; its log goes to a file there."""
+    """Run a simulated node in a directory until a signal, or the end of stdin; its log is a file there."""
     import asyncio
     from dataclasses import replace
 
@@ -274,11 +274,11 @@ def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") ->
 
 
 _FAREWELL: Final = 1.0
-"""Seconds for the last words on a terminal."""
+"""Seconds for the last message on a terminal."""
 
 
 def _say_what_is_left(left: int, of: int) -> None:
-    """Say on a terminal what mpsd leaves behind, and how to stop that."""
+    """Report on a terminal the control daemons that keep running, and how to stop them."""
     import shlex
     from threading import Thread
 
@@ -288,7 +288,7 @@ def _say_what_is_left(left: int, of: int) -> None:
             f"mpsd: {left} of {of} control daemons keep running, with their clients; the next mpsd adopts them\n"
             f"  to stop them once they have no clients: {shlex.join(['mpsd', 'stop', *options])}\n"
         )
-        # A terminal that is full and that nobody reads would hold mpsd up for ever.
+        # A full terminal without a reader would block mpsd for ever.
         writer = Thread(target=os.write, args=(sys.stderr.fileno(), text.encode()), daemon=True)
         writer.start()
         writer.join(_FAREWELL)
@@ -303,14 +303,17 @@ def _serve(plan: "Plan") -> None:
 
 
 def _priority() -> str:
-    """Return what has the journal take a line for an error, where stderr leads there. Source: sd-daemon(3)."""
+    """Return the prefix that makes the journal record a line as an error, if stderr leads there.
+
+    Source: sd-daemon(3).
+    """
     from mpsd.system.journal import is_behind
 
     return "<3>" if is_behind(sys.stderr.fileno(), os.environ.get("JOURNAL_STREAM", "")) else ""
 
 
 def _say(error: MpsdError) -> None:
-    """Say what went wrong: one sentence, its code, and a hint."""
+    """Print an error: one sentence, its code, and a hint."""
     from mpsd.system.log_output import LogOutput
 
     output, priority = LogOutput(sys.stderr.fileno()), _priority()
@@ -320,7 +323,7 @@ def _say(error: MpsdError) -> None:
 
 
 def main() -> None:
-    """Run the program; an error of ours is said, and not raised."""
+    """Run the program; an error of mpsd is printed, not raised."""
     try:
         cli(prog_name="mpsd")
     except MpsdError as error:

@@ -1,4 +1,4 @@
-"""What `mpsd demo` shows: a simulated node, a shell in which mpsctl finds it, and five steps to try."""
+"""The demonstration of `mpsd demo`: a simulated node, a shell in which mpsctl finds it, and five steps to try."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from mpsd.simulator import launch
 from mpsd.system import foreground
 
 LOG: Final = "mpsd.log"
-"""The file in the node's directory that has its log: a demonstration is quiet."""
+"""The file of the log in the node's directory, so that the demonstration is quiet."""
 
 _STEPS: Final = """\
  1. Look at the node:      mpsctl status
@@ -61,7 +61,7 @@ def _programs(root: Path) -> Path:
 
 
 def write_programs(root: Path) -> None:
-    """Write the programs that the steps name, as they are called from wherever mpsd is installed."""
+    """Write the programs that the steps name, as wrappers that work wherever mpsd is installed."""
     _programs(root).mkdir()
     for name, command in {
         "mpsd": (sys.executable, "-P", "-m", "mpsd"),
@@ -74,12 +74,12 @@ def write_programs(root: Path) -> None:
 
 
 def what_to_try(root: Path) -> str:
-    """Return what to try from another terminal."""
+    """Return the steps for another terminal."""
     return _ELSEWHERE.format(socket=shlex.quote(f"{_socket(root)}"), programs=shlex.quote(f"{_programs(root)}"))
 
 
 def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
-    """Run the node beside a shell, say what to try there and what to do next, and return the shell's exit status."""
+    """Run the node beside a shell, print the steps, and return the shell's exit status."""
     write_programs(root)
     variables = {
         "MPSD_SOCKET": f"{_socket(root)}",
@@ -99,7 +99,7 @@ def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
                 f"the shell {command[0]} cannot be started: {error.strerror}",
                 hint="set SHELL to another, or use mpsd demo --no-shell",
             ) from None
-    with contextlib.suppress(OSError):  # the terminal is gone, and that ended the shell
+    with contextlib.suppress(OSError):  # the terminal is gone, which ended the shell
         click.echo(f"\n{_GOODBYE}", nl=False)
     return status
 

@@ -1,18 +1,18 @@
-"""What the API answers, as mpsctl reads it: the shapes of `mpsd.daemon.api.schema`, for the type checker alone.
+"""The types of the API's answers, for the type checker alone: the same fields as in `mpsd.daemon.api.schema`.
 
-mpsctl does not import them to run, and it validates nothing: what mpsd answers is printed. A test compares them with
-the types that mpsd answers with, field by field.
+mpsctl does not import them at run time and validates nothing: it prints mpsd's answers. A test compares the types with
+those of mpsd's answers, field by field.
 """
 
 from collections.abc import Mapping
 from typing import TypeAlias, TypedDict
 
 Event: TypeAlias = Mapping[str, object]
-"""A decision of mpsd: the line of its log, with its number `seq`; which facts there are depends on what happened."""
+"""A decision of mpsd: a line of its log, with its number `seq`; the kind of event decides which facts it has."""
 
 
 class Owner(TypedDict):
-    """Who holds a lease, as the kernel said."""
+    """The owner of a lease, by the kernel's word."""
 
     uid: int
     gid: int
@@ -21,7 +21,7 @@ class Owner(TypedDict):
 
 
 class Holder(TypedDict, total=False):
-    """What holds a lease, by its kind: a process, a control group (`cgroup`), or a claim; and what such a one has."""
+    """A holder of a lease: its kind (a process, a control group as `cgroup`, or a claim), and that kind's fields."""
 
     kind: str
     pid: int | None
@@ -43,7 +43,7 @@ class Keeper(TypedDict):
 
 
 class Wait(TypedDict):
-    """Where a waiting lease stands."""
+    """The state of a waiting lease."""
 
     position: int
     waits_for: str
@@ -51,7 +51,7 @@ class Wait(TypedDict):
 
 
 class Share(TypedDict):
-    """What a lease has on one GPU."""
+    """The share of a lease on one GPU."""
 
     gpu: str
     daemon: str
@@ -61,7 +61,7 @@ class Share(TypedDict):
 
 
 class Lease(TypedDict):
-    """A promise of this much of a GPU, until it ends; None or empty where there is nothing yet.
+    """A promise of shares of GPUs until the lease ends; None or empty where a value does not exist yet.
 
     Percentage, memory and environment are those on the first of its GPUs; `shares` has each.
     """
@@ -97,7 +97,7 @@ class Lease(TypedDict):
 
 
 class Others(TypedDict):
-    """What those have together whose leases are not shown; the threads of all GPUs are added up."""
+    """The sums of the leases that are not shown; threads are summed over all GPUs."""
 
     leases: int
     waiting: int
@@ -113,7 +113,7 @@ class Leases(TypedDict):
 
 
 class Limits(TypedDict):
-    """Limits in percent and bytes; None where there is no such limit, or it is not known."""
+    """Limits in percent and bytes; None where there is no such limit, or it is unknown."""
 
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
@@ -173,7 +173,7 @@ class Daemon(TypedDict):
 
 
 class Canary(TypedDict):
-    """What canaries prove of a control daemon."""
+    """The verdict of canaries on a control daemon."""
 
     daemon: str
     verdict: str
@@ -189,7 +189,7 @@ class Daemons(TypedDict):
 
 
 class Gpu(TypedDict):
-    """A GPU; None stands for what could not be read."""
+    """A GPU; None stands for a value that could not be read."""
 
     uuid: str | None
     index: int
@@ -218,7 +218,7 @@ class Gpus(TypedDict):
 
 
 class Violation(TypedDict):
-    """A violation that is open."""
+    """An open violation."""
 
     kind: str
     pid: int
@@ -251,7 +251,7 @@ class Clients(TypedDict):
 
 
 class Process(TypedDict):
-    """A process of a lease on one GPU: whether it is under MPS, what it was granted, and what it can really use."""
+    """A process of a lease on one GPU: whether it is under MPS, its granted limits, and those in force."""
 
     pid: int
     name: str
@@ -283,7 +283,7 @@ class Verify(TypedDict):
 
 
 class Reason(TypedDict):
-    """One thing that is not well."""
+    """One problem."""
 
     kind: str
     subject: str
@@ -326,7 +326,7 @@ class Config(TypedDict):
 
 
 class Blocker(TypedDict):
-    """Somebody who is waited for."""
+    """An object that an operation waits for."""
 
     what: str
     lease: str | None
@@ -335,7 +335,7 @@ class Blocker(TypedDict):
 
 
 class Reload(TypedDict):
-    """What a reload of the configuration came to."""
+    """The result of a reload of the configuration."""
 
     applied: list[str]
     needs_restart: list[str]
@@ -343,7 +343,7 @@ class Reload(TypedDict):
 
 
 class Operation(TypedDict):
-    """What an operator asked of a control daemon, and what came of it."""
+    """An operator's command to a control daemon, and its progress."""
 
     id: str
     daemon: str

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 SOCKET: Final = "/run/mpsd/mpsd.sock"
-"""Where mpsd listens, unless somebody says otherwise."""
+"""The default socket of mpsd."""
 
 
 class Api(Client):
-    """mpsd, as a caller sees it. Every method raises UnreachableError, and the errors that mpsd answers."""
+    """mpsd from a caller's view. Every method raises UnreachableError, and the errors of mpsd's answers."""
 
     def variables(self) -> dict[str, str]:
-        """Return by which variables a process finds this mpsd, and believes it; none where it does so anyway."""
+        """Return the variables with which a process finds and trusts this mpsd; empty where it does so by default."""
         found = {}
         if self.path != SOCKET or "MPSD_SOCKET" in os.environ:
             found["MPSD_SOCKET"] = os.path.abspath(self.path)  # noqa: PTH100 - pathlib takes longer to import
@@ -48,11 +48,11 @@ class Api(Client):
         return cast("answer_types.Clients", self.get("/v1/clients"))
 
     def leases(self, *, ended: bool = False) -> "answer_types.Leases":
-        """Return the leases that have not ended, and with `ended` those that ended not long ago too."""
+        """Return the leases that have not ended; with `ended`, also those that ended recently."""
         return cast("answer_types.Leases", self.get("/v1/leases?ended=true" if ended else "/v1/leases"))
 
     def lease(self, lease: str) -> "answer_types.Lease":
-        """Return one lease, also when it ended not long ago."""
+        """Return one lease, even if it ended recently."""
         return cast("answer_types.Lease", self.get(f"/v1/leases/{segment(lease)}"))
 
     def history(self, **query: str) -> "answer_types.History":
@@ -68,22 +68,22 @@ class Api(Client):
     def admit(
         self, request: Mapping[str, object], *, deadline: float | None = None, meanwhile: Meanwhile | None = None
     ) -> "answer_types.Lease":
-        """Take out a lease, tied to this very process unless the request names another.
+        """Request a lease, held by this very process unless the request names another holder.
 
-        A request that may wait is answered when it has what it waits for, so its deadline must be later than that.
+        mpsd answers a request that may wait only when its wait is over, so the deadline must be later than that.
         """
         return cast("answer_types.Lease", self.post("/v1/leases", request, deadline=deadline, meanwhile=meanwhile))
 
     def renew(self, lease: str, ttl: float) -> "answer_types.Lease":
-        """Let a lease live for this many seconds from now on."""
+        """Set the remaining time to live of a lease."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))
 
     def attach(self, lease: str) -> "answer_types.Lease":
-        """Have a lease's limits opened for its processes that are still to come; answered when they are open."""
+        """Open a lease's limits for its processes that are still to come; returns when they are open."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=inf))
 
     def hold(self, lease: str, request: Mapping[str, object], *, deadline: float = inf) -> "answer_types.Lease":
-        """Have a lease held by another holder too, or instead, or its claim taken; answered when it is open to it."""
+        """Add or replace a lease's holder, or take its claim; returns when the lease is open to the holder."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/holders", request, deadline=deadline))
 
     def verify(self, lease: str) -> "answer_types.Verify":
@@ -95,31 +95,31 @@ class Api(Client):
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/end", {}))
 
     def release(self, lease: str) -> None:
-        """End a lease; one that has ended already is fine."""
+        """End a lease; an ended lease is no error."""
         self.delete(f"/v1/leases/{segment(lease)}")
 
     def release_untaken(self, lease: str) -> None:
-        """End a lease that nobody has taken; one that has ended is fine, and one that was taken is refused."""
+        """End a lease that no holder has taken; an ended lease is no error, and a taken one is refused."""
         self.delete(f"/v1/leases/{segment(lease)}?untaken=true")
 
     def operate(self, daemon: str, verb: str, request: Mapping[str, object] | None = None) -> "answer_types.Operation":
-        """Have a control daemon held, drained, resumed, restarted or reset."""
+        """Hold, drain, resume, restart or reset a control daemon."""
         return cast("answer_types.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))
 
     def canary(self, daemon: str) -> "answer_types.Canary":
-        """Have canaries sent to a control daemon, and return what they prove; each takes as long as mpsd lets it."""
+        """Send canaries to a control daemon, and return their verdict; each takes at most as long as mpsd allows."""
         return cast("answer_types.Canary", self.post(f"/v1/daemons/{segment(daemon)}/canary", {}, deadline=inf))
 
     def reload(self) -> "answer_types.Reload":
-        """Have the configuration read again."""
+        """Reload the configuration."""
         return cast("answer_types.Reload", self.post("/v1/reload", {}))
 
     def pardon(self, uid: int) -> None:
-        """Let a uid in again that was quarantined."""
+        """Lift the quarantine of a uid."""
         self.delete(f"/v1/quarantines/{uid}")
 
     def operation(self, operation: str) -> "answer_types.Operation":
-        """Return an operation, as it stands."""
+        """Return an operation in its present state."""
         return cast("answer_types.Operation", self.get(f"/v1/operations/{segment(operation)}"))
 
     def events(

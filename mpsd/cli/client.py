@@ -1,4 +1,4 @@
-"""A small synchronous HTTP/1.1 client over a unix socket: what mpsd's API needs, and nothing that is slow to import."""
+"""A small synchronous HTTP/1.1 client over a unix socket, with only what mpsd's API needs, and fast to import."""
 
 import contextlib
 import errno
@@ -15,44 +15,46 @@ from mpsd import __version__
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError, catalogue
 
 DEADLINE: Final = 10.0
-"""Seconds for one request, from connecting to the last byte of its answer, unless it is one that takes its time."""
+"""Seconds for one request, from connecting to the last byte of its answer, unless the request names another
+deadline."""
 
 Meanwhile: TypeAlias = Callable[[], float]
-"""What is done while an answer lets itself be waited for; it returns the seconds until it is to be done again."""
+"""A callback that runs while an answer is awaited; it returns the seconds until its next run."""
 
 FIRST_LOOK: Final = 0.5
-"""Seconds after which that is done for the first time."""
+"""Seconds until its first run."""
 
 _ERRORS: Final = 400
-"""Where they begin among the statuses of HTTP."""
+"""The first HTTP status that is an error."""
 
 _INSTANT: Final = 0.001
-"""The shortest time to wait: with none at all, a socket would not wait but fail."""
+"""The shortest timeout of a socket: 0 would make it non-blocking."""
 
 _LONGEST_LINE: Final = 64 * 1024
 _UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
 _EXIT_CODES: Final = {401: 77, 403: 77, 404: 1, 409: 75, 429: 75, 503: 75}
-"""Exit codes by HTTP status, for an error whose code this mpsctl does not know."""
+"""Exit codes by HTTP status, for an error with a code that this mpsctl does not know."""
 
 
 class Client:
-    """One connection to mpsd, opened when it is first needed and kept for the requests that follow.
+    """One connection to mpsd, opened at the first request and kept for further ones.
 
-    Every request raises UnreachableError when no mpsd answers it within the deadline, UntrustedSocketError when who
-    listens is neither root nor the caller nor trusted, and else the error that mpsd answered, as its class there.
+    Every request raises UnreachableError when no mpsd answers within the deadline, UntrustedSocketError when the
+    listener is neither root nor the caller nor trusted, and otherwise the error of mpsd's answer as an instance of its
+    class.
     """
 
     def __init__(self, path: str, *, deadline: float = DEADLINE, trusted: Collection[int] = ()) -> None:
-        """`trusted` are the uids that are believed besides root's and the caller's own."""
+        """`trusted` are the uids that are trusted besides root's and the caller's own."""
         self.path = path
-        """Where mpsd listens, or is to."""
+        """The path of mpsd's socket."""
         self.trusted = frozenset(trusted)
         self._deadline = deadline
         self._connection: _Connection | None = None
 
     def __enter__(self) -> Self:
-        """Open nothing yet."""
+        """Return the client; the first request opens the connection."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,15 +62,15 @@ class Client:
         self.close()
 
     def another(self, *, deadline: float) -> Self:
-        """Return a client of the same mpsd, with a connection of its own."""
+        """Return a client of the same mpsd with its own connection."""
         return type(self)(self.path, deadline=deadline, trusted=self.trusted)
 
     def at(self, path: str) -> Self:
-        """Return a client of the mpsd that listens there, which believes the same users."""
+        """Return a client of the mpsd with that socket; it trusts the same users."""
         return type(self)(path, deadline=self._deadline, trusted=self.trusted)
 
     def connect(self) -> "_Connection":
-        """Connect, unless that was done. Raises UnreachableError and UntrustedSocketError."""
+        """Connect, if that was not done yet. Raises UnreachableError and UntrustedSocketError."""
         if self._connection is None:
             self._connection = _Connection(_connect(self.path, self._deadline, self.trusted))
         return self._connection
@@ -91,19 +93,19 @@ class Client:
         deadline: float | None = None,
         meanwhile: Meanwhile | None = None,
     ) -> object:
-        """Return the decoded JSON of a POST with a JSON body, which may have a deadline of its own."""
+        """Return the decoded JSON of a POST with a JSON body; it may have its own deadline."""
         return self._request("POST", path, json.dumps(body).encode(), deadline=deadline, meanwhile=meanwhile)
 
     def delete(self, path: str) -> None:
-        """DELETE what the path names."""
+        """Send a DELETE for the path."""
         self._request("DELETE", path)
 
     def lines(
         self, path: str, *, silence: float = DEADLINE, meanwhile: Meanwhile | None = None
     ) -> Iterator[tuple[str, object]]:
-        """Yield the JSON lines of an answer, with what they say, as they come; one that breaks off is not among them.
+        """Yield the complete JSON lines of an answer as they arrive, each with its decoded value.
 
-        It must begin within the deadline; from then on it may be silent for this many seconds at a time.
+        The answer must begin within the deadline; after that, it may pause for at most `silence` seconds at a time.
         """
         rest = b""
         with self._conversation(self._deadline):
@@ -142,7 +144,7 @@ class Client:
 
     @contextlib.contextmanager
     def _conversation(self, deadline: float) -> Iterator[None]:
-        """Say what broke an exchange; a connection on which the rest of an answer may still come is not used again."""
+        """Convert errors of an exchange; close a connection on which the rest of an answer may still arrive."""
         try:
             yield
         except (OSError, EOFError, ValueError) as error:
@@ -173,7 +175,7 @@ class Client:
                 )
 
     def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Connection":
-        """Send a request, and return the connection on which its answer comes."""
+        """Send a request, and return the connection for its answer."""
         connection = self.connect()
         connection.begin(deadline, meanwhile)
         lines = [f"{method} {path} HTTP/1.1", "Host: mpsd", f"User-Agent: mpsctl/{__version__}"]
@@ -184,7 +186,7 @@ class Client:
 
 
 def segment(text: str) -> str:
-    """Return a text as one segment of a path, with everything quoted that has a meaning there."""
+    """Return a text as one segment of a path, with all special characters quoted."""
     return "".join(chr(byte) if byte in _UNRESERVED else f"%{byte:02X}" for byte in os.fsencode(text))
 
 
@@ -198,7 +200,7 @@ _START_IT: Final = (
 
 
 def error_of(status: int, document: object) -> MpsdError:
-    """Return the error that a problem document stands for; one without a known code is judged by its HTTP status."""
+    """Return the error in a problem document; an unknown code is judged by its HTTP status."""
     fields = document if isinstance(document, dict) else {}
     code, detail, hint, limit = (fields.get(name) for name in ("code", "detail", "hint", "limit"))
     detail = str(detail or f"the answer was HTTP status {status} without a reason")
@@ -209,7 +211,7 @@ def error_of(status: int, document: object) -> MpsdError:
             return known(detail, hint=hint, limit=limit)
     unknown = MpsdError(detail, hint=hint, limit=limit)
     unknown.code = str(code or unknown.code)
-    unknown.exit_code = _EXIT_CODES.get(status, 2 if status < 500 else 1)  # noqa: PLR2004 - the caller's errors, and the others
+    unknown.exit_code = _EXIT_CODES.get(status, 2 if status < 500 else 1)  # noqa: PLR2004 - errors of the caller
     return unknown
 
 
@@ -218,17 +220,17 @@ _PEER: Final = struct.Struct("iII")
 
 
 def _connect(path: str, deadline: float, trusted: Collection[int]) -> socket.socket:
-    """Connect, waiting for a busy mpsd to accept. Raises UnreachableError, and UntrustedSocketError."""
+    """Connect, and wait until a busy mpsd accepts. Raises UnreachableError, and UntrustedSocketError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # In the kernel's own time: a non-blocking connect would fail at once when the queue of callers is full.
+        # A timeout of the kernel: a non-blocking connect would fail at once when the queue of connections is full.
         seconds = struct.pack("@ll", int(deadline), int(deadline % 1 * 1_000_000))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         connection.connect(path)
     except OSError as error:
         connection.close()
         raise _unreachable(path, deadline, error) from None
-    # Of who called listen(), as the kernel noted it then; for a socket that systemd passes on, that is root.
+    # The credentials of the process that called listen(); for a socket that systemd passes on, that is root.
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid in {0, os.getuid(), os.geteuid(), *trusted}:
         return connection
@@ -265,15 +267,15 @@ def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError
 
 
 class _Connection:
-    """The bytes of one connection, and the answers in them.
+    """One connection, and the parser of its answers.
 
-    Every method raises TimeoutError once the time given with `begin` has passed, EOFError when the other side hangs up
-    in the middle, ConnectionError when the connection breaks, and ValueError for what is not HTTP.
+    Every method raises TimeoutError once the time given to `begin` has passed, EOFError when the peer closes in the
+    middle of an answer, ConnectionError when the connection breaks, and ValueError for data that is not HTTP.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.reusable = False
-        """Whether the last answer was taken whole, and the connection is good for another request."""
+        """Whether the last answer was read completely, so that the connection can carry another request."""
         self._connection = connection
         self._received = bytearray()
         self._end = 0.0
@@ -281,11 +283,11 @@ class _Connection:
         self._next_look = inf
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._connection.close()
 
     def begin(self, seconds: float, meanwhile: Meanwhile | None) -> None:
-        """Give what follows this much time, and something to do while nothing comes."""
+        """Set the time for the following exchange, and the callback that runs while it waits."""
         now = time.monotonic()
         self._end = now + seconds
         self._meanwhile = meanwhile
@@ -301,13 +303,13 @@ class _Connection:
         """Return status and headers of the next answer."""
         status = self._status()
         headers = self._headers()
-        while 100 <= status < 200:  # noqa: PLR2004 - what is said before the answer proper
+        while 100 <= status < 200:  # noqa: PLR2004 - interim answers
             status = self._status()
             headers = self._headers()
         return status, headers
 
     def pieces(self, status: int, headers: Mapping[bytes, bytes]) -> Iterator[bytes]:
-        """Yield the body of the answer as it comes, to its end."""
+        """Yield the body of the answer as it arrives, to its end."""
         reusable = headers.get(b"connection", b"").lower() != b"close"
         if status not in {204, 304}:
             if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
@@ -359,7 +361,7 @@ class _Connection:
                 self._receive()
 
     def _receive(self) -> None:
-        """Wait for more, and do meanwhile what there is to do."""
+        """Wait for more data, and run the callback meanwhile."""
         while True:
             self._hurry(self._next_look)
             try:
@@ -374,7 +376,7 @@ class _Connection:
             return
 
     def _hurry(self, until: float) -> None:
-        """Let the next call have the time that is left, but not beyond `until`."""
+        """Set the timeout of the next call: the time that is left, but not beyond `until`."""
         now = time.monotonic()
         if now >= self._end:
             raise TimeoutError

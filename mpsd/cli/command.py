@@ -1,4 +1,4 @@
-"""What the commands of mpsctl have in common: the API, the form of their output, and one way to print it."""
+"""The common parts of mpsctl's commands: the API, the output formats, and the printing of answers."""
 
 import contextlib
 import functools
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _VARIABLE: Final = r"(?!CUDA_INJECTION)(?:CUDA|NVIDIA|MPSD)_[A-Z0-9_]+"
-"""The names that are taken from a lease's environment. CUDA loads the library that CUDA_INJECTION64_PATH names."""
+"""The accepted names in a lease's environment. CUDA would load the library that CUDA_INJECTION64_PATH names."""
 
 
 def now() -> datetime:
-    """Return the time, for ages."""
+    """Return the current time, for ages."""
     return datetime.now(UTC)
 
 
@@ -46,19 +46,19 @@ def _elsewhere(context: click.Context, _: click.Parameter, path: str | None) -> 
 
 
 def with_api(function: Callable[..., None]) -> Callable[..., None]:
-    """Hand a command the API first of all; `--socket` is taken after the command's name too, where many look for it."""
+    """Pass the API to a command; `--socket` is accepted after the command's name too, where many users write it."""
     option = click.option("--socket", metavar="PATH", hidden=True, expose_value=False, callback=_elsewhere)
     return option(click.pass_obj(function))
 
 
 def with_form(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command `-o`, with the forms that it has beyond table and json."""
+    """Add `-o` to a command, with `more` formats besides table and json."""
     forms = click.Choice(["table", "json", *more])
     return click.option("-o", "--output", "form", type=forms, default="table", show_default=True, help="Output format.")
 
 
 class Listing(NamedTuple):
-    """How a list is printed, and whether again and again."""
+    """The format of a list, and the interval of its repetition."""
 
     form: str
     look: tables.Look
@@ -66,7 +66,7 @@ class Listing(NamedTuple):
 
 
 def with_listing(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Hand a command a Listing, from the options of lists; `more` are forms beyond table, wide, json and yaml."""
+    """Pass a Listing to a command, from the options of lists; `more` are formats besides table, wide, json and yaml."""
     options = (
         click.option(
             "-o",
@@ -109,9 +109,9 @@ def print_listing(
     view: Callable[[T, tables.Look], str],
     names: Callable[[T], Iterable[str]] = lambda _: (),
 ) -> T:
-    """Print what the API answers to `ask`: as its own JSON, as YAML, as names alone, or as a view makes it readable.
+    """Print the API's answer to `ask`, and return it: as the API's JSON, as YAML, as names alone, or through a view.
 
-    Returns the answer. A list that is watched is printed until a signal ends mpsctl.
+    With --watch, the list is printed again and again until a signal ends mpsctl.
     """
     while True:
         answer = ask()
@@ -135,25 +135,25 @@ def print_listing(
 
 
 def say(error: MpsdError) -> None:
-    """Say what went wrong: one sentence, its code, and a hint."""
+    """Print an error: one sentence, its code, and a hint."""
     more = "; mpsctl doctor diagnoses the node, even without mpsd" if isinstance(error, UnreachableError) else ""
     detail, hint = as_here(plain(error.detail)), as_here(plain(error.hint))
     click.echo(f"mpsctl: {detail} [{error.code}]\n  hint: {hint}{more}", err=True)
 
 
 def note(text: str) -> None:
-    """Tell the user something beside what was asked for; a terminal that is gone is no reason to fail."""
+    """Print a note for the user beside the output; a terminal that is gone is no reason to fail."""
     with contextlib.suppress(OSError):
         click.echo(f"mpsctl: {as_here(plain(text))}", err=True)
 
 
 @contextlib.contextmanager
 def of_files() -> Iterator[None]:
-    """Say which file could not be read or written."""
+    """Convert an OSError to an error that names the file."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # it is no file's, but the terminal's
+        if error.filename is None:  # it concerns the terminal, not a file
             raise
         raise ConfigurationError(
             f"{error.filename}: {error.strerror}",
@@ -163,7 +163,7 @@ def of_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_one_version() -> Iterator[None]:
-    """Say what it means when an answer lacks a field."""
+    """Convert a missing field of an answer to an error that explains it."""
     try:
         yield
     except KeyError as missing:
@@ -174,7 +174,7 @@ def of_one_version() -> Iterator[None]:
 
 
 def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
-    """Print what the API answered: as its own JSON, or as a view makes it readable."""
+    """Print the API's answer: as the API's JSON, or through a view."""
     if form == "json":
         click.echo(as_json(answer))
         return
@@ -184,7 +184,7 @@ def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
 
 
 def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
-    """Print a lease, in any of its forms; its token stands in those that programs read."""
+    """Print a lease in any format; the formats for programs contain its token."""
     if form == "env":
         click.echo(as_exports(environment(api, lease, share)))
     elif form == "env-file":
@@ -196,13 +196,12 @@ def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | N
 
 
 def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
-    """Return the environment of a lease's processes: on its only GPU, or on the one of that number.
+    """Return the environment of a lease's processes, on its only GPU or on the GPU with the number `share`.
 
-    It names the mpsd that they find the lease at, where that is not the one that mpsctl would ask by itself.
-
-    Raises DoesNotFitError while it waits, NotFoundError when it has ended, and InvalidRequestError when that number is
-    missing or too high: without an environment of MPS, a process would run without limits. Raises InternalError for a
-    variable that is none of CUDA's, NVIDIA's or mpsd's: another could have a process run what the lease says.
+    It names the socket of this mpsd, where mpsctl would not use it by default. Raises DoesNotFitError while the lease
+    waits, NotFoundError when it has ended, and InvalidRequestError when the number is missing or too high: without an
+    environment of MPS, a process would run without limits. Raises InternalError for a variable that belongs to neither
+    CUDA, NVIDIA nor mpsd: it could make a process run code that the lease names.
     """
     with of_one_version():
         state, gpus = lease["state"], len(lease["gpus"])
@@ -240,20 +239,20 @@ def environment(api: Api, lease: "answer_types.Lease", share: int | None = None)
 
 
 class ForEval(click.Command):
-    """A command that prints what a shell is to evaluate.
+    """A command whose output a shell evaluates.
 
-    Where it fails, what it prints fails as well: a shell takes no lines at all for success, and would go on without
-    limits.
+    Where the command fails, the output fails as well: a shell takes empty output for success, and would continue
+    without limits.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the options."""
+        """Parse the options."""
         evaluated = any(each.endswith("env") for each in args)
         with _failing(evaluated=evaluated):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run it."""
+        """Run the command."""
         with _failing(evaluated=ctx.params["form"] == "env"):
             return super().invoke(ctx)
 

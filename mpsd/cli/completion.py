@@ -1,4 +1,4 @@
-"""What the shell offers after Tab: the names that a running mpsd knows. Whatever goes wrong, it offers nothing."""
+"""Completions for the shell: the names that a running mpsd has. On any failure, there are none."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 _DEADLINE: Final = 0.5
-"""Seconds for mpsd to answer: who pressed Tab waits for it."""
+"""Seconds for mpsd's answer: the user waits for it after pressing Tab."""
 
 _Names: TypeAlias = Callable[[Api], Iterable[tuple[str, str | None]]]
-"""Asks mpsd for names, each with what to say beside it."""
+"""Queries mpsd for names, each with a description."""
 
 
 def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]:
-    """Make a completion of the names that mpsd gives; none where it is not there, answers late, or nothing usable."""
+    """Make a completion with names from mpsd; it is empty where mpsd is absent, late, or gives an unusable answer."""
 
     def offer(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
@@ -44,7 +44,7 @@ lease_names: Final = _offering(lambda api: [(each["id"], each["name"]) for each 
 
 
 def program(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
-    """Offer the programs in PATH for the first word of a command; paths, and its arguments, the shell knows about."""
+    """Offer the programs in PATH for the first word of a command; the shell completes paths and arguments."""
     from click.shell_completion import CompletionItem
 
     if context.params.get("command") or "/" in incomplete or not incomplete:

@@ -1,6 +1,6 @@
-"""What `mpsctl doctor` does with the machine: it has it looked at, put to the checks, and mended.
+"""The work of `mpsctl doctor` on the machine: it observes, runs the checks, and applies fixes.
 
-The one module of mpsd/cli that reaches below core. `mpsctl doctor` imports it when it runs.
+This is the only module of mpsd/cli that imports rooms other than core; `mpsctl doctor` imports it when it runs.
 """
 
 import os
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from mpsd.cli.api import Api
 
 _VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
-"""How the names begin of what MPS, or mpsd, looks at in an environment."""
+"""Prefixes of the environment variables that MPS or mpsd uses."""
 
 
 _OWN: Final = frozenset({0, os.geteuid()})
-"""The uids whose mpsd has its files where the caller may change things by its word."""
+"""The uids whose mpsd may name files that the caller changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Which mpsd is to be looked at."""
+    """The mpsd to inspect."""
 
     socket: Path
     config: Path | None = None
@@ -43,7 +43,10 @@ class Where:
 
 
 def run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool) -> tuple[list[Result], list[str]]:
-    """Put the node to these checks; with `fix`, mend what is safe first. Returns what was mended, too."""
+    """Run these checks on the node; with `fix`, apply the safe fixes first.
+
+    Returns the results and the applied fixes.
+    """
     import asyncio
 
     return asyncio.run(_run(api, where, checks, fix=fix))
@@ -69,7 +72,7 @@ async def _run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool
 async def _mend(
     settings: Settings, wanted: Iterable[tuple[Result, Mend]]
 ) -> tuple[list[str], dict[tuple[str, str], Result]]:
-    """Mend what can be; return what was done, and by check and subject what could not be, with the reason."""
+    """Apply the possible fixes; return their descriptions, and the failed ones by check and subject with the reason."""
     done: list[str] = []
     failed: dict[tuple[str, str], Result] = {}
     for result, mend in wanted:
@@ -90,13 +93,13 @@ async def _mend(
 
 
 async def _observe(api: "Api", where: Where) -> Observed:
-    units = await service.units()  # before anybody connects: that starts an mpsd whose socket systemd listens on
+    units = await service.units()  # before the first connection, which starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(where.socket)
     answers, remedy, in_force = _ask(api)
     believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
     process = proc.process(socket.listener[0]) if believed and socket.listener and socket.listener[0] else None
     if process is not None and not proc.is_mpsd(process.arguments):
-        process = None  # a service manager listens, and hands the socket on
+        process = None  # a service manager listens, and passes the socket on
     arguments_of = (
         service.ServiceArguments()
         if process is None
@@ -135,7 +138,7 @@ async def _observe(api: "Api", where: Where) -> Observed:
 
 
 def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> tuple[Path, ...]:
-    """Return those of mpsd's directories that are others here: all of them, where mpsd listens and is not seen."""
+    """Return those of mpsd's directories whose paths lead elsewhere here; all of them, if mpsd is not visible."""
     directories = (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir)
     if socket.listener is not None and socket.listener[0] == 0:
         return directories
@@ -143,14 +146,14 @@ def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> 
 
 
 def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...]]) -> ProcessSeen | None:
-    """Return the mpsd that has the lock; where mpsd was given its socket, it is not who listens."""
+    """Return the mpsd that holds the lock; it is not the listener where a service manager passed the socket."""
     if not isinstance(lock, Known) or not isinstance(processes, Known):
         return None
     return next((each for each in processes.value if each.pid == lock.value and each.part == "mpsd"), None)
 
 
 def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
-    """Return what mpsd says of the node, what to do where it says nothing, and the settings that it has."""
+    """Return mpsd's answers about the node, a remedy where it does not answer, and its settings."""
     try:
         status, config = api.status(), api.config()
     except UnreachableError as error:
@@ -181,12 +184,12 @@ def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
 
 
 def _reason(reason: "answer_types.Reason") -> Reason:
-    """Return a reason of mpsd's. Raises ValueError for a kind that this version does not know."""
+    """Return a reason from mpsd's answer. Raises ValueError for a kind that this version does not know."""
     return Reason(Kind(reason["kind"]), reason["subject"], reason["because"], reason["hint"])
 
 
 def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
-    """Look at the processes of the leases that the caller may see."""
+    """Inspect the processes of the leases that the caller may see."""
     try:
         processes = [
             (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]), pid in lease["clients"])
@@ -197,7 +200,7 @@ def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
         ]
     except MpsdError as error:
         return Unknown(f"the leases are unknown: {error.detail}")
-    except (KeyError, TypeError, ValueError) as strange:  # an mpsd of another version, or of a user who makes it up
+    except (KeyError, TypeError, ValueError) as strange:  # an mpsd of another version, or a forged answer
         return Unknown(f"the leases are unknown: mpsd's answer has other fields than this mpsctl knows ({strange})")
     return Known(clients.look_at_all(processes))
 
@@ -222,7 +225,7 @@ def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
 
 
 def _settings(config: "answer_types.Config") -> Reading[Settings]:
-    """Return the settings that mpsd says it has, from the words that its configuration would have them in."""
+    """Return mpsd's settings, parsed from its answer in the notation of the configuration."""
     document: dict[str, dict[str, object]] = {}
     for section, values in config["config"].items():
         there = {name: value for name, value in values.items() if value is not None}
@@ -237,7 +240,7 @@ def _settings(config: "answer_types.Config") -> Reading[Settings]:
 
 
 def as_json(results: Iterable[Result], done: list[str]) -> dict[str, object]:
-    """Return what came of it as JSON has it."""
+    """Return the results in types of JSON."""
     checks = [{"id": each.check.id, "subject": each.finding.subject, **_parts(each.finding)} for each in results]
     return {"ok": all(each["verdict"] != Verdict.FAIL for each in checks), "checks": checks, "fixed": done}
 

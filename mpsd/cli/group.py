@@ -60,7 +60,7 @@ def _no_such_command(name: str) -> str:
 def _commands(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
     """Offer the commands of mpsctl."""
     root = context.find_root()
-    assert isinstance(root.command, click.Group)  # noqa: S101 - so it is
+    assert isinstance(root.command, click.Group)  # noqa: S101 - the root is always a group
     return [each for each in root.command.list_commands(root) if each.startswith(incomplete)]
 
 
@@ -81,7 +81,7 @@ def help_(context: click.Context, command: tuple[str, ...]) -> None:
 
 
 class _Commands(click.Group):
-    """The commands, each imported when somebody asks for it."""
+    """The commands, each imported when it is first used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return their names."""
@@ -90,7 +90,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; for a name that is none, raise UsageError with the names that are near."""
+        """Find the command; for an unknown name, raise UsageError with similar names."""
         if args[0] not in _NAMES and not args[0].startswith("-") and not ctx.resilient_parsing:
             raise click.UsageError(_no_such_command(args[0]), ctx)
         return super().resolve_command(ctx, args)
@@ -116,7 +116,7 @@ EXIT_STATUS: Final = {
     77: "Refused by policy or for lack of permission",
     78: "The configuration is invalid",
 }
-"""What mpsctl ends with, for `mpsctl --help` and mpsctl(1)."""
+"""The exit statuses of mpsctl, for `mpsctl --help` and mpsctl(1)."""
 
 _EPILOG: Final = "\n".join(
     (

@@ -1,6 +1,6 @@
-"""What clients and leases look like to a person: one function for each answer, from the decoded answer to its text.
+"""Views of clients and leases: one function for each answer, from the decoded answer to its text.
 
-The answers come in with their foreign text made harmless (`render.plain`).
+The foreign text in the answers is already made harmless (`render.plain`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -72,7 +72,7 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
 
 
 def sm_activity(client: "answer_types.Client") -> Figure:
-    """Print how busy a client kept the SMs; a dash where NVML does not tell."""
+    """Print how busy a client kept the SMs; a dash where NVML does not report it."""
     activity = client["sm_activity"]
     return Figure("-", -1) if activity is None else Figure(percent(activity), activity)
 
@@ -89,7 +89,7 @@ VERIFIED: Final = (
 
 
 def verified(answer: "answer_types.Verify", look: Look = PLAIN) -> str:
-    """Say what verifying a lease came to, then what each of its processes can use of what it was granted."""
+    """Print the verdict on a lease, then the limits and memory of each of its processes."""
     rows = [
         (
             str(each["pid"]),
@@ -114,11 +114,11 @@ def verified(answer: "answer_types.Verify", look: Look = PLAIN) -> str:
 def _in_force(
     each: "answer_types.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]
 ) -> str:
-    """Print a limit that a process really has, of the one that it was granted: between what and what, if it differs."""
+    """Print the limit of a process beside its granted limit; as a range, if only the bounds are known."""
     exact, in_force, at_least = each["limits_granted"][name], each["limits_in_force"], each["limits_at_least"]
     if in_force is None:
         return f"{_UNKNOWN} of {limit(name, exact)}" if each["mps"] else f"- of {limit(name, exact)}"
-    granted = limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with as many digits
+    granted = limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with the same precision
     most = limit(name, in_force[name])
     least = most if at_least is None else limit(name, at_least[name])
     return f"{most} of {granted}" if least == most else f"{least} to {most} of {granted}"
@@ -145,9 +145,10 @@ LEASES: Final = (
 
 
 def leases(answer: "answer_types.Leases", now: datetime, look: Look) -> str:
-    """List leases: the granted ones, the waiting ones in the order of the queue, and those that have ended.
+    """List leases: the granted ones, the waiting ones in the order of the queue, and the ended ones.
 
-    Below them stands what each waits for, what is wrong with it, and the sum of those that this caller may not see.
+    Lines below the table show what each lease waits for, its problems, and the sum of the leases that this caller may
+    not see.
     """
     ordered = sorted(answer["leases"], key=_queue_position)
     rows = [
@@ -192,7 +193,7 @@ def _share_figures(lease: "answer_types.Lease") -> tuple[Figure, Figure]:
 
 
 def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
-    """Give the lines about what a lease waits for, its open violations, and what is not known of its processes."""
+    """Yield lines about the wait of a lease, its open violations, and its unknown processes."""
     if wait := lease["wait"]:
         waited = age(lease["created"], now)
         yield as_here(f"{lease['id']}: waits for {wait['waits_for']} since {waited}: {wait['because']}")
@@ -204,18 +205,18 @@ def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
 
 
 def _queue_position(lease: "answer_types.Lease") -> tuple[bool, int]:
-    """Return what it is sorted by: what has ended comes last, and what has been granted before what waits."""
+    """Return the sort key: granted leases, then waiting ones, then ended ones."""
     return lease["ended"] is not None, lease["wait"]["position"] if lease["wait"] else 0
 
 
 def _place(lease: "answer_types.Lease") -> str:
-    """Print the state, and of what waits, where it stands."""
+    """Print the state, and the place of a waiting lease."""
     wait = lease["wait"]
     return f"{lease['state']}, place {wait['position']}" if wait else lease["state"]
 
 
 def _of_others(others: "answer_types.Others") -> list[str]:
-    """Tell what those have whose leases are not listed; nothing where there are none."""
+    """Describe the sum of the leases that are not listed; empty where there are none."""
     if not others["leases"]:
         return []
     threads, memory = percent(others["threads_granted"]), size(others["memory_granted"])
@@ -224,7 +225,7 @@ def _of_others(others: "answer_types.Others") -> list[str]:
 
 
 def _share(lease: "answer_types.Lease") -> tuple[str, str]:
-    """Print threads and memory on each GPU; one that waits for a fraction has none yet."""
+    """Print threads and memory on each GPU; a lease that waits for a fraction has none yet."""
     if lease["shares"]:
         threads = _alike(percent(share["active_thread_percentage"]) for share in lease["shares"])
         return threads, _alike(size(share["pinned_device_mem_limit"]) for share in lease["shares"])
@@ -233,12 +234,12 @@ def _share(lease: "answer_types.Lease") -> tuple[str, str]:
 
 
 def _alike(values: Iterable[str]) -> str:
-    """Print values, one time where they are all the same."""
+    """Print values, only once where they are all the same."""
     return ",".join(dict.fromkeys(values))
 
 
 def lease(answer: "answer_types.Lease", now: datetime) -> str:
-    """Show everything about one lease."""
+    """Show all facts about one lease."""
     threads, memory = _share(answer)
     most = f"{answer['processes']} at most" if answer["processes"] else "any number"
     shares = answer["shares"]
@@ -268,11 +269,11 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
 
 
 _SENTENCES: Final = frozenset({"state", "waits", "holder", "created", "expires", "ended", "violation", "unknown"})
-"""What mpsd says of a lease, and not its user."""
+"""The fields of a lease with sentences of mpsd, not of its user."""
 
 
 def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:
-    """Show for which processes it lives beside its holders, or in their place."""
+    """Show the processes that keep a lease beside its holders, or instead of them."""
     if found := keepers(lease):
         return [("kept by", f"{found}; its holder is gone")]
     return [("kept by", f"{' '.join(map(str, lease['bearers']))} (by its token)")] if lease["bearers"] else []
@@ -283,7 +284,7 @@ def _one_gpu(lease: "answer_types.Lease") -> list[tuple[str, str]]:
 
 
 def _each_gpu(lease: "answer_types.Lease") -> Iterator[tuple[str, str]]:
-    """Show what it has on each of several GPUs, under the number by which `show --share` takes it."""
+    """Show the share on each of several GPUs, with its number for `show --share`."""
     for number, share in enumerate(lease["shares"]):
         threads, memory = percent(share["active_thread_percentage"]), size(share["pinned_device_mem_limit"])
         yield f"share {number}", f"{share['daemon']}, {share['gpu']}: {threads} and {memory}"

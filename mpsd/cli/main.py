@@ -1,7 +1,7 @@
-"""The program `mpsctl`: how it begins, and how it ends.
+"""The program `mpsctl`: its start and its end.
 
-That is nearly all that it costs, so it imports click, json, socket and os, and nothing heavier, and without options
-`mpsctl status` not even click, which takes longer than all the rest; tests/cli holds it to that.
+The start is nearly its whole cost, so it imports click, json, socket and os, and nothing heavier. `mpsctl status`
+without options does not even import click, which takes longer than all the rest; tests/cli checks that.
 """
 
 import gc
@@ -14,16 +14,16 @@ from typing import Final, NoReturn
 from mpsd import find_own_libraries_first
 
 _READ_BY_CLICK: Final = frozenset({"MPSD_TRUST_UID", "_MPSCTL_COMPLETE"})
-"""Variables of the environment with which even a command without options means more than its name."""
+"""Environment variables that change the meaning of a command without options."""
 
 
 def main() -> NoReturn:
-    """Run the program, and end at once: to take the interpreter apart would cost more than the answer did.
+    """Run the program and exit at once: the interpreter's shutdown would cost more than the answer.
 
-    What was printed by then has been written: `click.echo` flushes.
+    All output is written by then: `click.echo` flushes.
     """
     find_own_libraries_first(os.environ.get("PYTHONPATH", ""))
-    gc.disable()  # it has no time to make garbage, and looking for some would delay its imports
+    gc.disable()  # a short program makes no garbage, and collections would delay its imports
     _end_by_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is no reason to fail
@@ -31,10 +31,10 @@ def main() -> NoReturn:
 
 
 def _end_by_signals() -> None:
-    """Let signals end it as they end other programs, at once and without a word: Python has its own ideas.
+    """Let signals end it silently and at once, as they end other programs, instead of Python's handling.
 
-    So Ctrl-C does (130 to a shell), and a reader that has seen enough (`mpsctl leases | head -1`); and what
-    `mpsctl run` becomes finds its signals as they were.
+    That applies to Ctrl-C (130 in a shell), and to a closed reader (`mpsctl leases | head -1`). The program that
+    `mpsctl run` executes gets its signals unchanged.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -43,7 +43,7 @@ def _end_by_signals() -> None:
 
 
 def _outcome() -> int:
-    """Run the command, and return its exit status; an error of mpsd is one sentence, its code, and a hint."""
+    """Run the command, and return its exit status; an error of mpsd is printed as a sentence, its code, and a hint."""
     from mpsd.core.errors import MpsdError
 
     try:
@@ -70,7 +70,7 @@ def _outcome() -> int:
 
 
 def _status() -> int | None:
-    """Do what `mpsctl status` does without options; None for an answer that it cannot show, which that explains."""
+    """Run `mpsctl status` without options; None for an answer that only the full command can explain."""
     from datetime import UTC, datetime
 
     from mpsd.cli import tables, views

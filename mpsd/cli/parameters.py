@@ -1,4 +1,4 @@
-"""What users type as values of options: durations, percentages and sizes, in the notations that they know."""
+"""The types of option values: durations, percentages and sizes, in their usual notations."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -11,16 +11,16 @@ from mpsd.core.errors import InvalidRequestError
 if TYPE_CHECKING:
     _FloatType = click.ParamType[float]
 else:
-    _FloatType = click.ParamType  # it is no generic class before click 8.4
+    _FloatType = click.ParamType  # it is not generic before click 8.4
 
 Callback = Callable[[click.Context, click.Parameter, Any], object]
 
 
 class Single(click.Option):
-    """An option that has one value: of two values a user means one, and mpsctl cannot know which."""
+    """An option with one value: two different values are an error, because mpsctl cannot know the right one."""
 
     def __init__(self, names: Sequence[str], callback: Callback | None = None, **attributes: Any) -> None:  # noqa: ANN401 - click's own
-        """Take what click.Option takes, but for a default."""
+        """Take the arguments of click.Option except a default."""
         attributes["multiple"] = True  # so that each value is seen
         super().__init__(names, callback=self._only_value, **attributes)
         self._then = callback
@@ -34,7 +34,7 @@ class Single(click.Option):
 
 
 class _Quantity(_FloatType):
-    """A number with a unit; what is none is refused with the notations that are."""
+    """A number with a unit; an invalid one is refused with the valid notations."""
 
     def __init__(self, name: str, parse: Callable[[str], float]) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class _Quantity(_FloatType):
 
 
 def _duration(text: str) -> float:
-    from mpsd.core.units import parse_duration  # decimal, which that imports, is not worth its time elsewhere
+    from mpsd.core.units import parse_duration  # imports decimal, which other commands do without
 
     return parse_duration(text)
 

@@ -1,4 +1,4 @@
-"""How values look to a person, in plain text. What was chosen by others has passed `harmless.plain` before."""
+"""The plain-text form of values. Text of other users has passed `harmless.plain` before."""
 
 import json
 import re
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 _GAP = "  "
 _LONGEST_EVENT = 24
 _UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
-_GIB = 1024**3  # mpsd.core.units is not worth its import here
+_GIB = 1024**3  # importing mpsd.core.units would take too long
 _AGES = (("d", 86400), ("h", 3600), ("m", 60))
 
 
 def as_json(answer: object) -> str:
-    """Return what the API answered, indented: the same document, with what does not print escaped."""
+    """Return the API's answer, indented: the same document, with unprintable characters escaped."""
     return harmless_json(json.dumps(answer, indent=2, ensure_ascii=False))
 
 
 def as_yaml(answer: object) -> str:
-    """Return what the API answered as YAML: blocks, with texts as JSON has them, which YAML takes too."""
+    """Return the API's answer as YAML: blocks, with texts in JSON's notation, which YAML accepts too."""
     return harmless_json("\n".join(_yaml(answer, "")))
 
 
@@ -54,11 +54,11 @@ def _under(heading: str, value: object, indent: str) -> Iterator[str]:
 
 
 _AMBIGUOUS = frozenset("\"'`\\$#")
-"""What some readers of an env-file take as it is, and others for quotes, escapes, variables or comments."""
+"""Characters that some readers of an env-file take literally, and others for quotes, escapes, variables or comments."""
 
 
 def as_exports(variables: Mapping[str, str]) -> str:
-    """Return shell lines that export these variables. Raises InternalError for a name that no variable can have."""
+    """Return shell lines that export these variables. Raises InternalError for an invalid name."""
     from shlex import quote
 
     _check_names(variables)
@@ -68,8 +68,8 @@ def as_exports(variables: Mapping[str, str]) -> str:
 def as_env_file(variables: Mapping[str, str]) -> str:
     """Return lines `KEY=VALUE` that podman and Docker (--env-file), systemd (EnvironmentFile=) and dotenv read alike.
 
-    Nothing is quoted in them, since podman and Docker take quotes for a part of the value. Raises InvalidRequestError
-    for a value that such a line cannot have, and InternalError for a name that no variable can have.
+    The values are not quoted, since podman and Docker take quotes as a part of the value. Raises InvalidRequestError
+    for a value that such a line cannot carry, and InternalError for an invalid name.
     """
     _check_names(variables)
     for name, value in variables.items():
@@ -104,9 +104,9 @@ def size(count: int) -> str:
 
 
 def as_reported(limit: float | None) -> float | None:
-    """Return what a control daemon reports of a limit in force: memory from 1 GiB on in whole GiB, rounded down.
+    """Return a limit in force as a control daemon reports it: memory from 1 GiB on in whole GiB, rounded down.
 
-    Measured, 535 to 555. A percentage is never as large, and is reported as it is.
+    Measured, 535 to 555. A percentage is never that large, and is reported exactly.
     """
     return limit if limit is None or limit < _GIB else int(limit) // _GIB * _GIB
 
@@ -127,19 +127,19 @@ _TIME: Final = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)"
 
 
 def when(at: str) -> str:
-    """Print a time of the API as this machine's clock shows it."""
+    """Print a time of the API in this machine's zone."""
     return datetime.fromisoformat(at).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 _UID: Final = r"(?<![\w-])uid (\d+)(?!\w| of the container)"
-"""A user of this machine, as sentences name one: not an option such as --trust-uid, nor a container's own user."""
+"""A user of this machine in a sentence; options such as --trust-uid, and users of containers, do not match."""
 
 
 def as_here(text: str) -> str:
-    """Return a sentence of mpsd's with its times as this machine's clock shows them, and users by their names.
+    """Return a sentence of mpsd's with its times in this machine's zone, and with the names of users.
 
-    mpsd itself does not know names: to look one up can take as long as the network does. Where a user's own words stand
-    in a sentence, such as a lease's name, they read likewise; `-o json` has them as they are.
+    mpsd itself does not look up names, because that can take as long as the network does. A user's own words in a
+    sentence, such as a lease's name, are replaced likewise; `-o json` prints them unchanged.
     """
     text = re.sub(_TIME, lambda found: when(found[0]), text)
     return re.sub(_UID, _user, text)
@@ -151,7 +151,7 @@ def _user(found: re.Match[str]) -> str:
 
 
 def fold(text: str, width: int | None, indent: int) -> str:
-    """Return a line folded where the terminal ends, with what follows so far to the right; whole without a terminal."""
+    """Return a line folded at the terminal's width, with further lines indented; unchanged without a terminal."""
     if width is None or len(text) <= width or width <= 2 * indent:
         return text
     from textwrap import wrap
@@ -165,12 +165,12 @@ def pid(number: int | None) -> str:
 
 
 def age(then: str, now: datetime) -> str:
-    """Print how long ago a time of the API was, in its largest unit: `12s`, `3m`, `5h`, `9d`."""
+    """Print the age of a time of the API, in its largest unit: `12s`, `3m`, `5h`, `9d`."""
     return _span((now - datetime.fromisoformat(then)).total_seconds())
 
 
 def until(then: str, now: datetime) -> str:
-    """Print how far ahead a time of the API lies, as `age` prints how long ago one was."""
+    """Print the time that is left until a time of the API, in the form of `age`."""
     return _span((datetime.fromisoformat(then) - now).total_seconds())
 
 
@@ -183,7 +183,7 @@ def _span(exactly: float) -> str:
 
 
 def fact(value: object) -> str:
-    """Print what an event says about something, in one word; in quotes where it would look like several."""
+    """Print a fact of an event in one word, quoted if it would look like several."""
     match value:
         case str() if value and not any(each in value for each in ' "=,'):
             return value
@@ -194,12 +194,12 @@ def fact(value: object) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Print a number of things."""
+    """Print a count with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def event(answer: Mapping[str, object]) -> str:
-    """Tell an event in one line: when, what, and its facts, the number first; its level only where it is not usual."""
+    """Return an event in one line: time, kind, and facts, the number first; the level only where it is not `info`."""
     facts = [
         f"{name}={fact(value)}"
         for name, value in answer.items()
@@ -216,12 +216,12 @@ def holding_pid(lease: "answer_types.Lease") -> str:
 
 
 def holders(lease: "answer_types.Lease") -> str:
-    """Print all that holds a lease, and whose it is."""
+    """Print all holders of a lease, and its owner."""
     return ", ".join([*map(_holder, lease["holders"]), f"uid {lease['owner']['uid']}"])
 
 
 def holder_in_short(lease: "answer_types.Lease") -> str:
-    """Print what holds a lease in a word or two: a pid, a unit, a container, a pod, or a control group's last name."""
+    """Print the holder of a lease in a word or two: a pid, a unit, a container, a pod, or a group's last name."""
     holder = lease["holders"][0] if lease["holders"] else None
     if holder is None:
         return "-"
@@ -232,7 +232,7 @@ def holder_in_short(lease: "answer_types.Lease") -> str:
 
 
 def keepers(lease: "answer_types.Lease") -> str:
-    """Print the processes for which a lease lives whose holders are gone; nothing for any other."""
+    """Print the processes that keep a lease whose holders are gone; empty for any other."""
     return ", ".join(f"{each['kind']} {each['pid']} ({each['name']})" for each in lease.get("keepers", ()))
 
 
@@ -252,5 +252,5 @@ def _named(holder: "answer_types.Holder") -> str:
             whose = "anybody" if holder.get("uid") is None else f"uid {holder.get('uid')}"
             until = holder.get("deadline")
             return f"a claim for {whose}" + (f", until {until}" if until else "")
-        case kind:  # of an mpsd that is newer
+        case kind:  # a kind of a newer mpsd
             return kind

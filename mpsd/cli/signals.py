@@ -1,4 +1,4 @@
-"""Signals that end mpsctl, while there is something to undo first."""
+"""Signals that end mpsctl, while something must be undone first."""
 
 import contextlib
 import os
@@ -11,16 +11,16 @@ _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalledError(Exception):
-    """A signal came that is to end mpsctl."""
+    """A signal has arrived that ends mpsctl."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.strsignal(number))
         self.number = number
         self.exit_code = 128 + number
-        """What a shell makes of it."""
+        """The exit status in a shell."""
 
     def end(self) -> NoReturn:
-        """End by it, as without any of this."""
+        """End by the signal, as without this handling."""
         signal.signal(self.number, signal.SIG_DFL)
         signal.raise_signal(self.number)
         os._exit(self.exit_code)
@@ -28,9 +28,9 @@ class SignalledError(Exception):
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Raise SignalledError for the first signal that comes to end it; the next one does, whatever there is to undo.
+    """Raise SignalledError for the first signal that ends mpsctl; a second one ends it at once.
 
-    What is ignored, as under nohup, stays ignored.
+    An ignored signal, as under nohup, stays ignored.
     """
     found = {number: signal.getsignal(number) for number in _ENDING}
     before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}

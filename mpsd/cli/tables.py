@@ -1,4 +1,4 @@
-"""Tables that fit the terminal: columns with ranks, sorted rows, bars, and colour that is never alone."""
+"""Tables that fit the terminal: ranked columns, sorted rows, bars, and colour that only repeats a word."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeAlias
 _GAP: Final = "  "
 _CUT: Final = "…"
 _SHORTEST_CUT: Final = 8
-"""Characters of a last column that are worth showing."""
+"""Minimum characters of a last column that is cut."""
 _BAR: Final = 10
 
 _COLOURS: Final = {
@@ -18,7 +18,7 @@ _COLOURS: Final = {
         ("unknown", "waiting", "held", "draining", "drained", "restarting", "starting", "down", "unsupported"), "33"
     ),
 }
-"""The colours of the words that say how something is, green, red and yellow; the word itself always stands there.
+"""The colours of state words: green, red and yellow. The word itself is always printed.
 
 Colours are parameters of SGR, "select graphic rendition" (ECMA-48, 8.3.117)."""
 
@@ -26,16 +26,16 @@ _BOLD: Final = "1"
 
 
 class Column(NamedTuple):
-    """A column: its heading, its rank, and whether it is for -o wide alone."""
+    """A column: its heading, its rank, and whether only -o wide shows it."""
 
     heading: str
     rank: int = 0
-    """Of the columns with a rank, a narrow terminal leaves out the one with the highest first."""
+    """A narrow terminal drops columns with a rank, the highest rank first."""
     wide: bool = False
 
 
 class Figure(NamedTuple):
-    """A cell that is sorted by its value, and not by its text."""
+    """A cell that sorts by its value instead of its text."""
 
     text: str
     value: float
@@ -46,7 +46,7 @@ Row: TypeAlias = Sequence[Cell]
 
 
 class Look(NamedTuple):
-    """How a table is printed. Without a width it has all columns but those of -o wide."""
+    """The options of a table's output. Without a width it has all columns except those of -o wide."""
 
     width: int | None = None
     wide: bool = False
@@ -59,9 +59,9 @@ PLAIN: Final = Look()
 
 
 def look_of(*, wide: bool = False, headings: bool = True, sort: str | None = None) -> Look:
-    """Return how tables look here: as wide as the terminal, and in colour; whole and bare where there is none.
+    """Return the options for this output: the terminal's width, and colour; unlimited and plain without a terminal.
 
-    COLUMNS and NO_COLOR say otherwise, of a terminal: what a program reads is never cut.
+    COLUMNS and NO_COLOR override this for a terminal; the output for a program is never cut.
     """
     if not sys.stdout.isatty():
         return Look(None, wide, headings, sort=sort)
@@ -82,7 +82,7 @@ def _width() -> int | None:
 def table(columns: Sequence[Column], rows: Sequence[Row], look: Look, *, none: str) -> str:
     """Return a table, or the sentence `none` where it would have no rows.
 
-    Raises click.BadParameter for a column to sort by that it does not have.
+    Raises click.BadParameter for a sort column that it does not have.
     """
     rows = _sorted(columns, rows, look.sort)
     if not rows:
@@ -103,7 +103,7 @@ def fitting(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> tuple
 
 
 def names(columns: Sequence[Column]) -> list[str]:
-    """Return what a table can be sorted by."""
+    """Return the names of the columns to sort by."""
     return [each.heading.lower().replace(" ", "-") for each in columns if each.heading]
 
 
@@ -112,7 +112,7 @@ def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> S
         return rows
     known = [each.heading.lower().replace(" ", "-") for each in columns]
     if by.lower() not in known:
-        import click  # which takes longer to import than all else that a table needs
+        import click  # its import takes longer than all other imports of a table
 
         raise click.BadParameter(f"there is no column {by!r}: choose {', '.join(names(columns))}", param_hint="--sort")
     number = known.index(by.lower())
@@ -127,7 +127,7 @@ def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> S
 
 
 def _that_fit(columns: Sequence[Column], texts: Sequence[Sequence[str]], look: Look) -> list[int]:
-    """Return the numbers of the columns that are shown."""
+    """Return the numbers of the visible columns."""
     chosen = [number for number, each in enumerate(columns) if look.wide or not each.wide]
     widths = [
         max([len(each.heading) if look.headings else 0, *(len(row[number]) for row in texts)])
@@ -146,7 +146,7 @@ def _that_fit(columns: Sequence[Column], texts: Sequence[Sequence[str]], look: L
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], look: Look, *, heading: bool) -> str:
-    """Return one line, without blanks at its end; what does not fit is cut off the last column."""
+    """Return one line, without blanks at its end; a last column that does not fit is cut."""
     padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
     padded[-1] = cells[-1]
     if look.width is not None and len(cells) > 1:
@@ -171,7 +171,7 @@ def _styled(text: str, style: str) -> str:
 
 
 def bar(part: float, encoding: str | None = None) -> str:
-    """Draw how much of a whole is taken: 0 to 1, in ten characters, as the terminal can show them."""
+    """Draw a part of a whole, 0 to 1, in ten characters that the terminal can show."""
     filled = min(round(max(part, 0.0) * _BAR), _BAR)
     filled = max(filled, 1) if part > 0 else 0
     full, empty = ("█", "░") if (encoding or sys.stdout.encoding or "").lower().startswith("utf") else ("#", ".")

@@ -7,7 +7,7 @@ from mpsd.core.sanitize import plain
 
 
 class User(TypedDict):
-    """A user as a request names one."""
+    """A user in the form of a request."""
 
     uid: int
     gid: int
@@ -15,7 +15,7 @@ class User(TypedDict):
 
 
 def user(name: str) -> User | None:
-    """Return a user, by name or uid, with every group that it is in; None where this machine knows none."""
+    """Return a user, by name or uid, with all of its groups; None where this machine has no such user."""
     import pwd
 
     try:
@@ -26,7 +26,7 @@ def user(name: str) -> User | None:
 
 
 def name_of(uid: int | None) -> str:
-    """Print a user: by name where this machine has one."""
+    """Print a user: by name where this machine has one, otherwise by uid."""
     import pwd
 
     if uid is None:

@@ -1,6 +1,6 @@
-"""What each answer about the node looks like to a person: one function for each, from the decoded answer to its text.
+"""Views of the answers about the node: one function for each, from the decoded answer to its text.
 
-The answers come in with their foreign text made harmless (`render.plain`).
+The foreign text in the answers is already made harmless (`render.plain`).
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 _UNKNOWN: Final = "unknown"
 _IN_SHORT: Final = 7
-"""Columns of the control daemons that `status` has: all but the driver and the pipe directory."""
+"""The columns of control daemons in `status`: all but the driver and the pipe directory."""
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
 
 
 def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
-    """Say first whether the node is healthy, why not, and what to do; then what there is."""
+    """Show first whether the node is healthy, with the reasons and remedies; then its GPUs and control daemons."""
     simulated = ", on simulated GPUs" if node["simulated"] else ""
     counts = f"{plural(node['leases'], 'lease')}, {node['waiting']} waiting, {plural(node['clients'], 'client')}"
     version = f"mpsd {node['version']}, up {age(node['since'], now)}{simulated}"
@@ -38,9 +38,9 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
 
 
 def _to_know(node: "answer_types.Status", first: str, now: datetime) -> Iterator[str]:
-    """Give a line for each thing that is not well, with what to do about it, and for each limit that mpsd put back.
+    """Yield a line for each problem with its remedy, and for each limit that mpsd restored.
 
-    What the first line says is not said again.
+    The lines do not repeat the first line.
     """
     for each in (*node["reasons"], *node["warnings"]):
         yield f"  {each['subject']}: {each['hint']}" if each["because"] in first else f"  {_with_remedy(each)}"
@@ -52,12 +52,12 @@ def _to_know(node: "answer_types.Status", first: str, now: datetime) -> Iterator
 
 
 def _with_remedy(each: "answer_types.Reason | answer_types.Violation") -> str:
-    """Say what is not well, and then what to type."""
+    """Describe a problem, followed by its remedy."""
     return f"{each['because']} -> {each['hint']}"
 
 
 def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
-    """Say what differed from what mpsd set, and how long ago it was found, or put back."""
+    """Describe a drift, and how long ago it was found or undone."""
     if drift["undone"]:
         return f"{drift['because']} ({age(drift['undone'], now)} ago)"
     return f"{drift['because']} (found {age(drift['since'], now)} ago)"
@@ -83,7 +83,7 @@ GPUS: Final = (
 
 
 def gpus(answer: "answer_types.Gpus", leases: "list[answer_types.Lease]", look: Look) -> str:
-    """List the GPUs, with what was granted of what there is, and whose leases are on them, as far as they are known."""
+    """List the GPUs, with granted and total capacity, and the users of the leases that the caller may see."""
     troubles = [_trouble(f"GPU {gpu['index']}", gpu) for gpu in answer["gpus"] if gpu["hint"]]
     refused = [
         fold(f"GPU {gpu['index']} admits no request: {as_here(gpu['refused'] or '')}", look.width, 2)
@@ -122,13 +122,13 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease]
 
 
 def _granted_part(gpu: "answer_types.Gpu") -> float:
-    """Return the larger of the parts of its threads and memory that are granted."""
+    """Return the larger of the granted parts of its threads and memory."""
     memory = gpu["memory_granted"] / gpu["memory_total"] if gpu["memory_total"] else 0.0
     return max(gpu["threads_granted"] / 100, memory)
 
 
 def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
-    """Say what clients use that no lease has, and who they are."""
+    """Describe the usage of clients without a lease."""
     for gpu in gpus:
         if gpu["clients_unleased"]:
             used = f"{percent(gpu['threads_unleased'])} and {size(gpu['memory_unleased'])}"
@@ -166,7 +166,7 @@ DAEMONS: Final = (
 
 
 def daemons(answer: "answer_types.Daemons", now: datetime, look: Look) -> str:
-    """List the control daemons, with their limits as they read back, and what is wrong with each."""
+    """List the control daemons, with their limits as read back, and the problems of each."""
     lines = [_daemon_table(answer["daemons"], now, look)]
     for daemon in answer["daemons"]:
         lines += [as_here(_drifted(drift, now)) for drift in daemon["drift"] + daemon["undone"]]
@@ -198,7 +198,7 @@ def _daemon_table(daemons: "list[answer_types.Daemon]", now: datetime, look: Loo
 
 
 def _limits(daemon: "answer_types.Daemon") -> tuple[str, str]:
-    """Print both limits as they read back; one that drifted is marked. Whoever reports no threads was not heard yet."""
+    """Print both limits as read back, and mark drift. A daemon without a threads value has not answered yet."""
     limits, drifted = daemon["limits"], {drift["limit"] for drift in daemon["drift"] if drift["server"] is None}
     if limits["active_thread_percentage"] is None:
         return _UNKNOWN, _UNKNOWN
@@ -229,7 +229,7 @@ def config(answer: "answer_types.Config") -> str:
 
 
 def _setting(value: object) -> str:
-    """Print a setting nearly as its file has it."""
+    """Print a setting nearly as in the configuration file."""
     match value:
         case None | [] | "":
             return "-"
@@ -242,5 +242,5 @@ def _setting(value: object) -> str:
 
 
 def operation(answer: "answer_types.Operation") -> str:
-    """Say what came of an operation."""
+    """Describe the result of an operation."""
     return f"{answer['id']} {answer['state']}: {answer['because']}"

@@ -1,4 +1,4 @@
-"""What is true and what to do about it: values and pure functions, without I/O, clock or log.
+"""Facts about a node and decisions about them: values and pure functions, without I/O, clock or log.
 
 Imported by: every other room.
 """

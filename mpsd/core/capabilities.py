@@ -1,4 +1,4 @@
-"""Which of root's capabilities the programs of MPS are given, and the names of all of them. Pure."""
+"""The capabilities of root that the programs of MPS get, and the names of all capabilities. Pure."""
 
 from collections.abc import Collection
 from enum import IntEnum
@@ -57,7 +57,8 @@ FRONT_END: Final = frozenset[Capability]()
 DAEMON: Final = frozenset(
     {Capability.SETUID, Capability.KILL, Capability.SETGID, Capability.MKNOD, Capability.CHOWN},
 )
-"""What a control daemon, and each server of it, can have; docs/security.md has the reason for each of them."""
+"""The capabilities that a control daemon, and each of its servers, can have; docs/security.md has the reason for
+each."""
 
 
 def parse(names: Collection[str]) -> frozenset[Capability]:

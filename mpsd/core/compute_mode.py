@@ -1,11 +1,12 @@
-"""What mpsd does about a GPU's compute mode, by what is wanted, what it wrote down, and what is there. Pure.
+"""The steps that mpsd takes for a GPU's compute mode, from the desired, the saved and the current mode. Pure.
 
-In mode `exclusive-process` one process may have a context on the GPU: the server of MPS. A process that misses MPS gets
-an error, where in mode `default` it would run beside it, without any limit.
+In mode `exclusive-process` only one process may have a context on the GPU: the server of MPS. A process that misses MPS
+then gets an error; in mode `default` it would run beside the server without any limit.
 
-What NVIDIA documents of it: only root changes it, at once; it is `default` again after each reboot, and whenever the
-driver lets go of the GPU, which it does with the last process that uses it unless persistence mode is on (nvml.h,
-nvmlDeviceSetComputeMode; Driver Persistence, "GPU Initialization Lifecycle"). A GPU with MIG on takes no other mode.
+NVIDIA's documentation: only root changes the mode, and the change is immediate. The mode is `default` again after each
+reboot, and whenever the driver releases the GPU. The driver does that after the last process that uses the GPU, unless
+persistence mode is on (nvml.h, nvmlDeviceSetComputeMode; Driver Persistence, "GPU Initialization Lifecycle"). A GPU
+with MIG on takes no other mode.
 """
 
 from enum import StrEnum
@@ -19,30 +20,31 @@ class ComputeMode(StrEnum):
     EXCLUSIVE_THREAD = "exclusive-thread"
     """NVIDIA no longer supports it."""
     PROHIBITED = "prohibited"
-    """No process may have one."""
+    """No process may have a context on it."""
     EXCLUSIVE_PROCESS = "exclusive-process"
-    """One process may: the server of MPS, if it is the first."""
+    """One process may have contexts on it: the server of MPS, if it is the first."""
 
 
 class ComputeModeStep(StrEnum):
-    """What there is to do about a GPU's compute mode."""
+    """The next step for a GPU's compute mode."""
 
     NOTHING = "nothing"
     TAKE = "take"
-    """Write down the mode that is there, unless one is written down, and then set exclusive-process."""
+    """Save the current mode, unless one is saved, and then set exclusive-process."""
     GIVE_BACK = "give_back"
-    """Set the mode that was written down, and then forget it."""
+    """Set the saved mode, and then delete the record."""
     FORGET = "forget"
-    """Leave it as it is and forget what was written down: it is not what mpsd set."""
+    """Leave the mode as it is and delete the record: the mode is not what mpsd set."""
 
 
 def step(*, wanted: bool, found: ComputeMode | None, now: ComputeMode | None, held: bool) -> ComputeModeStep:
-    """Say what there is to do about a GPU.
+    """Return the next step for a GPU.
 
-    `wanted` is whether it is to be exclusive-process, `found` what was written down before mpsd changed it, if it did,
-    `now` what is there, and `held` whether this mpsd has already seen what is wanted: whoever changes it after that is
-    not fought. Before that, a mode that others may share is set also where something was written down, because mpsd
-    may have died in between, or the driver may have been loaded anew; and what was written down then stays.
+    `wanted` says whether the mode must be exclusive-process. `found` is the mode that was saved before mpsd changed it,
+    if it did, and `now` the current mode. `held` says whether this mpsd has already seen the wanted mode: mpsd does not
+    undo a change by others after that. Before that, mpsd replaces a mode that several processes may share even if a
+    mode is saved, because mpsd may have died in between, or the driver may have been reloaded; the saved mode then
+    stays.
     """
     if wanted:
         shared = now in {ComputeMode.DEFAULT, ComputeMode.EXCLUSIVE_THREAD}
@@ -58,7 +60,7 @@ def command(index: int, mode: ComputeMode) -> str:
 
 
 def trouble(*, index: int, wanted: bool, now: ComputeMode | None, held: bool) -> tuple[str, str] | None:
-    """Say why a GPU can be given to nobody in this compute mode, and what to do about it; None where it can."""
+    """Return why this compute mode keeps a GPU from being granted, with a remedy; None where it does not."""
     if now is ComputeMode.PROHIBITED:
         return (
             "its compute mode is prohibited, so no process can use it",

@@ -1,13 +1,13 @@
-"""The catalogue of errors: every way in which mpsd says no, for whom, and with which exit code.
+"""The catalogue of errors: every refusal and failure of mpsd, with its status and exit code.
 
-An error is named for the one who can do something about it: the caller, the node's capacity, the operator, MPS, the
-GPU, or mpsd itself. Its class docstring is its documentation (docs/reference/errors.md is made from it), `code` is what
-a program reads, and `hint` is the way out for a person. This module imports nothing, so that `mpsctl` can afford it.
+The classes are grouped by the party that can resolve the error: the caller, the node's capacity, the operator, MPS, the
+GPU, or mpsd itself. A class docstring is the error's documentation, from which docs/reference/errors.md is generated.
+`code` is for programs, and `hint` states the remedy for users. This module imports nothing, so `mpsctl` starts fast.
 """
 
 
 class MpsdError(Exception):
-    """The root: one sentence of detail, a hint that says what to do, and the limit that was hit if there was one."""
+    """The root: one sentence of detail, a hint with the remedy, and the limit that was hit, if any."""
 
     code = "error"
     status = 500
@@ -128,7 +128,7 @@ class DoesNotFitError(CapacityError):
 
     code = "does_not_fit"
     gpu: str | None = None
-    """The UUID of the GPU that came closest, where it is about one."""
+    """The UUID of the GPU that came closest, where the error is about one GPU."""
 
 
 class AlreadyClaimedError(CapacityError):
@@ -338,7 +338,7 @@ class InternalError(MpsdError):
 
 
 def catalogue() -> list[type[MpsdError]]:
-    """Every error that has a code of its own, in the order of this file."""
+    """Return every error that has its own code, in the order of this file."""
     found: list[type[MpsdError]] = []
     pending = [MpsdError]
     while pending:

@@ -1,4 +1,4 @@
-"""What mpsd makes of a GPU: whether it can run MPS, which one is named, its driver's branch, and its Xids. Pure."""
+"""Facts about a GPU: whether it can run MPS, its name in requests, its driver's branch, and its Xids. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -12,26 +12,26 @@ from mpsd.core.mps_facts import MINIMUM_COMPUTE_CAPABILITY
 _DRIVER_VERSION: Final = re.compile(r"([0-9]+)(?:\.[0-9]+)*")
 
 _UUID_START: Final = "GPU-"
-"""What every UUID of a GPU starts with, as NVML writes it. (A MIG device's starts with `MIG-`.)"""
+"""The start of every GPU's UUID in NVML. (A MIG device's UUID starts with `MIG-`.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What ails a GPU by its own count. None: this GPU, or this driver, does not tell."""
+    """The hardware condition that a GPU reports. None: this GPU or driver does not report the value."""
 
     persistence: bool | None = None
     """Whether persistence mode is on."""
     uncorrected: int | None = None
-    """ECC errors since the driver was loaded that could not be corrected."""
+    """Uncorrected ECC errors since the driver was loaded."""
     retirement_pending: bool | None = None
-    """Whether memory waits for a reset to be retired."""
+    """Whether memory pages need a reset to be retired."""
     remapping_pending: bool | None = None
     remapping_failed: bool | None = None
-    """Whether rows of its memory wait to be remapped, and whether there was none left to remap one to."""
+    """Whether memory rows need to be remapped, and whether no spare row was left for one."""
 
 
 def unsupported(gpu: Gpu) -> tuple[str, str] | None:
-    """Return why this GPU cannot run MPS as mpsd runs it, and what to do about it; None when it can."""
+    """Return why mpsd cannot run MPS on this GPU, with a remedy; None when it can."""
     if gpu.compute_capability < MINIMUM_COMPUTE_CAPABILITY:
         least = _dotted(MINIMUM_COMPUTE_CAPABILITY)
         return (
@@ -39,7 +39,8 @@ def unsupported(gpu: Gpu) -> tuple[str, str] | None:
             "use this GPU for work that does not share it",
         )
     if gpu.mig:
-        # MPS does run inside a MIG device, but mpsd runs one control daemon for a whole GPU, and MIG leaves none whole.
+        # MPS does run inside a MIG device, but mpsd runs one control daemon for a whole GPU, and MIG leaves no GPU
+        # whole.
         return (
             "MIG mode is on, and mpsd shares whole GPUs only",
             f"turn MIG off (nvidia-smi -i {gpu.index} -mig 0), or leave this GPU to MIG",
@@ -53,10 +54,10 @@ def _dotted(compute_capability: tuple[int, int]) -> str:
 
 
 def select(gpus: Sequence[Gpu], wanted: str) -> Gpu:
-    """Return the GPU that `wanted` names: by index, by UUID, or by the start of a UUID that only one GPU has.
+    """Return the GPU that `wanted` names: by index, by UUID, or by a unique prefix of a UUID.
 
-    The start of a UUID is `GPU-` and at least one digit more, as CUDA_VISIBLE_DEVICES takes it. Raises
-    InvalidRequestError when no GPU is named so, or more than one.
+    A prefix is `GPU-` and at least one more digit, as in CUDA_VISIBLE_DEVICES. Raises InvalidRequestError when it names
+    no GPU, or several.
     """
     is_start = wanted.startswith(_UUID_START) and wanted != _UUID_START
     named = [gpu for gpu in gpus if str(gpu.index) == wanted or (is_start and gpu.uuid.startswith(wanted))]
@@ -74,7 +75,7 @@ def _known(gpus: Sequence[Gpu]) -> str:
 
 
 def driver_branch(version: str) -> int | None:
-    """Return the branch of a driver, 535 of "535.261.03"; None for what is not a driver's version."""
+    """Return the branch of a driver, such as 535 of "535.261.03"; None for a text that is not a driver version."""
     match = _DRIVER_VERSION.fullmatch(version)
     return int(match[1]) if match else None
 
@@ -82,7 +83,8 @@ def driver_branch(version: str) -> int | None:
 # -- the errors that a GPU reports -------------------------------------------------------------------------------------
 
 RECOVERY_NONE: Final = 0
-"""A GPU that needs nothing, whatever it reported. Source: nvml.h, nvmlDeviceGpuRecoveryAction_t."""
+"""The recovery action of a GPU that needs nothing, whatever it reported. Source: nvml.h,
+nvmlDeviceGpuRecoveryAction_t."""
 
 _RECOVERY: Final = {
     1: ("a reset", "end its processes, then reset it: nvidia-smi -i {index} --gpu-reset"),
@@ -96,14 +98,12 @@ _RECOVERY: Final = {
     6: ("a reset of its PCIe bus", "end its processes, then reset the bus, or reboot the node"),
     7: ("a reboot of the system", "reboot the system"),
 }
-"""What else it can need, by number, and what an operator does about it: nobody is to start new work on it until then.
-
-Source: nvml.h; NVIDIA, GPU Memory Error Management, "Error Recovery and Response Flags".
-"""
+"""The other recovery actions by number, and the operator's remedy. No new work may start on the GPU until then. Source:
+nvml.h; NVIDIA, GPU Memory Error Management, "Error Recovery and Response Flags"."""
 
 
 def recovery(action: int, index: int) -> tuple[str, str] | None:
-    """Return why a GPU is not to be given out by its own account, and what to do about it; None where it may be."""
+    """Return why a GPU must not be granted according to its recovery action, with a remedy; None where it may be."""
     if action == RECOVERY_NONE:
         return None
     needs, hint = _RECOVERY.get(action, (f"the recovery action {action}, which is unknown", "see nvidia-smi -q"))
@@ -111,7 +111,8 @@ def recovery(action: int, index: int) -> tuple[str, str] | None:
 
 
 RECORDED_XIDS: Final = {63: "memory retirement or row remapping was recorded"}
-"""Xids that say that the GPU has mended itself: new work may start, and `mpsctl doctor` says what a reset completes."""
+"""Xids after which the GPU has repaired itself: new work may start, and `mpsctl doctor` reports what a reset
+completes."""
 
 APPLICATION_XIDS: Final = {
     13: "graphics engine exception",
@@ -121,19 +122,19 @@ APPLICATION_XIDS: Final = {
     68: "video processor exception",
     109: "context switch timeout",
 }
-"""Xids that a program brings about by itself, and after which the GPU is as good as before.
+"""Xids that a program can cause, and after which the GPU works as before.
 
-Source: those that NVIDIA's device plugin for Kubernetes does not take a GPU out of service for; the words are those of
-NVIDIA's list "XID Errors".
+Source: the Xids for which NVIDIA's device plugin for Kubernetes does not take a GPU out of service. The words are those
+of NVIDIA's list "XID Errors".
 """
 
 
 def describe_xid(xid: int) -> str:
-    """Say what an Xid is, and whose."""
+    """Describe an Xid, and whether a program can cause it."""
     known = {**APPLICATION_XIDS, **RECORDED_XIDS}.get(xid)
     return f"Xid {xid} ({known})" if known is not None else f"Xid {xid}, which no program brings about"
 
 
 def condemns(xid: int) -> bool:
-    """Tell whether a GPU is not to be given out after this Xid, where it does not itself say what it needs."""
+    """Tell whether a GPU must not be granted after this Xid, unless its recovery action says otherwise."""
     return xid not in APPLICATION_XIDS and xid not in RECORDED_XIDS

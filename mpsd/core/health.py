@@ -1,7 +1,7 @@
-"""Why a node, a GPU or a control daemon is not healthy: decided here, and rendered by everything that says so. Pure.
+"""The reasons why a node, a GPU or a control daemon is not healthy: every output takes them from here. Pure.
 
 `/v1/status`, `/readyz`, the refusals of requests, the status line of systemd and `mpsctl doctor` take their reasons
-from here and add none. Every sentence stands by itself: it names what it is about.
+from here and add none. Every sentence stands alone: it names its subject.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,17 +19,17 @@ from mpsd.core.reload import RELOAD
 from mpsd.core.units import format_size
 
 _MOST_SUSPECTS: Final = 16
-"""Suspects that are told: those that had pipe access at most crashes."""
+"""The maximum number of reported suspects: those that had pipe access during most crashes."""
 
 _MOST_VIOLATIONS: Final = 3
-"""Violations that the headline tells in a sentence each."""
+"""The maximum number of violations that the headline lists."""
 
 WELL: Final = "every control daemon is ready, and every limit reads back"
-"""What is said of a healthy node."""
+"""The sentence for a healthy node."""
 
 
 class Kind(StrEnum):
-    """The kinds of reasons, the gravest first. The API tells them by these words."""
+    """The kinds of reasons, the gravest first. The API uses these words."""
 
     GPU_UNKNOWN = "gpu_unknown"
     """The GPU cannot be read."""
@@ -42,39 +42,40 @@ class Kind(StrEnum):
     HOLD = "hold"
     """An operator holds or drains the control daemon."""
     LEASES_INCOMPLETE = "leases_incomplete"
-    """There may be clients whose leases were lost, so that what is granted to them would be granted again."""
+    """There may be clients whose leases were lost, so that their shares would be granted a second time."""
     SERVER_FAULT = "server_fault"
     """A server handles a fatal GPU fault."""
     WEDGED = "wedged"
-    """The server of the control daemon serves nobody, though it says that it is well."""
+    """The server of the control daemon serves no client, although it reports that it is well."""
     CANARY_SILENT = "canary_silent"
-    """A canary got no answer, so that it is not known whether the server of the control daemon serves."""
+    """A canary got no answer, so it is unknown whether the server of the control daemon serves clients."""
     SERVERS_CANNOT_START = "servers_cannot_start"
     """The servers of the control daemon do not start."""
     DRIFT = "drift"
     """A limit is not as mpsd set it."""
     LOG_SILENT = "log_silent"
-    """The log of the control daemon shows nothing, so that only reading limits back shows what others do."""
+    """The log of the control daemon shows nothing, so that mpsd detects changes by others only by reading limits
+    back."""
     STORE = "store"
     """Leases cannot be written to disk."""
     UNRESTORED = "unrestored"
-    """A lease of an earlier mpsd could not be restored, and what it holds may be in use."""
+    """A lease of an earlier mpsd could not be restored, and its shares may be in use."""
     ORPHAN = "orphan"
     """A server has outlived its control daemon."""
     NO_GPU = "no_gpu"
     """The node has no GPU that can run MPS."""
     GPU_UNSUPPORTED = "gpu_unsupported"
-    """The GPU cannot run MPS as mpsd runs it. The node is healthy without it."""
+    """mpsd cannot run MPS on the GPU. The node is healthy without it."""
     GPU_NOT_RESTORED = "gpu_not_restored"
-    """The GPU works, and mpsd could not restore what it had changed about it. The node is healthy all the same."""
+    """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
     QUARANTINE = "quarantine"
-    """A uid crashed control daemons and is shut out of all of them. The node is healthy without it."""
+    """A uid crashed control daemons and has no access to any of them. The node is healthy without it."""
     CLIENT_END = "client_end"
-    """A server is ending the contexts of a client, and grants on its GPU wait. The node is healthy all the same."""
+    """A server is ending the contexts of a client, and grants on its GPU wait. The node stays healthy."""
     NOT_CLOSED = "not_closed"
-    """A program that misses MPS gets a whole GPU: its compute mode lets it. The node is healthy all the same."""
+    """The compute mode of the GPU gives the whole GPU to a program that misses MPS. The node stays healthy."""
     SUSPECT = "suspect"
-    """A uid was let in when control daemons crashed. Whether it did that is not known."""
+    """A uid had pipe access when control daemons crashed. Whether it caused the crashes is unknown."""
 
 
 _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
@@ -99,82 +100,82 @@ _LIMITS: Final = {
     Kind.UNRESTORED: "health",
     Kind.GPU_UNSUPPORTED: "health",
 }
-"""The kinds that admit nobody on a GPU, and the `limit` that the refusal names."""
+"""The kinds that stop admission on a GPU, with the `limit` that the refusal names."""
 
 LIMITS: Final = frozenset(_LIMITS.values())
-"""Those limits."""
+"""The limits that such refusals name."""
 
 
 REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
-"""What whoever is refused for such a reason can do; the reason's own hint is for an operator."""
+"""The hint for a caller who is refused for such a reason; the reason's own hint is for an operator."""
 
 _ASK_HINT: Final = "only an operator of this node can change it: tell one"
-"""What anybody else can do about all other reasons."""
+"""The hint for other callers about all other reasons."""
 
 _USER_HINTS: Final = {
     Kind.NOT_CLOSED: "start programs by mpsctl run, which do not miss it; only an operator can close it",
 }
-"""The kinds about which a user can do something by itself."""
+"""The hints for users, for the kinds that have a remedy for a user."""
 
 _HINTS_FOR_ALL: Final = frozenset({Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU})
-"""The kinds whose hint is to wait, or to read what everybody may read."""
+"""The kinds whose hint is to wait, or to read something that all users may read."""
 
 
 class Reason(Struct, frozen=True):
-    """One thing that is not well: what it is about (`GPU 0`, `gpu0`), a sentence, and what to do."""
+    """One problem: its subject (`GPU 0`, `gpu0`), a sentence, and a hint."""
 
     kind: Kind
     subject: str
     because: str
     hint: str
     uids: frozenset[int] | None = None
-    """Whose requests it refuses, where it refuses any; None: everybody's."""
+    """The uids whose requests it refuses, if it refuses any; None: all uids."""
 
     def hint_for(self, *, operator: bool) -> str:
-        """Return what a reader can do about it: the hint is an operator's, whose commands others may not give."""
+        """Return the hint for a reader: `hint` itself is for operators, whose commands other users may not give."""
         if operator or self.kind in _HINTS_FOR_ALL:
             return self.hint
         return _USER_HINTS.get(self.kind) or (REFUSED_HINT if self.limit else _ASK_HINT)
 
     @property
     def limit(self) -> str:
-        """The limit that the refusal of a request names; empty where nobody is refused for this reason."""
+        """The limit that the refusal of a request names; empty where this reason refuses no request."""
         return _LIMITS.get(self.kind, "")
 
 
 def hint_for(hint: str | None, *, refuses: bool, operator: bool) -> str | None:
-    """Return what a reader can do about the state of a GPU or a control daemon, by the hint of an operator."""
+    """Return the hint for a reader about the state of a GPU or a control daemon; `hint` is that for operators."""
     if hint is None or operator:
         return hint
     return REFUSED_HINT if refuses else _ASK_HINT
 
 
 class NodeHealth(Struct, frozen=True):
-    """A node at one moment: its GPUs, its control daemons, and what is not well about them."""
+    """A node at one moment: its GPUs, its control daemons, and their problems."""
 
     gpus: tuple[GpuView, ...]
     daemons: tuple[Daemon, ...]
     reasons: tuple[Reason, ...]
     """Why the node is not healthy, the gravest first."""
     warnings: tuple[Reason, ...]
-    """What needs attention on a node that is healthy all the same."""
+    """Conditions that need attention although the node is healthy."""
 
     violations: tuple[str, ...] = ()
-    """Those that are open, a sentence each. They leave the node as healthy as it is: any user can cause one."""
+    """The open violations, a sentence each. They do not affect the node's health, since any user can cause one."""
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no reason against it."""
+        """Whether no reason makes it unhealthy."""
         return not self.reasons
 
     @property
     def because(self) -> str:
-        """Every reason in one line."""
+        """All reasons in one line."""
         return "; ".join(each.because for each in self.reasons) or WELL
 
     @property
     def headline(self) -> str:
-        """All that matters in one line: `healthy, not closed, 2 violations: ...`."""
+        """The most important facts in one line: `healthy, not closed, 2 violations: ...`."""
         open_gpus = [each.because for each in self.warnings if each.kind is Kind.NOT_CLOSED]
         count = len(self.violations)
         words = ["healthy" if self.healthy else "NOT HEALTHY", *(["not closed"] if open_gpus else [])]
@@ -197,8 +198,8 @@ def of_node(
 ) -> NodeHealth:
     """Judge a node.
 
-    `store` is why no lease can be stored, empty where leases can be; `limited` tells whether a program without a lease
-    is to have less than a whole GPU.
+    `store` is the reason why no lease can be stored, or empty. `limited` says whether a program without a lease must
+    get less than a whole GPU.
     """
     gpus, daemons = tuple(gpus), tuple(daemons)
     found = [reason for view in gpus for reason in of_gpu(view)]
@@ -219,9 +220,9 @@ def of_node(
 
 
 def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
-    """Return the gravest reason to refuse requests for a GPU, which is this control daemon's; None to admit.
+    """Return the gravest reason to refuse requests for a GPU with this control daemon; None to admit them.
 
-    One that refuses everybody comes before one that refuses some.
+    A reason that refuses all uids comes before one that refuses some.
     """
     found = [each for each in (*of_gpu(gpu), *of_daemon(daemon)) if each.limit]
     return min(found, key=lambda each: (each.uids is not None, _ORDER[each.kind]), default=None)
@@ -231,7 +232,7 @@ def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
 
 
 def of_gpu(view: GpuView) -> Iterator[Reason]:
-    """Yield what is not well about a GPU."""
+    """Yield the problems of a GPU."""
     if view.health is Health.OK and view.hint is None:
         return
     kinds = {
@@ -246,7 +247,10 @@ def of_gpu(view: GpuView) -> Iterator[Reason]:
 
 
 def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
-    """Yield that a program that misses MPS gets a whole GPU, of those that can run MPS and whose mode is known."""
+    """Yield a reason if a program that misses MPS gets a whole GPU.
+
+    Only GPUs count that can run MPS and whose compute mode is known.
+    """
     open_to_all = [
         f"GPU {view.index}"
         for view in views
@@ -264,7 +268,7 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
 
 
 def of_daemon(daemon: Daemon) -> Iterator[Reason]:
-    """Yield what is not well about a control daemon."""
+    """Yield the problems of a control daemon."""
     name = daemon.name
     if daemon.state is not State.READY and not daemon.renewing:
         yield _not_ready(daemon)
@@ -286,7 +290,7 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
 
 
 def _of_servers(daemon: Daemon) -> Iterator[Reason]:
-    """Yield what is not well about the servers of a control daemon."""
+    """Yield the problems of a control daemon's servers."""
     name = daemon.name
     for server in daemon.servers:
         if server.faulted is not None:
@@ -319,7 +323,7 @@ def _unserved(name: str, evidence: str, *, wedged: bool) -> Reason:
 
 
 def _of_leases(daemon: Daemon) -> Iterator[Reason]:
-    """Yield why what is granted on a control daemon's GPU may not be all that is in use."""
+    """Yield why the leases on a control daemon's GPU may not cover all of its use."""
     name = daemon.name
     if daemon.incomplete:
         because = f"{name} is held because its leases may be incomplete: {daemon.incomplete}"
@@ -369,7 +373,7 @@ def _faulted(daemon: str, server: Server, since: datetime) -> str:
 
 
 def drifted(daemon: str, drift: Drift) -> str:
-    """Say which limit differs from what mpsd set, who changed it if that is known, and when mpsd put it back."""
+    """Describe a drift: the limit, the process that changed it if known, and when mpsd restored it."""
     limit = f"{drift.limit} of server {drift.server}" if drift.server is not None else drift.limit
     is_or_was = "is" if drift.undone is None else "was"
     found, wanted = (_value(drift.limit, value) for value in (drift.found, drift.wanted))
@@ -391,5 +395,5 @@ def _value(limit: str, value: float | None) -> str:
 
 
 def _time(at: datetime) -> str:
-    """Print a time as the API's JSON has it, without fractions."""
+    """Print a time as in the API's JSON, without fractions."""
     return at.isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,8 +1,8 @@
-"""The life of a control daemon: a total table of what each event means in each state.
+"""The life of a control daemon: a total table with the effect of each event in each state.
 
-Existence and readiness are facts that the supervisor keeps with their own times; the state says what may be done. Every
-pair of state and event has an outcome here: a state to go to, `IGNORE` where the event changes nothing, or `BUG` where
-it cannot happen unless mpsd is wrong.
+Existence and readiness are facts that the supervisor keeps with their own times; the state says which actions are
+allowed. Every pair of state and event has an outcome here: the next state, `IGNORE` where the event changes nothing, or
+`BUG` where the event is impossible unless mpsd has a defect.
 """
 
 from enum import StrEnum
@@ -10,55 +10,56 @@ from typing import Final
 
 
 class State(StrEnum):
-    """What a control daemon is to mpsd at this moment."""
+    """The state of a control daemon for mpsd."""
 
     DOWN = "down"
-    """It does not run, and nothing was tried yet or it was stopped by an operator's word."""
+    """It does not run: mpsd has not tried to start it yet, or an operator stopped it."""
     STARTING = "starting"
-    """It runs, started or adopted, and has not yet answered with every limit in force. Nobody is admitted."""
+    """It runs, started or adopted, and has not yet answered with every limit in force. No client is admitted."""
     READY = "ready"
     """It answers, and every limit read back."""
     UNRESPONSIVE = "unresponsive"
     """It runs and does not answer within the deadline. It is left alone: its clients may be fine."""
     HELD = "held"
-    """It is ready, and an operator lets nobody in."""
+    """It is ready, and an operator has stopped admission."""
     DRAINING = "draining"
-    """Nobody is let in, and mpsd waits for the clients to leave."""
+    """Admission is stopped, and mpsd waits for the clients to exit."""
     STOPPING = "stopping"
-    """It was told to quit and has not gone yet."""
+    """mpsd sent it `quit`, and it has not exited yet."""
     COOLING = "cooling"
     """It died; a new one starts when the delay is over."""
     FAILED = "failed"
-    """It died too often, or cannot work as things are: an operator mends the cause and resets it."""
+    """It died too often, or cannot work under the present conditions: an operator fixes the cause and resets it."""
 
 
 class Event(StrEnum):
-    """What can happen to a control daemon."""
+    """The events in the life of a control daemon."""
 
     STARTED = "started"
-    """A process was started by mpsd."""
+    """mpsd started a process."""
     ADOPTED = "adopted"
-    """A process of ours was found running, by evidence."""
+    """mpsd found its own process running, by evidence."""
     REFUSED = "refused"
-    """A check before the start says that it cannot work."""
+    """A check before the start found that it cannot work."""
     VERIFIED = "verified"
     """It answered, and every limit was compared."""
     UNPROVEN = "unproven"
-    """It answered, and a limit that is wanted now does not hold: the driver has no such limit, or it did not take."""
+    """It answered, and a limit that is wanted now does not hold: the driver has no such limit, or the limit did not
+    take effect."""
     SILENT = "silent"
     """It did not answer within the deadline."""
     DIED = "died"
-    """The process is gone, as its pidfd says, or could not even be started."""
+    """The process is gone, according to its pidfd, or could not even be started."""
     COOLED = "cooled"
     """The delay after a death is over."""
     GAVE_UP = "gave_up"
-    """The death tally says that starting again is pointless."""
+    """The death tally shows that another start is pointless."""
     HOLD = "hold"
-    """An operator: let nobody in."""
+    """An operator: stop admission."""
     DRAIN = "drain"
-    """An operator: let nobody in, and wait for the clients."""
+    """An operator: stop admission, and wait for the clients to exit."""
     RESUME = "resume"
-    """An operator: let people in again."""
+    """An operator: resume admission."""
     STOP = "stop"
     """An operator: stop the daemon."""
     RESET = "reset"
@@ -66,7 +67,7 @@ class Event(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What an event means in a state when it leads to no other state."""
+    """The effect of an event that leads to no other state."""
 
     IGNORE = "ignore"
     BUG = "bug"
@@ -227,17 +228,17 @@ RUNNING: Final = frozenset({_S.STARTING, _S.READY, _S.UNRESPONSIVE, _S.HELD, _S.
 """The states in which there is a process."""
 
 ANSWERED: Final = frozenset({_S.READY, _S.HELD, _S.DRAINING})
-"""The states in which the process answered when it was last asked."""
+"""The states in which the process answered the last query."""
 
 
 class LifecycleBugError(Exception):
-    """An event that cannot happen in this state happened: mpsd is wrong."""
+    """An event occurred that is impossible in this state: mpsd has a defect."""
 
 
 def step(state: State, event: Event) -> State | None:
     """Return the state that `event` leads to from `state`, or None where it changes nothing.
 
-    Raises LifecycleBugError for a pair that cannot happen.
+    Raises LifecycleBugError for an impossible pair.
     """
     outcome = TABLE[state][event]
     if outcome is BUG:

@@ -1,6 +1,6 @@
-"""The values that travel through the house: readings, processes, GPUs, control daemons and leases. No behaviour.
+"""The values that all parts of mpsd share: readings, processes, GPUs, control daemons and leases. No behaviour.
 
-Those that are made at every grant are structs: to make one, to compare and to hash it costs a tenth of a dataclass.
+Values that are made at every grant are structs: to make, compare or hash one costs a tenth of what a dataclass costs.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Known(Generic[T]):
-    """A reading that was taken."""
+    """A reading that succeeded."""
 
     value: T
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A reading that could not be taken, and why. It is never treated as healthy, nor as zero."""
+    """A reading that failed, with the reason. It never counts as healthy, nor as zero."""
 
     reason: str
 
@@ -39,16 +39,16 @@ Reading: TypeAlias = Known[T] | Unknown
 
 
 class ProcessIdentity(Struct, frozen=True):
-    """Which process this is: a pid alone is reused, a pid with its start time is not (within one boot)."""
+    """The identity of a process: a pid alone is reused, a pid with its start time is not (within one boot)."""
 
     pid: Pid
     start_ticks: Annotated[int, Meta(ge=0, le=2**40)]
-    """Start time in clock ticks since boot, as /proc/PID/stat has it: no wall clock can move it."""
+    """Start time in clock ticks since boot, as in /proc/PID/stat: no change of the clock affects it."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonProcess:
-    """The evidence that a process is a control daemon of ours."""
+    """The evidence that a process is one of mpsd's control daemons."""
 
     identity: ProcessIdentity
     executable: str
@@ -59,9 +59,9 @@ class DaemonProcess:
 
 
 class Owner(Struct, frozen=True):
-    """Whose a lease is: uid and gid as the kernel gave them (they authorise), and the process that holds it.
+    """The owner of a lease: uid and gid from the kernel, which authorise, and the process that holds the lease.
 
-    `pid` is 0 where no process does, but a control group, or a claim.
+    `pid` is 0 where a control group or a claim holds it.
     """
 
     uid: int
@@ -74,20 +74,20 @@ class Owner(Struct, frozen=True):
 
 
 class ControlGroup(Struct, frozen=True):
-    """Which control group this is: a path is reused, the inode of its directory is not (within one boot)."""
+    """The identity of a control group: a path is reused, the inode of its directory is not (within one boot)."""
 
     hierarchy: str
-    """As /proc/PID/cgroup names it: `name=systemd`, a list of controllers, or nothing for the one of version 2."""
+    """Its name in /proc/PID/cgroup: `name=systemd`, a list of controllers, or empty for version 2."""
     path: str
-    """From the top of what mpsd sees of the hierarchy."""
+    """From the top of the hierarchy as mpsd sees it."""
     inode: int
 
 
 class GroupLife(StrEnum):
-    """For how long a control group holds a lease."""
+    """How long a control group holds a lease."""
 
     POPULATED = "populated"
-    """While there are processes in it or below it, from the first one on."""
+    """While it, or a group below it, has processes, from the first one on."""
     EXISTS = "exists"
     """Until it is removed."""
 
@@ -97,9 +97,9 @@ class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
 
     identity: ProcessIdentity
     started: Moment | None = None
-    """The time of day at its start, as it was taken when the process was named."""
+    """The time of day at its start, computed when the process was named."""
     uid: int | None = None
-    """Its real uid then, where an administrator said whose the lease is."""
+    """Its real uid at that time, where an administrator named the owner of the lease."""
 
 
 class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
@@ -108,21 +108,21 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
     group: ControlGroup
     life: GroupLife = GroupLife.POPULATED
     populated: bool = False
-    """Whether processes were in it since it was named; until then it holds the lease empty, too."""
+    """Whether it had processes since it was named; until then it holds the lease while empty, too."""
     cpu_time: int | None = None
-    """How long processes had run in it when it was named: a longer time tells of some that came and went. None where
+    """The CPU time of its processes when it was named: a larger value shows that processes came and went. None where
     the kernel does not count it, or for a holder of an earlier mpsd."""
 
 
 class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
-    """Nobody holds the lease yet: the first who comes with its token does, as long as it comes in time."""
+    """The lease has no holder yet: the first process that presents its token in time becomes one."""
 
     seconds: float
     """How long it waits for that, from the grant on."""
     uid: int | None = None
-    """Whose processes alone can take it; None: anybody's."""
+    """The uid whose processes alone can take it; None: any uid."""
     deadline: float | None = None
-    """The same in seconds of the clock that does not jump; None before the grant."""
+    """The end of that time, in seconds of the clock that does not jump; None before the grant."""
 
 
 Holder: TypeAlias = HoldingProcess | HoldingGroup | Claim
@@ -133,7 +133,7 @@ Holder: TypeAlias = HoldingProcess | HoldingGroup | Claim
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What does not change about a GPU while the driver is loaded."""
+    """The properties of a GPU that are constant while the driver is loaded."""
 
     index: int
     uuid: str
@@ -143,9 +143,9 @@ class Gpu:
     compute_capability: tuple[int, int]
     mig: bool
     driver_version: str
-    """As the driver writes it, such as 535.261.03."""
+    """In the driver's notation, such as 535.261.03."""
     memory_reserved: int = 0
-    """Bytes of the total that the driver keeps for itself; 0 where the driver, before 510, does not tell."""
+    """Bytes of the total that the driver reserves for itself; 0 where the driver, before 510, does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,24 +157,25 @@ class GpuProcess:
     mps: bool = False
     """Whether it is a client of MPS. A server is none, nor is a process that runs outside MPS, without any limit."""
     sm_activity: int | None = field(default=None, compare=False)
-    """Percent of the last moments in which it kept the GPU's SMs busy, as NVML has it; None where NVML does not tell.
+    """Percent of the recent time in which it kept the GPU's SMs busy, by NVML; None where NVML does not report it.
 
-    Nothing is decided by it, so a GPU on which only this differs is as it was.
+    No decision depends on it, so a GPU on which only this value differs counts as unchanged.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class GpuUsage:
-    """What changes about a GPU, read at one moment."""
+    """The changing state of a GPU, read at one moment."""
 
     memory_used: int
-    """Bytes that are in use on the whole GPU, by whomever."""
+    """Bytes in use on the whole GPU, by any process."""
     processes: Mapping[int, GpuProcess] = field(default_factory=dict)
-    """Who uses it, by pid; servers and clients of MPS included."""
+    """The processes that use it, by pid; servers and clients of MPS included."""
     compute_mode: ComputeMode | None = ComputeMode.DEFAULT
-    """None for a GPU that has no such mode, or one that is not known here."""
+    """None for a GPU that has no such mode, or a mode that this code does not know."""
     recovery: int | None = None
-    """What it needs after a fault (nvmlDeviceGpuRecoveryAction_t); None where the driver, before 570, does not tell."""
+    """The action that it needs after a fault (nvmlDeviceGpuRecoveryAction_t); None where the driver, before 570, does
+    not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class Inventory:
 
 
 class Health(StrEnum):
-    """Whether a GPU may be given out. Only `ok` may."""
+    """The health of a GPU. Only a GPU with `ok` may be granted."""
 
     OK = "ok"
     UNKNOWN = "unknown"
@@ -205,7 +206,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuView:
-    """A GPU as the node sees it: `gpu` is None for one that could not be read at all."""
+    """A GPU from the node's view: `gpu` is None for one that could not be read at all."""
 
     index: int
     gpu: Gpu | None
@@ -219,7 +220,7 @@ class GpuView:
 
 
 class Limits(Struct, frozen=True):
-    """The two limits that a control daemon gives to servers it starts; a memory limit of `None` is none."""
+    """The two limits that a control daemon gives to servers that it starts; a memory limit of None means no limit."""
 
     active_thread_percentage: ActiveThreadPercentage
     pinned_device_mem_limit: PinnedDeviceMemLimit | None
@@ -227,9 +228,9 @@ class Limits(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ReadBack:
-    """What a control daemon said about its limits when it was asked: tenths of a percent, and bytes (None: no limit).
+    """The limits that a control daemon reported: tenths of a percent, and bytes (None: no limit).
 
-    Plain numbers, since a stranger may have set what mpsd would refuse.
+    The numbers are plain, since another user may have set a value that mpsd would refuse.
     """
 
     active_thread_percentage_tenths: int
@@ -238,7 +239,7 @@ class ReadBack:
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A limit that is not what mpsd set, since when, and the command that did it where the log names one."""
+    """A limit that differs from what mpsd set, since when, and the command that changed it where the log names one."""
 
     limit: str
     wanted: float | int | None
@@ -246,16 +247,17 @@ class Drift:
     since: datetime
     command: str | None
     server: int | None = None
-    """The pid of the server whose limit it is; None for the daemon's default."""
+    """The pid of the server that has this limit; None for the daemon's default."""
     undone: datetime | None = None
-    """When mpsd put it back."""
+    """When mpsd restored it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An `nvidia-cuda-mps-server`: its pid, its state word where the driver tells one, and the pids of its clients.
+    """An `nvidia-cuda-mps-server`: its pid, its state word where the driver reports one, and the pids of its clients.
 
-    An orphan's control daemon is dead: it runs on, no new daemon knows it, and it holds its part of the GPU.
+    The control daemon of an orphan is dead: the orphan continues to run, no new daemon knows it, and it holds its part
+    of the GPU.
     """
 
     pid: int
@@ -263,11 +265,11 @@ class Server:
     clients: tuple[int, ...] = ()
     orphan: bool = False
     faulted: datetime | None = None
-    """Since when it handles a fatal fault, and takes no client."""
+    """Since when it has been handling a fatal fault, during which it accepts no client."""
     limits: ReadBack | None = None
-    """What its next client gets at most; None while it does not say, as while it starts."""
+    """The maximum for its next client; None while the server does not report it, as while it starts."""
     opened: Mapping[ProcessIdentity, Opened | None] = field(default_factory=dict)
-    """By client, what was open to it; None where mpsd was not there when it connected.
+    """By client, the limits that were open to it; None where mpsd did not run when it connected.
 
     A client that lives where mpsd sees no processes is in `clients` alone.
     """
@@ -282,16 +284,16 @@ class Client:
     gpu: str
     server: int
     opened: Opened | None
-    """None where mpsd was not there when it connected."""
+    """None where mpsd did not run when the client connected."""
     environment: Mapping[str, str] | None
-    """What it was started with of CUDA's and MPS's variables; None where that cannot be read."""
+    """The variables of CUDA and MPS that it was started with; None where they cannot be read."""
     uid: int
-    """Its real uid: whose process it is, whatever rights its program has."""
+    """Its real uid: the user that it belongs to, whatever rights its program has."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownLines:
-    """Lines of NVIDIA's logs in words that mpsd does not know: how many, and the latest of them."""
+    """Lines of NVIDIA's logs that mpsd does not recognise: their number, and the latest of them."""
 
     count: int = 0
     latest: tuple[str, ...] = ()
@@ -299,7 +301,7 @@ class UnknownLines:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """Everything there is to say about one control daemon: intent, existence and readiness are three separate facts."""
+    """All facts about one control daemon: desired state, existence and readiness are three separate facts."""
 
     name: str
     gpu: str
@@ -314,48 +316,48 @@ class Daemon:
     verified: bool
     """Whether it is certain that the wanted limits hold for its next client."""
     drift: tuple[Drift, ...] = ()
-    """What others changed and is not put back yet."""
+    """Changes by others that mpsd has not undone yet."""
     undone: tuple[Drift, ...] = ()
-    """What they changed and mpsd put back, the latest last."""
+    """Changes by others that mpsd has undone, the latest last."""
     servers: tuple[Server, ...] = ()
     version: str | None = None
     log_silent_since: datetime | None = None
-    """Since when its log has shown nothing, not even the conversations of mpsd; None while it shows them."""
+    """Since when its log has shown nothing, not even mpsd's own conversations; None while it shows them."""
     cannot_start: str | None = None
     """Why its servers do not start, if they do not."""
     cannot_start_for: frozenset[int] | None = None
-    """Whose servers they are, where that is known; None: anybody's."""
+    """The uids of those servers, where they are known; None: any uid."""
     has_mem_limit: bool = True
-    """Whether its driver knows a pinned device memory limit at all; those before 495 do not."""
+    """Whether its driver supports a pinned device memory limit at all; drivers before 495 do not."""
     has_client_priority: bool = True
-    """Whether its driver knows a priority of clients, as far as is known; those before 535 do not."""
+    """Whether its driver supports a priority of clients, as far as is known; drivers before 535 do not."""
     client_end: str = ""
-    """What the end of one of its clients waits for: nobody else is heard by the daemon meanwhile."""
+    """The reason why the end of one of its clients takes time; the daemon answers no other command meanwhile."""
     hint: str | None = None
     unknown_lines: UnknownLines = UnknownLines()
     operation: str | None = None
-    """What an operator wants of it that is not done yet, and what that waits for."""
+    """An operator's command that is not finished, and what it waits for."""
     renewing: bool = False
     """Whether it is being replaced for its next user."""
     restart_for: tuple[str, ...] = ()
-    """The settings that it was not started with: a restart brings them."""
+    """The settings that differ from those at its start: a restart applies them."""
     unrestored: tuple[str, ...] = ()
     """Why its GPU is held for leases of an earlier mpsd that could not be restored."""
     incomplete: str = ""
-    """Why there may be clients of it whose leases mpsd does not know; nothing is granted on it then."""
+    """Why it may have clients whose leases mpsd does not know; nothing is granted on it then."""
     unserved: str | None = None
-    """The evidence that its server serves nobody, or may not; None where there is none."""
+    """The evidence that its server serves no client, or may serve none; None where there is none."""
     wedged: bool = False
-    """Whether that proves it."""
+    """Whether the evidence proves it."""
     drained: bool = False
-    """Whether an operator's drain of it is done."""
+    """Whether an operator's drain of it is finished."""
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
 
 
 class LeaseState(StrEnum):
-    """Where a lease is in its life: it waits, it is granted, clients of it are attached, it has ended."""
+    """The stage of a lease: it waits, it is granted, clients of it are attached, it has ended."""
 
     WAITING = "waiting"
     GRANTED = "granted"
@@ -364,53 +366,53 @@ class LeaseState(StrEnum):
 
 
 class Stop(StrEnum):
-    """How the client processes of a lease are ended, where mpsd ends them."""
+    """How mpsd ends the client processes of a lease, where it does."""
 
     TERMINATE = "terminate"
-    """Their server ends their contexts first, by `terminate_client`, and signals come after its answer."""
+    """Their server ends their contexts first, by `terminate_client`, and signals follow its answer."""
     SIGTERM = "sigterm"
-    """SIGTERM comes first: whoever took the lease out says that its program then finishes its work on the GPU."""
+    """SIGTERM comes first: the requester of the lease states that its program then finishes its work on the GPU."""
 
 
 class LeaseRequest(Struct, frozen=True):
-    """What a caller asks for. A fraction stands for that part of one GPU's threads and of its memory."""
+    """A request for a lease. A fraction stands for that part of one GPU's threads and of its memory."""
 
     threads: ActiveThreadPercentage | None = None
     memory: PinnedDeviceMemLimit | None = None
     fraction: float | None = None
     gpu: str = "any"
-    """`any`, or the UUID of the one GPU that it must be."""
+    """`any`, or the UUID of the one GPU that it requires."""
     among: tuple[str, ...] | None = None
-    """The UUIDs of the GPUs that its user may be on; None for all."""
+    """The UUIDs of the GPUs that its user may use; None for all."""
     gpus: int = 1
-    """On how many GPUs, all or nothing."""
+    """The number of GPUs, all or nothing."""
     processes: int | None = 1
-    """How many client processes it may have; they share threads and memory. None: any number; each may use all."""
+    """Maximum number of its client processes; they share threads and memory. None: any number; each may use all."""
     priority: int = 0
-    """Higher goes first."""
+    """A higher number is served first."""
     name: str = ""
     labels: Mapping[str, str] = {}
     request_id: str | None = None
     client_priority: int | None = None
-    """What MPS calls the priority of its clients: 0 is normal, 1 below normal; None: what the daemon has."""
+    """The MPS priority of its clients: 0 is normal, 1 below normal; None: the daemon's default."""
     stop: Stop = Stop.TERMINATE
     ttl: float | None = None
-    """Seconds to live that were asked for; what a renewal made of them, the lease has."""
+    """The requested time to live in seconds; the lease has the result of a renewal."""
 
 
 class Share(Struct, frozen=True):
-    """A place on one GPU: what a lease comes to there."""
+    """The share of a lease on one GPU."""
 
     gpu: str
     daemon: str
     threads: ActiveThreadPercentage
     memory: PinnedDeviceMemLimit
     env: Mapping[str, str]
-    """What each client process must have in its environment to be held to its part."""
+    """The environment that holds each client process to its share."""
 
 
 class Lease(Struct, frozen=True):
-    """A promise: this holder may use this much of these GPUs until the lease ends; or its place in the queue for one.
+    """A promise: its holders may use these shares until the lease ends. A waiting lease is a place in the queue.
 
     `until` and `expires` are seconds of the clock that does not jump: the end of its waiting, and of its time to live.
     """
@@ -420,30 +422,32 @@ class Lease(Struct, frozen=True):
     because: str
     owner: Owner
     holders: tuple[Holder, ...]
-    """What its life is tied to, the first first; those that are gone are left out, unless they were the last."""
+    """The processes or groups that its life is tied to, the first one first; those that are gone are left out, except
+    the last."""
     request: LeaseRequest
     arrival: int
     created: Moment
     shares: tuple[Share, ...] = ()
     clients: tuple[ProcessIdentity, ...] = ()
-    """Client processes that were attributed to it, the living ones."""
+    """The living client processes that were attributed to it."""
     bearers: tuple[ProcessIdentity, ...] = ()
-    """Living processes that are its own by its token alone, clients or not: they keep it, and it ends none of them."""
+    """Living processes that belong to it by its token alone, clients or not: they keep it alive, and it ends none of
+    them."""
     token: str = ""
-    """What its processes alone have in their environment; empty for a lease of an mpsd that gave none."""
+    """The secret in the environment of its processes; empty for a lease of an mpsd that gave none."""
     until: float | None = None
     ttl: float | None = None
     expires: float | None = None
     granted: Moment | None = None
     ended: Moment | None = None
     closing: str = ""
-    """Why its clients are being ended: it takes no more of them, and ends when the last of them is gone."""
+    """Why its clients are being ended: it accepts no more of them, and ends after the last of them."""
     claimed_for: int | None = None
-    """The uid that it was first claimed for, under which its request_id stands; None: its request had a holder."""
+    """The uid that it was first claimed for, under which its request_id counts; None: its request had a holder."""
 
 
 class Suspect(Struct, frozen=True):
-    """A uid that was let in at crashes of control daemons: at how many, and at how many of them alone."""
+    """A uid that had pipe access at crashes of control daemons: how many, and how many of them alone."""
 
     uid: int
     crashes: int
@@ -451,7 +455,7 @@ class Suspect(Struct, frozen=True):
 
 
 class QuarantinedUid(Struct, frozen=True):
-    """A uid that is shut out of all control daemons until an administrator pardons it."""
+    """A uid without access to any control daemon until an administrator pardons it."""
 
     uid: int
     since: datetime
@@ -459,23 +463,24 @@ class QuarantinedUid(Struct, frozen=True):
 
 
 class ViolationKind(StrEnum):
-    """What a process can do that it may not."""
+    """The kinds of violations by a process."""
 
     NO_LEASE = "no_lease"
-    """It is a client of MPS, and no lease let it in."""
+    """It is a client of MPS, and no lease admitted it."""
     PROCESSES = "processes"
-    """Its lease has as many client processes already as it may have."""
+    """Its lease already has its maximum number of client processes."""
     LIMITS = "limits"
-    """Its environment has MPS drop its memory limit, the server's too."""
+    """Its environment makes MPS drop its memory limit, including the server's."""
     SHORT = "short"
-    """It attached while less was open than its part."""
+    """It attached while less was open than its share."""
     MEMORY = "memory"
-    """The processes of its lease hold more memory than the lease has; it is the one that holds most."""
+    """The processes of its lease hold more memory than the lease grants; this one holds the most."""
     LINGERS = "lingers"
-    """It met a fatal fault and does not exit, so that its server cannot recover, and lets nobody in."""
+    """It met a fatal fault and does not exit, so that its server cannot recover and accepts no client."""
     OUTSIDE = "outside"
     """It has a lease and runs on the GPU outside MPS, where no limit holds."""
     USER = "user"
-    """It is of its lease's family, and runs as another user than the lease's, so that it is no client of it."""
+    """It descends from its lease's holder, but runs as another user than the lease's owner: it is no client of the
+    lease."""
     QUARANTINED = "quarantined"
     """Its uid crashed control daemons, and is quarantined."""

@@ -1,4 +1,4 @@
-"""Facts about MPS and the hardware it runs on, each with the place where it can be looked up."""
+"""Facts about MPS and the hardware that it runs on, each with its source."""
 
 MINIMUM_COMPUTE_CAPABILITY = (3, 5)
 """MPS needs compute capability 3.5. Source: NVIDIA, "Multi-Process Service", section "Limitations"."""
@@ -14,8 +14,8 @@ CLIENTS_VOLTA = 48
 """Client contexts per device on Volta and later, up to driver 580 (CUDA 13.0). Source: as above."""
 
 CLIENTS_R590 = 60
-"""Client contexts per device from driver 590 (CUDA 13.1) on, with CUDA_DEVICE_MAX_CONNECTIONS=2, which is what MPS
-sets by itself; with more, fewer fit. Source: NVIDIA MPS documentation, release 590 on."""
+"""Client contexts per device from driver 590 (CUDA 13.1) on, with CUDA_DEVICE_MAX_CONNECTIONS=2, which MPS sets by
+itself; with a higher value, fewer fit. Source: NVIDIA MPS documentation, release 590 on."""
 
 R590 = 590
 """The first driver branch with `CLIENTS_R590`."""
@@ -24,19 +24,19 @@ SOCKET_PATH_BYTES = 107
 """The longest path of a unix socket: sizeof(sun_path) less the terminating NUL. Source: unix(7)."""
 
 CONTROL_PATH_BYTES = 106
-"""The longest path of a control daemon's socket. One that would need a longer one says nothing, exits with status 1 and
-listens nowhere (measured, all four versions: with `-f`, the pipe directory may have 87 bytes, and not 88)."""
+"""The longest path of a control daemon's socket. A daemon that needs a longer one prints nothing, exits with status 1
+and does not listen (measured, all four versions: with `-f`, the pipe directory may have 87 bytes, and not 88)."""
 
 LONGEST_SOCKET_NAME = "control_privileged"
 """The longest name of the sockets that a control daemon binds in its pipe directory (measured, all four versions)."""
 
 
 def clients_max(compute_capability: tuple[int, int], driver_branch: int | None) -> int:
-    """Client contexts that MPS admits on one device; an unknown driver branch counts as the older, smaller figure.
+    """Return the maximum client contexts on one device; an unknown driver branch counts as the older, smaller figure.
 
-    mpsd takes as many clients for as many contexts: no documented command tells how many a client has. Source: the man
-    pages of 470 to 555, and NVIDIA, "Multi-Process Service", mpsv2-interface: `get_client_list` and
-    `get_device_client_list` print pids, and `ps` is one of client processes, whose column ID is not explained.
+    mpsd counts each client as one context: no documented command reports how many contexts a client has. Source: the
+    man pages of 470 to 555, and NVIDIA, "Multi-Process Service", mpsv2-interface: `get_client_list` and
+    `get_device_client_list` print pids, and `ps` lists client processes, whose column ID is not explained.
     """
     if compute_capability < VOLTA:
         return CLIENTS_BEFORE_VOLTA

@@ -1,6 +1,6 @@
-"""What MPS limits, in the finest steps that it knows: threads in tenths of a percent, and memory in MiB.
+"""The quantities that MPS limits, in its finest steps: threads in tenths of a percent, and memory in MiB.
 
-And what is read from a store, within the bounds that the kernel, or a calendar, sets it.
+Also the types for values from a store, within the bounds of the kernel or of a calendar.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import MIB, bare_number, briefly, format_size, is_bare, parse_size
 
 Pid: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A number that the kernel may have given to a process; what is read from a store is held to that."""
+"""A number that the kernel may have given to a process; the bounds apply to values from a store."""
 
 Moment: TypeAlias = Annotated[datetime, Meta(tz=True)]
-"""A time of day that says in which zone, so that it can be compared."""
+"""A time of day with its zone, so that times compare."""
 if TYPE_CHECKING:
     from mpsd.core.model import ReadBack
 
@@ -26,14 +26,14 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True):
     """A share of a GPU's threads in tenths of a percent: (0, 1000].
 
     A tenth is the finest step that MPS reports back: 33.333 reads back as 33.3, and 0.001 as 0.0 (measured on
-    470.256.02, 535.261.03, 550.163.01 and 555.58.02). A limit holds only when it was read back, so mpsd deals in
-    nothing finer.
+    470.256.02, 535.261.03, 550.163.01 and 555.58.02). A limit holds only when it was read back, so mpsd uses no finer
+    step.
     """
 
     tenths: int
 
     def __post_init__(self) -> None:
-        """Refuse what MPS ignores: values outside (0, 100]."""
+        """Refuse values that MPS ignores: those outside (0, 100]."""
         if not 0 < self.tenths <= 1000:  # noqa: PLR2004 - it is a percentage, in tenths
             raise InvalidRequestError(
                 f"active thread percentage {self.tenths / 10:g} is not in (0, 100]",
@@ -45,7 +45,7 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True):
     def parse(cls, value: str | float) -> Self:
         """Round down to a tenth; `%` may follow the number.
 
-        Raises InvalidRequestError for what is not a number in (0, 100], or is below 0.1.
+        Raises InvalidRequestError for a value that is not a number in (0, 100], or is below 0.1.
         """
         hint = "give a percentage of the GPU's threads from 0.1 to 100"
         limit = "active_thread_percentage"
@@ -65,25 +65,26 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True):
         return cls(int((number * 10).to_integral_value(rounding=ROUND_FLOOR)))
 
     def __float__(self) -> float:
-        """Give percent, for JSON."""
+        """Return percent, for JSON."""
         return self.tenths / 10
 
     def __str__(self) -> str:
-        """Print percent as MPS prints it: one decimal."""
+        """Return percent in the notation of MPS: one decimal."""
         return f"{self.tenths / 10:.1f}"
 
 
 class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
-    """A pinned device memory limit: whole MiB, as MPS takes no finer unit.
+    """A pinned device memory limit in whole MiB, the finest unit of MPS.
 
-    The control daemon keeps every MiB and reports fewer: from 1 GiB on it reads back whole GiB, rounded down (`1536M`
-    reads back as `1G`; measured on 535, 550 and 555). So a limit of 1.5 GiB is verified to within that GiB by the pipe.
+    The control daemon applies every MiB but reports less: from 1 GiB on it reads back whole GiB, rounded down (`1536M`
+    reads back as `1G`; measured on 535, 550 and 555). The pipe thus verifies a limit of 1.5 GiB only to within that
+    GiB.
     """
 
     mebibytes: int
 
     def __post_init__(self) -> None:
-        """Refuse what MPS takes for 'no limit' or cannot hold: nothing, and a pebibyte or more."""
+        """Refuse values that MPS takes for 'no limit' or cannot hold: zero, and a pebibyte or more."""
         if not 0 < self.mebibytes < 2**30:
             raise InvalidRequestError(
                 f"pinned device memory limit of {self.mebibytes} MiB is not between 1 MiB and 1 PiB",
@@ -95,7 +96,8 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
     def parse(cls, value: str | int) -> Self:
         """Parse a size and round it up to a whole MiB.
 
-        Raises InvalidRequestError as `parse_size` does, and for a bare number below a MiB: nobody means so few bytes.
+        Raises the errors of `parse_size`, and InvalidRequestError for a bare number below a MiB, since no user means so
+        few bytes.
         """
         size = parse_size(value)
         if size < MIB and is_bare(value):
@@ -123,19 +125,19 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
         return type(self)(whole)
 
     def __str__(self) -> str:
-        """Print it as a person writes it."""
+        """Return the usual notation."""
         return format_size(self.bytes)
 
 
 def _percent(value: str | float) -> str:
-    """Print what was given for a percentage, for a refusal."""
+    """Print the given percentage, for a refusal."""
     text = briefly(value).strip("'").removesuffix("%").removesuffix(".0")
     return f"{text} %"
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between what and what both limits are, where that is all that is known."""
+    """The bounds of both limits, where nothing more exact is known."""
 
     least: "ReadBack"
     most: "ReadBack"
@@ -145,11 +147,11 @@ class Bounds:
 class Opened:
     """The limits of a client's server that may have become the client's own.
 
-    Whether MPS takes them over when a process connects, or each time it makes a context, is documented nowhere
-    (mps-facts C), so both are kept.
+    It is not documented whether MPS applies them when a process connects, or each time it makes a context (mps-facts
+    C), so both are kept.
     """
 
     connecting: Bounds
     """While it connected."""
     since: Bounds
-    """From then until now, which counts where MPS takes limits over at each context."""
+    """From then until now, which counts if MPS applies limits at each context."""

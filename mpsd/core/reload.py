@@ -1,7 +1,7 @@
 """Settings that change while mpsd runs: some apply at once, others wait for a restart.
 
-`LiveSettings` is the one door to the settings in force. A part of mpsd that uses a setting reads `current` each time;
-one that has to act on a change registers with `follow`. So a reload is handed on by nobody. The functions are pure.
+`LiveSettings` is the one door to the settings in force. A part of mpsd that uses a setting reads `current` each time; a
+part that must act on a change registers with `follow`. No part passes a reload on to another. The functions are pure.
 """
 
 from collections.abc import Callable
@@ -11,23 +11,23 @@ from typing import Final
 from mpsd.core.settings import Settings, rows
 
 RELOAD: Final = "mpsctl reload"
-"""What to type to have mpsd read its configuration again; SIGHUP does the same."""
+"""The command that makes mpsd read its configuration again; SIGHUP does the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """What a reload came to."""
+    """The result of a reload."""
 
     applied: tuple[str, ...]
-    """The settings that changed, and hold from now on."""
+    """The settings that changed, and are in force now."""
     needs_restart: tuple[str, ...]
-    """Those that changed, and will hold once mpsd is restarted."""
+    """The settings that changed, and take effect when mpsd is restarted."""
     unknown: str
-    """Which names of users and groups are unknown; empty where none is."""
+    """A sentence about unknown names of users and groups; empty where there is none."""
 
 
 def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Name the settings that differ: those that a reload applies, and those that need a restart of mpsd."""
+    """Return the settings that differ: those that a reload applies, and those that need a restart of mpsd."""
     applied: list[str] = []
     waiting: list[str] = []
     for each in rows():
@@ -40,7 +40,7 @@ def changed(old: Settings, new: Settings) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def reloaded(old: Settings, new: Settings) -> Settings:
-    """Take from `new` what a reload may apply, and keep the rest of `old`."""
+    """Return `old` with the settings of `new` that a reload may apply."""
     applied, _ = changed(old, new)
     result = replace(old, names=new.names)
     for key in applied:
@@ -54,7 +54,7 @@ def reloaded(old: Settings, new: Settings) -> Settings:
 
 
 class LiveSettings:
-    """The settings in force, and who acts when a reload replaces them."""
+    """The settings in force, and the parts that act when a reload replaces them."""
 
     def __init__(self, settings: Settings) -> None:
         self.current = settings
@@ -62,12 +62,12 @@ class LiveSettings:
         self._followers: list[Callable[[Settings], None]] = []
 
     def follow(self, apply: Callable[[Settings], None]) -> None:
-        """Have `apply` called with the settings now, and after each reload. Followers are called in this order."""
+        """Call `apply` with the settings now, and after each reload. Followers are called in order of registration."""
         self._followers.append(apply)
         apply(self.current)
 
     def reload(self, wanted: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Apply what a reload may apply; return the settings that were applied, and those that need a restart."""
+        """Apply the settings that a reload may apply; return these, and those that need a restart."""
         applied, waiting = changed(self.current, wanted)
         self.current = reloaded(self.current, wanted)
         for apply in self._followers:

@@ -1,7 +1,7 @@
-"""Who may use the API for what: roles, and the users and groups to whom the configuration grants them. Pure.
+"""Roles in the API, and the users and groups that the configuration grants them to. Pure.
 
-Users and groups are compared as numbers, which the kernel knows; what a name stands for was looked up when the
-configuration was read (`Settings.names`).
+Users and groups are compared as numbers, which come from the kernel. The numbers of names are looked up when the
+configuration is read (`Settings.names`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,31 +14,34 @@ from mpsd.core.setting_parsers import UserNames
 from mpsd.core.settings import Settings
 
 _LONGEST_NUMBER: Final = 10
-"""Digits of a uid or gid, which has 32 bits."""
+"""Maximum digits of a uid or gid, which has 32 bits."""
 
 
 class Role(IntEnum):
-    """What a peer may do; each role includes those before it."""
+    """The rights of a peer; each role includes those before it."""
 
     OBSERVER = 1
     """Read."""
     USER = 2
     """Hold leases, and end its own."""
     OPERATOR = 3
-    """Hold, drain and resume control daemons, and end nobody's leases but its own."""
+    """Hold, drain and resume control daemons, but end no leases except its own."""
     ADMIN = 4
-    """Operate the node, and end anybody's leases."""
+    """Operate the node, and end the leases of all users."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserIdentity:
-    """A uid, and every group of the process: its own, and those that it is in besides."""
+    """A uid, and every group of the process: its primary group and its supplementary ones."""
 
     uid: int
     gids: frozenset[int] = frozenset()
 
     def is_called(self, name: str, names: UserNames) -> bool:
-        """Tell whether a user, a %group or * is this user. Digits are a number; a name that is unknown is nobody's."""
+        """Tell whether a user, a %group or * denotes this user.
+
+        Digits are a number; an unknown name denotes no user.
+        """
         if name == "*":
             return True
         if name.startswith("%"):
@@ -46,14 +49,14 @@ class UserIdentity:
         return _number(name, names.uids) == self.uid
 
     def is_among(self, listed: Sequence[str], names: UserNames) -> bool:
-        """Tell whether a list of users, %groups and * has this user."""
+        """Tell whether a list of users, %groups and * includes this user."""
         return any(self.is_called(name, names) for name in listed)
 
 
 def role_of(user: UserIdentity, settings: Settings, *, administers: bool) -> Role | None:
     """Return the role of a user; None where the configuration grants none.
 
-    `administers` tells whether it is an administrator: whether `may_administer` says so, and it calls from where that
+    `administers` says whether the user is an administrator: `may_administer` is true, and the caller is where that
     counts.
     """
     roles, names = settings.roles, settings.names
@@ -67,12 +70,15 @@ def role_of(user: UserIdentity, settings: Settings, *, administers: bool) -> Rol
 
 
 def may_administer(user: UserIdentity, settings: Settings, *, own_uid: int) -> bool:
-    """Tell whether a user is an administrator outside of containers: root, mpsd's own uid, or whom [roles] names."""
+    """Tell whether a user is an administrator outside containers: root, mpsd's own uid, or one that [roles] names."""
     return user.uid in {0, own_uid} or user.is_among(settings.roles.admins, settings.names)
 
 
 def require(role: Role | None, needed: Role, *, contained: bool = False) -> None:
-    """Raise NotPermittedError unless a role is sufficient. `contained`: outside of a container it would be another."""
+    """Raise NotPermittedError unless a role is sufficient.
+
+    `contained`: outside a container the role would be another.
+    """
     if role is not None and role >= needed:
         return
     if contained:
@@ -92,7 +98,7 @@ def require(role: Role | None, needed: Role, *, contained: bool = False) -> None
 
 
 def names_in(settings: Settings) -> tuple[str, ...]:
-    """Return the names of users and %groups in a configuration that have to be looked up, each once."""
+    """Return the names of users and %groups in a configuration that must be looked up, each once."""
     roles, group = settings.roles, settings.api.group
     listed = (*roles.observers, *roles.users, *roles.operators, *roles.admins, *settings.quota)
     listed += (f"%{group}",) if group else ()
@@ -100,7 +106,7 @@ def names_in(settings: Settings) -> tuple[str, ...]:
 
 
 def unknown_names(names: UserNames) -> str:
-    """Say which names of the configuration the user database did not have; nothing where it had all."""
+    """Return a sentence about the names that the user database does not have; empty where it has all."""
     if not names.unknown:
         return ""
     listed = ", ".join(names.unknown)

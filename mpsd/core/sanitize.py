@@ -1,12 +1,13 @@
-"""What makes foreign text harmless: on a terminal, and for whatever takes nothing but UTF-8.
+"""Functions that make foreign text harmless, on a terminal and for outputs that accept only UTF-8.
 
-Names of leases and of processes, and commands in a control daemon's log, are chosen by others. On a terminal, a control
-character in one of them could hide a line, or forge one. So each answer passes `plain` on its way to a table and
-`harmless_json` on its way out as JSON, and each line of mpsd's log passes one of them on its way to wherever that goes.
+Other users choose the names of leases and processes, and the commands in a control daemon's log. On a terminal, a
+control character in such a text could hide a line, or forge one. Each answer therefore passes `plain` on its way to a
+table and `harmless_json` on its way out as JSON, and each line of mpsd's log passes one of them on its way to any
+output.
 
-Paths, names, arguments and environments are bytes, and any bytes. Python's own word for those that are not UTF-8, a
-surrogate, is one that JSON and SQLite refuse. So whatever comes from the kernel or from a directory is made text by
-`text`, and whatever becomes JSON in mpsd does so by `mpsd/daemon/record/encoding.py`, which lets no other pass.
+Paths, names, arguments and environments are bytes, and can be any bytes. Python represents bytes that are not UTF-8 as
+surrogates, which JSON and SQLite refuse. `text` therefore converts everything that comes from the kernel or from a
+directory, and mpsd writes JSON only through `mpsd/daemon/record/encoding.py`, which accepts nothing else.
 """
 
 import json
@@ -15,11 +16,11 @@ from typing import Final, TypeVar, cast
 T = TypeVar("T")
 
 SECRETS: Final = frozenset({"MPSD_LEASE_TOKEN"})
-"""What of a lease's environment is for its processes alone, and never for a screen."""
+"""The variables of a lease's environment that only its processes may see, and that no output shows."""
 
 
 def text(raw: bytes | str) -> str:
-    r"""Return what others wrote as text that can be encoded: what is not UTF-8 in it stands there as `\xff`.
+    r"""Return foreign text as text that can be encoded: bytes that are not UTF-8 become `\xff` and the like.
 
     A text may have been decoded with surrogates, as Python decodes paths and arguments.
     """
@@ -38,7 +39,7 @@ def _is_escaped(value: str) -> bool:
 
 
 def plain(value: T) -> T:
-    """Return a text, or a decoded answer, with every character escaped that prints as anything but itself."""
+    """Return a text, or a decoded answer, with every character escaped that does not print as itself."""
     match value:
         case str():
             safe = value if value.isprintable() else "".join(map(_escaped, value))
@@ -56,7 +57,7 @@ def _escaped(character: str) -> str:
 
 
 def harmless_json(text: str) -> str:
-    """Return a document in JSON as it is, with what does not print escaped; line ends between its parts may stay."""
+    """Return a JSON document with unprintable characters escaped; line ends between its parts may stay."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)

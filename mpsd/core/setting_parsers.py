@@ -1,6 +1,6 @@
-"""What a setting's value may be: a TOML value in, a typed value out.
+"""Parsers for the values of settings: a TOML value in, a typed value out.
 
-Each raises ValueError, or an InvalidRequestError of ours, in words that finish the sentence about the value.
+Each raises ValueError, or an InvalidRequestError, with words that complete a sentence about the value.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,13 +17,13 @@ from mpsd.core.units import parse_duration, parse_size
 E = TypeVar("E", bound=StrEnum)
 
 _MOST: Final = 2**31 - 1
-"""The largest number of anything that a person can mean."""
+"""The largest number that any setting can sensibly have."""
 
 
 class UserNames(Struct, frozen=True):
-    """The numbers of the users and groups that the configuration names, as the user database had them when it was read.
+    """The numbers of the users and groups in the configuration, as the user database had them when it was read.
 
-    `unknown` has the names for which it had none.
+    `unknown` has the names that it did not have.
     """
 
     uids: Mapping[str, int] = {}
@@ -32,7 +32,7 @@ class UserNames(Struct, frozen=True):
 
 
 def text(value: object) -> str:
-    """Take text."""
+    """Accept text."""
     if not isinstance(value, str):
         raise ValueError("it is not text")
     if "\0" in value:
@@ -41,7 +41,7 @@ def text(value: object) -> str:
 
 
 def path(value: object) -> Path:
-    """Take an absolute path."""
+    """Accept an absolute path."""
     found = Path(text(value))
     if not found.is_absolute():
         raise ValueError("it is not an absolute path")
@@ -49,19 +49,19 @@ def path(value: object) -> Path:
 
 
 def flag(value: object) -> bool:
-    """Take true or false."""
+    """Accept true or false."""
     if not isinstance(value, bool):
         raise ValueError("it is not true or false")
     return value
 
 
 def optional_path(value: object) -> Path | None:
-    """Take an absolute path, or an empty text for none."""
+    """Accept an absolute path, or an empty text for none."""
     return None if value == "" else path(value)
 
 
 def octal_mode(value: object) -> int:
-    """Take the permissions of a file, in octal."""
+    """Accept the permissions of a file, in octal."""
     digits = text(value)
     try:
         mode = int(digits, 8)
@@ -73,77 +73,77 @@ def octal_mode(value: object) -> int:
 
 
 def seconds(value: object) -> float:
-    """Take a number of seconds above zero."""
+    """Accept a number of seconds above zero."""
     if not isinstance(value, (int, float)):
         raise ValueError("it is not a number of seconds")
     return parse_duration(value)
 
 
 def count(value: object) -> int:
-    """Take a whole number above zero."""
+    """Accept a whole number above zero."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST:
         raise ValueError(f"it is not a whole number from 1 to {_MOST}")
     return value
 
 
 def size(value: object) -> int:
-    """Take a size, or 0."""
+    """Accept a size, or 0."""
     if not isinstance(value, (str, int)):
         raise ValueError("it is not a size")
     return 0 if value in {0, "0"} and not isinstance(value, bool) else parse_size(value)
 
 
 def percentage(value: object) -> ActiveThreadPercentage:
-    """Take a percentage in (0, 100]."""
+    """Accept a percentage in (0, 100]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError("it is not a number")
     return ActiveThreadPercentage.parse(value)
 
 
 def mem_limit(value: object) -> PinnedDeviceMemLimit | None:
-    """Take a pinned device memory limit."""
+    """Accept a pinned device memory limit."""
     if not isinstance(value, (str, int)):
         raise ValueError("it is not a size")
     return PinnedDeviceMemLimit.parse(value)
 
 
 def names(value: object) -> tuple[str, ...]:
-    """Take a list of names."""
+    """Accept a list of names."""
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         raise ValueError('it is not a list of names such as ["alice", "%staff"]')
     return tuple(value)
 
 
 def capabilities(value: object) -> tuple[str, ...]:
-    """Take a list of capabilities."""
+    """Accept a list of capabilities."""
     found = names(value)
     parse_capabilities(found)
     return found
 
 
 def priority(value: object) -> int:
-    """Take a priority."""
+    """Accept a priority."""
     if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:  # noqa: PLR2004
         raise ValueError("it is not a whole number from -100 to 100")
     return value
 
 
 def positive(value: object) -> float:
-    """Take a number above zero."""
+    """Accept a number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= _MOST:
         raise ValueError(f"it is not a number above 0 and up to {_MOST}")
     return float(value)
 
 
 def factor(value: object) -> float:
-    """Take a factor that only makes more."""
+    """Accept a factor of at least 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value <= 100:  # noqa: PLR2004
         raise ValueError("it is not a factor from 1.0 to 100")
     return float(value)
 
 
 def choice(choices: type[E]) -> Callable[[object], E]:
-    """Return what takes one of these words."""
+    """Return a parser that accepts one of these words."""
 
     def parse(value: object) -> E:
         try:

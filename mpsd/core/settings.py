@@ -1,9 +1,8 @@
 """The one table of settings.
 
-Each field below is a row: its type, default, unit, meaning, and whether a reload applies it.
-
-The file is TOML. Parsing, `mpsd check`, `/v1/config`, the page of settings and the reload all come from these rows, so
-that none of them can say something else than the others.
+Each field below is a row: its type, default, unit, meaning, and whether a reload applies it. The file is TOML. Parsing,
+`mpsd check`, `/v1/config`, the page of settings and the reload all use these rows, so that none of them can contradict
+the others.
 """
 
 import difflib
@@ -25,24 +24,24 @@ from mpsd.core.units import KIB, MIB, format_size
 T = TypeVar("T")
 
 Plain: TypeAlias = str | int | float | list[str] | None
-"""What a TOML or JSON value of a setting can be."""
+"""The types of a setting's value in TOML or JSON."""
 
 
 class Layout(StrEnum):
-    """How control daemons and GPUs belong together. One each: a fault, or a restart, then concerns one GPU only."""
+    """The assignment of control daemons to GPUs. With one for each, a fault or a restart affects one GPU only."""
 
     PER_GPU = "per-gpu"
 
 
 class WantedComputeMode(StrEnum):
-    """What to do about the GPU's compute mode."""
+    """The policy for the GPU's compute mode."""
 
     LEAVE = "leave"
     EXCLUSIVE_PROCESS = "exclusive-process"
 
 
 class Unadmitted(StrEnum):
-    """What becomes of processes that hold no lease."""
+    """The policy for processes without a lease."""
 
     DENY = "deny"
     DEFAULTS = "defaults"
@@ -50,14 +49,14 @@ class Unadmitted(StrEnum):
 
 
 class Users(StrEnum):
-    """How many uids a control daemon serves at a time."""
+    """The number of uids that a control daemon serves at a time."""
 
     ONE = "one"
     MANY = "many"
 
 
 class Attach(StrEnum):
-    """How far a control daemon's limits are open, and when, for the clients of its leases."""
+    """When, and how far, a control daemon's limits are open for the clients of its leases."""
 
     ANYTIME = "anytime"
     SHARED = "shared"
@@ -65,28 +64,28 @@ class Attach(StrEnum):
 
 
 class OnViolation(StrEnum):
-    """What becomes of a process that breaks its lease."""
+    """The action against a process that violates its lease."""
 
     REPORT = "report"
     TERMINATE = "terminate"
 
 
 class OnExpiry(StrEnum):
-    """What becomes of the clients of a lease whose time to live is over."""
+    """The action for the clients of a lease that expires."""
 
     LEAVE = "leave"
     TERMINATE = "terminate"
 
 
 class Placement(StrEnum):
-    """Which GPU is taken when the caller does not care."""
+    """The choice of a GPU for a request that names none."""
 
     BEST_FIT = "best-fit"
     SPREAD = "spread"
 
 
 class LogFormat(StrEnum):
-    """How log lines look."""
+    """The format of log lines."""
 
     AUTO = "auto"
     JSON = "json"
@@ -103,7 +102,7 @@ def row(default: T, parse: Callable[[object], T], help_: str, *, unit: str = "",
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where mpsd writes."""
+    """The directories that mpsd writes to."""
 
     runtime_dir: Path = row(
         Path("/run/mpsd"),
@@ -123,7 +122,7 @@ class Paths:
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """The socket that clients talk to."""
+    """The socket of the API."""
 
     socket: Path | None = row(
         None,
@@ -168,7 +167,7 @@ class Api:
 
 @dataclass(frozen=True, slots=True)
 class ControlDaemon:
-    """How control daemons are started and watched."""
+    """How mpsd starts and watches control daemons."""
 
     control: str = row(
         "nvidia-cuda-mps-control",
@@ -275,7 +274,7 @@ class DefaultLimits:
 
 @dataclass(frozen=True, slots=True)
 class Enforcement:
-    """How leases are held to."""
+    """How mpsd enforces leases."""
 
     unadmitted: Unadmitted | None = row(
         None,
@@ -351,7 +350,7 @@ class Enforcement:
 
 @dataclass(frozen=True, slots=True)
 class Violations:
-    """What becomes of each kind of violation; absent: enforcement.on_violation."""
+    """The action for each kind of violation; absent: enforcement.on_violation."""
 
     no_lease: OnViolation | None = row(
         None,
@@ -403,7 +402,7 @@ class Violations:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Who gets in."""
+    """The limits and the order of admission."""
 
     threads_oversubscription: float = row(
         1.0,
@@ -474,9 +473,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Who may do what, by user, by %group, or * for everybody; root and mpsd's own user may do everything.
+    """The roles of users; root and mpsd's own user may do everything.
 
-    Users and groups are names or numbers. An administrator is one only outside of containers (`daemon.http.peer`).
+    A list has users, %groups, or * for all users. Users and groups are names or numbers. The role of an administrator
+    counts only outside containers (`daemon.http.peer`).
     """
 
     observers: tuple[str, ...] = row(
@@ -506,7 +506,7 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one user may have, under [quota.NAME]: NAME is a user, a %group, or * for who has no other."""
+    """The quota of one user, in [quota.NAME]: NAME is a user, a %group, or * for users without another quota."""
 
     leases: int | None = row(None, setting_parsers.count, "Maximum number of leases, including requests that wait.")
     threads: float | None = row(
@@ -571,7 +571,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The effective settings, frozen: a reload makes another one and swaps it whole."""
+    """The effective settings, frozen: a reload replaces the whole object."""
 
     paths: Paths = field(default_factory=Paths)
     api: Api = field(default_factory=Api)
@@ -584,9 +584,9 @@ class Settings:
     history: History = field(default_factory=History)
     log: Log = field(default_factory=Log)
     quota: Mapping[str, Quota] = field(default_factory=dict)
-    """By user, %group, or *."""
+    """The key is a user, a %group, or *."""
     names: UserNames = UserNames()
-    """What the names in `roles` and `quota` stand for: no setting, but looked up with them."""
+    """The numbers of the names in `roles` and `quota`: not a setting, but looked up together with them."""
 
     @property
     def socket(self) -> Path:
@@ -595,17 +595,17 @@ class Settings:
 
     @property
     def default_limits(self) -> Limits:
-        """The limits that every control daemon is to hold."""
+        """The limits that every control daemon must hold."""
         return Limits(self.limits.active_thread_percentage, self.limits.pinned_device_mem_limit)
 
     def on_violation(self, kind: ViolationKind) -> OnViolation:
-        """Return what happens to a process that commits a violation of this kind."""
-        match kind:  # complete, or mypy says so: a new kind needs a row in [violations]
+        """Return the action against a process that commits a violation of this kind."""
+        match kind:  # mypy checks that this is complete: a new kind needs a row in [violations]
             case ViolationKind.NO_LEASE:
                 own = self.violations.no_lease
             case ViolationKind.PROCESSES:
                 own = self.violations.processes
-            case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither proves anything against anybody
+            case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither is proof of misuse
                 return OnViolation.REPORT
             case ViolationKind.MEMORY:
                 own = self.violations.memory
@@ -615,7 +615,7 @@ class Settings:
                 own = self.violations.outside
             case ViolationKind.QUARANTINED:
                 own = self.violations.quarantined
-            case ViolationKind.USER:  # another user's process is not the lease's to end
+            case ViolationKind.USER:  # the process belongs to another user, so the lease must not end it
                 return OnViolation.REPORT
             case _:
                 assert_never(kind)
@@ -623,25 +623,25 @@ class Settings:
 
     @property
     def unadmitted(self) -> Unadmitted:
-        """What a process without a lease gets; by default nothing, unless an operator said what everybody gets."""
+        """The policy for a process without a lease; by default it gets nothing, unless [limits] sets values for all."""
         if self.enforcement.unadmitted is not None:
             return self.enforcement.unadmitted
         return Unadmitted.DENY if self.limits == DefaultLimits() else Unadmitted.DEFAULTS
 
     @property
     def limits_strangers(self) -> bool:
-        """Whether a program without a lease is to have less than a whole GPU."""
+        """Whether a program without a lease must get less than a whole GPU."""
         return self.unadmitted is not Unadmitted.ALLOW
 
     def under(self, root: Path) -> "Settings":
-        """Put everything that is written under one directory, as `--root` asks for."""
+        """Return the settings with all written files under one directory, as `--root` requires."""
         paths = Paths(runtime_dir=root / "run", state_dir=root / "state", log_dir=root / "log")
         return replace(self, paths=paths, api=replace(self.api, socket=None))
 
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One line of the table, for those who print it."""
+    """One row of the table, for output."""
 
     key: str
     default: object
@@ -662,14 +662,14 @@ def _fields(kind: type[Any]) -> dict[str, Field[Any]]:
 
 
 def rows() -> Iterator[SettingRow]:
-    """Every setting there is, in the order of the table."""
+    """Yield every setting, in the order of the table."""
     for section in _SECTIONS:
         for each in _fields(_section(section)).values():
             yield _row(section, each)
 
 
 def quota_rows() -> Iterator[SettingRow]:
-    """Every setting of a quota."""
+    """Yield every setting of a quota."""
     for each in _fields(Quota).values():
         yield _row("quota.NAME", each)
 
@@ -687,16 +687,16 @@ def _unknown(kind: str, name: str, known: list[str]) -> ConfigurationError:
 
 
 def parse(text: str) -> Settings:
-    """Return the settings that a TOML document asks for. Raises ConfigurationError, and never guesses."""
+    """Return the settings of a TOML document. Raises ConfigurationError instead of guessing."""
     try:
         document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # besides its own error: numbers, and brackets, by the thousand
+    except (ValueError, RecursionError) as error:  # also raised for numbers and brackets by the thousand
         raise ConfigurationError(f"the configuration is not TOML: {error}", hint="fix that line") from error
     return from_mapping(document)
 
 
 def from_mapping(document: Mapping[str, object]) -> Settings:
-    """Return the settings that a parsed document asks for. Raises ConfigurationError as `parse` does."""
+    """Return the settings of a parsed document. Raises ConfigurationError as `parse` does."""
     sections: dict[str, object] = {}
     for section, values in document.items():
         if section not in {*_SECTIONS, "quota"}:
@@ -711,7 +711,7 @@ def from_mapping(document: Mapping[str, object]) -> Settings:
 
 
 def _parse_section(section: str, kind: type[T], values: object) -> T:
-    """Return the frozen section that these values make. Raises ConfigurationError."""
+    """Return the frozen section with these values. Raises ConfigurationError."""
     if not isinstance(values, dict):
         raise ConfigurationError(f"{section!r} is not a section", hint=f"write [{section}] on a line of its own")
     known = _fields(kind)
@@ -733,11 +733,11 @@ def _parse_section(section: str, kind: type[T], values: object) -> T:
 
 
 def plain(each: SettingRow, value: object) -> Plain:
-    """Return a setting's value as TOML and JSON can carry it, in the words that a person would write."""
+    """Return a setting's value in a type of TOML and JSON, in the usual notation."""
     if each.unit == "octal":
         return f"{value:04o}"
     if each.unit == "bytes" and isinstance(value, int):
-        return format_size(value) if value and value % KIB == 0 else value  # never rounded: it asks for the same again
+        return format_size(value) if value and value % KIB == 0 else value  # never rounded: it must parse back
     match value:
         case ActiveThreadPercentage():
             return float(value)
@@ -752,7 +752,7 @@ def plain(each: SettingRow, value: object) -> Plain:
 
 
 def render(each: SettingRow, value: object) -> str:
-    """Print a setting's value as the configuration file has it; one that is not there as `absent`."""
+    """Print a setting's value as in the configuration file; `absent` for None."""
     shown = plain(each, value)
     if isinstance(shown, bool):
         return str(shown).lower()
@@ -764,12 +764,12 @@ def render(each: SettingRow, value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return text as TOML has it, which is as JSON has it, but for DEL."""
+    """Return text in TOML's notation, which is that of JSON except for DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def document(settings: Settings) -> str:
-    """Return a TOML document that asks for just these settings, each with its meaning."""
+    """Return a TOML document with exactly these settings, each with its help."""
     lines: list[str] = []
     for each in rows():
         section, name = each.key.split(".")
@@ -789,7 +789,7 @@ def document(settings: Settings) -> str:
 
 
 def effective(settings: Settings) -> dict[str, dict[str, Plain]]:
-    """Return every setting with its value in force, as JSON can carry it."""
+    """Return every setting with its value in force, in types of JSON."""
     tree: dict[str, dict[str, Plain]] = {}
     for each in rows():
         section, name = each.key.split(".")

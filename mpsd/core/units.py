@@ -1,4 +1,4 @@
-"""Sizes and durations: parsed at the border, exact inside, printed as a person writes them."""
+"""Sizes and durations: parsed on input, exact inside, printed in the usual notation."""
 
 import re
 from decimal import Decimal
@@ -15,19 +15,20 @@ _UNITS = (
     | {f"{letter}i{b}": factor for letter, factor in _BINARY.items() for b in ("", "b")}
     | {f"{letter}b": factor for letter, factor in _DECIMAL.items()}
 )
-"""Bytes of each unit, in lower case. A bare letter is none: `8G` is 8 GiB to MPS and Docker, and 8 GB to Kubernetes."""
+"""Bytes of each unit, in lower case. A bare letter is not a unit: `8G` is 8 GiB to MPS and Docker, and 8 GB to
+Kubernetes."""
 _SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", re.ASCII)
 _DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|[smhd]))+", re.ASCII)
 _PART = re.compile(r"([0-9.]+)(ms|[smhd])")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
-"""Python's own take more for a number: `1_0`, and the digits of every script."""
+"""Python's own parsers accept more: `1_0`, and the digits of every script."""
 _MAXIMUM_SIZE = 2**63 - 1
 _LONGEST_QUOTE = 60
 
 
 def briefly(value: object) -> str:
-    """Print a value for a message, briefly: thousands of digits are more than a person reads, or Python prints."""
+    """Print a value for a message, shortened: users do not read thousands of digits, and Python prints no more."""
     if isinstance(value, int) and abs(value) > _MAXIMUM_SIZE:
         return "a number of more than 63 bits"
     text = repr(value)
@@ -35,12 +36,12 @@ def briefly(value: object) -> str:
 
 
 def bare_number(text: str) -> str:
-    """Return a text without the spaces around it when it is a number, and else one that is none."""
+    """Return a text without surrounding spaces if it is a number, otherwise `nan`."""
     return text.strip(" ") if _NUMBER.fullmatch(text.strip(" ")) else "nan"
 
 
 def parse_size(value: str | int) -> int:
-    """Return a size in bytes: a number of bytes, or a number with a unit, in any case of letters.
+    """Return a size in bytes, from a number of bytes or a number with a unit, in upper or lower case.
 
     KiB, MiB, GiB and TiB, or Ki, Mi, Gi and Ti, are binary; KB, MB, GB and TB are decimal. Raises InvalidRequestError
     for anything else, and for a size below one byte or beyond 63 bits.
@@ -75,7 +76,7 @@ def is_bare(value: str | int) -> bool:
 
 
 def format_size(size: int) -> str:
-    """Print a size in the largest binary unit in which it is exact with two decimals, or rounded down to them."""
+    """Print a size in the largest binary unit that is exact with two decimals, or rounded down to two decimals."""
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= factor and size * 100 % factor == 0:
             whole, hundredths = divmod(size * 100 // factor, 100)
@@ -88,7 +89,7 @@ def format_size(size: int) -> str:
 def parse_duration(value: str | float) -> float:
     """Return a duration in seconds: a number of seconds, or numbers with units, such as `90s`, `10m` or `1h30m`.
 
-    Raises InvalidRequestError for anything else, and for what is not finite and above zero.
+    Raises InvalidRequestError for anything else, and for a value that is not finite and above zero.
     """
     try:
         seconds = _seconds(value) if not isinstance(value, bool) else -1.0
@@ -103,7 +104,7 @@ def parse_duration(value: str | float) -> float:
 
 
 def _seconds(value: str | float) -> float:
-    """Return a number of seconds, of whatever sign and size. Raises ValueError and OverflowError."""
+    """Return a number of seconds, of any sign and size. Raises ValueError and OverflowError."""
     if not isinstance(value, str):
         return float(value)
     if _DURATION.fullmatch(value.strip(" ")):
@@ -114,7 +115,7 @@ def _seconds(value: str | float) -> float:
 def parse_percentage(text: str) -> float:
     """Return percent, from a number with or without `%`; its range is not checked.
 
-    Raises InvalidRequestError for what is not a finite number.
+    Raises InvalidRequestError for a text that is not a finite number.
     """
     try:
         percent = float(bare_number(text.strip(" ").removesuffix("%")))

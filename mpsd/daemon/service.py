@@ -49,19 +49,20 @@ from mpsd.system.rundir import RunDir
 
 
 class StopDaemons(StrEnum):
-    """What becomes of the control daemons when mpsd ends."""
+    """The fate of the control daemons when mpsd ends."""
 
     NEVER = "never"
-    """They run on, with their clients, and the next mpsd takes them over."""
+    """They keep running, with their clients, and the next mpsd adopts them."""
     DRAIN = "drain"
-    """Nobody is let in, and each is stopped when nobody is left on it; a second signal leaves the others running."""
+    """Admission stops, and each daemon is stopped after its last lease and client; a second signal leaves the others
+    running."""
     AT_ONCE = "at once"
     """They are stopped, and their clients with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this run of mpsd is to be, decided before anything is touched."""
+    """The parameters of this run of mpsd, decided before anything is changed."""
 
     settings: Settings
     program: ControlProgram
@@ -69,23 +70,23 @@ class Plan:
     canary: CanaryProgram
     """The client that shows whether servers serve."""
     driver: Driver | None
-    """Where NVIDIA's driver was found; None: it is simulated."""
+    """The location of NVIDIA's driver; None: it is simulated."""
     simulated: bool
     private: bool
-    """Whether `--root` made it a node for those who can reach that directory."""
+    """Whether `--root` limits the node to users that can traverse that directory."""
     reread: Callable[[], Settings]
     """Reads the configuration again. Raises ConfigurationError."""
     stop_daemons: StopDaemons = StopDaemons.NEVER
     stop_now: bool = False
-    """Whether it ends as soon as it knows how the control daemons are: it is there to stop them."""
+    """Whether mpsd ends once the state of the control daemons is known, because it only has to stop them."""
     settle: bool = False
-    """Whether the API answers only once it is known of each control daemon whether it can be used."""
+    """Whether the API answers only once it is known whether each control daemon can be used."""
     announce: Callable[[], None] = lambda: None
     """Called once when the API answers."""
     farewell: Callable[[int, int], None] = lambda _left, _of: None
-    """Called at the end, with how many control daemons keep running, of how many."""
+    """Called at the end, with the number of control daemons that keep running, and of all."""
     manager: ServiceManager = field(default_factory=ServiceManager)
-    """Who started this mpsd, and is told how it is."""
+    """The service manager that started this mpsd and receives its notifications."""
 
 
 async def serve(plan: Plan) -> None:
@@ -93,7 +94,8 @@ async def serve(plan: Plan) -> None:
 
     Raises ConfigurationError, AlreadyRunningError, NoDriverError and GpuUnknownError, all before anything is started.
     """
-    # With another one, a control daemon would open its privileged socket to everybody, or close its log to its clients.
+    # With another umask, a control daemon would open its privileged socket to all users, or close its log to its
+    # clients.
     os.umask(0o022)
     settings = plan.settings
     source = plan.source()
@@ -165,7 +167,7 @@ async def serve(plan: Plan) -> None:
 
 
 def _report(log: Logger, events: Events, *databases: Database) -> None:
-    """Say what became of what an earlier mpsd left, and from now on what becomes of the events."""
+    """Log the problems of the stores that an earlier mpsd left, and later problems of the events."""
     events.trouble = lambda because: log.error(EventName.STORE_FULL, because=because)
     events.rewritten = lambda because: log.error(EventName.STORE_REWRITTEN, because=because)
     for database in databases:
@@ -191,7 +193,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
                 for each in (node.run(), accountant.run(node, events), notifier.run(), events.run())
             ]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
-                # Those who waited at the socket for this mpsd are not to hear that it does not know yet.
+                # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)
                 await node.settled(settings.daemon.answer_deadline)
             serving = group.create_task(api.serve(listener))
@@ -230,7 +232,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
 
 
 def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Event]:
-    """Have SIGHUP reload; return what is set when mpsd is to end, and when it is to end at once."""
+    """Handle signals: SIGHUP reloads. Returns the events that are set to end mpsd, and to end it at once."""
     over, at_once = asyncio.Event(), asyncio.Event()
 
     def end() -> None:
@@ -245,7 +247,7 @@ def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Ev
 
 
 async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -> None:
-    """Stop each control daemon when nobody is left on it, and leave the others as soon as that is to be over."""
+    """Stop each control daemon after its last lease and client; a second signal leaves the others running."""
     stopping = group.create_task(node.stop_daemons(force=False))
     hurried = group.create_task(at_once.wait())
     await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
@@ -254,7 +256,7 @@ async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -
 
 
 def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]:
-    """Return the API's socket, and what takes its name away: nothing does where the one that was handed over stays.
+    """Return the API's socket, and a function that removes its name; it does nothing for a socket of the manager.
 
     Raises ConfigurationError.
     """
@@ -269,7 +271,7 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
 
 
 def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> ReloadResult:
-    """Read the configuration again, and swap it whole, or keep the old one and say so. Raises ConfigurationError."""
+    """Reload the configuration as a whole, or keep the old one and report that. Raises ConfigurationError."""
     notifier.reloading()
     try:
         wanted = plan.reread()
@@ -287,13 +289,13 @@ def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> R
 
 
 def _try(reload: Callable[[], ReloadResult]) -> None:
-    """Reload for a signal, which has no answer: the log and the service manager have what came of it."""
+    """Reload on a signal, which has no answer: the log and the service manager get the result."""
     with contextlib.suppress(ConfigurationError):
         reload()
 
 
 def _report_names(settings: Settings, log: Logger) -> None:
-    """Say which users and groups of the configuration are unknown: a misspelled quota holds for no user."""
+    """Log the unknown users and groups of the configuration: a misspelled quota applies to no user."""
     because = roles.unknown_names(settings.names)
     if because:
         log.warning(EventName.NAMES_UNKNOWN, because=because, hint=roles.UNKNOWN_NAMES_HINT)

@@ -1,8 +1,8 @@
-"""What the service manager is told while mpsd runs: that it lives, and how the node is.
+"""Notifications to the service manager while mpsd runs: watchdog notifications, and the status of the node.
 
-A sign of life is worth something only where it says that mpsd does its work. So each supervisor says, whenever it
-begins to do or to wait for something, by when it will be back; and while one of them is late, no sign is given. A loop
-that is stuck gives none either. Then the manager ends mpsd and starts another, which finds everything where it was.
+A watchdog notification is useful only if it proves that mpsd does its work. Each supervisor therefore announces, before
+it starts or awaits something, when it will report again; while one of them is late, no notification is sent. A blocked
+event loop sends none either. The manager then ends mpsd and starts another one, which takes over the whole state.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from mpsd.system import clock
 from mpsd.system.notify import ServiceManager
 
 _TICK: Final = 1.0
-"""Seconds between two looks at whether there is something to tell."""
+"""Seconds between two checks whether a notification is due."""
 
 _EXTENSION: Final = 30.0
-"""Seconds that each sign of life gives an mpsd that is on its way out, and waits for people to leave."""
+"""Seconds by which each notification extends the stop timeout of an mpsd that waits for clients to exit."""
 
 
 class ServiceNotifier:
-    """Tells the service manager."""
+    """Sends notifications to the service manager."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ServiceNotifier:
         heartbeats: Callable[[], dict[str, Heartbeat]],
         status_of: Callable[[str], str],
     ) -> None:
-        """`beats` are those of the supervisors, by name; `told` makes a status, given why a reload was refused."""
+        """`heartbeats` returns those of the supervisors, by name; `status_of` makes a status, from a refusal."""
         self._manager = manager
         self._log = log
         self._heartbeats = heartbeats
@@ -45,10 +45,10 @@ class ServiceNotifier:
         self._due = 0.0
 
     async def run(self) -> None:
-        """Give signs of life, and the status whenever it is another one, until cancelled."""
+        """Send watchdog notifications, and the status after each change, until cancelled."""
         if not self._manager.listens:
             return
-        # Three signs in the time that the manager waits for one.
+        # Three notifications within the manager's timeout.
         interval = min(self._manager.watchdog or inf, _EXTENSION) / 3
         while True:
             await asyncio.sleep(min(clock.until_next(_TICK), interval))
@@ -62,25 +62,25 @@ class ServiceNotifier:
                 self._manager.notify(*assignments)
 
     def ready(self) -> None:
-        """Tell that the API answers."""
+        """Report that the API answers."""
         self._manager.notify("READY=1", *self._new_status())
 
     def stopping(self) -> None:
-        """Tell that mpsd ends."""
+        """Report that mpsd is stopping."""
         self._stopping = True
         self._due = 0.0
         self._manager.notify("STOPPING=1")
 
     def ended(self, left: int, *, of: int) -> None:
-        """Tell what mpsd leaves behind: a status stays until the next start."""
+        """Report what mpsd leaves running: the status stays until the next start."""
         self._manager.notify(f"STATUS=ended; {left} of {of} control daemons keep running")
 
     def reloading(self) -> None:
-        """Tell that a reload begins."""
+        """Report that a reload begins."""
         self._manager.notify_reloading()
 
     def reloaded(self, refused: str = "") -> None:
-        """Tell that a reload is over, and why it changed nothing, if so."""
+        """Report that a reload has ended, with the reason if it was refused."""
         self._refused = refused
         self.ready()
 

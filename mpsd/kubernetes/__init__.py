@@ -1,7 +1,7 @@
-"""`mpsd-kubernetes`: kubelet's device plugin on the one side, a client of mpsd's API on the other.
+"""`mpsd-kubernetes`: kubelet's device plugin, and at the same time a client of mpsd's API.
 
-It has threads and no event loop: gRPC's server has threads of its own, and mpsd's client waits for its answers.
-It is a program of its own, with libraries of its own (`mpsd[kubernetes]`), and the service knows nothing of it.
+It uses threads and no event loop: gRPC's server has its own threads, and mpsd's client blocks until the answer. It is a
+separate program with its own libraries (`mpsd[kubernetes]`), and the service does not depend on it.
 
 Imported by: by name, as the program that pyproject.toml has.
 """

@@ -18,7 +18,7 @@ from mpsd.system.configuration import read_text
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
 
 _LIBRARIES: Final = {"google", "grpc"}
-"""The libraries of the extra `kubernetes`, by the names that they are imported by."""
+"""The libraries of the extra `kubernetes`, by their import names."""
 
 
 def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
@@ -37,15 +37,17 @@ def _settings(config: Path | None, options: dict[str, str | None]) -> Settings:
 )
 @click.option("--socket", metavar="PATH", help="mpsd's socket.  [default: /run/mpsd/mpsd.sock]")
 @click.option("--kubelet-dir", metavar="DIR", help="kubelet's root directory.  [default: /var/lib/kubelet]")
-@click.option("--node", metavar="NAME", help="The node's name, by which the API server has it.")
-@click.option("--dra", is_flag=True, help="Be the driver of Dynamic Resource Allocation, and not a device plugin.")
+@click.option("--node", metavar="NAME", help="Name of the Node object of this node.")
+@click.option(
+    "--dra", is_flag=True, help="Run as the driver of Dynamic Resource Allocation instead of a device plugin."
+)
 def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, node: str | None, dra: bool) -> None:
     """Offer this node's GPUs to Kubernetes as shares that mpsd holds: kubelet's device plugin, or its driver.
 
-    Runs in the foreground beside mpsd, as root in the host's pid namespace, and logs to stderr. Each setting of the
-    configuration file is taken from MPSD_KUBERNETES_<SETTING> too.
+    Runs in the foreground beside mpsd, as root in the host's pid namespace, and logs to stderr. The
+    environment variable MPSD_KUBERNETES_<SETTING> overrides a setting of the configuration file.
     """
-    from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not wait for gRPC
+    from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not need gRPC
     from mpsd.kubernetes.log import Log  # noqa: PLC0415
     from mpsd.kubernetes.service import Service  # noqa: PLC0415
 
@@ -64,7 +66,7 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
 
 
 def main() -> None:
-    """Run the program; an error of ours, or a library that is not installed, ends it with a sentence."""
+    """Run the program; an error of mpsd, or a missing library, ends it with a sentence."""
     try:
         cli(prog_name="mpsd-kubernetes")
     except ModuleNotFoundError as missing:

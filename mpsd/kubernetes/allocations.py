@@ -1,8 +1,9 @@
-"""From kubelet's calls to leases of mpsd, and from there to the pods that hold them.
+"""The way from kubelet's calls to leases of mpsd, and to the pods that hold them.
 
-`Allocate` knows a set of devices and no pod: it claims a lease. `PreStartContainer` comes after kubelet has recorded
-whose the devices are, and before the container is created: it proves that the container has a lease with both limits,
-or the container does not start. The claim is taken by the pod's control group, for the user of the container's program.
+`Allocate` knows a set of devices but no pod: it claims a lease. `PreStartContainer` comes after kubelet has recorded
+the owner of the devices, and before the container is created: it proves that the container has a lease with both
+limits, otherwise the container does not start. The pod's control group takes the claim, for the user of the container's
+program.
 """
 
 import secrets
@@ -29,7 +30,7 @@ from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
 _PAUSE: Final = 0.2
-"""Seconds between two looks whether an earlier pod has ended."""
+"""Seconds between two checks whether an earlier pod has ended."""
 
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
@@ -37,7 +38,7 @@ _ANY_THREADS: Final = ActiveThreadPercentage(1000)
 
 
 class Allocations:
-    """The leases of this node's containers. Any thread may call; what is decided about a lease is decided by one."""
+    """The leases of this node's containers. Any thread may call; one at a time decides about leases."""
 
     def __init__(
         self, settings: Settings, *, mpsd: Mpsd, kubelet: Kubelet, board: Board, log: Log, ended: threading.Event
@@ -53,22 +54,22 @@ class Allocations:
         self._pending: list[Open] = []
         """The containers without a client yet."""
         self._refused: dict[str, MpsdError] = {}
-        """Why a claim was not taken, by lease."""
+        """The error with which a claim was not taken, by lease."""
         self._tried = set[str]()
-        """Leases of which one was refused since the last time that all were looked at."""
+        """Leases that mpsd refused to hand over since the last reconciliation."""
         self._unreadable = ""
         self.woken: Final = threading.Event()
-        """Set when a container is about to start, so that its claim is looked after at once."""
+        """Set when a container is about to start, so that its claim is handled at once."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether there is a container whose program is not known to have its lease."""
+        """Whether the program of a container is not known to have its lease yet."""
         return bool(self._pending)
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
     def allocate(self, kind: Kind, ids: list[str]) -> deviceplugin.ContainerAllocateResponse:
-        """Claim a lease for a container, or reserve nothing yet where its other resource is to come."""
+        """Claim a lease for a container; claim nothing yet where the container's other resource is still to come."""
         uuid, numbers = devices.on_one_gpu(ids, kind, self._settings)
         gpu = self._gpu(uuid)
         if self._settings.resources is Offer.THREADS_AND_MEMORY:
@@ -80,7 +81,7 @@ class Allocations:
         return answers.answer(variables, gpu, self._settings)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
-        """Prove that a container has what it asked for, before it is created."""
+        """Prove that a container has its requested share, before it is created."""
         settings = self._settings
         uuid, numbers = devices.on_one_gpu(ids, kind, settings)
         gpu = self._gpu(uuid)
@@ -97,7 +98,7 @@ class Allocations:
         with self._lock:
             found = self._lease_of(container)
             refusal = None if found is None else self._refused.pop(found.lease, None)
-        if refusal is not None and not refusal.retryable:  # once: the next attempt may be luckier
+        if refusal is not None and not refusal.retryable:  # reported once: the next attempt may succeed
             raise refusal
         if found is None:
             self._free(uuid, container.numbers, container.pod)
@@ -123,7 +124,7 @@ class Allocations:
         raise DaemonNotReadyError(f"mpsd does not show GPU {uuid}", hint="see mpsctl gpus on the node")
 
     def _half(self, kind: Kind, gpu: Gpu, number: int) -> dict[str, str]:
-        """Return the variables of one of two resources: each has its own limit, and no variable is of both."""
+        """Return the variables of one of two resources: each has its own limit, and no variable belongs to both."""
         if kind is Kind.CORE:
             threads = ActiveThreadPercentage(number * self._settings.core_unit * 10)
             limit = limits.ACTIVE_THREAD_PERCENTAGE
@@ -148,15 +149,15 @@ class Allocations:
         return found or []
 
     def _lease_of(self, container: Container) -> Claimed | None:
-        """Return the lease that a container has; not one that another pod has, whose end is near."""
+        """Return the lease of a container; not one that another pod still holds, which will end soon."""
         mine = [each for each in self._mpsd.claimed() if each.is_for(container)]
         return next((each for each in mine if each.pod in {None, container.pod}), None)
 
     def _free(self, gpu: str, numbers: Mapping[Kind, Numbers], pod: str | None = None) -> None:
-        """End the leases of earlier containers that had these devices: kubelet gives none to two at a time.
+        """End the leases of earlier containers with these devices: kubelet gives no device to two containers.
 
-        A claim was not taken, and a pod without a process has ended; one with processes is waited for, for a while.
-        Within a pod, kubelet gives the devices of an init container that has ended to the containers after it.
+        A claim was not taken, and a pod without a process has ended; for a pod with processes, this waits a while.
+        Within a pod, kubelet gives the devices of a finished init container to the later containers.
         """
         end = clock.monotonic() + self._settings.wait
         while True:
@@ -214,9 +215,10 @@ class Allocations:
         return lease
 
     def _check_same(self, container: Container, lease: Granted) -> None:
-        """Refuse a container whose variables, which kubelet has since it was allocated, are not those of its new lease.
+        """Refuse a container whose variables differ from those of its new lease.
 
-        The lease is released then, since no start of this container will find it right.
+        kubelet has the variables from the time of the allocation. The new lease is released, since no start of this
+        container can match it.
         """
         given: dict[str, str] = {}
         for encoded in container.answers.values():
@@ -231,10 +233,10 @@ class Allocations:
                     limit=name,
                 )
 
-    # -- what is done beside them --------------------------------------------------------------------------------------
+    # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Do what is next about each lease, by kubelet's record and the kernel's. Raises UnreachableError."""
+        """Do the next action for each lease, by kubelet's record and the kernel's facts. Raises UnreachableError."""
         with self._lock:
             containers = self._recorded()
             leases = self._mpsd.claimed()
@@ -258,10 +260,10 @@ class Allocations:
                     case Renew():
                         self._renew(each)
                     case Open():
-                        pass  # see `complete`
+                        pass  # `complete` handles it
 
     def complete(self) -> None:
-        """Have the leases held for the users of those programs that run by now."""
+        """Hand over the leases to the users of the programs that run by now."""
         for each in self._pending:
             self._complete(each)
 
@@ -285,9 +287,9 @@ class Allocations:
                     self._take(pending, group, uid, gid)
 
     def _hold(self, container: Container, group: str) -> None:
-        """Have a lease held by its pod before the container starts, for the user that its program will most likely be.
+        """Hand over a lease to its pod before the container starts, for the most likely user of its program.
 
-        So what it may use is open when it starts. Raises what mpsd refuses it with where the user is known for certain.
+        The limits are thus open when the program starts. Raises mpsd's refusal where the user is certain.
         """
         uid = self._settings.uid
         likely = claims.ROOT if uid is None else uid
@@ -300,7 +302,7 @@ class Allocations:
             except MpsdError as error:
                 if uid is not None or isinstance(error, UnreachableError):
                     raise
-                return  # another user may be luckier, as the container's program will show
+                return  # another user may be accepted, once the container's program shows it
             self._holds(found.lease, container, likely)
 
     def _take(self, pending: Open, group: str, uid: int, gid: int) -> None:
@@ -357,7 +359,7 @@ class Allocations:
         self._log.info(EventName.CLAIM_RENEWED, lease=action.lease, seconds=self._settings.claim_deadline)
 
     def _recorded(self) -> list[Container] | None:
-        """Return kubelet's record, for what is done beside its calls; None where it says nothing."""
+        """Return kubelet's record, for tasks beside its calls; None where it cannot be read."""
         try:
             found = self._kubelet.containers()
         except (OSError, ValueError) as error:

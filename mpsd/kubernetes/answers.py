@@ -1,4 +1,4 @@
-"""What kubelet is answered for a container: its variables, its mounts, and the devices of its GPU."""
+"""The answer to kubelet for a container: its variables, its mounts, and the devices of its GPU."""
 
 import base64
 import binascii
@@ -13,13 +13,16 @@ from mpsd.core.kubernetes.settings import GpuDevices, Settings, SharedMemory
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 
 ALLOCATION: Final = "MPSD_ALLOCATION"
-"""The variable by which the processes of a container are told from those of the other containers of their pod."""
+"""The variable that distinguishes the processes of a container from those of other containers of its pod."""
 
 _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
 
 def answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> deviceplugin.ContainerAllocateResponse:
-    """Return what a container gets with these variables. Nothing of it is more than its own GPU's pipe directory."""
+    """Return the answer for a container with these variables.
+
+    The only node directory in it is its GPU's pipe directory.
+    """
     response = deviceplugin.ContainerAllocateResponse(envs=dict(variables))
     directory = variables.get(PIPE_DIRECTORY)
     if directory is not None:
@@ -40,7 +43,7 @@ def answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> device
 
 
 def variables_of(encoded: str) -> dict[str, str]:
-    """Return the variables of an answer as kubelet's checkpoint has it; none of what is no answer."""
+    """Return the variables of an answer in kubelet's checkpoint; empty for another text."""
     try:
         raw = base64.b64decode(encoded, validate=True)
         return dict(deviceplugin.ContainerAllocateResponse.FromString(raw).envs)

@@ -1,11 +1,11 @@
-"""The API server, as this program asks it: a few routes, over TLS, as the service account of its pod.
+"""A client of the API server: a few routes, over TLS, as the service account of its pod.
 
-By the standard library: what is needed is a request, an answer and a deadline. Kubernetes' own client for Python brings
-some 30 MB of generated types and a pool of connections; an HTTP library would still leave the token, which is replaced
-on disk every hour, and the errors to be done here. Requests are few (see `docs/reference/scale.md`), so that each has
-a connection of its own: none that has died without a word is waited for.
+It uses the standard library, since it needs only a request, an answer and a deadline. Kubernetes' own client for Python
+brings some 30 MB of generated types and a connection pool; an HTTP library would still leave the errors to this module,
+and the token, which is replaced on disk every hour. Requests are few (see `docs/reference/scale.md`), so each has its
+own connection, and a request never waits for a connection that died silently.
 
-Whatever asks it is a thread of its own, or a call of kubelet's that needs the answer: nothing else waits for it.
+Its callers are separate threads, or calls of kubelet that need the answer: nothing else waits for it.
 """
 
 import http.client
@@ -36,16 +36,17 @@ from mpsd.system import clock, retry
 Document = Mapping[str, object]
 
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where kubelet puts the token and the certificate for a pod."""
+"""The directory where kubelet puts a pod's token and certificate."""
 
 PATIENCE: Final = 15.0
-"""Seconds for which a call is repeated while the API server is away or busy; kubelet itself waits 45 s for a claim."""
+"""Seconds for which a call is retried while the API server is unavailable or busy; kubelet itself waits 45 s for a
+claim."""
 
 _ATTEMPT: Final = 5.0
 """Seconds for one attempt, from connecting to the last byte."""
 
 _MOST: Final = 4 * 1024 * 1024
-"""Bytes of an answer; the API server stores no object of more than 1.5 MiB."""
+"""Maximum bytes of an answer; the API server stores no object of more than 1.5 MiB."""
 
 _PIECE: Final = 64 * 1024
 _TOKEN_BYTES: Final = 64 * 1024
@@ -58,7 +59,7 @@ class ConflictError(Exception):
 
 
 class Place(NamedTuple):
-    """Where the API server is, and by what it is believed and believes."""
+    """The address of the API server, and the directory of the credentials for it."""
 
     host: str
     port: int
@@ -66,13 +67,16 @@ class Place(NamedTuple):
 
 
 def is_known(settings: Settings, environment: Mapping[str, str]) -> bool:
-    """Tell whether it is known where the API server is, and there is a token for it."""
+    """Tell whether the address of the API server is known and there is a token for it."""
     has_token = Path(settings.service_account or ACCOUNT, "token").exists()
     return has_token and bool(settings.api_server or environment.get("KUBERNETES_SERVICE_HOST"))
 
 
 def place(url: str, account: str, environment: Mapping[str, str]) -> Place:
-    """Return where the API server is: as configured, or else as kubelet tells each pod. Raises ConfigurationError."""
+    """Return the address of the API server: the configured one, or else the one in each pod's environment.
+
+    Raises ConfigurationError.
+    """
     folder = Path(account) if account else ACCOUNT
     if url:
         parts = urlsplit(url)
@@ -94,12 +98,13 @@ def place(url: str, account: str, environment: Mapping[str, str]) -> Place:
 class ApiServer:
     """The API server. Any thread may call.
 
-    Every method raises UnreachableError when it is away, or too busy, for longer than `PATIENCE`, NotPermittedError for
-    what the service account may not do, and InternalError for an answer that is none of Kubernetes'.
+    Every method raises UnreachableError when the server is unavailable, or too busy, for longer than `PATIENCE`;
+    NotPermittedError for actions that the service account may not do; and InternalError for an answer that is not
+    Kubernetes'.
     """
 
     def __init__(self, found: Place, ended: threading.Event) -> None:
-        """`ended` is set when this program ends: then nobody waits any more."""
+        """`ended` is set when this program ends: all waits then end."""
         self._place = found
         self._ended = ended
 
@@ -117,11 +122,11 @@ class ApiServer:
         return self.read(f"{_RESOURCE}/resourceslices/{_segment(name)}")
 
     def create_slice(self, document: Document) -> Document:
-        """Create a ResourceSlice, and return it as it was taken. Raises ConflictError where there is one."""
+        """Create a ResourceSlice, and return it as the server accepted it. Raises ConflictError where it exists."""
         return self.create(f"{_RESOURCE}/resourceslices", document)
 
     def replace_slice(self, name: str, document: Document) -> Document:
-        """Replace a ResourceSlice by one with its resourceVersion, and return it as it was taken.
+        """Replace a ResourceSlice by one with its resourceVersion, and return it as the server accepted it.
 
         Raises ConflictError where it has changed since, and NotFoundError.
         """
@@ -146,12 +151,15 @@ class ApiServer:
         self._ask("PATCH", f"/api/v1/nodes/{_segment(name)}", patch, what=f"Node {name}")
 
     def create_event(self, namespace: str, event: Document) -> None:
-        """Create an Event, once: an event that is lost is worth no patience."""
+        """Try to create an Event, once: a lost event is not worth a retry."""
         path = f"/api/v1/namespaces/{_segment(namespace)}/events"
         self._ask("POST", path, event, what=f"Events in {namespace}", patience=0.0)
 
     def create(self, path: str, document: Document) -> Document:
-        """Create an object in a collection, and return it as it was taken. Raises ConflictError where there is one."""
+        """Create an object in a collection, and return it as the server accepted it.
+
+        Raises ConflictError where it exists.
+        """
         return _decoded(self._ask("POST", path, document, what=_last(path)), _last(path))
 
     def read(self, path: str) -> Document | None:
@@ -162,7 +170,7 @@ class ApiServer:
             return None
 
     def replace(self, path: str, document: Document) -> Document:
-        """Replace an object by one with its resourceVersion, and return it as it was taken.
+        """Replace an object by one with its resourceVersion, and return it as the server accepted it.
 
         Raises ConflictError where it has changed since, and NotFoundError.
         """
@@ -183,12 +191,12 @@ class ApiServer:
         return answer
 
     def _once(self, method: str, path: str, body: Document | None, what: str) -> bytes:
-        """Make one attempt. Raises ApiServerAwayError where another may do better."""
+        """Make one attempt. Raises ApiServerAwayError where another attempt may succeed."""
         try:
             status, answer = self._exchange(method, path, body)
         except (OSError, http.client.HTTPException) as error:
             raise retry.ApiServerAwayError(text(str(error) or type(error).__name__)) from None
-        if status < 300:  # noqa: PLR2004 - HTTP: done
+        if status < 300:  # noqa: PLR2004 - HTTP: success
             return answer
         raise _refusal(status, answer, f"{method} of {what}")
 
@@ -209,7 +217,7 @@ class ApiServer:
             connection.close()
 
     def _token(self) -> str:
-        """Return the token as it is now: kubelet replaces it long before it expires."""
+        """Return the current token: kubelet replaces it long before it expires."""
         with (self._place.account / "token").open(encoding="ascii") as file:
             return file.read(_TOKEN_BYTES).strip()
 
@@ -246,7 +254,7 @@ def _decoded(raw: bytes, what: str) -> Document:
 
 
 def _message(answer: bytes) -> str:
-    """Return what a Status object says, as it may be logged."""
+    """Return the message of a Status object, in a form that can be logged."""
     try:
         found = json.loads(answer)
     except ValueError:
@@ -256,7 +264,7 @@ def _message(answer: bytes) -> str:
 
 
 def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
-    """Return a body. Raises OSError for one that takes too long, or is too large."""
+    """Return a body. Raises OSError for a body that takes too long, or is too large."""
     pieces, size = [], 0
     while piece := answer.read1(_PIECE):
         pieces.append(piece)

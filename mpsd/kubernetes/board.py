@@ -1,4 +1,7 @@
-"""The devices as they stand, for the threads that show them to kubelet: one writes, and all others wait for news."""
+"""The current state of the devices, for the threads that report it to kubelet.
+
+One thread writes it, and the others wait for changes.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +15,7 @@ _HEALTHY, _UNHEALTHY = "Healthy", "Unhealthy"
 
 
 class Board:
-    """The GPUs that are offered, and whether anything new may start on them."""
+    """The GPUs that are offered, and whether new work may start on them."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -22,11 +25,11 @@ class Board:
 
     @property
     def gpus(self) -> Mapping[str, Gpu]:
-        """The GPUs by UUID; what is returned does not change."""
+        """The GPUs by UUID; the returned mapping does not change."""
         return self._gpus
 
     def put(self, gpus: Mapping[str, Gpu]) -> bool:
-        """Show these from now on, and return whether that is anything new."""
+        """Replace the GPUs, and return whether they changed."""
         with self._changed:
             if gpus == self._gpus:
                 return False
@@ -36,17 +39,17 @@ class Board:
             return True
 
     def await_gpus(self, seconds: float) -> None:
-        """Wait until mpsd has shown its GPUs, for so long at most: a program that has just started knows none."""
+        """Wait until mpsd has reported its GPUs, at most this long: a program that has just started knows none."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._gpus), seconds)
 
     def wake(self) -> None:
-        """Have everybody who waits look whether it is still to wait."""
+        """Make all waiting threads check their conditions again."""
         with self._changed:
             self._changed.notify_all()
 
     def changes(self, is_over: Callable[[], bool], every: float | None = None) -> Iterator[Mapping[str, Gpu]]:
-        """Yield the GPUs at first, after each change, and after so many seconds without one, until it is over."""
+        """Yield the GPUs: at first, after each change, and after this many seconds without one, until `is_over`."""
         shown = -1
         while True:
             with self._changed:
@@ -57,7 +60,7 @@ class Board:
             yield gpus
 
     def follow(self, kind: Kind, is_over: Callable[[], bool]) -> Iterator[deviceplugin.ListAndWatchResponse]:
-        """Yield the devices of a kind, at first and after each change, until it is over."""
+        """Yield the devices of a kind, at first and after each change, until `is_over`."""
         for gpus in self.changes(is_over):
             yield deviceplugin.ListAndWatchResponse(
                 devices=[

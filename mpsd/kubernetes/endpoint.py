@@ -1,4 +1,4 @@
-"""One resource, as kubelet asks for it: a socket of its own beside kubelet's, since no call names the resource."""
+"""The interface to kubelet for one resource: a socket beside kubelet's own, since no call names the resource."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ from mpsd.system import clock
 T = TypeVar("T")
 
 _THREADS: Final = 8
-"""kubelet follows the devices in one call, and makes one or two others at a time."""
+"""Threads of the server: kubelet follows the devices in one call, and makes one or two others at a time."""
 
 _ALONE: Final = 5.0
-"""Seconds without kubelet following the devices after which it is registered with again."""
+"""Seconds without a call that follows the devices after which the resource is registered again."""
 
 _OPTIONS: Final = deviceplugin.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
@@ -47,15 +47,15 @@ class Endpoint:
         self._server: grpc.Server | None = None
         self._own: Inode | None = None
         self._registered: Inode | None = None
-        """The kubelet that was registered with."""
+        """The kubelet that the resource is registered with."""
         self._followers = 0
-        """Calls of that kubelet that follow the devices."""
+        """The number of that kubelet's calls that follow the devices."""
         self._followed_at = 0.0
         self._counting = threading.Lock()
         self._because = ""
 
     def see_kubelet(self) -> None:
-        """Register with the kubelet that listens now, unless that was done: each one begins with an empty directory."""
+        """Register with the kubelet that listens now, if necessary: each new kubelet starts with an empty directory."""
         now = self._kubelet.identity()
         if now is None:
             return
@@ -78,14 +78,14 @@ class Endpoint:
         self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._path))
 
     def _is_followed(self) -> bool:
-        """Tell whether kubelet follows the devices, or may soon: it does not try again where a connection fails."""
+        """Tell whether kubelet follows the devices, or may soon do so: after a failed connection it does not retry."""
         now = clock.monotonic()
         if self._followers:
             self._followed_at = now
         return now - self._followed_at < _ALONE
 
     def close(self) -> None:
-        """End the calls that are open, and answer none any more."""
+        """End the open calls, and stop answering."""
         if self._server is not None:
             self._server.stop(None)
             self._board.wake()
@@ -139,7 +139,7 @@ class Endpoint:
         return deviceplugin.PreStartContainerResponse()
 
     def _or_refuse(self, context: grpc.ServicerContext, ids: list[str], serve: Callable[[Kind, list[str]], T]) -> T:
-        """Return what is served, or refuse it in the words of the refusal: kubelet shows them in the pod's event."""
+        """Return the result of `serve`, or refuse the call; kubelet shows the words of a refusal in the pod's event."""
         try:
             return serve(self._kind, ids)
         except MpsdError as error:

@@ -1,4 +1,4 @@
-"""The thread that follows mpsd: it shows each change of the GPUs and their control daemons on the board."""
+"""The thread that follows mpsd: it writes each change of the GPUs and their control daemons to the board."""
 
 import threading
 from typing import Final
@@ -13,14 +13,14 @@ from mpsd.kubernetes.mpsd_client import Mpsd
 from mpsd.system import clock
 
 _RETRY: Final = 0.5
-"""Seconds until an mpsd that does not answer is asked again."""
+"""Seconds until the next query to an mpsd that does not answer."""
 
 
 class GpuFollower:
     """Follows the GPUs, from `start` until the program ends."""
 
     def __init__(self, settings: Settings, *, mpsd: Mpsd, board: Board, log: Log, ended: threading.Event) -> None:
-        """`ended` is set when the program ends, and sets it where this node cannot be offered as it is to be."""
+        """`ended` is set when the program ends; this class sets it where the node cannot be offered as configured."""
         self._settings = settings
         self._mpsd = mpsd
         self._board = board
@@ -28,14 +28,14 @@ class GpuFollower:
         self._ended = ended
         self._silent_since: float | None = None
         self.failure: ConfigurationError | None = None
-        """Why the node cannot be offered as it is to be."""
+        """Why the node cannot be offered as configured."""
 
     def start(self) -> None:
         """Begin."""
         threading.Thread(target=self._follow, name="mpsd", daemon=True).start()
 
     def _follow(self) -> None:
-        """Show each change when mpsd logs anything at all."""
+        """Update the board after each event that mpsd logs."""
         after: int | None = None
         while not self._ended.is_set():
             try:

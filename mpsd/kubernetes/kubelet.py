@@ -1,4 +1,4 @@
-"""kubelet, as it is seen from a plugin: its sockets and its record of who has which devices."""
+"""kubelet from a plugin's view: its sockets, and its record of each container's devices."""
 
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,11 +16,11 @@ from mpsd.system import atomic_file
 VERSION: Final = "v1beta1"
 
 _NAMES: Final = 1.0
-"""Seconds for kubelet to name a container, which is for people alone."""
+"""Seconds for kubelet to return a container's name, which is for output only."""
 
 
 class Inode(NamedTuple):
-    """Which file is at a path; a number alone may be another's by now."""
+    """The identity of a file at a path; an inode number alone may be reused."""
 
     device: int
     number: int
@@ -28,7 +28,7 @@ class Inode(NamedTuple):
 
 
 def inode(path: Path) -> Inode | None:
-    """Return which file is at a path; None where there is none."""
+    """Return the identity of the file at a path; None where there is none."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -50,20 +50,20 @@ class Kubelet:
         self._containers: list[Container] = []
 
     def identity(self) -> Inode | None:
-        """Return which kubelet listens: each one makes another socket. None where none does."""
+        """Return the identity of the kubelet that listens, since each one makes a new socket. None where none does."""
         return inode(self._socket)
 
     def register(self, endpoint: str, resource: str, options: deviceplugin.DevicePluginOptions) -> None:
-        """Have kubelet use a plugin's socket, beside its own. Raises grpc.RpcError."""
+        """Register a plugin's socket, beside kubelet's own, with kubelet. Raises grpc.RpcError."""
         request = deviceplugin.RegisterRequest(
             version=VERSION, endpoint=endpoint, resource_name=resource, options=options
         )
         wire.ask(self._socket, wire.REGISTER, request)
 
     def containers(self) -> list[Container] | None:
-        """Return which containers have devices by kubelet's record; None while it has none, which says nothing.
+        """Return the containers with devices in kubelet's record; None while there is no record, which is no evidence.
 
-        Raises OSError and ValueError for one that cannot be read.
+        Raises OSError and ValueError for a record that cannot be read.
         """
         found = inode(self._checkpoint)
         if found is None:
@@ -77,7 +77,7 @@ class Kubelet:
         return self._containers
 
     def name_of(self, container: Container) -> str | None:
-        """Return what people call a container, NAMESPACE/POD/CONTAINER, by PodResources; None where that is silent."""
+        """Return a container's name, NAMESPACE/POD/CONTAINER, from PodResources; None where that does not answer."""
         wanted = {
             devices.resource_name(kind, self._settings): {devices.device_id(container.gpu, each) for each in numbers}
             for kind, numbers in container.numbers.items()
@@ -89,7 +89,7 @@ class Kubelet:
         for pod in answer.pod_resources:
             for each in pod.containers:
                 had: dict[str, set[str]] = {}
-                for part in each.devices:  # one for each NUMA node
+                for part in each.devices:  # one entry per NUMA node
                     had.setdefault(part.resource_name, set()).update(part.device_ids)
                 if wanted == {name: ids for name, ids in had.items() if name in wanted}:
                     return f"{pod.namespace}/{pod.name}/{each.name}"

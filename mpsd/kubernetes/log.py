@@ -1,6 +1,6 @@
-"""The log of `mpsd-kubernetes`: one line for each decision, to stderr, in the form of mpsd's own log.
+"""The log of `mpsd-kubernetes`: one line for each decision, to stderr, in the format of mpsd's own log.
 
-mpsd's own logger belongs to an event loop, which this program has none of; structlog's is made for threads.
+mpsd's own logger needs an event loop, which this program does not have; structlog's loggers work with threads.
 """
 
 import sys
@@ -16,7 +16,7 @@ from mpsd.system import clock
 
 
 class EventName(StrEnum):
-    """What is logged; a line's event is one of these."""
+    """The events of the log lines."""
 
     PLUGIN_STARTED = "plugin_started"
     PLUGIN_ENDED = "plugin_ended"
@@ -50,7 +50,7 @@ class EventName(StrEnum):
 
 
 class Log:
-    """Logs what happens, each time with the facts; any thread may."""
+    """Logs events with their facts; any thread may call."""
 
     def __init__(self, form: LogFormat, stream: TextIO = sys.stderr) -> None:
         text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
@@ -62,15 +62,15 @@ class Log:
         )
 
     def info(self, event: EventName, **facts: object) -> None:
-        """Log what is as it should be."""
+        """Log a normal event."""
         self._log.info(event.value, **facts)
 
     def warning(self, event: EventName, **facts: object) -> None:
-        """Log what is not, and what this program deals with."""
+        """Log a problem that this program handles itself."""
         self._log.warning(event.value, **facts)
 
     def error(self, event: EventName, **facts: object) -> None:
-        """Log what somebody has to look into."""
+        """Log a problem that an operator must look into."""
         self._log.error(event.value, **facts)
 
 
@@ -79,5 +79,5 @@ def _stamped(_: object, __: str, line: MutableMapping[str, object]) -> MutableMa
 
 
 def _harmless(_: object, __: str, line: MutableMapping[str, object]) -> MutableMapping[str, object]:
-    """Escape what others chose, and leave out what is for a container alone."""
+    """Escape text of other users, and omit secrets that belong to a container alone."""
     return {name: plain(value) for name, value in line.items() if name not in SECRETS}

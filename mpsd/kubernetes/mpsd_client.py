@@ -1,7 +1,6 @@
-"""mpsd, as `mpsd-kubernetes` asks it: over its socket, as any other client, and again where it is being restarted.
+"""A client of mpsd for `mpsd-kubernetes`: over mpsd's socket, like any other client, with retries during a restart.
 
-It is the one module that imports mpsctl's client, which is small, synchronous and mpsd's own; the rest of mpsctl is for
-people.
+Only this module imports mpsctl's client, which is small, synchronous and mpsd's own. The rest of mpsctl is for users.
 """
 
 import threading
@@ -24,42 +23,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LeaseAnswer: TypeAlias = "answer_types.Lease"
-"""A lease, as mpsd answers it."""
+"""A lease in the form of mpsd's answer."""
 
 PATIENCE: Final = 10.0
-"""Seconds for which an mpsd that does not answer is asked again: the next one may be starting."""
+"""Seconds for which calls to an mpsd that does not answer are retried: a new one may be starting."""
 
 _PAUSE: Final = 0.2
 
 _SILENCE: Final = 10.0
-"""Seconds without an event after which mpsd is asked whether it is still there."""
+"""Seconds without an event after which mpsd is queried to check that it still runs."""
 
 _TELLING: Final = ("daemon_", "gpu_", "settings_", "operation_")
-"""Which events may be about the health of a GPU, by how their names begin."""
+"""Prefixes of the names of events that may concern the health of a GPU."""
 _ANSWER: Final = 10.0
-"""Seconds for an answer, beside those for which mpsd was asked to wait."""
+"""Seconds for an answer, in addition to the wait that the request contains."""
 
 
 class Granted(NamedTuple):
-    """A lease that was granted, and what its processes need in their environment."""
+    """A granted lease, and the environment that its processes need."""
 
     lease: str
     variables: Mapping[str, str]
 
 
 class Mpsd:
-    """mpsd on this node. Any thread may call; each call has a connection of its own.
+    """mpsd on this node. Any thread may call; each call has its own connection.
 
-    Every method raises UnreachableError when mpsd does not answer, and the errors that mpsd answers.
+    Every method raises UnreachableError when mpsd does not answer, and the errors of mpsd's answers.
     """
 
     def __init__(self, socket: str, ended: threading.Event) -> None:
-        """`ended` is set when this program ends: then nobody waits any more."""
+        """`ended` is set when this program ends: all waits then end."""
         self._socket = socket
         self._ended = ended
 
     def seen(self) -> list[Seen]:
-        """Return the GPUs that mpsd can name, with their control daemons; once, without patience."""
+        """Return the GPUs that mpsd reports, with their control daemons; makes one attempt only."""
         with Api(self._socket) as api:
             daemons = {each["gpu"]: each for each in api.daemons()["daemons"]}
             return [
@@ -69,9 +68,9 @@ class Mpsd:
             ]
 
     def await_change(self, after: int) -> int:
-        """Wait for an event about a GPU or a control daemon, and return its number; or for some seconds of silence.
+        """Wait for an event about a GPU or a control daemon, or for some seconds of silence; return the event's number.
 
-        After these, whoever calls asks mpsd something: one that is stopped keeps its connections, and says nothing.
+        After a silence, the caller must query mpsd: a stopped mpsd keeps its connections open and sends nothing.
         """
         try:
             with Api(self._socket) as api:
@@ -82,7 +81,7 @@ class Mpsd:
                         return after
         except UnreachableError:
             return after
-        except InvalidRequestError:  # it has been too long since the last one
+        except InvalidRequestError:  # mpsd no longer has the event `after`
             return self.latest_event()
         return after
 
@@ -105,7 +104,7 @@ class Mpsd:
         return self._patiently(lambda api: api.lease(lease))
 
     def attach(self) -> str:
-        """Return how strict mpsd is: `enforcement.attach`."""
+        """Return mpsd's strictness: `enforcement.attach`."""
         return str(self._patiently(lambda api: api.config()["config"]["enforcement"]["attach"]))
 
     def end(self, lease: str) -> None:
@@ -113,38 +112,38 @@ class Mpsd:
         try:
             self._patiently(lambda api: api.end(lease))
         except NotFoundError:
-            return  # it has ended
+            return  # it has ended already
 
     def claim(self, request: Mapping[str, object], wait: float) -> Granted:
-        """Claim a lease; the request's `request_id` makes one that is repeated the same."""
+        """Claim a lease; a repeated request with the same `request_id` returns the same lease."""
         lease = self.admit(request, wait)
         return Granted(lease["id"], lease["env"])
 
     def admit(self, request: Mapping[str, object], wait: float) -> LeaseAnswer:
-        """Take out a lease, likewise."""
+        """Request a lease, with the same rule for repeated requests."""
         return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
 
     def take(self, lease: str, group: str, uid: int, gid: int) -> None:
-        """Have a claim taken by the control group of a pod, for as long as that exists, for a user.
+        """Let the control group of a pod take a claim for a user, for as long as the group exists.
 
-        With its token, since whoever has taken a claim may then ask again, as after an answer that was lost.
+        The request has the lease's token: the holder of a taken claim may then repeat it, as after a lost answer.
         """
         holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
         token = self._patiently(lambda api: api.lease(lease)["env"].get(TOKEN, ""))
         self._patiently(lambda api: api.hold(lease, {**holder, "token": token}, deadline=2 * _ANSWER))
 
     def renew(self, lease: str, deadline: float, uid: int | None = None) -> None:
-        """Have a lease claimed for so many seconds from now on: a claim for whom it is for, or a lease for this uid."""
+        """Set the remaining time of a claim, or turn a lease into a claim for this uid."""
         claim = {"deadline": deadline} if uid is None else {"deadline": deadline, "uid": uid}
         self._patiently(lambda api: api.hold(lease, {"claim": claim, "replace": True}, deadline=_ANSWER))
 
     def release(self, lease: str, *, is_claim: bool) -> None:
-        """End a lease; a claim only if nobody has taken it."""
+        """End a lease; a claim only if no holder has taken it."""
         end: Callable[[Api], None] = lambda api: api.release_untaken(lease) if is_claim else api.release(lease)  # noqa: E731
         try:
             self._patiently(end)
         except NotFoundError:
-            return  # it has ended
+            return  # it has ended already
 
     def _patiently(self, ask: Callable[[Api], T]) -> T:
         end = clock.monotonic() + PATIENCE

@@ -1,8 +1,8 @@
-"""The thread that keeps this node's labels and its annotation at the API server.
+"""The thread that keeps this node's labels and its annotation at the API server up to date.
 
-It writes only what has changed, and waits between two writes: a thousand nodes on which pods come and go all the time
-make a thousand writes in that time, and no more. Nothing else waits for it, and an API server that is away costs one
-line of the log.
+It writes only changes, and waits between two writes: a thousand nodes with constantly changing pods make at most a
+thousand writes in that time. Nothing else waits for this thread, and an unavailable API server costs one line of the
+log.
 """
 
 import threading
@@ -22,10 +22,10 @@ from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
 from mpsd.system import clock
 
 _LOOK: Final = 1.0
-"""Seconds between two looks at mpsd, where the next write may be made."""
+"""Seconds between two queries to mpsd, once the next write is due."""
 
 _AGAIN: Final = 600.0
-"""Seconds after which the Node is read again: somebody may have changed what it says."""
+"""Seconds after which the Node is read again, since others may have changed it."""
 
 
 class NodeReport:
@@ -64,7 +64,7 @@ class NodeReport:
                 next_write = clock.monotonic() + self._settings.report_interval
 
     def _look(self, gpus: Collection[Gpu]) -> bool:
-        """Write what has changed, and return whether anything was asked of the API server."""
+        """Write the changes, and return whether the API server was called."""
         leases = self._mpsd.leases()
         states = [_state(each, leases) for each in gpus]
         branches = {each.driver for each in gpus}

@@ -1,4 +1,4 @@
-"""The control group of a pod and the processes in it, as the kernel has them."""
+"""The control group of a pod and its processes, by the kernel's facts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mpsd.system.control_groups import OpenGroup
 
 
 class Program(NamedTuple):
-    """A process of a container, and whose it is."""
+    """A process of a container, and its user."""
 
     pid: int
     uid: int
@@ -21,7 +21,7 @@ class Program(NamedTuple):
 
 @contextlib.contextmanager
 def group_of(pod: str, settings: Settings) -> Iterator[OpenGroup | None]:
-    """Give the control group of a pod; None where kubelet has none for it, or not any more."""
+    """Yield the control group of a pod; None where kubelet has not made it, or has removed it."""
     found = next(filter(None, map(_open, pods.groups(pod, settings.cgroup_root))), None)
     try:
         yield found
@@ -34,7 +34,7 @@ def _open(path: str) -> OpenGroup | None:
     try:
         return named_groups.named(path)
     except InvalidRequestError:
-        return None  # there is none of this name
+        return None  # no group has this name
 
 
 def path_of(pod: str, settings: Settings) -> str | None:
@@ -44,7 +44,7 @@ def path_of(pod: str, settings: Settings) -> str | None:
 
 
 def is_populated(path: str) -> bool:
-    """Tell whether there is a process in a control group or below it; where nobody can tell, there may be."""
+    """Tell whether a control group, or a group below it, has a process; True where that is unknown."""
     found = _open(path)
     if found is None:
         return False

@@ -1,4 +1,4 @@
-"""The device plugin from start to end: one loop for what comes by itself, and one thread that follows mpsd."""
+"""The device plugin from start to end: one loop for periodic tasks, and one thread that follows mpsd."""
 
 import signal
 import threading
@@ -20,23 +20,23 @@ from mpsd.kubernetes.node_report import NodeReport
 from mpsd.system import clock
 
 _RECONCILE: Final = 1.0
-"""Seconds between two looks at kubelet's record and mpsd's leases."""
+"""Seconds between two reconciliations of kubelet's record and mpsd's leases."""
 
 _LOOK: Final = 0.25
-"""Seconds between two looks at kubelet's socket."""
+"""Seconds between two checks of kubelet's socket."""
 
 _SOON: Final = 0.02
-"""Seconds between two looks for the program of a container that is about to start."""
+"""Seconds between two searches for the program of a container that is about to start."""
 
 _HURRY: Final = 10.0
-"""Seconds for which it looks so often, once a container is about to start."""
+"""Seconds for which it searches this often after a container was announced."""
 
 
 class Service:
-    """Everything that runs."""
+    """All parts of the plugin."""
 
     def __init__(self, settings: Settings, log: Log, place: Place | None) -> None:
-        """`place` is where the API server is, if the node is to be labelled."""
+        """`place` is the address of the API server, if the node is to be labelled."""
         self._settings = settings
         self._log = log
         self._ended = threading.Event()
@@ -65,7 +65,7 @@ class Service:
         self._gpu_follower = GpuFollower(settings, mpsd=self._mpsd, board=self._board, log=log, ended=self._ended)
 
     def run(self) -> None:
-        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as it is to be."""
+        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ended.set())
         resources = [devices.resource_name(kind, self._settings) for kind in KINDS[self._settings.resources]]
@@ -88,7 +88,7 @@ class Service:
         hurries = False
         while not self._ended.is_set():
             now = clock.monotonic()
-            if self._board.gpus and now >= next_look:  # until mpsd has answered, there is nothing to offer
+            if self._board.gpus and now >= next_look:  # before mpsd's first answer there is nothing to offer
                 next_look = now + _LOOK
                 for each in self._endpoints:
                     each.see_kubelet()

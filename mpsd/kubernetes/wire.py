@@ -1,6 +1,6 @@
-"""gRPC over unix sockets: the calls of a service as values, how they are served, and how they are made.
+"""gRPC over unix sockets: descriptions of the calls, a server for them, and a client.
 
-protoc's plugin for gRPC would generate as much again as there is here, tied to one version of grpcio.
+protoc's plugin for gRPC would generate twice this amount of code, tied to one version of grpcio.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
 
 DEADLINE: Final = 10.0
-"""Seconds for an answer of kubelet's."""
+"""Timeout in seconds for an answer of kubelet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Call(Generic[Q, A]):
     request: type[Q]
     answer: type[A]
     is_stream: bool = False
-    """Whether it is answered more than once."""
+    """Whether it has several answers."""
 
     @property
     def path(self) -> str:
-        """What it is called by."""
+        """Its name in a request."""
         return f"/{self.service}/{self.name}"
 
 
@@ -79,12 +79,12 @@ DRA_SERVICES: Final = ("k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin", "k8s.io.kubel
 
 
 def prepare(service: str) -> Call[dra.NodePrepareResourcesRequest, dra.NodePrepareResourcesResponse]:
-    """Return the call by which one of these services prepares claims."""
+    """Return the call with which one of these services prepares claims."""
     return Call(service, "NodePrepareResources", dra.NodePrepareResourcesRequest, dra.NodePrepareResourcesResponse)
 
 
 def unprepare(service: str) -> Call[dra.NodeUnprepareResourcesRequest, dra.NodeUnprepareResourcesResponse]:
-    """Return the call by which one of these services takes claims back."""
+    """Return the call with which one of these services unprepares claims."""
     return Call(
         service, "NodeUnprepareResources", dra.NodeUnprepareResourcesRequest, dra.NodeUnprepareResourcesResponse
     )
@@ -99,13 +99,13 @@ WATCH_HEALTH: Final = Call(
 )
 
 Handlers = Mapping[Call[Any, Any], Callable[[Any, grpc.ServicerContext], Any]]
-"""What serves each call: it is given the request, and returns the answer, or yields several."""
+"""The handler of each call: it receives the request, and returns the answer or yields several."""
 
 
 def serve(path: Path, handlers: Handlers, threads: int) -> grpc.Server:
-    """Serve calls on a unix socket that root alone may use; one of an earlier process is replaced.
+    """Serve calls on a unix socket that only root may use, replacing the socket of an earlier process.
 
-    Raises OSError where there can be no socket.
+    Raises OSError where the socket cannot be made.
     """
     server = grpc.server(ThreadPoolExecutor(threads), options=[("grpc.so_reuseport", 0)])
     by_service: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
@@ -134,6 +134,6 @@ def ask(path: Path, call: Call[Q, A], request: Q, *, deadline: float = DEADLINE)
 
 
 def because(error: grpc.RpcError) -> str:
-    """Return what a call failed of, for a person."""
+    """Return why a call failed, for output."""
     details = error.details() if isinstance(error, grpc.Call) else None
     return details or str(error)

@@ -1,4 +1,4 @@
-"""A node without a GPU: programs and values that answer as NVIDIA's do, silences included.
+"""A node without a GPU: programs and values that answer as NVIDIA's do, including the cases where those print nothing.
 
 Imported by: mpsd/__main__.py, mpsd/demo.py.
 """

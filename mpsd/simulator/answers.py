@@ -1,8 +1,8 @@
-"""What a control daemon knows, and what it says to each command, as NVIDIA's does: silences, oddities and all. Pure.
+"""The state of a control daemon, and its answers to commands: those of NVIDIA's, with all silences and oddities. Pure.
 
-Measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; tests/contract holds this module and those
-four to the same facts. A server is busy until it reports that it is ready, which it does on a simulated GPU alone:
-without a GPU it is busy for as long as it lives. What it says when it is ready, `server_state` has.
+Measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; tests/contract checks this module and those
+four against the same facts. A server is busy until it reports that it is ready, which it does only on a simulated GPU:
+without a GPU it is busy for its whole life. `server_state` has the answers of a ready server.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,26 +16,26 @@ from mpsd.simulator.replies import AskServer, Following, ForceServer, Leave, Pas
 BRANCHES: Final = (470, 535, 550, 555)
 """The driver branches that can be imitated."""
 
-# What a driver branch does otherwise than those before it, beside the commands that it knows (core's table).
+# The first driver branch with each difference in behaviour, beside the commands that it knows (core's table).
 ANNOUNCES_QUIT: Final = 535
-"""The log says when `quit -t` is given."""
+"""The log reports each `quit -t`."""
 GUARDS_DEFAULTS: Final = 550
 """Only root and the daemon's own user may change a default; before, any local user could."""
 ANNOUNCES_FORCE: Final = 550
-"""The log says when a server is forced to shut down."""
+"""The log reports each forced shutdown of a server."""
 CHILD_LOGS_START: Final = 550
-"""The line `Starting new server` carries the pid of the server, and not the daemon's."""
+"""The line `Starting new server` carries the pid of the server instead of the daemon's."""
 PID_FILE: Final = 550
-"""There is a pid file in the pipe directory."""
+"""The pipe directory has a pid file."""
 
 DEVICES: Final = 32
-"""Ordinals below this are taken for devices, GPU or no GPU; others are ignored, and only the log says so."""
+"""Ordinals below this count as devices, with or without a GPU; others are ignored, and only the log says so."""
 
 _STARTS: Final = 6
-"""How often a server is started for a client before that is given up: once and five times more (users report)."""
+"""The number of starts of a server for a client before the daemon gives up: one and five retries (users report)."""
 
 Ask: TypeAlias = Callable[[str, Sequence[str]], list[str]]
-"""Asks a server what it says to a command about itself: the name, and what stands behind the server's pid."""
+"""Asks a server for its answer to a command about itself: the name, and the words after the server's pid."""
 
 
 @dataclass(slots=True)
@@ -47,16 +47,16 @@ class Server:
     ask: Ask | None = None
     """None while it is busy."""
     leaving: bool = False
-    """Whether it exits with its last client, and is given no other."""
+    """Whether it exits with its last client, and gets no other."""
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------------
 
 
 class ControlDaemon:
-    """What one control daemon of a driver branch knows.
+    """The state of one control daemon of a driver branch.
 
-    `owner` is the uid that it runs as, `many_users` whether one server is for all uids (-multiuser-server).
+    `owner` is the uid that it runs as; `many_users` says whether one server serves all uids (-multiuser-server).
     """
 
     def __init__(self, branch: int, owner: int, *, many_users: bool = False) -> None:
@@ -72,12 +72,12 @@ class ControlDaemon:
         self._many_users = many_users
         self._pending: list[int] = []
         self._failures: dict[int, int] = {}
-        """How many servers in a row were not ready before they ended, by uid."""
+        """The number of servers in a row that ended before they were ready, by uid."""
 
     def take_environment(self, environment: Mapping[str, str]) -> list[str]:
-        """Take defaults from the environment as at the start; return what goes into the log.
+        """Apply the defaults in the environment, as at the start; return the lines for the log.
 
-        CUDA_MPS_PINNED_DEVICE_MEM_LIMIT is for the servers: the control daemon itself reports nothing of it.
+        CUDA_MPS_PINNED_DEVICE_MEM_LIMIT is for the servers: the control daemon itself does not report it.
         """
         logged = []
         percentage = environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
@@ -89,13 +89,13 @@ class ControlDaemon:
         return logged
 
     def answer(self, line: str, uid: int) -> Reply:
-        """Do what a line from a front-end of this uid asks for, and say what NVIDIA's control daemon says."""
+        """Execute a line from a front-end of this uid, and return the reply of NVIDIA's control daemon."""
         reply = Reply()
         name, *arguments = words(line) or [""]
         if not self._knows(name):
             reply.say(echo_of(name))
             return reply
-        arguments += ["", "", ""]  # C's programs find an empty text where an argument is missing
+        arguments += ["", "", ""]  # C programs find an empty text where an argument is missing
         if name in self.COMMANDS:
             self.COMMANDS[name](self, reply, arguments, uid)
         else:
@@ -104,15 +104,15 @@ class ControlDaemon:
 
     @property
     def defaults(self) -> dict[str, object]:
-        """What the next server starts with."""
+        """The values that the next server starts with."""
         return {"percentage": self._percentage, "limits": self._limits, "priority": self._priority}
 
     def started(self, pid: int, uid: int) -> None:
-        """Take note of a server that was started."""
+        """Record a server that was started."""
         self.servers[pid] = Server(pid, uid)
 
     def ready(self, pid: int, ask: Ask) -> Reply:
-        """Take note that a server is ready, and how to ask it; with others in line it goes when its clients have."""
+        """Record that a server is ready, and how to ask it. If other uids wait, it exits after its last client."""
         server, reply = self.servers[pid], Reply()
         server.ask = ask
         self._failures.pop(server.uid, None)
@@ -126,10 +126,10 @@ class ControlDaemon:
         return self.servers[pid].uid == self._served(uid)
 
     def arrived(self, pid: int, uid: int) -> Reply:
-        """Say what becomes of a client that connected: it is passed on, or waits for a server that is started.
+        """Return the reply to a client that connected: it is passed on, or waits for a server.
 
-        One server serves one uid, or all of them, and there is one at a time; that of another uid goes when its clients
-        have. Source: NVIDIA, "Multi-Process Service", "Architecture".
+        One server serves one uid, or all of them, and there is one at a time; the server of another uid exits after its
+        last client. Source: NVIDIA, "Multi-Process Service", "Architecture".
         """
         reply, served = Reply(), self._served(uid)
         servers = (server for server in self.servers.values() if server.uid == served and not server.leaving)
@@ -144,11 +144,11 @@ class ControlDaemon:
         return reply
 
     def _served(self, uid: int) -> int:
-        """Return the uid of the server that a uid's clients are served by."""
+        """Return the uid of the server that serves a uid's clients."""
         return self._owner if self._many_users else uid
 
     def _want(self, uid: int) -> StartServer | Leave | None:
-        """Return how a uid without a server comes to one."""
+        """Return the action by which a uid without a server gets one."""
         uid = self._served(uid)
         if not self.servers:
             return StartServer(uid)
@@ -159,14 +159,14 @@ class ControlDaemon:
 
     @staticmethod
     def _leave(server: Server) -> Leave | None:
-        """Have a server take no more clients, and exit with its last one; a busy one hears of nothing."""
+        """Make a server accept no more clients and exit after its last one; a busy server does not get the message."""
         server.leaving = server.ask is not None
         return Leave(server.pid) if server.leaving else None
 
     def ended(self, pid: int, status: int, *, awaited: bool = False) -> Following:
-        """Take note of a server's end, and return what follows: a uid may wait while another has the server.
+        """Record a server's end, and return the next action: a uid may wait while another one has the server.
 
-        `awaited` tells whether clients wait for this one: if it never got ready, it is tried again, for a few times.
+        `awaited` says whether clients wait for this server: if it never became ready, it is started again, a few times.
         """
         server = self.servers.pop(pid)
         self.exit_status = self.exit_status or status
@@ -183,7 +183,7 @@ class ControlDaemon:
         return name in TABLE and TABLE[name].since <= self.branch
 
     def _may(self, reply: Reply, uid: int, owner: int, reason: str) -> bool:
-        """Tell whether a uid may do what is `owner`'s and root's to do, and say so when it may not."""
+        """Tell whether a uid has the rights of `owner` and root, and add the refusal to the reply where it has not."""
         if uid in {0, owner}:
             return True
         reply.say(f"Insufficient privileges for UID {uid}{f'. {reason}' if self.branch >= GUARDS_DEFAULTS else ''}")
@@ -239,7 +239,7 @@ class ControlDaemon:
             reply.effect = self._leave(server)
 
     def forced(self, pid: int) -> list[str]:
-        """Return what goes into the log when a server is forced to shut down."""
+        """Return the log lines of a forced shutdown of a server."""
         return [f"Force shutting down server {pid}"] if self.branch >= ANNOUNCES_FORCE else []
 
     def _get_client_list(self, reply: Reply, arguments: list[str], _uid: int) -> None:
@@ -276,13 +276,13 @@ class ControlDaemon:
         reply.say("1")
 
     def _ask_named(self, reply: Reply, name: str, arguments: list[str]) -> bool:
-        """Have the server that the first argument names answer this command; tell whether it did."""
+        """Let the server that the first argument names answer this command; tell whether it did."""
         server = self._server(reply, arguments[0])
         return server is not None and self._ask(reply, server, name, arguments[1:])
 
     @staticmethod
     def _ask(reply: Reply, server: Server, name: str, arguments: Sequence[str] = ()) -> bool:
-        """Have a server answer what only it knows, or has to do; False when it is busy."""
+        """Let a server answer or execute a command; False when it is busy."""
         if server.ask is None:
             reply.log(f"Server {server.pid} is <busy>")
             return False
@@ -323,7 +323,7 @@ class ControlDaemon:
         if not 0 <= device < DEVICES:
             reply.log("Invalid device ordinal!")
             return
-        # A device that is no ordinal, such as a GPU's UUID, clears the limit of the ordinal that it starts with: 0.
+        # A text that is not an ordinal, such as a GPU's UUID, clears the limit of the ordinal that it starts with: 0.
         self._limits[device] = figures.limit(arguments[1]) if whole else 0
 
     def _get_default_device_pinned_mem_limit(self, reply: Reply, arguments: list[str], _uid: int) -> None:
@@ -372,4 +372,4 @@ class ControlDaemon:
         "get_default_client_priority": _get_default_client_priority,
         "quit": _quit,
     }
-    """The answers to the commands of core's table; those that are not here, the server answers that they name first."""
+    """The answers to the commands of core's table; the server that the first argument names answers the others."""

@@ -1,40 +1,38 @@
 """The simulator's client: a process that uses CUDA on a simulated GPU, through MPS or, where it finds none, without.
 
-Run as `python -m mpsd.simulator.client [--late] [--as UID:GID]`. Like a CUDA program it takes all it needs from its
-environment (CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), is pinned to its limits for good when it
-connects or makes a context (see `cuda.Binds`), and *fails open*: where no control daemon can be reached it runs outside
-MPS, on the whole GPU, without a word (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute mode
-exclusive-process keeps it out.
+`python -m mpsd.simulator.client [--late] [--as UID:GID]` starts one. Like a CUDA program it takes everything from its
+environment (CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), keeps for good the limits that it gets when
+it connects or makes a context (see `cuda.Binds`), and *fails open*: where it reaches no control daemon it runs outside
+MPS, on the whole GPU, without a message (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute
+mode exclusive-process refuses it.
 
-It initialises CUDA, makes its primary context, and says on stdout, in a line of JSON, where it is and what it may use;
-with `--late` it does neither, and says its pid alone. With `--as` it becomes that user first, as mpsd's own canary does
-(`mpsd.system.canary`), whose place it takes on a simulated node. Then it answers each line of its stdin with one:
+It initialises CUDA, makes its primary context, and prints its place and its limits as a line of JSON on stdout; with
+`--late` it does neither, and prints only its pid. With `--as` it first becomes that user, as mpsd's own canary does
+(`mpsd.system.canary`), which it replaces on a simulated node. Then it answers each line of its stdin with one line:
 
-- `init`: CUDA is initialised, which connects it to MPS
-- `context`: a context is made, and is the current one; the answer has its number, what it is pinned to, and `total`,
+- `init`: initialise CUDA, which connects the client to MPS
+- `context`: make a context, which becomes the current one; the answer has its number, its limits, and `total`,
   the memory of the whole GPU
-- `destroy NUMBER`: a context is destroyed
-- `reset`: the primary context is dropped, and made anew at the next use
-- `setenv NAME VALUE`: a variable of its own, as os.environ has it, which /proc/PID/environ never shows
-- `alloc SIZE`, `free [SIZE]`: device memory, in units of mpsd; all of it when no size is given
-- `framework FRACTION`: so much of the memory of the whole GPU, as programs allocate it that size themselves by
-  cudaMemGetInfo's total: a pinned limit does not lower that (NVG)
-- `compute SECONDS`: a kernel of as much work as the whole GPU does in this time; on a part of it that takes longer
-- `launch SECONDS`: the same, with one answer more, as soon as the kernel is in flight
-- `loop SECONDS`: such kernels, one after the other, until it is told anything else; an answer when the first is in
-  flight, and one at the end, which has how many there were
-- `sync`: whether an error is waiting, as cudaDeviceSynchronize would say
-- `fault`: a fatal fault of the GPU, such as an illegal address
-- `ignore SIGNAL`: such as TERM
-- `catch SIGNAL`: it exits at once when that comes, also in the middle of a kernel, as programs in Go and Java do
-- `obey SIGNAL`: it exits when that comes and its kernel has ended, with a goodbye to its server, and status 0
-- `hang`: it answers nothing any more, and only a signal ends it
-- `exit [STATUS]`, as does the end of its stdin
+- `destroy NUMBER`: destroy a context
+- `reset`: drop the primary context; the next use makes it anew
+- `setenv NAME VALUE`: set a variable of its own, in os.environ only, which /proc/PID/environ never shows
+- `alloc SIZE`, `free [SIZE]`: allocate and free device memory, in units of mpsd; `free` without a size frees all of it
+- `framework FRACTION`: allocate this part of the whole GPU's memory, as programs do that size themselves by
+  cudaMemGetInfo's total, which a pinned limit does not lower (NVG)
+- `compute SECONDS`: run a kernel that takes this time on the whole GPU, and longer on a part of it
+- `launch SECONDS`: the same, with an additional answer as soon as the kernel is in flight
+- `loop SECONDS`: run such kernels one after the other until the next line comes; one answer when the first is in
+  flight, and one at the end with their number
+- `sync`: report a pending error, as cudaDeviceSynchronize does
+- `fault`: cause a fatal fault of the GPU, such as an illegal address
+- `ignore SIGNAL`: ignore a signal such as TERM
+- `catch SIGNAL`: exit at once when the signal comes, even during a kernel, as programs in Go and Java do
+- `obey SIGNAL`: exit with status 0 when the signal comes and the kernel has ended, after a goodbye to the server
+- `hang`: stop answering; only a signal ends it
+- `exit [STATUS]`: exit, as at the end of stdin
 
-An answer has `ok`, and with it what there is to tell, or the CUDA error by name and number. An error after which CUDA
-can do nothing more stays: every later call returns it.
-
-On a terminal it has a prompt and `help`, and answers in words.
+An answer has `ok`, and with it the result, or the CUDA error by name and number. An error after which CUDA cannot
+continue stays: every later call returns it. On a terminal the client has a prompt and `help`, and answers in words.
 """
 
 import json
@@ -55,7 +53,7 @@ from mpsd.simulator.devices import MEMORY
 
 
 def program(*, late: bool = False) -> tuple[str, ...]:
-    """Return the command line that starts a client, from wherever and however mpsd is installed."""
+    """Return the command line that starts a client, wherever and however mpsd is installed."""
     return (*launch.program("client"), *(["--late"] if late else []))
 
 
@@ -79,7 +77,7 @@ def _is_on_a_terminal() -> bool:
 
 
 def _in_words(message: Mapping[str, Any]) -> str:
-    """Say to a person what an answer says."""
+    """Describe an answer in words."""
     match message:
         case {"help": said}:
             text = f"{said}"
@@ -100,18 +98,18 @@ def _in_words(message: Mapping[str, Any]) -> str:
 
 
 class _Stopped(Exception):  # noqa: N818 - no error: it was asked to stop
-    """A signal that it obeys has come."""
+    """A signal with `obey` has come."""
 
 
 class _Signals:
-    """What the signals do that a client was told something about."""
+    """The reactions to signals that commands have set."""
 
     def __init__(self) -> None:
         self._came = False
         self._busy = False
 
     def obey(self, number: signal.Signals) -> None:
-        """Exit when the signal comes and no kernel is in flight any more."""
+        """Exit when the signal comes and no kernel is in flight."""
         signal.signal(number, self._take)
 
     @staticmethod
@@ -125,7 +123,7 @@ class _Signals:
             raise _Stopped
 
     def compute(self, cuda: CudaProcess, work: float, *, first: bool = False) -> float:
-        """Run a kernel to its end, and say that it is in flight if it is the `first`.
+        """Run a kernel to its end; print that it is in flight if it is the `first`.
 
         Raises FailedError, and _Stopped when a signal came meanwhile.
         """
@@ -134,7 +132,7 @@ class _Signals:
             return cuda.compute(work, (lambda: _say({"ok": True})) if first else None)
         finally:
             self._busy = False
-            if self._came:  # also where an error ended it
+            if self._came:  # also where an error ended the kernel
                 raise _Stopped
 
 
@@ -146,11 +144,11 @@ class _Input:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something more to read."""
+        """Whether more input is waiting."""
         return bool(self._text or select.select([0], [], [], 0)[0])
 
     def lines(self) -> Iterator[str]:
-        """Yield them until the end."""
+        """Yield the lines until the end."""
         while True:
             while b"\n" in self._text:
                 line, _, self._text = self._text.partition(b"\n")
@@ -186,7 +184,7 @@ def _hang() -> NoReturn:
 
 
 def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arguments: list[str]) -> dict[str, Any]:  # noqa: C901, PLR0911, PLR0912 - one case for each verb
-    """Do what one line says, and return the answer. Raises FailedError, and ValueError for what makes no sense."""
+    """Execute one line and return its answer. Raises FailedError, and ValueError for an invalid line."""
     match verb, arguments:
         case "init", []:
             return _where(cuda)
@@ -236,7 +234,7 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
 
 
 def _serve(cuda: CudaProcess, signals: _Signals) -> int:
-    """Do what stdin says until it says no more; return the exit status. Raises _Stopped."""
+    """Execute stdin until its end; return the exit status. Raises _Stopped."""
     stdin = _Input()
     for line in stdin.lines():
         verb, *arguments = line.split() or [""]
@@ -261,7 +259,7 @@ def _become(user: str) -> None:
 
 
 def main() -> int:
-    """Be a client; return the exit status."""
+    """Run a client and return its exit status."""
     cuda, signals = CudaProcess(), _Signals()
     if "--as" in sys.argv[1:-1]:
         _become(sys.argv[sys.argv.index("--as") + 1])

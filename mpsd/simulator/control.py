@@ -5,7 +5,7 @@ a control daemon in the foreground and logs to stdout; without, a front-end that
 end. It takes its directories from the same variables as NVIDIA's, imitates one driver branch, 555 unless `--driver`
 names another, and has no GPU unless `--gpus` names the directory of simulated ones (see `devices`).
 
-A front-end is started for each conversation, so this module and `front_end` import next to nothing: not even typing or
+A front-end is started for each conversation, so this module and `front_end` import almost nothing: not even typing or
 pathlib, each of which would cost as much as all the rest.
 """
 
@@ -13,16 +13,16 @@ import os
 import sys
 
 DEFAULT_BRANCH = 555
-"""The driver branch that is imitated unless another is named, as mpsd.simulator.gpus.DRIVER_VERSION has it."""
+"""The driver branch that is imitated by default; mpsd.simulator.gpus.DRIVER_VERSION is of the same branch."""
 
 _USAGE = "usage: python -m mpsd.simulator.control [--driver BRANCH] [--gpus DIRECTORY] [-f [-multiuser-server]]"
 
 
 def program(branch: int = DEFAULT_BRANCH, gpus: str | None = None) -> tuple[str, ...]:
-    """Return the command line that starts this program, from wherever and however mpsd is installed.
+    """Return the command line that starts this program, wherever and however mpsd is installed.
 
-    The interpreter is told to look at neither the environment nor site-packages: nothing of them is needed, and without
-    them it starts in half the time.
+    The interpreter ignores the environment and site-packages: the program needs neither, and starts in half the time
+    without them.
     """
     driver = () if branch == DEFAULT_BRANCH else ("--driver", str(branch))
     directory = () if gpus is None else ("--gpus", gpus)
@@ -30,7 +30,7 @@ def program(branch: int = DEFAULT_BRANCH, gpus: str | None = None) -> tuple[str,
 
 
 def main(arguments: list[str]) -> int:
-    """Be a control daemon or a front-end; return the exit status."""
+    """Run a control daemon or a front-end and return its exit status."""
     branch = DEFAULT_BRANCH
     if arguments[:1] == ["--driver"] and len(arguments) > 1 and arguments[1].isdecimal():
         branch, arguments = int(arguments[1]), arguments[2:]
@@ -38,18 +38,18 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--gpus"] and len(arguments) > 1:
         gpus, arguments = arguments[1], arguments[2:]
     if arguments in (["-f"], ["-f", "-multiuser-server"]):
-        from mpsd.simulator import control_daemon  # noqa: PLC0415 - a front-end does without
+        from mpsd.simulator import control_daemon  # noqa: PLC0415 - a front-end does not need it
 
         return control_daemon.main(branch, many_users=len(arguments) > 1, gpus=gpus)
     if arguments:
         sys.stderr.write(f"{_USAGE}\n")
         return 1
-    from mpsd.simulator import front_end  # noqa: PLC0415 - the module path is set up below when this is a script
+    from mpsd.simulator import front_end  # noqa: PLC0415 - for a script, the module path is set up below
 
     return front_end.main()
 
 
 if __name__ == "__main__":
-    if not __package__:  # started by its path: only then is the package not on the way already
+    if not __package__:  # only when started by its path, the package is not in the module path
         sys.path.insert(0, __file__.rpartition("/mpsd/")[0])
     sys.exit(main(sys.argv[1:]))

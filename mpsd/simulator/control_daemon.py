@@ -1,7 +1,7 @@
 """The simulator's control daemon: `answers` with the pipe directory, the log, the front-ends and the servers around it.
 
-Everything is done in one thread, when something happens, as in NVIDIA's: a front-end speaks, a server ends, a time is
-over. It is as easily killed: whatever it leaves behind, the next one starts over.
+Like NVIDIA's, it runs in one thread, which reacts to events: a front-end's line, a server's end, a timeout. It may be
+killed at any time: the next one starts anew over its leftovers.
 """
 
 import contextlib
@@ -24,14 +24,15 @@ from mpsd.simulator.links import UCRED, FrontEnd, Gpus, Link, Waiting
 from mpsd.simulator.replies import AskServer, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
-"""Looked up in PATH, as NVIDIA's control daemon does."""
+"""Looked up in PATH, as by NVIDIA's control daemon."""
 
 _LONGEST_SOCKET_PATH: Final = 106
-"""Bytes: one less than a unix socket's address could hold. NVIDIA's control daemons refuse 107 (measured, all four)."""
+"""Bytes: one less than the address of a unix socket can hold. NVIDIA's control daemons refuse 107 (measured, all
+four)."""
 
 
 def _write_line(text: str) -> None:
-    """Put a line on stdout in one piece, whatever becomes of it: a full disk stops no control daemon."""
+    """Write a line to stdout in one piece, and ignore failures: a full disk does not stop a control daemon."""
     with contextlib.suppress(OSError):
         os.write(1, f"{text}\n".encode(errors="surrogateescape"))
 
@@ -43,11 +44,11 @@ def _stamped(source: str, pid: int, text: str) -> str:
 
 
 class _PipeDirectoryError(Exception):
-    """The pipe directory cannot be used; the text is what NVIDIA's control daemon prints, if anything."""
+    """The pipe directory cannot be used; the text is the output of NVIDIA's control daemon, if it has one."""
 
 
 class _PipeDirectory:
-    """The files of one control daemon, made as NVIDIA's makes them, over whatever a dead one left there."""
+    """The files of one control daemon, made as NVIDIA's makes them, over the leftovers of a dead one."""
 
     def __init__(self, path: Path, *, pid_file: bool) -> None:
         self.path = path
@@ -65,7 +66,7 @@ class _PipeDirectory:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise _PipeDirectoryError("An instance of this daemon is already running") from None
-        with contextlib.suppress(PermissionError):  # made by another user's daemon
+        with contextlib.suppress(PermissionError):  # another user's daemon made it
             (path / "control_lock").chmod(0o666)
         self._log = path / "log"
         if not self._log.is_fifo():
@@ -83,7 +84,7 @@ class _PipeDirectory:
             self._pid_file.chmod(0o666)
 
     def leave(self) -> None:
-        """Remove what NVIDIA's control daemon removes when it quits; the sockets and the lock file stay."""
+        """Remove the files that NVIDIA's control daemon removes when it quits; the sockets and the lock file stay."""
         for path in (self._log, self._pid_file):
             if path is not None:
                 path.unlink(missing_ok=True)
@@ -98,7 +99,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 class _Service:
-    """One control daemon at work."""
+    """One running control daemon."""
 
     def __init__(self, daemon: ControlDaemon, directory: _PipeDirectory, gpus: Gpus | None) -> None:
         self._daemon = daemon
@@ -106,7 +107,7 @@ class _Service:
         self._gpus = gpus
         self._links: dict[int, Link] = {}
         self._waiting: list[Waiting] = []
-        """Clients that wait for a server; in one line, whosever they are."""
+        """Clients that wait for a server, in one queue for all uids."""
         self._events = selectors.DefaultSelector()
         self._front_end: FrontEnd | None = None
         self._refusals = itertools.cycle(TURNED_AWAY)
@@ -121,7 +122,7 @@ class _Service:
         self._events.register(source, selectors.EVENT_READ, action)
 
     def serve(self) -> int:
-        """Serve until told to quit; return the exit status."""
+        """Serve until a front-end sends `quit`; return the exit status."""
         while not (self._daemon.quitting and not self._daemon.servers):
             wait = None if self._force_at is None else max(self._force_at - time.monotonic(), 0)
             for key, _ in self._events.select(wait):
@@ -146,7 +147,7 @@ class _Service:
             self._log(line)
 
     def _copy_log(self) -> None:
-        """Log what others wrote into the FIFO, each line of it stamped by them."""
+        """Log what others wrote to the FIFO; its lines have stamps already."""
         for line in os.read(self._directory.log, 65536).splitlines():
             _write_line(line.decode(errors="surrogateescape"))
 
@@ -158,7 +159,7 @@ class _Service:
         served = self._front_end is None
         try:
             connection.sendall(SERVED if served else next(self._refusals))
-        except OSError:  # it was killed while it waited
+        except OSError:  # the front-end was killed while it waited
             self._log("Unable to accept connection")
             served = False
         if not served:
@@ -170,7 +171,7 @@ class _Service:
         self._on(connection, self._listen)
 
     def _listen(self) -> None:
-        """Read what the front-end says, and answer each line of it."""
+        """Read the front-end's input, and answer each line of it."""
         front_end = self._front_end
         if front_end is None:
             return
@@ -184,19 +185,19 @@ class _Service:
             self._close(front_end)
 
     def _proceed(self, front_end: FrontEnd) -> bool:
-        """Answer line by line, until there is none or one takes long; tell whether the front-end has said goodbye."""
+        """Answer line by line, until none is left or an answer takes long; tell whether the front-end has ended."""
         while front_end.awaits is None and b"\n" in front_end.text:
             line, _, front_end.text = front_end.text.partition(b"\n")
             self._answer(front_end, line.decode(errors="surrogateescape"))
         if front_end.awaits is not None:
             return False
-        # A daemon that is quitting hears no goodbye: its front-ends wait until it is gone (measured).
+        # A daemon that is quitting ignores the goodbye: its front-ends wait until it is gone (measured).
         over = front_end.text.endswith(END) and not self._daemon.quitting
         front_end.text = front_end.text.removesuffix(END)
         return over
 
     def _close(self, front_end: FrontEnd) -> None:
-        """Let go of the front-end; what it waits for goes on, and nobody hears of it."""
+        """Release the front-end; the command that it waits for continues, and its answer is lost."""
         if front_end.awaits is not None:
             self._events.unregister(front_end.awaits)
         self._events.unregister(front_end.connection)
@@ -217,13 +218,13 @@ class _Service:
             front_end.print(reply.printed)
 
     def _receive_answer(self, front_end: FrontEnd, link: Link, number: int) -> None:
-        """Take what a server says to a command that may have taken it long."""
+        """Receive a server's answer to a command that may have taken long."""
         if front_end.awaits is link and (printed := link.answer_to(number)) is not None:
             self._events.unregister(link)
             self._answer_late(front_end, printed)
 
     def _answer_late(self, front_end: FrontEnd, printed: list[str]) -> None:
-        """Answer a front-end that waited for a server, and go on with the commands behind that one."""
+        """Answer a front-end that waited for a server, and continue with its further commands."""
         front_end.awaits = None
         self._log_all(printed)
         try:
@@ -277,7 +278,7 @@ class _Service:
             self._on(link, lambda: self._register(pid, link))
 
     def _register(self, pid: int, link: Link) -> None:
-        """Take note that a server is ready, and pass on those that waited for it; or leave its end to its pidfd."""
+        """Record that a server is ready, and pass on the clients that waited for it. Its pidfd reports its end."""
         if pid not in self._daemon.servers:
             return
         self._events.unregister(link)
@@ -301,7 +302,7 @@ class _Service:
         link.close()
         awaiting = [each for each in self._waiting if self._daemon.serves(pid, each.uid)]
         _, result = os.waitpid(pid, 0)
-        status = os.WEXITSTATUS(result) if os.WIFEXITED(result) else 0  # a server that was killed counts as status 0
+        status = os.WEXITSTATUS(result) if os.WIFEXITED(result) else 0  # a server that a signal ended has status 0
         self._log(f"Server {pid} exited with status {status}")
         self._log("Removed Shm file at ")
         following = self._daemon.ended(pid, status, awaited=bool(awaiting))
@@ -316,7 +317,7 @@ class _Service:
     # -- clients --
 
     def _accept_client(self, listener: socket.socket) -> None:
-        """Hear who a client is once it says so, and what becomes of it."""
+        """Accept a connection, and wait for the client to identify itself."""
         connection, _ = listener.accept()
         self._log("Accepting connection...")
         self._on(connection, lambda: self._receive_from_client(connection))
@@ -341,19 +342,19 @@ class _Service:
         self._do(reply)
 
     def _withdraw(self, client: Waiting) -> None:
-        """Let a client wait no longer."""
+        """Remove a client from the queue."""
         self._events.unregister(client.connection)
         self._waiting.remove(client)
 
     def _hang_up(self, client: Waiting) -> None:
-        """Forget a client that waited: it waits in silence, so that whatever is heard of it is its end."""
+        """Forget a waiting client: a waiting client sends nothing, so any event on its connection is its end."""
         if client in self._waiting:
             self._withdraw(client)
             client.connection.close()
 
 
 def _check_log_directory(path: Path, fifo: Path) -> None:
-    """Make the log directory, or warn; and tell a control daemon that is running there already, as NVIDIA's does."""
+    """Make the log directory, or warn; and notify a control daemon that runs there already, as NVIDIA's does."""
     with contextlib.suppress(OSError):
         path.mkdir(mode=0o700)
     if not os.access(path, os.W_OK | os.X_OK):
@@ -365,7 +366,7 @@ def _check_log_directory(path: Path, fifo: Path) -> None:
 
 
 def main(branch: int, *, many_users: bool = False, gpus: str | None = None) -> int:
-    """Be the control daemon of this driver branch, in the foreground; return the exit status.
+    """Run the control daemon of this driver branch in the foreground, and return the exit status.
 
     `gpus` is the directory of the simulated GPUs (see `devices`); without one there is no GPU.
     """

@@ -1,8 +1,8 @@
-"""The errors of CUDA that a simulated client can meet, and what a context of its is pinned to. Pure.
+"""The CUDA errors that a simulated client can meet, and the limits that bind its contexts. Pure.
 
 Sources by the short names of NVIDIA's pages: OLD is the single page "Multi-Process Service" of releases before 590, ENV
 its page on environment variables, TS the one on troubleshooting, NVG the guide on limits per GPU, measured on
-615.71.09, KAI kai-scheduler/gpu-fractioning and its pull request 147. None of it could be measured here without a GPU.
+615.71.09, KAI kai-scheduler/gpu-fractioning and its pull request 147. Without a GPU, none of it could be measured here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from typing import Final
 from mpsd.simulator import figures
 
 MULTIPROCESSORS: Final = 132
-"""Of a whole simulated GPU: as many as an H100 has, whose compute capability it reports."""
+"""Multiprocessors of a simulated GPU: those of an H100, whose compute capability it reports."""
 
 _STEP: Final = 2
 """Multiprocessors come in pairs: of 188, 25 % are 46 and 50 % are 94 (NVG)."""
 
 
 class CudaError(IntEnum):
-    """What a call to CUDA returns instead of success. Source: cuda.h, and TS for those of MPS."""
+    """The errors of CUDA calls. Source: cuda.h, and TS for those of MPS."""
 
     OUT_OF_MEMORY = 2
     DEVICE_UNAVAILABLE = 46
@@ -41,26 +41,26 @@ class CudaError(IntEnum):
 
 
 class Binds(StrEnum):
-    """When the limits of a server bind a client: a setting of the simulated driver, since nobody knows it of NVIDIA's.
+    """The moment in which a server's limits bind a client: a setting of the simulated driver.
 
-    Of a server's limits the documents say only that "clients created afterwards" have them; whether a client is a
-    process that called cuInit, or a context of it, is nowhere said (V2, ENV), and NVIDIA's logs name clients by pid
-    *and* context. So whoever enforces limits has to be right under both.
+    NVIDIA's moment is unknown. The documents only say that "clients created afterwards" have a server's limits. They do
+    not say whether a client is a process that called cuInit, or a context of it (V2, ENV), and NVIDIA's logs name
+    clients by pid *and* context. Enforcement must therefore be right in both cases.
     """
 
     CONNECT = "connect"
-    """When the process initialises CUDA, which connects it; all of its contexts have what was open then."""
+    """When the process initialises CUDA, which connects it; all of its contexts get the limits of that moment."""
     CONTEXT = "context"
-    """When it makes a context, which may be much later, and again with each context."""
+    """When the process makes a context, which may be much later, and again with each context."""
 
 
 PER_CONTEXT: Final = "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING"
-"""Has a context take the percentage that the environment names when it is made, beside that of the process (ENV)."""
+"""Makes a context take the percentage in the environment when it is made, beside that of the process (ENV)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What a context may use of its GPU for as long as it lives: neither it nor anybody else can change it (ENV)."""
+    """The limits of a context for its whole life: no process can change them, not even its own (ENV)."""
 
     gpu: str
     """The UUID of the first GPU that it sees, on which it works."""
@@ -70,20 +70,20 @@ class Pinned:
 
     @property
     def multiprocessors(self) -> int:
-        """How many multiprocessors the percentage comes to: rounded down to what the GPU can give (ENV, NVG)."""
+        """The number of multiprocessors for the percentage, rounded down to what the GPU can give (ENV, NVG)."""
         return max(int(MULTIPROCESSORS * self.percentage / 100) // _STEP * _STEP, _STEP)
 
     @property
     def rate(self) -> float:
-        """The work that it does in a second, in seconds of the whole GPU."""
+        """Its work per second, in seconds of the whole GPU."""
         return self.multiprocessors / MULTIPROCESSORS
 
 
 def visible(devices: Sequence[str], variable: str | None) -> tuple[str, ...]:
-    """Return the devices, by UUID, that CUDA_VISIBLE_DEVICES lets a process see, in its order; all when it is not set.
+    """Return the devices, by UUID, that CUDA_VISIBLE_DEVICES shows to a process, in its order; all when it is not set.
 
-    An entry is an ordinal, or a UUID or the start of one. The first that names no device, or one for a second time,
-    ends the list. Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
+    An entry is an ordinal, or a UUID or a prefix of one. The first entry that names no device, or a device for the
+    second time, ends the list. Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
     if variable is None:
         return tuple(devices)
@@ -97,7 +97,7 @@ def visible(devices: Sequence[str], variable: str | None) -> tuple[str, ...]:
 
 
 def _named(devices: Sequence[str], entry: str) -> str | None:
-    """Return the one device that an ordinal or the start of a UUID names."""
+    """Return the only device that an ordinal or a prefix of a UUID names; None otherwise."""
     if entry.isdecimal():
         return devices[int(entry)] if int(entry) < len(devices) else None
     found = [device for device in devices if entry.startswith("GPU-") and device.startswith(entry)]
@@ -107,10 +107,10 @@ def _named(devices: Sequence[str], entry: str) -> str | None:
 def pinned(
     devices: Sequence[str], percentage: float, limits: Mapping[int, int], environment: Mapping[str, str]
 ) -> Pinned | CudaError:
-    """Return what a process with this environment gets, at the moment in which the server's limits bind.
+    """Return the limits of a process with this environment, at the moment when the server's limits bind.
 
     `devices`, `percentage` and `limits` (bytes by ordinal) are those of the server, or of the bare GPU for a process
-    outside MPS. Of each the smaller holds: a process can only lower what the server gives (ENV).
+    outside MPS. Of each limit the smaller one holds: a process can only lower the server's (ENV).
     """
     seen = visible(devices, environment.get("CUDA_VISIBLE_DEVICES"))
     if not seen:
@@ -129,15 +129,15 @@ def pinned(
 
 
 def _lowered(percentage: float, environment: Mapping[str, str]) -> float:
-    """Return the lesser of a percentage and that of an environment; a value that is no percentage is ignored."""
+    """Return the smaller of a percentage and that of an environment; an invalid value is ignored."""
     own = figures.real(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", ""))
     return min(percentage, own) if 0 < own <= 100 else percentage  # noqa: PLR2004 - it is a percentage
 
 
 def of_context(share: Pinned, at_start: Mapping[str, str], now: Mapping[str, str]) -> Pinned:
-    """Return what a context gets of what binds it; `at_start` and `now` are its process's environment then and now.
+    """Return the limits of a context; `at_start` and `now` are its process's environment at its start and now.
 
-    The process's own variables bind when it starts, whichever moment the server's bind in (ENV).
+    The process's own variables bind when it starts, in whichever moment the server's limits bind (ENV).
     """
     if at_start.get(PER_CONTEXT) != "1":
         return share

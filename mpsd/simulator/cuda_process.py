@@ -1,4 +1,4 @@
-"""One process's use of CUDA on simulated GPUs: through MPS, or where it finds none without; and its contexts."""
+"""The use of CUDA by one process on simulated GPUs, through MPS or without it, and its contexts."""
 
 import json
 import os
@@ -35,27 +35,27 @@ class Context:
 
 
 class CudaProcess:
-    """CUDA as one process has it. Every method raises FailedError wherever a call to CUDA would fail.
+    """CUDA in one process. Every method raises FailedError where the call to CUDA would fail.
 
-    Each call initialises CUDA where that was not done yet, as the runtime does; one that needs a context makes the
-    primary one where there is none, again after a reset.
+    Each call initialises CUDA if necessary, as the runtime does; one that needs a context makes the primary one where
+    there is none, again after a reset.
     """
 
     def __init__(self) -> None:
         self.server: int | None = None
         """The pid of the server; None outside MPS."""
         self.contexts: dict[int, Context] = {}
-        """By number, the last that was made being the current one."""
+        """By number; the last one is the current context."""
         self._connection: socket.socket | None = None
         self._device: Device | None = None
         self._share: Pinned | None = None
-        """What a process outside MPS has."""
+        """The limits of a process outside MPS."""
         self._primary: int | None = None
         self._made = 0
         self._error: CudaError | None = None
 
     def init(self) -> None:
-        """Initialise CUDA: connect to MPS, or fail open; blocks while MPS has it wait, and for ever in a wedge."""
+        """Initialise CUDA: connect to MPS, or fail open. Blocks while MPS makes it wait, and for ever in a wedge."""
         if self._device is not None:
             return
         environment = _cuda_variables()
@@ -75,7 +75,7 @@ class CudaProcess:
     # -- contexts --
 
     def context(self) -> Context:
-        """Make a context, which is the current one from now on."""
+        """Make a context, which becomes the current one."""
         self.init()
         self.sync()
         device = self._device
@@ -94,13 +94,13 @@ class CudaProcess:
         return context
 
     def current(self) -> Context:
-        """Return the current context: the primary one is made where there is none."""
+        """Return the current context; without one, make the primary one."""
         if not self.contexts:
             self._primary = self.context().number
         return next(reversed(self.contexts.values()))
 
     def destroy(self, number: int) -> None:
-        """Destroy a context, and free what was allocated in it."""
+        """Destroy a context, and free its memory."""
         self.init()
         self.sync()
         if number not in self.contexts:
@@ -120,7 +120,7 @@ class CudaProcess:
 
     @property
     def allocated(self) -> int:
-        """Bytes that this process has allocated, in all of its contexts: its limit is for all of them (KDP#594)."""
+        """Bytes that this process has allocated in all of its contexts, which its limit covers together (KDP#594)."""
         return sum(each.allocated for each in self.contexts.values())
 
     def alloc(self, size: int) -> None:
@@ -137,14 +137,14 @@ class CudaProcess:
             raise
 
     def free(self, size: int | None) -> None:
-        """Free device memory of the current context; all of it when no size is given."""
+        """Free device memory of the current context; all of it without a size."""
         context = self.current()
         self.sync()
         context.allocated -= context.allocated if size is None else min(size, context.allocated)
         self._hold()
 
     def _hold(self) -> None:
-        """Have the GPU know what this process has: nothing, and not even its pid, without a context."""
+        """Record on the GPU what this process holds; without a context, it does not appear there at all."""
         assert self._device is not None  # noqa: S101 - CUDA is initialised
         kind = Kind.COMPUTE if self._connection is None else Kind.MPS_COMPUTE
         if not self.contexts:
@@ -153,9 +153,9 @@ class CudaProcess:
             raise FailedError(CudaError.OUT_OF_MEMORY)
 
     def compute(self, work: float, launched: Callable[[], None] | None = None) -> float:
-        """Run a kernel of so much work, in seconds of the whole GPU, and return how long it took.
+        """Run a kernel of this work, in seconds of the whole GPU, and return the time that it took.
 
-        `launched` is called when it is in flight, as its server knows.
+        `launched` is called when it is in flight and its server knows it.
         """
         rate = self.current().pinned.rate
         begin = time.monotonic()
@@ -182,14 +182,14 @@ class CudaProcess:
     # -- errors --
 
     def sync(self, seconds: float | None = 0.0) -> None:
-        """Raise the error that has come up, or that does within some time; no time is for ever."""
+        """Raise an error that is pending, or that comes within this time; None waits for ever."""
         if self._error is None:
             self._error = self._failure(seconds)
         if self._error is not None:
             raise FailedError(self._error)
 
     def _failure(self, seconds: float | None) -> CudaError | None:
-        """Return the error that comes up within some time; the end of the server is one too."""
+        """Return the error that comes within this time; the end of the server is one too."""
         if self._device is not None and self._device.lost:
             return CudaError.DEVICE_UNAVAILABLE
         if self._connection is None:
@@ -203,12 +203,12 @@ class CudaProcess:
     # -- the server --
 
     def _ask(self, connection: socket.socket, question: Mapping[str, Any], gone: CudaError) -> dict[str, Any]:
-        """Return what the server answers; `gone` is the error that its end means."""
+        """Return the server's answer; `gone` is the error that stands for the server's end."""
         self._say(question)
         said = self._receive(connection)
         if said is None:
             raise FailedError(gone)
-        if "error" in said:  # for good: it came before the answer
+        if "error" in said:  # permanent: it came before the answer
             self._error = CudaError(said["error"])
             raise FailedError(self._error)
         if "error" in said["answer"]:
@@ -220,30 +220,30 @@ class CudaProcess:
             try:
                 self._connection.send(json.dumps(message).encode())
             except ConnectionError:
-                return  # it has gone: that is heard where it is read from
+                return  # the server is gone, which the next read reports
 
     @staticmethod
     def _receive(connection: socket.socket) -> dict[str, Any] | None:
         try:
             packet = connection.recv(_PACKET)
-        except ConnectionError:  # it was killed with something unread
+        except ConnectionError:  # the server was killed with unread data
             return None
         return dict(json.loads(packet)) if packet else None
 
     def leave(self) -> None:
-        """Say goodbye to the server: a process that is killed does not."""
+        """Say goodbye to the server, which a killed process does not."""
         if self._connection is not None:
-            self._failure(0.0)  # what is left unread would take the goodbye with it
+            self._failure(0.0)  # unread data would make the close lose the goodbye
             self._say({"end": True})
 
 
 def _cuda_variables() -> dict[str, str]:
-    """Return the variables of CUDA as they are now, which its process may have set since it started."""
+    """Return the variables of CUDA as they are now, including changes since the start."""
     return {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
 
 
 def _connect(environment: Mapping[str, str]) -> socket.socket | None:
-    """Return a connection to the control daemon, or None where there is none, for whatever reason."""
+    """Return a connection to the control daemon, or None where that fails for any reason."""
     directory = environment.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108 - NVIDIA's own default
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -255,7 +255,10 @@ def _connect(environment: Mapping[str, str]) -> socket.socket | None:
 
 
 def _outside(environment: Mapping[str, str]) -> tuple[Pinned, Device]:
-    """Return what a process outside MPS gets: all of the first GPU that it sees, whatever its own limits say."""
+    """Return the limits and the device of a process outside MPS.
+
+    It gets all of the first GPU that it sees, whatever its variables say.
+    """
     gpus = {device.uuid: device for device in there(Path(os.environ.get(VARIABLE, os.devnull)))}
     seen = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
     share = pinned(tuple(gpus), 100.0, {}, seen)
@@ -265,7 +268,7 @@ def _outside(environment: Mapping[str, str]) -> tuple[Pinned, Device]:
 
 
 def described(context: Context) -> dict[str, Any]:
-    """Return what there is to tell of a context."""
+    """Return the facts about a context for an answer."""
     share = context.pinned
     return {
         "context": context.number,

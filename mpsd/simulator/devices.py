@@ -1,11 +1,11 @@
-"""Simulated GPUs as they lie on disk, for all processes of a node: who holds how much of each, and what ails it.
+"""Simulated GPUs as files for all processes of a node: the memory that each process holds, and each GPU's faults.
 
-A directory stands for the node's GPUs, and in it one for each GPU, by UUID: a file for each process that has a context
-there, and files for a GPU's faults. As with a real driver, what a process held is free once it is gone.
+A directory stands for the node's GPUs, with a subdirectory for each GPU, by UUID. It has a file for each process with a
+context there, and files for the GPU's faults. As with a real driver, the memory of a process is free once it is gone.
 
-The same directory has the settings of the simulated driver. So far that is one: the file `binds` names the moment in
-which a server's limits bind, `connect` (also where there is no such file) or `context`; see `cuda.Binds`. Each server
-reads it when it starts. Of a node it is <runtime_dir>/simulated/binds.
+The same directory has the settings of the simulated driver. So far there is one: the file `binds` names the moment in
+which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`. Each server reads it when it
+starts. For a node its path is <runtime_dir>/simulated/binds.
 """
 
 import contextlib
@@ -25,21 +25,21 @@ MEMORY: Final = 80 * GIB
 """Bytes of each simulated GPU."""
 
 VARIABLE: Final = "MPSD_SIMULATED_GPUS"
-"""Names the directory to a client, as /dev/nvidia* is there for a real one: outside MPS nothing else tells it."""
+"""Names the directory to a client, as /dev/nvidia* shows a real GPU: outside MPS it has no other source."""
 
 
 FAULTS: Final = "faults"
-"""The file with what all GPUs of a node reported, the oldest first: the UUID and an Xid, a line each."""
+"""The file with the reports of all GPUs of a node, the oldest first: a UUID and an Xid per line."""
 
 _BINDS: Final = "binds"
 """The file with the moment in which the limits of this node's servers bind: `connect` or `context`."""
 
 _COMPUTE_MODE: Final = "compute_mode"
-"""The file of a GPU with its compute mode, where that was ever set."""
+"""The file of a GPU with its compute mode, if that was ever set."""
 
 
 class Kind(StrEnum):
-    """In which of NVML's lists a process stands: as one of MPS (`M+C` to nvidia-smi), or as any other (`C`)."""
+    """The NVML list of a process: as a client of MPS (`M+C` in nvidia-smi), or as any other process (`C`)."""
 
     COMPUTE = "Compute"
     MPS_COMPUTE = "MPSCompute"
@@ -47,7 +47,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a process has of a GPU: bytes, and how it came to be there."""
+    """The memory that a process holds on a GPU, in bytes, and the kind of its use."""
 
     memory: int
     kind: Kind
@@ -70,7 +70,7 @@ class Device:
         self._path = directory / uuid
 
     def create(self) -> None:
-        """Make its directory, for processes of every uid to use; one that is there stays as it is."""
+        """Make its directory, for processes of every uid to use; an existing one stays unchanged."""
         with contextlib.suppress(FileExistsError):
             self._path.mkdir(parents=True)
             self._path.chmod(0o1777)
@@ -85,7 +85,7 @@ class Device:
     # -- memory --
 
     def hold(self, pid: int, memory: int, kind: Kind) -> bool:
-        """Have a process hold so many bytes in all, from now until it is gone; False where the GPU has not as many."""
+        """Record that a process holds this many bytes in all; False where the GPU does not have them."""
         with self._locked():
             others = sum(held.memory for each, held in self.processes().items() if each != pid)
             if others + memory > MEMORY:
@@ -96,7 +96,7 @@ class Device:
             return True
 
     def release(self, pid: int) -> None:
-        """Have a process hold nothing any more, as when its context is ended before it is."""
+        """Record that a process holds nothing any more, as when its context ends before it does."""
         (self._path / str(pid)).unlink(missing_ok=True)
 
     def processes(self) -> dict[int, Held]:
@@ -120,19 +120,19 @@ class Device:
         finally:
             os.close(descriptor)
 
-    # -- faults and settings, which whoever simulates makes --
+    # -- faults and settings, for tests and demonstrations --
 
     @property
     def lost(self) -> bool:
-        """Whether the GPU has fallen off the bus: no call to it succeeds."""
+        """Whether the GPU has fallen off the bus, so that all calls to it fail."""
         return (self._path / "lost").exists()
 
     def lose(self) -> None:
-        """Have the GPU fall off the bus."""
+        """Make the GPU fall off the bus."""
         (self._path / "lost").touch()
 
     def recover(self) -> None:
-        """Have the GPU back, as after a reset."""
+        """Bring the GPU back, as after a reset."""
         (self._path / "lost").unlink(missing_ok=True)
 
     @property
@@ -144,14 +144,14 @@ class Device:
             return ComputeMode.DEFAULT
 
     def set_compute_mode(self, mode: ComputeMode) -> None:
-        """Set its compute mode, as `nvidia-smi -c` does; who has a context keeps it."""
+        """Set its compute mode, as `nvidia-smi -c` does; existing contexts stay."""
         new = self._path / f"{_COMPUTE_MODE}.{os.getpid()}"
         new.write_text(mode, encoding="utf-8")
         new.rename(self._path / _COMPUTE_MODE)
 
     @property
     def available(self) -> bool:
-        """Whether its compute mode lets a process have a context that has none yet."""
+        """Whether its compute mode allows a process without a context to make one."""
         match self.compute_mode:
             case ComputeMode.PROHIBITED:
                 return False
@@ -161,13 +161,13 @@ class Device:
                 return True
 
     def report(self, xid: int) -> None:
-        """Have the driver report a fault, by its number in NVIDIA's list of Xids."""
+        """Report a fault, by its number in NVIDIA's list of Xids."""
         with (self._path.parent / FAULTS).open("a", encoding="utf-8") as faults:
             faults.write(f"{self.uuid} {xid}\n")
 
 
 def there(directory: Path) -> list[Device]:
-    """Return the GPUs of a directory, in the order of their UUIDs, which is that of their indices."""
+    """Return the GPUs of a directory in the order of their UUIDs, which is the order of their indices."""
     return [Device(directory, path.name) for path in sorted(directory.glob("GPU-*"))]
 
 
@@ -180,6 +180,6 @@ def binds(directory: Path) -> Binds:
 
 
 def set_binds(directory: Path, moment: Binds) -> None:
-    """Have the limits of servers that start from now on bind in this moment."""
+    """Set the moment in which the limits of servers that start from now on bind."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / _BINDS).write_text(f"{moment}\n", encoding="utf-8")

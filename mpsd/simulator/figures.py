@@ -1,4 +1,7 @@
-"""Figures as NVIDIA's programs read them from text, which is as C's library does, and as they print them. Pure."""
+"""Numbers in text, read as NVIDIA's programs read them, which is as C's library does, and printed in their way.
+
+Pure.
+"""
 
 import math
 import re
@@ -13,14 +16,14 @@ _FLOAT = re.compile(f"(?P<sign>[+-]?)(?:{_HEXADECIMAL}|{_DECIMAL})")
 
 
 def _digits(text: str) -> tuple[int, str]:
-    """Return the number at the start of a text, 0 if there is none, and what stands behind it."""
+    """Return the number at the start of a text, 0 if there is none, and the rest of the text."""
     match = INTEGER.match(text)
-    # By way of Decimal: Python's int refuses thousands of digits, which C takes for the largest number that it has.
+    # Decimal reads it, because Python's int refuses thousands of digits; C saturates to its largest number instead.
     return (int(Decimal(match.group())), text[match.end() :]) if match else (0, text)
 
 
 def integer(text: str) -> int:
-    """Return the number at the start of a text as a C int, which is what is left of a long (atoi)."""
+    """Return the number at the start of a text as a C int, truncated from a long (atoi)."""
     number = max(min(_digits(text)[0], 2**63 - 1), -(2**63))
     return (number + 2**31) % 2**32 - 2**31
 
@@ -38,12 +41,12 @@ def real(text: str) -> float:
 
 
 def device(text: str) -> tuple[int, bool]:
-    """Return the ordinal that a text starts with, and whether it is nothing but that ordinal."""
+    """Return the ordinal at the start of a text, and whether the text is nothing else."""
     return integer(text), bool(text) and not _digits(text)[1]
 
 
 def limit(text: str) -> int:
-    """Return a memory limit in bytes as 64 unsigned bits hold it: whole G, and M for every other unit or none."""
+    """Return a memory limit in bytes within 64 unsigned bits: whole G, and M for every other unit or none."""
     number, unit = _digits(text)
     number = number % 2**64 if abs(number) < 2**64 else 2**64 - 1
     return number * (GIB if unit[:1] in {"G", "g"} else MIB) % 2**64

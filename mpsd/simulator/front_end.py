@@ -1,24 +1,24 @@
 """The simulator's front-end: one connection, commands from stdin until its end, answers on stdout.
 
-Its wire to `control_daemon` is the simulator's own and has nothing to do with NVIDIA's: on a unix stream socket,
+Its protocol with `control_daemon` is the simulator's own and not NVIDIA's. On a unix stream socket,
 
-- the daemon greets with one byte: SERVED, or how to leave when another front-end is being served;
-- the front-end sends a command and a newline, and the daemon the answer and END: no lines, one, or many, as it likes;
-- the front-end sends END when it has no more to say, and the daemon closes the connection;
+- the daemon greets with one byte: SERVED, or how to exit when it is serving another front-end;
+- the front-end sends a command and a newline, and the daemon the answer and END: no lines, one, or many;
+- the front-end sends END when it has no more commands, and the daemon closes the connection;
 - instead of an answer the daemon sends LAST_WORDS and its exit status, one byte, when it quits.
 
-What NVIDIA's front-end does in each case was measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02.
+The behaviour of NVIDIA's front-end in each case was measured on 470.256.02, 535.261.03, 550.163.01 and 555.58.02.
 """
 
-import _socket  # not socket: what that imports takes longer than a conversation does
+import _socket  # not socket: its imports take longer than a conversation does
 import os
 import select
 import sys
 
 SERVED = b"+"
 TURNED_AWAY = (b"!", b"-", b"0")
-"""Three ways in which NVIDIA's front-end fails while another is served, at random: with a message and status 1, with
-nothing and status 1, and with nothing and status 0. Here the daemon says which, and takes them in turn."""
+"""Three ways in which NVIDIA's front-end fails while another is served, at random: a message and status 1, no output
+and status 1, no output and status 0. Here the daemon chooses, and cycles through them."""
 
 END = b"\0"
 LAST_WORDS = b"\4"
@@ -45,7 +45,7 @@ def main() -> int:
     try:
         status = _converse(connection, answers)
     except _QuitError as quitting:
-        # NVIDIA's front-end mostly loses what it has not printed yet when the daemon quits (two times in three).
+        # NVIDIA's front-end usually loses its unprinted output when the daemon quits (two times in three).
         return int(quitting.args[0])
     except ConnectionError as error:
         status = 1
@@ -62,9 +62,9 @@ def _print(answers: list[bytes]) -> None:
 
 
 def _converse(connection: _socket.socket, answers: list[bytes]) -> int:
-    """Pass on what stdin says, collect what is answered, and return the exit status.
+    """Forward stdin, collect the answers, and return the exit status.
 
-    Answers go out when all is said, or line by line on a terminal. Raises ConnectionError when the daemon dies.
+    Answers are printed at the end, or line by line on a terminal. Raises ConnectionError when the daemon dies.
     """
     greeting = connection.recv(1)
     if greeting == TURNED_AWAY[0]:
@@ -78,13 +78,13 @@ def _converse(connection: _socket.socket, answers: list[bytes]) -> int:
     text = b""
     while True:
         if connection.fileno() in dict(ready.poll()) and _receive(connection) is None:
-            return 1  # nothing was asked, so this is the daemon's end
+            return 1  # nothing was sent, so this is the daemon's end
         more = os.read(0, _LONGEST_LINE)
         *lines, text = (text + more).split(b"\n")
         if not more and text:
             lines, text = [text], b""
         for line in lines:
-            # As in C, what stands behind a NUL is not there.
+            # As in C, a NUL ends the line.
             connection.sendall(line.partition(END)[0] + b"\n")
             answer = _receive(connection)
             if answer is None:

@@ -1,4 +1,4 @@
-"""The GPUs of a node that has none: as many as asked for, all alike, and well until somebody has one fail."""
+"""The GPUs of a simulated node: any number, all alike, and healthy until a fault is simulated."""
 
 import asyncio
 import time
@@ -18,16 +18,16 @@ _COMPUTE_CAPABILITY: Final = (9, 0)
 
 _LOOKS: Final = 20
 _LOOK_INTERVAL: Final = 0.5
-"""How often one call looks whether a GPU reported a fault, and how many seconds lie between two looks."""
+"""The number of checks for reported faults in one call, and the seconds between two checks."""
 
 
 class SimulatedGpus:
-    """Stands where NVML stands on a real node. Its UUIDs are the same each time, so a lease finds its GPU again."""
+    """Replaces NVML on a simulated node. Its UUIDs are the same each time, so a lease finds its GPU again."""
 
     def __init__(self, count: int, *, driver_version: str = DRIVER_VERSION, directory: Path | None = None) -> None:
-        """Make `count` GPUs, of which nobody but this process knows where no `directory` shows them to all others.
+        """Make `count` GPUs; without a `directory`, only this process knows them.
 
-        Raises InvalidRequestError when that is not at least one.
+        Raises InvalidRequestError when `count` is below one.
         """
         if count < 1:
             raise InvalidRequestError(f"cannot simulate {count} GPUs", hint="simulate at least 1 GPU")
@@ -37,7 +37,7 @@ class SimulatedGpus:
         )
         self._directory = directory
         self._modes: dict[str, ComputeMode] = {}
-        """By UUID, where no directory keeps them."""
+        """The modes by UUID, where there is no directory."""
         self._seen = len(self._reported())
 
     async def inventory(self) -> Inventory:
@@ -59,7 +59,7 @@ class SimulatedGpus:
         return Known(GpuUsage(sum(each.memory for each in held.values()), processes, device.compute_mode))
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
-        """Set a GPU's compute mode, for all who see that GPU, and return it. Unknown where its usage is."""
+        """Set a GPU's compute mode, for all processes that see the GPU, and return it. Unknown where its usage is."""
         usage = await self.usage(gpu)
         if isinstance(usage, Unknown):
             return usage
@@ -70,13 +70,13 @@ class SimulatedGpus:
         return Known(mode)
 
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
-        """Return what the GPUs reported since the last time, or since the start; wait a while when that is nothing."""
+        """Return the reports of GPUs since the last call, or since the start; if there are none, wait a while."""
         for _ in range(_LOOKS):
             reported = self._reported()
             new, self._seen = reported[self._seen :], len(reported)
             if new:
                 return Known(tuple(new))
-            # At whole multiples, at which mpsd is awake anyway.
+            # At whole multiples, when mpsd is awake anyway.
             await asyncio.sleep(_LOOK_INTERVAL - time.monotonic() % _LOOK_INTERVAL)
         return Known(())
 
@@ -87,9 +87,9 @@ class SimulatedGpus:
         return [GpuFault(uuid, int(xid)) for uuid, xid in map(str.split, lines)]
 
     def close(self) -> None:
-        """Do nothing: there is nothing to let go of."""
+        """Do nothing: no resource is held."""
 
 
 def _uuid(index: int) -> str:
-    """Return a UUID of NVIDIA's shape (that of a random one, RFC 9562 version 4) that nobody takes for a real GPU's."""
+    """Return a UUID of NVIDIA's form (random, RFC 9562 version 4) that is clearly not of a real GPU."""
     return f"GPU-00000000-0000-4000-8000-{index:012x}"

@@ -1,7 +1,7 @@
-"""Starts a module of the simulator as a program, by this file's path: `launch.py client`, from wherever mpsd is.
+"""Starts a module of the simulator as a program, by this file's path: `launch.py client`, wherever mpsd is installed.
 
-The interpreter is told to look at neither the environment nor site-packages: nothing of them is needed, and without
-them it starts in half the time.
+The interpreter ignores the environment and site-packages: the program needs neither, and starts in half the time
+without them.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""The control daemon's side of its front-end, and of its servers and clients on simulated GPUs: who waits for what.
+"""The control daemon's connections: its front-end, and its servers and clients on simulated GPUs.
 
-A client connects to a socket of the simulator's own in the pipe directory, which has nothing to do with NVIDIA's, says
-once what it is (JSON, one packet), and waits. Its connection is passed on to the server, which answers it; from then on
-the control daemon has no part in it.
+A client connects to a socket of the simulator's own in the pipe directory, which NVIDIA's daemons do not have,
+describes itself once (JSON, one packet), and waits. The control daemon passes the connection on to the server, which
+answers it, and takes no further part in it.
 """
 
 import contextlib
@@ -21,10 +21,11 @@ from mpsd.simulator.devices import there
 from mpsd.simulator.front_end import END
 
 CLIENTS: Final = "simulated_clients"
-"""The name of the clients' socket; no longer than those of NVIDIA's sockets, as the path may be as long as it can."""
+"""The name of the clients' socket; no longer than those of NVIDIA's sockets, since the path may have the maximum
+length."""
 
 UCRED: Final = struct.Struct("iII")
-"""What SO_PEERCRED tells: pid, uid, gid. Source: socket(7)."""
+"""The layout of SO_PEERCRED: pid, uid, gid. Source: socket(7)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,7 @@ class Waiting:
 
     @classmethod
     def read(cls, connection: socket.socket) -> Self | None:
-        """Return who has connected; None, and the connection is closed, when nothing sensible is said."""
+        """Return the client that has connected; close the connection and return None when it sends nothing valid."""
         pid, uid, _ = UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         try:
             return cls(connection, pid, uid, json.loads(connection.recv(server.PACKET)))
@@ -47,7 +48,7 @@ class Waiting:
             return None
 
     def refuse(self, error: CudaError) -> None:
-        """Tell it that its first call to CUDA fails, and let go of it."""
+        """Make its first CUDA call fail with this error, and close the connection."""
         with contextlib.suppress(ConnectionError):
             self.connection.send(json.dumps({"answer": {"error": error}}).encode())
         self.connection.close()
@@ -65,33 +66,36 @@ class Link:
         return self._connection.fileno()
 
     def start(self, message: Mapping[str, Any]) -> None:
-        """Tell the server what it starts with."""
+        """Send the server its start values."""
         self._send({**message})
 
     def is_ready(self) -> bool:
-        """Read what the server says first; False when it ended instead."""
+        """Read the server's first message; False when it ended instead."""
         try:
             return bool(self._connection.recv(server.PACKET))
         except ConnectionError:
             return False
 
     def ask(self, name: str, arguments: Sequence[str]) -> list[str]:
-        """Return what the server prints to a command; nothing when it ended meanwhile. A stopped one is waited for."""
+        """Return the server's answer to a command; empty when it ended meanwhile.
+
+        The call waits for a stopped server.
+        """
         number = self.begin(name, arguments)
         while (printed := self.answer_to(number)) is None:
             pass
         return printed
 
     def begin(self, name: str, arguments: Sequence[str]) -> int:
-        """Ask for something that the server may take long to do, and return the number of the question."""
+        """Send a command that the server may take long to execute, and return its number."""
         self._questions += 1
         self._send({"ask": name, "arguments": list(arguments), "number": self._questions})
         return self._questions
 
     def answer_to(self, number: int) -> list[str] | None:
-        """Take the next answer of the server, and return what it prints; None when that is to another question.
+        """Read the server's next answer, and return its lines; None when it belongs to another command.
 
-        Nobody waits for that one any more. Nothing is printed when the server ended meanwhile.
+        The front-end of that other command no longer waits. The result is empty when the server ended meanwhile.
         """
         with contextlib.suppress(ConnectionError):
             if packet := self._connection.recv(server.PACKET):
@@ -100,22 +104,22 @@ class Link:
         return []
 
     def leave(self) -> None:
-        """Tell the server to exit when its last client has."""
+        """Tell the server to exit after its last client."""
         self._send({"leave": True})
 
     def pass_on(self, client: Waiting) -> None:
-        """Give the server a client's connection, and let go of it here."""
+        """Give the server a client's connection, and close it here."""
         message = json.dumps({"client": {**client.hello, "pid": client.pid}}).encode()
         with contextlib.suppress(ConnectionError):
             socket.send_fds(self._connection, [message], [client.connection.fileno()])
         client.connection.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # its end is seen by its pidfd
+        with contextlib.suppress(ConnectionError):  # its pidfd reports its end
             self._connection.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -126,18 +130,18 @@ class FrontEnd:
     connection: socket.socket
     uid: int
     text: bytes = b""
-    """What it said that was not answered yet."""
+    """Its input that was not answered yet."""
     awaits: Link | None = None
-    """The server that it waits for an answer of."""
+    """The server whose answer it waits for."""
 
     def print(self, printed: Sequence[str]) -> None:
-        """Have it print these lines. Raises ConnectionError."""
+        """Send these lines to the front-end. Raises ConnectionError."""
         text = "".join(f"{line}\n" for line in printed)
         self.connection.sendall(text.encode(errors="surrogateescape") + END)
 
 
 class Gpus:
-    """The simulated GPUs of one control daemon, and what it takes to start a server on them."""
+    """The simulated GPUs of one control daemon, and the start of servers on them."""
 
     def __init__(self, directory: Path, environment: Mapping[str, str], log_directory: Path) -> None:
         self._directory = directory
@@ -156,14 +160,14 @@ class Gpus:
         return listener
 
     def become_server(self, connection: socket.socket) -> None:
-        """Be a server from now on: this process is a copy of the control daemon's. Raises OSError."""
+        """Turn this process, a copy of the control daemon's, into a server. Raises OSError."""
         os.dup2(connection.fileno(), 0)
         with contextlib.suppress(OSError):  # without a log directory there is no log
             os.dup2(os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1)
         os.execv(*server.program())
 
     def start(self, *, uid: int, socket_path: Path, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a server for this uid is told first."""
+        """Return the start values of a server for this uid."""
         return {
             **defaults,
             "uid": uid,

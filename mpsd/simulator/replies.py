@@ -1,4 +1,4 @@
-"""What a command to a control daemon comes to: what is printed, what is logged, and what has to be done. Pure."""
+"""The result of a command to a control daemon: the lines to print and to log, and the effect. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class ForceServer:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Have the server with this pid exit when its last client has."""
+    """Make the server with this pid exit after its last client."""
 
     pid: int
 
@@ -33,14 +33,14 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """Exit when no server is left; interrupt those that are left after so many seconds, or never when None."""
+    """Exit when no server is left; interrupt the remaining ones after this many seconds, or never if None."""
 
     seconds: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class AskServer:
-    """Have the server with this pid answer a command that may take it long; its front-end waits for that."""
+    """Make the server with this pid answer a command that may take long; its front-end waits for that."""
 
     pid: int
     name: str
@@ -49,14 +49,14 @@ class AskServer:
 
 @dataclass(slots=True)
 class Reply:
-    """What one command comes to: lines to the front-end, lines to the log, and what has to be done."""
+    """The result of one command: lines for the front-end, lines for the log, and the effect."""
 
     printed: list[str] = field(default_factory=list)
     logged: list[str] = field(default_factory=list)
     effect: StartServer | ForceServer | Leave | PassOn | AskServer | Quit | None = None
 
     def say(self, line: str) -> None:
-        """Print a line and log it, as most are."""
+        """Print a line and log it, which is the usual case."""
         self.printed.append(line)
         self.logged.append(line)
 
@@ -71,7 +71,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """What follows the end of a server: which to start now, and whether those who waited for it wait in vain."""
+    """The consequence of a server's end: the server to start now, and whether the waiting clients are refused."""
 
     start: StartServer | None = None
     given_up: bool = False

@@ -1,14 +1,14 @@
-"""The simulator's server: `server_state` with its clients' connections and the link to its control daemon around it.
+"""The simulator's server: `server_state` with its clients' connections and the link to its control daemon.
 
-Started by the simulated control daemon, as `nvidia-cuda-mps-server` is by NVIDIA's: its stdin is the link, its stdout
-server.log. When the daemon dies it serves on for those clients that it has, as NVIDIA's does (measured, as far as a
-server goes without a GPU).
+The simulated control daemon starts it, as NVIDIA's starts `nvidia-cuda-mps-server`: its stdin is the link, its stdout
+server.log. When the daemon dies, it continues to serve its present clients, as NVIDIA's does (measured, as far as a
+server works without a GPU).
 
-The link carries JSON, one packet each. From the daemon: `start`, first; `ask` with a `number`, which is answered with
-the same number, at once or later; `client`, with the connection of one; `leave`. To the daemon: `ready`, once, and the
-answers. A connection to a client carries the same. From the client: what it is, first; then `context` (with its
-environment of now) and `destroy` (with a number), which are answered; `working` (whether a kernel is in flight),
-`fault`, and `end`, its goodbye. To the client: `answer`, and `error` when one has come up for good.
+The link carries JSON, one packet per message. From the daemon: `start`, first; `ask` with a `number`, which is answered
+with the same number, at once or later; `client`, with the connection of one; `leave`. To the daemon: `ready`, once, and
+the answers. A connection to a client carries JSON, too. From the client: its description, first; then `context` (with
+its present environment) and `destroy` (with a number), which are answered; `working` (whether a kernel is in flight),
+`fault`, and `end`, its goodbye. To the client: `answer`, and `error` for a permanent error.
 """
 
 import contextlib
@@ -35,13 +35,13 @@ PACKET: Final = 1 << 18
 NAME: Final = "nvidia-cuda-mps-server"
 
 _SERVER_MEMORY: Final = 27 << 20
-"""Bytes that a server holds itself: 27 MB on a V100 (github.com/nebuly-ai/nos/issues/39)."""
+"""Bytes that a server itself holds: 27 MB on a V100 (github.com/nebuly-ai/nos/issues/39)."""
 
 
 def program() -> tuple[str, tuple[str, ...]]:
-    """Return the file to execute, and the arguments: by the first of them, every tool takes it for NVIDIA's server.
+    """Return the file to execute and its arguments; the first argument makes every tool take it for NVIDIA's server.
 
-    The name stands where the interpreter lies, so that this still finds its library.
+    The name has the directory of the interpreter, so that the interpreter still finds its library.
     """
     interpreter, *arguments = launch.program("server")
     python = Path(interpreter).resolve()
@@ -49,7 +49,7 @@ def program() -> tuple[str, tuple[str, ...]]:
 
 
 class _Service:
-    """One server at work."""
+    """One running server."""
 
     def __init__(self, link: socket.socket) -> None:
         said = json.loads(link.recv(PACKET))
@@ -57,7 +57,7 @@ class _Service:
         self._events = selectors.DefaultSelector()
         self._connections: dict[int, socket.socket] = {}
         self._later: dict[int, int] = {}
-        """By the number of a question, the client whose work has to end before it is answered."""
+        """The client whose work must end before a command is answered, by the command's number."""
         self._leaving = False
         self._pid = os.getpid()
         self._gpus = str(said["gpus"])
@@ -69,7 +69,7 @@ class _Service:
         self._log(f"Connecting to control daemon on socket: {said['socket']}")
         self._devices = [Device(Path(self._gpus), uuid) for uuid in start.devices]
         if os.geteuid() != said["uid"]:
-            os.setuid(said["uid"])  # from here on nothing more can be imported: this user may not read the library
+            os.setuid(said["uid"])  # no imports from here on: this user may not read the library
         if any(device.lost or not device.hold(self._pid, _SERVER_MEMORY, Kind.COMPUTE) for device in self._devices):
             self._log("MPS server failed to start")
             sys.exit(1)
@@ -84,7 +84,10 @@ class _Service:
             os.write(1, f"[{date}.{int(now * 1000) % 1000:03d} Server {self._pid:5d}] {text}\n".encode())
 
     def serve(self) -> int:
-        """Serve until told to leave and the last client has left; return the exit status. A wedged one never leaves."""
+        """Serve until `leave` arrives and the last client has left; return the exit status.
+
+        A wedged server never leaves.
+        """
         while not (self._leaving and not self._connections and not self._server.wedged):
             for key, _ in self._events.select():
                 key.data()
@@ -95,13 +98,13 @@ class _Service:
 
     @staticmethod
     def _send(to: socket.socket, message: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # it is gone: that is heard where it is read from
+        with contextlib.suppress(ConnectionError):  # the receiver is gone, which the next read reports
             to.send(json.dumps(message).encode())
 
     # -- the control daemon --
 
     def _receive_message(self) -> None:
-        """Take what the control daemon says; its end changes nothing but that no more clients come."""
+        """Handle a message of the control daemon; after its end, the server only gets no more clients."""
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET, 1)
         except ConnectionError:
@@ -118,7 +121,7 @@ class _Service:
             self._leaving = True
 
     def _reply(self, number: int, answer: Answer) -> None:
-        """Answer a question, now or when the work that it awaits has ended."""
+        """Answer a command, now or when the work that it waits for has ended."""
         if answer.awaits is not None:
             self._later[number] = answer.awaits
             return
@@ -153,13 +156,13 @@ class _Service:
         self._answer_client(connection, {"server": self._pid, "gpus": self._gpus, "gpu": found.gpu})
 
     def _answer_client(self, connection: socket.socket, answer: dict[str, Any]) -> None:
-        if not self._server.wedged:  # then nobody gets an answer any more
+        if not self._server.wedged:  # a wedged server answers no client
             self._send(connection, {"answer": answer})
 
     def _listen(self, pid: int, connection: socket.socket) -> None:
-        """Take what a client says; killed, it says nothing."""
+        """Handle a message of a client; a killed client sends none."""
         if self._connections.get(pid) is not connection:
-            return  # its end was heard already
+            return  # its end was handled already
         try:
             packet = connection.recv(PACKET)
         except ConnectionError:
@@ -173,9 +176,9 @@ class _Service:
             for each in self._server.left(pid, said=said["end"]):
                 self._send(self._connections[each], {"error": CudaError.ILLEGAL_ADDRESS})
         elif client is None:
-            pass  # its contexts were ended, and it was told so
+            pass  # its contexts were ended, and it has the error
         elif "fault" in said:
-            # Who met it hears of it last: whoever is asked after that has its error already.
+            # The client that caused the fault gets the error last, so that all others have theirs when it reports.
             for each in sorted(self._server.fault(), key=lambda each: each == pid):
                 self._send(self._connections[each], {"error": CudaError.LAUNCH_FAILED})
         elif "working" in said:
@@ -189,7 +192,7 @@ class _Service:
 
 
 def main() -> int:
-    """Be a server; return the exit status."""
+    """Run a server and return its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     return _Service(socket.socket(fileno=os.dup(0))).serve()
 

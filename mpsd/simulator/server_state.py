@@ -1,9 +1,9 @@
-"""What a server knows, what it does with its clients, and what it says to each command about itself. Pure.
+"""The state of a server, its actions on clients, and its answers to commands about itself. Pure.
 
-No server runs without a GPU, so none of this could be measured here: it is what NVIDIA documents and users report, and
-says so at each rule. Sources by the short names of NVIDIA's pages: ARCH is "Architecture", LOG "Logs", CT "Common
-tasks", TS "Troubleshooting", V2 "Control interface (v2)", and OLD the single page of releases before 590. KAI is
-kai-scheduler/gpu-fractioning and its pull request 147, which report what NVIDIA is said to have confirmed.
+No server runs without a GPU, so none of this could be measured here: it follows NVIDIA's documents and users' reports,
+and each rule names its source. Sources by the short names of NVIDIA's pages: ARCH is "Architecture", LOG "Logs", CT
+"Common tasks", TS "Troubleshooting", V2 "Control interface (v2)", and OLD the single page of releases before 590. KAI
+is kai-scheduler/gpu-fractioning and its pull request 147, which report statements that they attribute to NVIDIA.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +16,14 @@ from mpsd.simulator import figures
 from mpsd.simulator.cuda import Binds, CudaError, Pinned, of_context, pinned
 
 _PAIR: Final = "{{PID: {}, Context ID: {}}}"
-"""How the log names a client's context (LOG). A process that has none yet goes by its first, which is 0."""
+"""The log's name for a client's context (LOG). A process without a context is named by its first, which is 0."""
 
 _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"
 """A line of `ps`: PID ID SERVER DEVICE NAMESPACE COMMAND (OLD)."""
 
 
 class Status(StrEnum):
-    """What `get_server_status` prints (V2)."""
+    """The output of `get_server_status` (V2)."""
 
     INITIALIZING = "INITIALIZING"
     ACTIVE = "ACTIVE"
@@ -32,7 +32,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a server is started with; `percentage` and `limits` (bytes by ordinal) are the daemon's defaults then."""
+    """The start values of a server; `percentage` and `limits` (bytes by ordinal) are the daemon's defaults then."""
 
     devices: tuple[str, ...]
     percentage: float
@@ -40,12 +40,12 @@ class Start:
     priority: int
     binds: Binds = Binds.CONNECT
     places: int = CLIENTS_VOLTA
-    """Client contexts on each device: contexts are counted, and not processes (OLD)."""
+    """Client contexts on each device: MPS counts contexts, not processes (OLD)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One context of a client. Its numbers begin with 0, and none is given twice."""
+    """One context of a client. The numbers begin with 0, and none is given twice."""
 
     number: int
     pinned: Pinned
@@ -53,45 +53,45 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """A process that has initialised CUDA, with the contexts that it has made since, which may be none."""
+    """A process that has initialised CUDA, with the contexts that it has made since, possibly none."""
 
     pid: int
     command: str
     namespace: str
     """The inode of its pid namespace."""
     environment: Mapping[str, str]
-    """The variables of CUDA as they were when it initialised CUDA."""
+    """The variables of CUDA at the time when it initialised CUDA."""
     gpu: str
     """The first GPU that it sees, on which it works."""
     bound: Pinned | None
-    """What all of its contexts get, where that was bound when it connected."""
+    """The limits of all of its contexts, where they were bound when it connected."""
     contexts: dict[int, Context] = field(default_factory=dict)
     working: bool = False
-    """Whether a kernel of its is in flight."""
+    """Whether one of its kernels is in flight."""
     made: int = 0
-    """How many contexts it has made so far."""
+    """The number of contexts that it has made so far."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a command about this server comes to: lines to the front-end and the log, and whose contexts are ended."""
+    """The result of a command about this server: lines for the front-end, and the client whose contexts were ended."""
 
     printed: list[str] = field(default_factory=list)
     terminated: int | None = None
     awaits: int | None = None
-    """The client whose work has to end first: nothing is printed before that."""
+    """The client whose work must end first: nothing is printed before that."""
 
 
 class Server:
-    """One server. `log` takes a line of its server.log."""
+    """One server. `log` receives each line of its server.log."""
 
     def __init__(self, pid: int, start: Start, log: Callable[[str], None]) -> None:
         self.pid = pid
         self.status = Status.INITIALIZING
         self.clients: dict[int, Client] = {}
-        """By pid, those that it lists."""
+        """The clients that it lists, by pid."""
         self.wedged = False
-        """Whether it serves nobody any more, and says nothing of it: see `left`."""
+        """Whether it serves no client any more, without showing that: see `left`."""
         self._devices = start.devices
         self._percentage = start.percentage
         self._limits = dict(start.limits)
@@ -101,11 +101,11 @@ class Server:
         self._affected: set[int] = set()
         """The clients that met a fault, and have not exited yet."""
         self._terminating: set[int] = set()
-        """The clients whose contexts are to be ended as soon as their work is done."""
+        """The clients whose contexts end as soon as their work is done."""
         self._log = log
 
     def begin(self) -> None:
-        """Make the contexts, and log what limits are in force (LOG): the proof that they were applied."""
+        """Make the contexts, and log the limits in force (LOG), which proves that they were applied."""
         self._log("Initializing server process")
         self._create_contexts()
         self._log(f"Active Threads Percentage set to {self._percentage:.1f}")
@@ -122,13 +122,14 @@ class Server:
     # -- clients --
 
     def admit(self, pid: int, command: str, namespace: str, environment: Mapping[str, str]) -> Client | CudaError:
-        """Take in a process that initialises CUDA; or say which error that call returns.
+        """Add a process that initialises CUDA, or return the error of that call.
 
-        A wedged server lists it, and never answers it: so the caller has to look at `wedged`.
+        A wedged server lists the process and never answers it, so the caller must check `wedged`.
         """
-        if not self.wedged:  # then nothing is logged any more (KAI)
+        if not self.wedged:  # a wedged server logs nothing any more (KAI)
             self._log(f"Received new client request for {_PAIR.format(pid, 0)}")
-        # On all of its devices (OLD), with this error, also while the contexts of another are being ended (TS).
+        # On all of its devices (OLD); and with this error also while the contexts of another client are being ended
+        # (TS).
         if self.status is not Status.ACTIVE or (self._terminating and not self.wedged):
             return CudaError.MPS_SERVER_NOT_READY
         share = pinned(self._devices, self._percentage, self._limits, environment)
@@ -142,9 +143,9 @@ class Server:
         return client
 
     def context(self, pid: int, environment: Mapping[str, str] | None = None) -> Context | CudaError:
-        """Make a context of a client, with its environment of now where that differs; or say which error it gets.
+        """Make a context of a client, with its present environment if given, or return the error.
 
-        A wedged server never answers that either.
+        A wedged server never answers this either.
         """
         client = self.clients[pid]
         environment = client.environment if environment is None else environment
@@ -168,28 +169,29 @@ class Server:
         return context
 
     def destroy(self, pid: int, number: int) -> bool:
-        """Have a client destroy a context of its; False where it has none with this number."""
+        """Destroy a context of a client; False where it has none with this number."""
         if self.clients[pid].contexts.pop(number, None) is None:
             return False
         self._log(f"Client {_PAIR.format(pid, number)} exit")
         return True
 
     def left(self, pid: int, *, said: bool) -> tuple[int, ...]:
-        """Take note that a client's process is gone, and return the clients that get an illegal address for that.
+        """Handle the end of a client's process, and return the clients that get an illegal address because of it.
 
-        `said` when it said goodbye. One that did not, and had a kernel in flight, leaves that kernel behind: the other
-        clients of the server get cudaErrorIllegalAddress; and where there is no other to consume it, every later client
-        hangs when it initialises CUDA, for ever, while the server is ACTIVE, lists it, and logs nothing. Only a new
-        server clears that. Source: the package text of drain.go in KAI; OLD says of such an end that it "is not
-        supported", and of what follows that it is undefined. One whose contexts its server has ended is no client here
-        any more, and leaves nothing.
+        `said` is true after a goodbye. A client that ends without one, while one of its kernels is in flight, leaves
+        that kernel behind: the other clients of the server get cudaErrorIllegalAddress. Where no other client exists to
+        consume the error, every later client hangs for ever when it initialises CUDA, while the server is ACTIVE, lists
+        it, and logs nothing. Only a new server ends that. Source: the package text of drain.go in KAI; OLD says that
+        such an end "is not supported", and that its consequences are undefined. A client whose contexts its server has
+        ended is no client here any more, and leaves nothing.
 
-        The last to meet a fault ends it: the server destroys its contexts, makes new ones, and is ACTIVE again (OLD).
+        The end of the last client that met a fault ends the fault: the server destroys its contexts, makes new ones,
+        and is ACTIVE again (OLD).
         """
         client = self.clients.get(pid)
         self._terminating.discard(pid)
         if self.wedged:
-            # Those who hang in it are listed no longer than they live; the dead client by which it came to that stays.
+            # Hanging clients are listed while they live; the dead client that caused the wedge stays listed.
             if client is not None and not client.working:
                 del self.clients[pid]
             return ()
@@ -213,10 +215,10 @@ class Server:
         return tuple(pid for pid, client in self.clients.items() if client.contexts and pid != beside)
 
     def fault(self) -> tuple[int, ...]:
-        """Meet a fatal fault of the GPU, by whichever client, and return the clients that get its error.
+        """Handle a fatal fault of the GPU, by any client, and return the clients that get its error.
 
-        That is all that have a context; the server takes no client until the last of these has exited: it is their
-        duty to do so (OLD).
+        These are all clients with a context. The server accepts no client until the last of them has exited, which is
+        their duty (OLD).
         """
         hit = self._with_contexts()
         self.status = Status.FAULT
@@ -234,7 +236,7 @@ class Server:
         return hit
 
     def terminate(self, pid: int) -> Answer:
-        """End the contexts of a client as soon as its work is done, and no sooner (KAI); its process lives on (OLD)."""
+        """End the contexts of a client once its work is done, not earlier (KAI); its process continues (OLD)."""
         client = self.clients.get(pid)
         if client is None:
             return Answer(["1"])
@@ -243,13 +245,13 @@ class Server:
             return Answer(awaits=pid)
         self._terminating.discard(pid)
         del self.clients[pid]
-        self._log(f"Client {_PAIR.format(pid, 0)} exit")  # in what words NVIDIA's logs it is unknown
+        self._log(f"Client {_PAIR.format(pid, 0)} exit")  # NVIDIA's words for this are unknown
         return Answer(["0"], terminated=pid)
 
     # -- commands --
 
     def answer(self, name: str, arguments: Sequence[str]) -> Answer:
-        """Answer a command that names this server; its pid is not among the arguments any more."""
+        """Answer a command that names this server; its pid is no longer among the arguments."""
         if name == "terminate_client":
             return self.terminate(figures.integer([*arguments, ""][0]))
         answer = Answer()
@@ -263,14 +265,14 @@ class Server:
         answer.printed += [str(pid) for pid in self.clients]
 
     def _get_device_client_list(self, answer: Answer, _arguments: list[str]) -> None:
-        # "Lists the devices and PIDs of client applications that enumerated this device" (V2): in what form is unknown.
+        # "Lists the devices and PIDs of client applications that enumerated this device" (V2): the format is unknown.
         for device in self._devices:
             answer.printed.append(device)
             answer.printed += [str(client.pid) for client in self.clients.values() if client.gpu == device]
 
     def _ps(self, answer: Answer, _arguments: list[str]) -> None:
-        # "A snapshot of the current client processes" (man pages of 535 to 555): whether one with several contexts has
-        # several lines is unknown, and so is what ID is; the number of a context is a guess. Nothing depends on it.
+        # "A snapshot of the current client processes" (man pages of 535 to 555): it is unknown whether a client with
+        # several contexts has several lines, and what ID is; the number of a context is a guess. Nothing depends on it.
         answer.printed.append(_PS.format("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"))
         for client in self.clients.values():
             device = "-".join(client.gpu.split("-")[:4])
@@ -283,7 +285,10 @@ class Server:
         answer.printed.append(f"{self._percentage:.1f}")
 
     def _set_active_thread_percentage(self, answer: Answer, arguments: list[str]) -> None:
-        """For clients that are created afterwards (V2). What is printed is what the setter of the default prints."""
+        """Set the percentage of clients that are created afterwards (V2).
+
+        The output is assumed to be that of the default's setter.
+        """
         percentage = figures.real(arguments[0])
         if 0 < percentage <= 100:  # noqa: PLR2004 - it is a percentage
             self._percentage = percentage
@@ -295,7 +300,7 @@ class Server:
             answer.printed.append(figures.reported(limit))
 
     def _set_device_pinned_mem_limit(self, _answer: Answer, arguments: list[str]) -> None:
-        """For clients that are created afterwards; it may be higher than the default (V2)."""
+        """Set the limit of clients that are created afterwards; it may be higher than the default (V2)."""
         device, whole = figures.device(arguments[0])
         if 0 <= device < len(self._devices):
             self._limits[device] = figures.limit(arguments[1]) if whole else 0

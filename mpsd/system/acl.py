@@ -1,8 +1,9 @@
-"""POSIX access ACLs: who may use a file or a directory, as one value that is written whole and read back.
+"""POSIX access ACLs, which say who may use a file or a directory. mpsd writes each one whole and reads it back.
 
-The kernel keeps one as the extended attribute `system.posix_acl_access`, and none where it says no more than the mode
-does. A uid in it is one of the user namespace of whoever asks, so a process whose uid merely looks the same in its own
-namespace is not meant (measured). Source of the form: acl(5), linux/posix_acl.h and linux/posix_acl_xattr.h.
+The kernel stores an ACL as the extended attribute `system.posix_acl_access`, and stores none where the ACL says no more
+than the mode. A uid in an ACL belongs to the user namespace of the process that reads or writes it, so the entry does
+not match a process that has the same number in another namespace (measured). Source of the format: acl(5),
+linux/posix_acl.h and linux/posix_acl_xattr.h.
 """
 
 import errno
@@ -16,18 +17,18 @@ from typing import Final, NamedTuple, TypeAlias
 READ: Final = 4
 WRITE: Final = 2
 EXECUTE: Final = 1
-"""To execute a directory is to go through it."""
+"""For a directory, this is the permission to traverse it."""
 
 _ATTRIBUTE: Final = "system.posix_acl_access"
 _VERSION: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<HHI")
 _NOBODY_IN_PARTICULAR: Final = 0xFFFFFFFF
 _IN_THE_MODE: Final = 3
-"""Entries of an ACL that says no more than the mode: its owner, its group, and the others."""
+"""The number of entries of an ACL that says no more than the mode: the owner, the group, and the others."""
 
 
 class Tag(IntEnum):
-    """Whom an entry is about; the mask is the most that any entry but the owner's and the others' can give."""
+    """The kind of an entry. MASK bounds the permissions of every entry except those of the owner and the others."""
 
     OWNER = 0x01
     USER = 0x02
@@ -38,7 +39,7 @@ class Tag(IntEnum):
 
 
 class Entry(NamedTuple):
-    """What one of them may do: a sum of READ, WRITE and EXECUTE. `who` is a uid or gid where the tag needs one."""
+    """One entry: `permissions` is a sum of READ, WRITE and EXECUTE. `who` is a uid or gid where the tag needs one."""
 
     tag: int
     permissions: int
@@ -49,7 +50,7 @@ Acl: TypeAlias = tuple[Entry, ...]
 
 
 def private(owner: int, uids: Collection[int], permissions: int) -> Acl:
-    """Return the ACL that lets just these uids in beside the owner."""
+    """Return the ACL that gives access to the owner and to exactly these uids."""
     if not uids:
         return Entry(Tag.OWNER, owner), Entry(Tag.OWNING_GROUP, 0), Entry(Tag.OTHERS, 0)
     return (
@@ -62,7 +63,7 @@ def private(owner: int, uids: Collection[int], permissions: int) -> Acl:
 
 
 def public(owner: int, permissions: int) -> Acl:
-    """Return the ACL that lets everybody in."""
+    """Return the ACL that gives access to all users."""
     return Entry(Tag.OWNER, owner), Entry(Tag.OWNING_GROUP, permissions), Entry(Tag.OTHERS, permissions)
 
 
@@ -79,34 +80,34 @@ def text(acl: Acl) -> str:
 
 
 def read(path: Path) -> Acl:
-    """Return the ACL that is in force, also where it is all in the mode. Raises OSError."""
+    """Return the ACL that is in force, even where only the mode holds it. Raises OSError."""
     try:
         raw = os.getxattr(path, _ATTRIBUTE)
     except OSError as error:
         if error.errno not in {errno.ENODATA, errno.ENOTSUP}:
             raise
-        mode = os.stat(path).st_mode  # noqa: PTH116 - of five files of each daemon, every second
+        mode = os.stat(path).st_mode  # noqa: PTH116 - runs for five files of each daemon, every second
         return Entry(Tag.OWNER, mode >> 6 & 7), Entry(Tag.OWNING_GROUP, mode >> 3 & 7), Entry(Tag.OTHERS, mode & 7)
     return tuple(map(Entry._make, _ENTRY.iter_unpack(raw[_VERSION.size :])))
 
 
 def is_in_force(path: Path, acl: Acl) -> bool:
-    """Tell whether nobody may do more or less than this with a file. Raises OSError.
+    """Tell whether exactly this ACL is in force on a file. Raises OSError.
 
-    Where it lets in nobody but the owner, the mode tells: the bits of the group are the most that any further entry can
-    give (acl(5)). That is half the cost of reading the attribute.
+    Where the ACL admits only the owner, the mode is enough: its group bits bound what any further entry can give
+    (acl(5)). Reading the mode costs half of reading the attribute.
     """
     if len(acl) != _IN_THE_MODE or acl[1].permissions or acl[2].permissions:
         return read(path) == acl
-    mode = os.stat(path).st_mode & 0o777  # noqa: PTH116 - of five files of each daemon, every second
+    mode = os.stat(path).st_mode & 0o777  # noqa: PTH116 - runs for five files of each daemon, every second
     return mode == acl[0].permissions << 6
 
 
 def write(path: Path, acl: Acl) -> None:
-    """Put an ACL in force at once and whole: there is no moment at which another one is.
+    """Put an ACL in force in one step: the file never has a part of it.
 
-    Raises OSError: ENOTSUP where the file system keeps none, and this one needs to be kept; EINVAL for a uid that the
-    user namespace does not have; ENOSPC or E2BIG for too many of them (503 on ext4, 8187 on tmpfs: measured).
+    Raises OSError: ENOTSUP where the file system stores no ACLs and this one does not fit in the mode; EINVAL for a uid
+    that the user namespace does not have; ENOSPC or E2BIG for too many entries (503 on ext4, 8187 on tmpfs: measured).
     """
     raw = b"".join([_ENTRY.pack(*each) for each in acl])
     try:
@@ -119,7 +120,7 @@ def write(path: Path, acl: Acl) -> None:
 
 
 def is_supported(path: Path) -> bool:
-    """Tell whether the file system of a path keeps ACLs. Raises OSError."""
+    """Tell whether the file system of a path stores ACLs. Raises OSError."""
     try:
         os.getxattr(path, _ATTRIBUTE)
     except OSError as error:

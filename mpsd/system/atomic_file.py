@@ -1,4 +1,4 @@
-"""Small files that must be whole or not there: written beside their place and renamed into it."""
+"""Small files that are either whole or absent: each is written beside its place and renamed into it."""
 
 import errno
 import os
@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Final
 
 _MOST: Final = 16 * 1024 * 1024
-"""Bytes of a file that are read; mpsd's own have some thousand."""
+"""The maximum size of a file, in bytes; mpsd's own files have a few thousand."""
 
 
 def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
-    """Replace a file's content at once, readable for its owner only. Raises OSError, and then nothing has changed.
+    """Replace the content of a file in one step, readable for its owner only. Raises OSError and then changes nothing.
 
-    What is `lasting` is on the disk when this returns, and outlives a loss of power.
+    With `lasting`, the file is on the disk when this returns and survives a loss of power.
     """
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    hidden.unlink(missing_ok=True)  # of an earlier process with this pid
+    hidden.unlink(missing_ok=True)  # left by an earlier process with this pid
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -40,9 +40,9 @@ def _sync(directory: Path) -> None:
 
 
 def read(path: Path) -> bytes | None:
-    """Return a file's content, or None when there is none. Raises OSError for one that cannot be read, or is too large.
+    """Return the content of a file, or None when there is none.
 
-    It is none that was written here, if it is.
+    Raises OSError for a file that cannot be read or is too large; mpsd wrote no file that large.
     """
     try:
         with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""The canary: a client of mpsd's own, on libcuda alone, that shows whether CUDA can be used through MPS.
+"""The canary: a client of mpsd's own that needs only libcuda and shows whether CUDA can be used through MPS.
 
-Run as `python -m mpsd.system.canary [--as UID:GID]`: it becomes that user, initialises CUDA, makes a context on the
-first GPU that it sees, and says in a line of JSON what came of it: `ok`, with `mps` where the driver tells that, or the
-error's name and number and the call that it came of. Whoever runs it sets a deadline: in a wedge it says nothing, for
-ever. It launches no kernel, so it may be killed at any time (mps-facts B4.3).
+`python -m mpsd.system.canary [--as UID:GID]` becomes that user, initialises CUDA, makes a context on the first GPU that
+it sees, and prints the result as a line of JSON: `ok`, with `mps` where the driver reports it, or the name and number
+of the error and the call that failed. The caller must set a deadline: in a wedge the canary never prints anything. It
+launches no kernel, so it may be killed at any time (mps-facts B4.3).
 
-It becomes the user when everything that it needs is imported: that user need not be able to read mpsd's files. Source
-of each signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are what the header's plain names stand for.
+It becomes the user after all imports, since that user may not be able to read mpsd's files. Source of each signature:
+NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain name stands for.
 """
 
 import ctypes
@@ -21,7 +21,8 @@ from typing import Any, Final
 _LIBRARY: Final = "libcuda.so.1"
 
 _MPS_ENABLED: Final = 133
-"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: "contexts created on this device will be shared via MPS", of CUDA 12.1 and newer."""
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: "contexts created on this device will be shared via MPS". CUDA 12.1 and newer have
+it."""
 
 _UNKNOWN_ATTRIBUTE: Final = 1
 """CUDA_ERROR_INVALID_VALUE: the driver does not know the attribute."""
@@ -29,15 +30,15 @@ _UNKNOWN_ATTRIBUTE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class CanaryProgram:
-    """The program that is the canary: this one, or the simulator's client."""
+    """The program that runs as the canary: this module, or the simulator's client."""
 
     argv: tuple[str, ...] = (sys.executable, "-I", "-m", "mpsd.system.canary")
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What it is told in its environment beside what every client is."""
+    """Environment variables that it gets in addition to those of every client."""
 
 
 class _CudaError(Exception):
-    """A call returned something else than CUDA_SUCCESS."""
+    """A CUDA call returned a code other than CUDA_SUCCESS."""
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(function, code, name)
@@ -54,7 +55,7 @@ def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
 
 
 def _sharing(library: ctypes.CDLL, device: c_int) -> dict[str, bool]:
-    """Return as `mps` whether contexts are made through MPS; nothing where the driver does not tell."""
+    """Return as `mps` whether contexts are made through MPS; return nothing where the driver does not report it."""
     enabled = c_int()
     try:
         _call(library, "cuDeviceGetAttribute", byref(enabled), c_int(_MPS_ENABLED), device)
@@ -66,7 +67,7 @@ def _sharing(library: ctypes.CDLL, device: c_int) -> dict[str, bool]:
 
 
 def _sing() -> dict[str, Any]:
-    """Use CUDA, and return what there is to say."""
+    """Use CUDA, and return the result as the program prints it."""
     try:
         library = ctypes.CDLL(_LIBRARY)
         device, context = c_int(), c_void_p()
@@ -83,7 +84,10 @@ def _sing() -> dict[str, Any]:
 
 
 def become(user: str) -> None:
-    """Become the user `UID:GID` for good, with no groups beside. Raises OSError, and ValueError for another text."""
+    """Become the user `UID:GID` for good, without supplementary groups.
+
+    Raises OSError, and ValueError for a text of another form.
+    """
     uid, gid = (int(each) for each in user.split(":"))
     os.setgroups([])
     os.setresgid(gid, gid, gid)
@@ -91,7 +95,7 @@ def become(user: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Be a canary; return the exit status."""
+    """Run the canary and return its exit status."""
     if arguments[:1] == ["--as"] and len(arguments) > 1:
         become(arguments[1])
     answer = _sing()

@@ -1,7 +1,8 @@
-"""The directory that container runtimes read CDI devices from: files of mpsd's in it, and whether it is safe to use.
+"""The directory from which container runtimes read CDI devices: mpsd's files in it, and whether it is safe to use.
 
-A device says what a runtime, often as root, mounts and runs, and that of a lease has the lease's token. So mpsctl
-writes one only where nobody else can write, readable for one user, and removes no file but one that it wrote.
+A device says what a runtime mounts and runs, often as root, and the device of a lease contains the token of that lease.
+mpsctl therefore writes one only to a directory that no other user can write to, makes it readable for one user, and
+removes only files that it wrote.
 """
 
 import errno
@@ -16,33 +17,33 @@ from mpsd.core.errors import ConfigurationError, NotPermittedError
 from mpsd.system import acl, atomic_file, path_safety
 
 DEFAULT: Final = Path("/var/run/cdi")
-"""Where the specification has devices that do not outlive a boot."""
+"""The directory that the specification names for devices that do not survive a reboot."""
 
 READ_BY_DEFAULT: Final = frozenset({DEFAULT, Path("/run/cdi"), Path("/etc/cdi")})
-"""What runtimes read without being told to."""
+"""The directories that runtimes read without further configuration."""
 
 _MOST: Final = 1024 * 1024
-"""Bytes of a device that is looked at; mpsd's own have some thousand."""
+"""The maximum size of a device file that is read, in bytes; mpsd's own have a few thousand."""
 
 
 def write(directory: Path, device: cdi.Device, content: bytes, *, reader: int | None = None) -> Path:
-    """Write the file of a lease's device, whole or not at all, readable for this process's user and for `reader`.
+    """Write the device file of a lease in one step, readable for this process's user and for `reader`.
 
-    Makes the directory where there is none. Raises ConfigurationError for a directory in which another user could
-    write, NotPermittedError where this one may not, and OSError.
+    Makes the directory if necessary. Raises ConfigurationError for a directory that another user can write to,
+    NotPermittedError where this user may not write, and OSError.
     """
     return put(directory, cdi.file_name(device.lease), content, reader=reader)
 
 
 def put(directory: Path, name: str, content: bytes, *, reader: int | None = None) -> Path:
-    """Write a file of CDI devices, as `write` does."""
+    """Write a file of CDI devices. The rules and errors are those of `write`."""
     path = directory / name
     try:
         directory.mkdir(mode=0o755, exist_ok=True)
         _check(directory)
         atomic_file.write(path, content)
         if reader not in {None, os.geteuid()}:
-            # Not by giving it the file: whoever owns it decides what root's runtime does with it.
+            # A change of owner would be wrong: the owner of the file decides what root's runtime does with it.
             acl.write(path, acl.private(acl.READ | acl.WRITE, {reader}, acl.READ))
     except OSError as error:
         if error.errno not in {errno.EACCES, errno.EPERM, errno.EROFS}:
@@ -58,7 +59,7 @@ def put(directory: Path, name: str, content: bytes, *, reader: int | None = None
 def devices(directory: Path) -> Iterator[tuple[Path, cdi.Device]]:
     """Yield each device in a directory that mpsctl wrote as this process's user. Raises ConfigurationError and OSError.
 
-    Files of others, links, and what has another form are not among them.
+    Skips files of other users, symbolic links, and files of another form.
     """
     try:
         paths = sorted(directory.iterdir())
@@ -84,7 +85,7 @@ def _check(directory: Path) -> None:
 
 
 def _read_own(path: Path) -> bytes | None:
-    """Return what is in a file of this process's user; None for anything else, and for a file that has gone."""
+    """Return the content of a regular file of this process's user; None for anything else, or where there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The configuration file, as it is read from the disk."""
+"""The configuration file on the disk."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +13,7 @@ _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
 
 def read_text(path: Path | None, usual: Path) -> str | None:
-    """Return what a configuration file says; None where none is named and the usual one is absent.
-
-    Raises ConfigurationError for a file that cannot be read or is not text.
-    """
+    """Return the text of a configuration file; None where `path` is None and the usual file is absent."""
     where = path or usual
     try:
         return where.read_text(encoding="utf-8")
@@ -37,11 +34,10 @@ def read_text(path: Path | None, usual: Path) -> str | None:
 
 
 def read_configuration(path: Path | None) -> Settings:
-    """Return the settings of a file, or the defaults where none is named and the usual one is absent.
+    """Return the settings of a file, or the defaults where `path` is None and the usual file is absent.
 
-    What the names of users and groups in it stand for is looked up here, and never while somebody waits for an answer.
-
-    Raises ConfigurationError for a file that cannot be read or does not parse.
+    Looks up the users and groups that the file names here, so that no request waits for the user database. Raises
+    ConfigurationError for a file that cannot be read or does not parse.
     """
     text = read_text(path, _USUAL)
     if text is None:

@@ -1,7 +1,7 @@
-"""Control groups, of version 1, version 2, and where both are there: which there are, whose, and who is in them.
+"""Control groups of version 1, of version 2, and of both together: their paths, owners and processes.
 
-A group is opened once, from the top of its hierarchy down, and asked through its descriptor from then on: a directory
-that is removed stays the one that it was, and another one of its name is another group. Source: cgroups(7).
+A group is opened once, step by step from the root of its hierarchy, and then read through its descriptor. A directory
+that was removed remains the same group, and a new one of the same name is another group. Source: cgroups(7).
 """
 
 import errno
@@ -24,43 +24,44 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _GONE: Final = frozenset({errno.ENOENT, errno.ENODEV, errno.EOPNOTSUPP})
-"""What the kernel says of a file of a group that was removed, and of the list of processes of a group of threads."""
+"""Errors of the kernel for a file of a removed group, and for the list of processes of a threaded group."""
 
 MOST_GROUPS: Final = 512
-"""Groups that are looked into for a process of version 1, and listed for that; of version 2, the kernel tells."""
+"""Maximum number of groups below one of version 1 that are searched for a process. In version 2 the kernel reports
+it."""
 
 _FIRST_BYTES: Final = 4096
-"""Bytes of a list of processes that are read for its first."""
+"""Bytes of a list of processes that are read to find its first entry."""
 
 
 class UnseenHierarchyError(Exception):
-    """No hierarchy is mounted where mpsd runs that could have a control group: nothing is known about the group."""
+    """mpsd sees no mount of the hierarchy that the control group may be in, so nothing is known about the group."""
 
 
 class Hierarchy(NamedTuple):
-    """A hierarchy as it is mounted where mpsd sees it."""
+    """A hierarchy and where mpsd sees it mounted."""
 
     name: str
-    """As /proc/PID/cgroup has it."""
+    """The name that /proc/PID/cgroup has for it."""
     point: Path
     root: str
-    """Which of its groups is at that point, for mpsd: `/` unless somebody mounted a part of it."""
+    """The group of this hierarchy that mpsd sees at that point: `/` unless only a part of it is mounted."""
     device: int
 
     @property
     def base(self) -> str:
-        """The path of the group at that point, where it is a part of the hierarchy; of one that is whole, nothing.
+        """The path of the group at that point where only a part of the hierarchy is mounted; otherwise empty.
 
-        For an mpsd in a cgroup namespace, a mount of the host's is at `..`, as far above as there is anything.
+        For an mpsd in a cgroup namespace, a mount of the host's hierarchy is at `..`, repeated up to the topmost level.
         """
         return "" if {*self.root.split("/")} <= {"", ".."} else self.root
 
     def inner(self, path: str) -> str | None:
-        """Return the path below the point of a group that has this one here; None where it is not below it."""
+        """Convert a path of the hierarchy to a path below the mount point; None where it is not below that point."""
         return path.removeprefix(self.base) if path.startswith(f"{self.base}/") else None
 
     def below(self, path: str) -> str | None:
-        """Return the path below the point of a group that /proc/PID/cgroup tells; None where it is not below it."""
+        """Convert a path of /proc/PID/cgroup to a path below the mount point; None where it is not below that point."""
         root = self.root.rstrip("/")
         if path != root and not path.startswith(f"{root}/"):
             return None
@@ -69,10 +70,11 @@ class Hierarchy(NamedTuple):
 
 
 def hierarchies() -> list[Hierarchy]:
-    """Return the hierarchies that mpsd sees: systemd's own first, the unified one next, and then the controllers'."""
+    """Return the hierarchies that mpsd sees: systemd's first, then the unified one, then those of controllers."""
     found: dict[str, Hierarchy] = {}
     names = [*_paths("self")]
-    # Anybody may have named what is mounted, and of what may pass for the end of a line the kernel escapes one alone.
+    # Any user may have chosen the name of a mount. The kernel escapes `\n` but no other character that Python takes for
+    # a line end.
     for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
         kind, _, rest = line.partition(" - ")[2].partition(" ")
         name = UNIFIED if kind == "cgroup2" else None
@@ -80,17 +82,17 @@ def hierarchies() -> list[Hierarchy]:
             has = {*rest.partition(" ")[2].split(",")}
             name = next((each for each in names if each and {*each.split(",")} <= has), None)
         if name is not None:
-            with suppress(ValueError):  # a line that makes no sense
+            with suppress(ValueError):  # skip a line that does not parse
                 for mount in mount_table.parse(line):
                     device = os.makedev(*map(int, mount.root.device.split(":")))
                     mounted = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
-                    if name not in found or found[name].point == mounted.point:  # the later one is mounted over it
+                    if name not in found or found[name].point == mounted.point:  # a later mount covers an earlier one
                         found[name] = mounted
     return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
 
 
 def _paths(pid: int | str) -> dict[str, str]:
-    """Return the groups of a process by hierarchy, as the kernel names them to mpsd; none of one that is gone."""
+    """Return the groups of a process by hierarchy, as mpsd's namespace names them; empty for a process that is gone."""
     try:
         raw = Path(f"/proc/{pid}/cgroup").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -100,7 +102,7 @@ def _paths(pid: int | str) -> dict[str, str]:
 
 
 class Membership:
-    """Which control groups a process is in, read when it is made."""
+    """The control groups of a process at the time when this object is made."""
 
     def __init__(self, pid: int, seen: list[Hierarchy]) -> None:
         paths = _paths(pid)
@@ -108,21 +110,21 @@ class Membership:
         self._paths = {each.name: each.below(paths[each.name]) for each in seen if each.name in paths}
 
     def groups(self, hierarchy: str) -> Iterator[str]:
-        """Yield the group that it is in there, and those around that, the innermost first."""
+        """Yield the group of the process in a hierarchy and its ancestors, the innermost first."""
         path = self._paths.get(hierarchy)
         while path is not None and path != "/":
             yield f"{self._bases[hierarchy]}{path}"
             path = path.rpartition("/")[0] or "/"
 
     def own(self) -> Iterator[tuple[str, str]]:
-        """Yield the group that it is in, with its hierarchy, wherever that is not the whole hierarchy."""
+        """Yield each hierarchy and the group of the process in it, except where that group is the root."""
         for name, path in self._paths.items():
             if path is not None and path != "/":
                 yield name, f"{self._bases[name]}{path}"
 
 
 class OpenGroup:
-    """A control group, known by its inode, through a descriptor. Close it when done; that does nothing to it."""
+    """A control group, identified by its inode and open through a descriptor. Closing it does not affect the group."""
 
     __slots__ = ("_descriptor", "_populated_at", "group")
 
@@ -130,20 +132,23 @@ class OpenGroup:
         self._descriptor = descriptor
         self.group = group
         self._populated_at = "."
-        """Where below it a process was seen last."""
+        """The group below it in which a process was last seen."""
 
     def duplicate(self, purpose: Purpose | None = None) -> "OpenGroup":
-        """Open the same group once more. Raises as `descriptors.duplicate`."""
+        """Open the same group once more. Raises the errors of `descriptors.duplicate`."""
         return OpenGroup(descriptors.duplicate(self._descriptor, purpose), self.group)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def is_removed(self) -> bool:
-        """Tell whether it does not exist any more, whatever has its name now. Raises OSError where nobody can tell."""
+        """Tell whether the group was removed, even if another one has its name now.
+
+        Raises OSError where that is unknown.
+        """
         try:
             os.stat("cgroup.procs", dir_fd=self._descriptor, follow_symlinks=False)
         except OSError as error:
@@ -153,10 +158,10 @@ class OpenGroup:
         return False
 
     def is_populated(self) -> bool:
-        """Tell whether there is a process in it, or below it. One that was removed has none.
+        """Tell whether the group, or a group below it, has a process. A removed group has none.
 
-        Of version 1, as many groups are looked into as there may be below it; where there are more, it is taken to be.
-        Raises OSError where nobody can tell, as without descriptors.
+        In version 1, at most MOST_GROUPS groups are searched; where there are more, the group counts as populated.
+        Raises OSError where that is unknown, as when no descriptor is free.
         """
         if self.group.hierarchy == UNIFIED:
             return b"populated 1" in self._read("cgroup.events")
@@ -171,10 +176,10 @@ class OpenGroup:
         return False
 
     def cpu_time(self) -> int | None:
-        """Return how long processes in it, or below it, have run since it was made, those that are gone included.
+        """Return the CPU time of all processes of the group and below since it was made, those that are gone included.
 
-        It grows as soon as a process does anything there, exiting included; None where the kernel does not count it, as
-        in most hierarchies of version 1. Raises OSError where nobody can tell.
+        It grows as soon as a process does anything there, even exit; None where the kernel does not count it, as in
+        most hierarchies of version 1. The unit is that of the kernel's file. Raises OSError where the time is unknown.
         """
         if self.group.hierarchy == UNIFIED:
             found = self._read("cpu.stat").split()
@@ -184,7 +189,7 @@ class OpenGroup:
         return None
 
     def processes(self) -> Iterator[int]:
-        """Yield pids of it and of the groups below it, a few of each; 0 is a process that mpsd cannot see."""
+        """Yield pids of the group and of the groups below it, a few of each; 0 is a process that mpsd cannot see."""
         for number, below in enumerate(self._below()):
             if number >= MOST_GROUPS:
                 return
@@ -192,7 +197,7 @@ class OpenGroup:
             yield from map(int, pids)
 
     def owners(self) -> set[int]:
-        """Return the uids of its directory and of its list of processes: whoever has both can put processes there."""
+        """Return the uids that own its directory and its list of processes; owning both allows adding processes."""
         with suppress(FileNotFoundError):
             files = (os.stat(name, dir_fd=self._descriptor, follow_symlinks=False) for name in (".", "cgroup.procs"))
             return {each.st_uid for each in files}
@@ -202,14 +207,14 @@ class OpenGroup:
         return bool(self._read(f"{below}/cgroup.procs"))
 
     def _below(self) -> Iterator[str]:
-        """Yield its own directory and those below it, the nearest first: one more than are looked into at most."""
+        """Yield its own directory and those below it, the nearest first, with at most one more than MOST_GROUPS."""
         waiting, room = deque(["."]), MOST_GROUPS
         while waiting:
             at = waiting.popleft()
             yield at
             if not room:
                 continue
-            with suppress(FileNotFoundError):  # it was removed meanwhile
+            with suppress(FileNotFoundError):  # the directory was removed meanwhile
                 descriptor = os.open(at, _DIRECTORY, dir_fd=self._descriptor)
                 try:
                     with os.scandir(descriptor) as entries:
@@ -221,7 +226,7 @@ class OpenGroup:
                 room -= len(found)
 
     def _read(self, name: str) -> bytes:
-        """Return the beginning of one of its files; nothing where it was removed, or is a group of threads alone."""
+        """Return the beginning of one of its files; empty where the group was removed, or is a threaded group."""
         descriptor = -1
         try:
             descriptor = os.open(name, _FILE, dir_fd=self._descriptor)
@@ -241,9 +246,9 @@ class OpenGroup:
 def open_at(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
     """Open the group at a path of a hierarchy; None where there is none.
 
-    No step on the way is a symbolic link, and the directory has to be of that very file system: nothing mounted over it
-    is taken for a group. Raises UnseenHierarchyError where that is not mounted, or mpsd may not go there, and OSError
-    without descriptors.
+    No part of the path may be a symbolic link, and the directory must belong to the hierarchy's own file system, so
+    that a file system mounted over it is not taken for a group. Raises UnseenHierarchyError where the hierarchy is not
+    mounted or mpsd may not traverse it, and OSError when no descriptor is free.
     """
     inner = hierarchy.inner(path)
     if inner is None:
@@ -268,7 +273,7 @@ def open_at(hierarchy: Hierarchy, path: str) -> OpenGroup | None:
 
 
 def _step(descriptor: int, part: str) -> int:
-    """Open a directory in the place of the one that it is in."""
+    """Open a subdirectory and close the descriptor of its parent."""
     try:
         return os.open(part, _DIRECTORY, dir_fd=descriptor)
     finally:
@@ -276,9 +281,9 @@ def _step(descriptor: int, part: str) -> int:
 
 
 def reopen(group: ControlGroup) -> OpenGroup | None:
-    """Open a group again that was known before; None where it was removed, whatever has its name now.
+    """Open a group that was known before; None where it was removed, even if another one has its name now.
 
-    Raises UnseenHierarchyError where its hierarchy is not mounted any more, and OSError without descriptors.
+    Raises UnseenHierarchyError where its hierarchy is no longer mounted, and OSError when no descriptor is free.
     """
     hierarchy = next((each for each in hierarchies() if each.name == group.hierarchy), None)
     if hierarchy is None:

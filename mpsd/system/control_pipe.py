@@ -1,10 +1,13 @@
-"""The control pipe: one object for each control daemon, and the only door to it.
+"""The control pipe: each control daemon has one object here, the only door to it.
 
-A control daemon serves one front-end at a time, turns others away in silence with status 0, delimits nothing, and
-accepts wrong values without a word (all measured). So this door serialises; it puts a whole conversation into one
-front-end; it frames the answers between marks that every control daemon echoes back, so that silence cannot be taken
-for an answer nor another's answer for one's own; it gives each conversation a deadline, and kills a front-end that
-overruns it; and it sets nothing without reading it back.
+A control daemon serves one front-end at a time and rejects others with no output and status 0. It delimits nothing and
+accepts wrong values without a message (all measured). This module therefore:
+
+- runs one conversation at a time, each in a single front-end;
+- puts each answer between marks that every control daemon echoes, so that neither silence nor the answer to another
+  front-end passes for an answer;
+- gives each conversation a deadline, and kills a front-end that exceeds it;
+- reads back every setting.
 """
 
 import asyncio
@@ -33,44 +36,46 @@ T = TypeVar("T")
 _NO_DAEMON: Final = "Cannot find MPS control daemon process"
 
 _LEAST: Final = 0.5
-"""Seconds that a front-end has in any case. One that was started just before the deadline, behind others that were
-turned away, would otherwise be killed at once, and a daemon that strangers keep busy be taken for one that hangs."""
+"""The minimum number of seconds for a front-end. Without it, a front-end that starts just before the deadline, after
+others were rejected, would be killed at once, and a daemon that other front-ends keep busy would seem to hang."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlProgram:
-    """The program that is both control daemon and front-end: NVIDIA's, or the simulator's."""
+    """The program that is both control daemon and front-end: NVIDIA's or the simulator's."""
 
     argv: tuple[str, ...]
     directories: tuple[str, ...] = ()
-    """Where it and its server lie: it looks for that in PATH (measured, all versions)."""
+    """The directories of the program and its server; the program searches PATH for the server (measured, all
+    versions)."""
     libraries: Path | None = None
-    """Where the driver's libraries are linked to that its server needs, if the loader has to be told."""
+    """A directory of links to the driver libraries that the server needs, where the loader does not find them
+    itself."""
     capabilities: frozenset[Capability] | None = None
-    """What a control daemon for one user at a time, and its servers, can have; None: all that mpsd has."""
+    """The maximum capabilities of a single-user control daemon and its servers; None: all that mpsd has."""
 
 
 def variables(pipe_directory: Path, log_directory: Path) -> dict[str, str]:
-    """Name the directories of one control daemon, as it, its front-ends and its clients must be told them."""
+    """Return the variables that name the directories of a control daemon to itself, its front-ends and its clients."""
     return {"CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory), "CUDA_MPS_LOG_DIRECTORY": str(log_directory)}
 
 
 class Pending(Generic[T]):
-    """An answer that a conversation will bring."""
+    """A question of a conversation, and its answer once the conversation has brought it."""
 
     def __init__(self, question: Command[T] | Setting[T]) -> None:
         self.question = question
         self._lines: list[str] | None = None
 
     def bring(self, lines: list[str]) -> None:
-        """Hand over the lines that came back."""
+        """Store the lines of the answer."""
         self._lines = lines
 
     @property
     def answer(self) -> T:
-        """The typed answer; for a setting, the value read back.
+        """The typed answer; for a setting, the value that was read back.
 
-        Raises the ControlError that the lines amount to, and LimitNotHeldError for a setting that did not take.
+        Raises the ControlError that the lines stand for, and LimitNotHeldError for a setting that did not take effect.
         """
         if self._lines is None:
             raise ControlBrokenError(
@@ -96,7 +101,7 @@ def _said(lines: Sequence[str]) -> str:
 
 @dataclass(slots=True)
 class Conversation:
-    """What is to be said in one front-end, and where each answer goes."""
+    """The questions and settings of one front-end, in order, each with its pending answer."""
 
     pending: list[Pending[Any]] = field(default_factory=list)
 
@@ -113,7 +118,7 @@ class Conversation:
         return answer
 
     def _segments(self) -> Iterator[list[Pending[Any]]]:
-        """Yield what stands between two marks: answers of a certain length, and one of uncertain length at the end."""
+        """Yield the questions between two marks: answers of known length, the last one possibly of unknown length."""
         segment: list[Pending[Any]] = []
         for each in self.pending:
             segment.append(each)
@@ -124,7 +129,7 @@ class Conversation:
             yield segment
 
     def script(self, nonce: str) -> list[str]:
-        """Return the lines to send: a mark first, and one behind each segment."""
+        """Return the lines to send: a mark first, then a mark after each segment."""
         lines = [mark(nonce, 0)]
         for number, segment in enumerate(self._segments(), start=1):
             lines += [line for each in segment for line in each.question.script]
@@ -132,10 +137,10 @@ class Conversation:
         return lines
 
     def distribute(self, nonce: str, output: list[str]) -> None:
-        """Hand each answer to whom it belongs.
+        """Give each pending question its answer.
 
-        Raises CollisionError when nothing of the conversation was heard, and ControlBrokenError when its end is
-        missing.
+        Raises CollisionError when the output contains nothing of the conversation, and ControlBrokenError when its end
+        is missing.
         """
         if not output or output[0] != echo_of(mark(nonce, 0)):
             raise retry.CollisionError
@@ -154,7 +159,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _Farewell:
-    """The conversation that ends the daemon: nothing can be heard behind its last word."""
+    """The conversation that stops the daemon: no answer can follow its last line."""
 
     seconds: int | None
 
@@ -167,10 +172,10 @@ class _Farewell:
 
 
 def _share(segment: list[Pending[Any]], lines: list[str]) -> None:
-    """Give all but the last their certain number of lines, and the last the remainder.
+    """Give all questions but the last their fixed number of lines, and the last one the remainder.
 
-    Where a control daemon says more or less than it should, some of them get what they cannot parse, and none gets what
-    it could take for its own: that is an error for those, and never a success.
+    Where a control daemon prints more or fewer lines than it should, some questions get lines that they cannot parse.
+    No question takes them for its own answer, so the result is an error and never a success.
     """
     for each in segment[:-1]:
         count = each.question.expects or 0
@@ -196,36 +201,40 @@ class ControlPipe:
         self._pipe_directory = pipe_directory
         self._lock = asyncio.Lock()
         self.whole = asyncio.Lock()
-        """Held by whoever has several conversations in a row, so that no long command comes between them."""
+        """Held during several conversations in a row, so that no long command comes between them."""
         self.key = key or secrets.token_hex(8)
-        """What the nonces of all its marks begin with: by this its conversations are known in the daemon's log."""
+        """The prefix of the nonces of all its marks, which identifies its conversations in the daemon's log."""
         self.nonce = ""
-        """That of the latest conversation that was answered to its end."""
+        """The nonce of the latest conversation that was answered to its end."""
         self.deadline = deadline
-        """Seconds that a conversation may take from its first front-end on, strangers in the way included."""
+        """The maximum seconds of a conversation from its first front-end on, collisions with other front-ends
+        included."""
         self.waits_for = ""
-        """What a long command waits for that has the only seat, or has it next; empty when none does."""
+        """The reason why the long command waits that occupies the pipe or is next to do so; empty when there is
+        none."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when that changes."""
+        """Called when `waits_for` changes."""
         self._lasting: LastingFrontEnd | None = None
-        """The front-end that has the seat for that long."""
+        """The front-end of the long command that occupies the pipe."""
         self._is_given_up = False
 
     async def hold(self, conversation: Conversation) -> None:
-        """Hold a conversation, after those that were asked for before it, and bring every answer.
+        """Hold a conversation, after those that were requested earlier, and bring every answer.
 
-        Raises ControlUnreachableError when no daemon listens, ControlBusyError when strangers held it for the whole
-        deadline, ControlUnresponsiveError when it took longer, ControlBrokenError and ControlGarbledError when its
-        answers do not add up. In every case but the first two something of the conversation may have taken effect.
+        Raises ControlUnreachableError when no daemon listens, ControlBusyError when other front-ends occupied it for
+        the whole deadline, ControlUnresponsiveError when the conversation exceeded the deadline, and ControlBrokenError
+        or ControlGarbledError when the answers do not parse. Except for the first two, a part of the conversation may
+        have taken effect.
         """
         await self._say(conversation, self.deadline)
 
     async def quit(self, seconds: int | None) -> None:
-        """Tell the daemon to quit, and to force its servers after `seconds`; whether it went, its pidfd says.
+        """Tell the daemon to quit, and to end its servers by force after `seconds`; its pidfd shows whether it exited.
 
-        Raises as `hold` does when it could not be told, or did not go in `seconds` and the deadline together. Without
-        `seconds` it goes when its last client has gone, whenever that is: this returns when it is told, or has had the
-        time to be. It waits on when the front-end that told it is ended (measured, all versions).
+        Raises the errors of `hold` when the command did not reach the daemon, or the daemon did not exit within
+        `seconds` plus the deadline. Without `seconds`, the daemon exits after its last client, at any time; this method
+        then returns once the command was sent or the deadline has passed. The daemon continues to wait after the
+        front-end has ended (measured, all versions).
         """
         try:
             if seconds is None:
@@ -234,15 +243,15 @@ class ControlPipe:
             else:
                 await self._say(_Farewell(seconds), seconds + self.deadline)
         except ControlUnreachableError:
-            # Nobody listens any more, which is what was asked for: a front-end can lose the daemon's last words (seen
-            # on 470 and 535: status 1 or silence, though the daemon had quit).
+            # The daemon no longer listens, which was the aim: a front-end can lose the daemon's last lines (seen on 470
+            # and 535: status 1 or no output, although the daemon had quit).
             return
 
     async def ask_long(self, long: LongCommand[T], note: Callable[[PendingCommand], None]) -> T:
-        """Ask what may take long, by a front-end that goes on when mpsd ends; `take_over` is for the next mpsd.
+        """Ask a question that may take long, through a front-end that outlives mpsd; the next mpsd calls `take_over`.
 
-        `note` stores which process that is before it says anything. Raises as `hold` does, but that
-        ControlUnresponsiveError comes when the command's own time is over; and what `note` raises.
+        `note` stores the identity of the front-end before it sends anything. Raises the errors of `hold`, but
+        ControlUnresponsiveError only after the command's own time, and the errors of `note`.
         """
         async with self._seat(long.because):
             try:
@@ -255,9 +264,9 @@ class ControlPipe:
         raise AssertionError  # the retry ends by a return or an error
 
     async def take_over(self, long: LongCommand[T], pending: PendingCommand) -> T:
-        """Wait for the answer to what an earlier mpsd asked. Raises as `ask_long` does.
+        """Wait for the answer to a command of an earlier mpsd. Raises the errors of `ask_long`.
 
-        ControlBusyError: no word of it was heard, or its answer is lost.
+        ControlBusyError here means that the daemon received no part of it, or that its answer is lost.
         """
         async with self._seat(long.because):
             self._lasting = LastingFrontEnd.adopt(pending.front_end, long.answer)
@@ -281,7 +290,7 @@ class ControlPipe:
 
     async def _start_lasting(self, long: LongCommand[Any], note: Callable[[PendingCommand], None]) -> PendingCommand:
         if self._lasting is not None:
-            self._lasting.close()  # it was turned away, and is gone
+            self._lasting.close()  # it was rejected, and has exited
         allowed = None if self._program.capabilities is None else FRONT_END
         try:
             front_end = self._lasting = LastingFrontEnd.start(
@@ -289,7 +298,7 @@ class ControlPipe:
             )
         except OSError as error:
             raise self._not_started(error) from error
-        assert front_end.program is not None  # noqa: S101 - it was started just now
+        assert front_end.program is not None  # noqa: S101 - `start` returns one that has a program
         nonce, until = self.key + secrets.token_hex(4), clock.since_boot() + long.seconds
         pending = PendingCommand(front_end.program.identity, nonce, until)
         conversation = Conversation()
@@ -305,8 +314,8 @@ class ControlPipe:
         return pending
 
     async def _finish(self, long: LongCommand[T], pending: PendingCommand) -> T:
-        """Wait for the end of the front-end, and return its answer; one that is late is ended."""
-        assert self._lasting is not None  # noqa: S101 - it was started, or taken over
+        """Wait for the front-end to exit and return its answer; a late front-end is killed."""
+        assert self._lasting is not None  # noqa: S101 - the caller started it or took it over
         if not await self._lasting.ended_by(pending.until):
             await self._lasting.kill()
             raise ControlUnresponsiveError(
@@ -322,7 +331,7 @@ class ControlPipe:
         return answer.answer
 
     async def give_up(self) -> None:
-        """End the front-end that waits for a long command, if one does: the daemon itself is to go."""
+        """End the front-end that waits for a long command, if any, because the daemon itself must stop."""
         if self._lasting is not None:
             self._is_given_up = True
             await self._lasting.kill()
@@ -334,7 +343,8 @@ class ControlPipe:
         )
 
     def _not_started(self, error: OSError) -> ControlUnreachableError:
-        # As while a driver is upgraded: it comes back, and until then only this is known.
+        # This happens during a driver upgrade, for example: the program returns later, and until then only this is
+        # known.
         return ControlUnreachableError(
             f"the front-end {self._program.argv[0]} could not be started: {error.strerror}",
             hint="check that the control program exists and is executable",
@@ -354,7 +364,7 @@ class ControlPipe:
                 raise self._busy(seconds) from None
 
     async def _front_end(self, script: list[str], until: float) -> list[str]:
-        """Say this in one front-end and return the lines that came back."""
+        """Send these lines through one front-end and return its output lines."""
         seconds = max(until - clock.monotonic(), _LEAST)
         text = "".join(f"{line}\n" for line in script).encode()
         allowed = None if self._program.capabilities is None else FRONT_END
@@ -378,7 +388,7 @@ class ControlPipe:
         return lines
 
     async def ask(self, command: Command[T]) -> T:
-        """Ask one question. Raises as `hold` does, and what the answer amounts to."""
+        """Ask one question. Raises the errors of `hold`, and the error that the answer stands for."""
         conversation = Conversation()
         answer = conversation.ask(command)
         await self.hold(conversation)

@@ -1,4 +1,4 @@
-"""The last of a series of numbers that was given, in a small file of its own, so that none is ever given twice."""
+"""The last number of a series that was given out, in a small file of its own, so that no number is given out twice."""
 
 import os
 import zlib
@@ -10,15 +10,15 @@ from typing import Final
 from mpsd.system import clock
 
 _CLOSED: Final = "-" * 36
-"""Stands in the place of a boot's identity in a file whose writer ended in order."""
+"""Replaces the boot id in the file when its writer ended in order."""
 
 _SLOT: Final = 128
-"""Bytes from one of the two places in the file to the other: while one is written, the other is whole."""
+"""Bytes between the two slots of the file: while one is written, the other stays whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What is written at a time: how many were written before, the number, and under which boot."""
+    """One record: the number of records before it, the last number given out, and the boot id."""
 
     order: int
     last: int
@@ -30,27 +30,28 @@ class _Note:
 
 
 class Counter:
-    """A number that only grows, overwritten in place: that costs one system call, and needs no room on a full disk.
+    """A number that only grows and is overwritten in place, which costs one system call and no space on a full disk.
 
-    What was noted survives mpsd's death at any instant, and a reboot in order; after a power cut it may be too small.
+    A noted number survives the death of mpsd at any instant and an orderly reboot. After a power cut the stored number
+    may be too small.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read what an earlier mpsd noted. Raises OSError when the file can be neither opened nor made."""
+        """Read the number that an earlier mpsd noted. Raises OSError when the file can neither be opened nor made."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         raw = os.pread(self._file, 2 * _SLOT, 0)
         notes = [note for note in (_decode(raw[:_SLOT]), _decode(raw[_SLOT:])) if note is not None]
         latest = max(notes, key=lambda note: note.order, default=None)
         self._order = 0 if latest is None else latest.order
         self.last = 0 if latest is None else latest.last
-        """The last number that is known to have been given; 0 when none is."""
+        """The highest number that is known to have been given out; 0 when there is none."""
         self.certain = latest.boot in {clock.boot_id(), _CLOSED} if latest is not None else not raw
-        """Whether no higher one can have been given."""
+        """Whether no higher number can have been given out."""
         self.note(self.last)
         os.fsync(self._file)
 
     def note(self, last: int) -> None:
-        """Note the last number that was given, before anybody is told of it. Raises OSError."""
+        """Note the last number before any caller sees it. Raises OSError."""
         self.last = last
         self._write(clock.boot_id())
 
@@ -59,15 +60,15 @@ class Counter:
         os.pwrite(self._file, _Note(self._order, self.last, boot).encoded(), self._order % 2 * _SLOT)
 
     def close(self) -> None:
-        """Note that it ended in order, so that after a reboot the number can be trusted, and close the file."""
-        with suppress(OSError):  # then it did not end in order, and is not trusted after a reboot
+        """Record an orderly end, so that the number can be trusted after a reboot, and close the file."""
+        with suppress(OSError):  # without the record, the number is not trusted after a reboot
             self._write(_CLOSED)
             os.fsync(self._file)
         os.close(self._file)
 
 
 def _decode(raw: bytes) -> _Note | None:
-    """Return what was written, or None when it is not as it was written."""
+    """Return the record of a slot, or None when it is damaged or empty."""
     line = raw.partition(b"\n")[0]
     fields = line.split(b" ")
     if len(fields) != 4 or not (fields[0].isdigit() and fields[1].isdigit()):  # noqa: PLR2004 - with its checksum

@@ -1,6 +1,6 @@
-"""Who is at the other end of a unix socket, as the kernel says, and never as the caller does.
+"""The identity of the peer of a unix socket by the kernel's word, never by the peer's own.
 
-Only uid and gid authorise; the process is for binding a lease to its life.
+Only uid and gid authorise; the process serves to bind a lease to its life.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _SO_PEERPIDFD: Final = 77
 _SO_PEERGROUPS: Final = 59
 _UCRED: Final = struct.Struct("iII")
 _FEW_GROUPS: Final = 64
-"""Groups for which there is room in the first question; who is in more costs one more."""
+"""Groups that the first query has space for; a process in more groups costs a second query."""
 
 _MOST_GROUPS: Final = 65536
 """NGROUPS_MAX in the kernel's include/uapi/linux/limits.h."""
@@ -36,7 +36,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class PeerCredentials:
-    """The kernel's word on a caller; `pid` is 0 for a process that is not visible in mpsd's pid namespace."""
+    """The kernel's word on a peer; `pid` is 0 for a process that is not visible in mpsd's pid namespace."""
 
     uid: int
     gid: int
@@ -44,20 +44,20 @@ class PeerCredentials:
 
 
 def peer_credentials(connection: socket.socket) -> PeerCredentials:
-    """Return the credentials of whoever connected."""
+    """Return the credentials of the process that connected."""
     pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return PeerCredentials(uid, gid, pid)
 
 
 def groups(connection: socket.socket, who: PeerCredentials) -> frozenset[int]:
-    """Return every group that the caller's process was in when it connected, its own among them.
+    """Return every group that the peer's process was in when it connected, its primary group included.
 
-    Raises NotPermittedError where the kernel does not tell all of them: some of them alone would be another user.
+    Raises NotPermittedError where the kernel does not report all of them: a part of them would mean other rights.
     """
     room = _FEW_GROUPS
     while True:
         buffer, size = (ctypes.c_uint32 * room)(), ctypes.c_uint32(4 * room)
-        # CPython's getsockopt takes 1024 bytes at most, and so 256 groups.
+        # CPython's getsockopt accepts at most 1024 bytes, which is 256 groups.
         if _libc.getsockopt(connection.fileno(), socket.SOL_SOCKET, _SO_PEERGROUPS, buffer, ctypes.byref(size)) == 0:
             return frozenset((who.gid, *buffer[: size.value // 4]))
         number = ctypes.get_errno()
@@ -67,11 +67,11 @@ def groups(connection: socket.socket, who: PeerCredentials) -> frozenset[int]:
                 hint="call from a process in fewer groups, or on a kernel that tells them (SO_PEERGROUPS)",
                 limit="groups",
             )
-        room = size.value // 4  # as the kernel asks for: unix(7) does not have it, net/core/sock.c does
+        room = size.value // 4  # the kernel's answer: not in unix(7), but in net/core/sock.c
 
 
 def look_up(names: Iterable[str]) -> UserNames:
-    """Ask the user database, once, for the numbers of users and %groups. It may be a directory on the network."""
+    """Look up the numbers of users and %groups in the user database, once. The database may be on the network."""
     uids, gids, unknown = dict[str, int](), dict[str, int](), list[str]()
     for name in names:
         try:
@@ -79,7 +79,7 @@ def look_up(names: Iterable[str]) -> UserNames:
                 gids[name[1:]] = getgrnam(name[1:]).gr_gid
             else:
                 uids[name] = getpwnam(name).pw_uid
-        except (KeyError, ValueError):  # ValueError: no name at all, as with a character that the locale has not
+        except (KeyError, ValueError):  # ValueError: an invalid name, such as one that the locale cannot encode
             unknown.append(name)
     return UserNames(uids, gids, tuple(unknown))
 
@@ -87,9 +87,9 @@ def look_up(names: Iterable[str]) -> UserNames:
 def process_of(connection: socket.socket, who: PeerCredentials, accepted: float = inf) -> Process | None:
     """Watch the process that connected; None when it is gone, or not visible in mpsd's pid namespace.
 
-    SO_PEERPIDFD cannot be fooled by a reused pid. Without it (kernels before 6.5) the pid of the credentials is opened,
-    which is as good for as long as the process lives; if another has its pid by now, it started after the connection
-    was `accepted`, in seconds since boot.
+    A reused pid cannot deceive SO_PEERPIDFD. Kernels before 6.5 do not have it, and the pid of the credentials is
+    opened, which is equally safe while the process lives. If another process has the pid by then, it started after the
+    connection was `accepted` (seconds since boot).
     """
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
@@ -106,9 +106,9 @@ def process_of(connection: socket.socket, who: PeerCredentials, accepted: float 
 
 
 def group_of(uid: int) -> int:
-    """Return the first group of a user, or the gid of the same number where nobody knows that user.
+    """Return the primary group of a user, or the gid of the same number where the user database does not have the user.
 
-    It asks the user database, which may be a directory on the network.
+    The user database may be a directory on the network.
     """
     try:
         return getpwuid(uid).pw_gid

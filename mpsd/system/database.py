@@ -1,9 +1,10 @@
-"""What must not be lost, in SQLite files: leases for as long as this boot lasts, events and usage for longer.
+"""SQLite files for state that must not be lost: leases survive until the next boot, events and usage for longer.
 
-Why SQLite, and why in these two modes, is measured and argued in docs/store.md. In short: the leases need only
-survive mpsd's own death, at any instant, for which the kernel's copy is enough, so they are never synchronised to the
-disk; and they are in one file with a rollback journal, because damage to a write-ahead log goes unseen: SQLite reads
-it up to the damage and takes that for its end. The history must survive a power cut too, so it has such a log.
+docs/store.md explains and measures the choice of SQLite and of these two modes. In short: the leases must survive only
+mpsd's own death, at any instant. The kernel's copy of the file is enough for that, so they are never synchronised to
+the disk. They are in one file with a rollback journal, because SQLite does not notice damage to a write-ahead log: it
+reads the log up to the damage and takes that for the end. The history must survive a power cut too, so it has a
+write-ahead log.
 """
 
 import contextlib
@@ -19,16 +20,17 @@ from mpsd.core.errors import ConfigurationError, StorageError
 from mpsd.system.store_file import StoreFile
 
 _APPLICATION: Final = 0x6D707364
-""""mpsd", so that another program's database is never taken for ours."""
+""""mpsd", so that another program's database is never taken for mpsd's own."""
 
 _COMPANIONS: Final = ("-journal", "-wal")
-"""What SQLite may keep beside the file; without it, the file may be only half of what was committed."""
+"""Suffixes of files that SQLite may have beside the database; without them, it may lack a part of what was
+committed."""
 
 _PATIENCE: Final = 2.0
-"""Seconds for another program, such as an operator's sqlite3, to let go of the file."""
+"""Seconds to wait until another program, such as an operator's sqlite3, releases the file."""
 
 _PROBE: Final = 64 * 1024
-"""Bytes that must be free beyond the ballast for there to be room; and what is given up of the ballast at a time."""
+"""Bytes that must be free beyond the ballast, and the amount by which the ballast shrinks at a time."""
 
 _CIRCUMSTANCES: Final = {
     sqlite3.SQLITE_PERM,
@@ -39,7 +41,7 @@ _CIRCUMSTANCES: Final = {
     sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_CANTOPEN,  # of its journal, since the file itself was opened before
 }
-"""Errors of SQLite that say nothing about what is in the file: with way, or room, made for it, it would be whole."""
+"""SQLite errors that do not mean damage: with access, or with free space, the file would be whole."""
 
 
 class Database:
@@ -48,15 +50,15 @@ class Database:
     def __init__(
         self, path: Path, schema: Sequence[str], *, lasting: bool = False, ballast: int = 0, first: str = ""
     ) -> None:
-        """Open the file, or make it. `schema` holds one script for each version of it, the oldest first.
+        """Open the file, or make it. `schema` has one script for each schema version, the oldest first.
 
-        `first` is what a file that is new has in it besides, in the same commit.
-        `lasting` is for what must survive a power cut, though perhaps not the last seconds before it. `ballast` is how
-        many bytes are kept aside on the file system, to be given up when it is full. A file that is damaged, of another
-        program, or newer than this mpsd is set aside, whole. Raises ConfigurationError when that is not the trouble.
+        `first` is the SQL that a new file gets besides, in the same commit. `lasting` is for data that must survive a
+        power cut, except perhaps the last seconds before it. `ballast` is the number of bytes that are reserved on the
+        file system and given up when it is full. A file that is damaged, belongs to another program, or is newer than
+        this mpsd is set aside whole. Raises ConfigurationError for every other failure.
         """
         self.aside: Path | None = None
-        """Where a file went that could not be used, and `because` why."""
+        """The new path of a file that could not be used; `because` has the reason."""
         self.because = ""
         self._path = path
         self._schema = schema
@@ -85,23 +87,23 @@ class Database:
             return self._open()
 
     def _open(self) -> sqlite3.Connection:
-        # Made here, and not by SQLite, for its mode: leases are no business of other users.
+        # mpsd makes the file, instead of SQLite, to choose its mode: leases are private.
         file = StoreFile(self._path)
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=_PATIENCE)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(file.close)
             on_failure.callback(connection.close)
             connection.create_function("checksum", -1, checksum, deterministic=True)
-            connection.execute("PRAGMA trusted_schema = ON")  # for `checksum`; whose schema it is is checked before
+            connection.execute("PRAGMA trusted_schema = ON")  # for `checksum`; `_check` comes first
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
-            # Nothing is written before it is known whose it is.
+            # Nothing is written before the owner of the file is known.
             version = self._check(connection)
-            # What is written gets the checksum that it has: only what was read had to be compared with it.
+            # Each written row gets the right checksum: only rows that were read need the comparison.
             connection.execute("PRAGMA ignore_check_constraints = ON")
-            # PERSIST: the journal keeps its blocks, so that a commit that only deletes needs no room on a full disk.
+            # PERSIST: the journal keeps its blocks, so that a commit that only deletes needs no space on a full disk.
             connection.execute(f"PRAGMA journal_mode = {'WAL' if self._lasting else 'PERSIST'}")
             connection.execute(f"PRAGMA synchronous = {'NORMAL' if self._lasting else 'OFF'}")
-            # The lock is taken here for good: no commit will ever wait for somebody who looks into the file.
+            # The lock is taken here for good: no commit ever waits for another program that reads the file.
             connection.execute("BEGIN EXCLUSIVE")
             connection.execute("COMMIT")
             self._migrate(connection, version)
@@ -123,18 +125,19 @@ class Database:
         with self._path.open("rb") as file:
             formats = file.read(20)[18:]
         if formats not in {b"\1\1", b"\2\2"}:
-            # For writing and for reading; where they differ, SQLite reads the file, and fails at the first commit.
+            # The two bytes are the formats for writing and reading; where they differ, SQLite reads the file and fails
+            # at the first commit.
             raise _UnusableError("its header is damaged")
         if not 0 < version <= len(self._schema):
             raise _UnusableError(f"it has version {version}, and this mpsd supports {len(self._schema)}")
-        # It looks at every row, and so has every checksum compared: each table has a constraint that says so.
+        # quick_check reads every row and so compares every checksum: each table has a constraint for that.
         verdict: str = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise _UnusableError(f"it is damaged: {verdict}")
         return int(version)
 
     def _migrate(self, connection: sqlite3.Connection, version: int) -> None:
-        """Bring the file to the newest version, one step at a time, each done wholly or not at all; make it in one."""
+        """Bring the file to the newest version, each step in its own transaction; make a new file in one."""
         steps = list(enumerate(self._schema[version:], start=version + 1))
         if not version:
             steps = [(len(self._schema), ";".join((*self._schema, self._first)))]
@@ -147,16 +150,17 @@ class Database:
         number = 1
         while (target := self._path.with_suffix(f".set-aside-{number}")).exists():
             number += 1
-        # The companions go first: one that was left behind would be taken for the next file's.
+        # The companions go first: SQLite would take one that was left for a companion of the next file.
         for suffix in (*_COMPANIONS, ""):
             with suppress(FileNotFoundError):
                 Path(f"{self._path}{suffix}").rename(f"{target}{suffix}")
         self.aside, self.because = target, because
 
     def changed_from_outside(self) -> str:
-        """Say what others did to the file that mpsd writes, so that it is not what the next mpsd would find.
+        """Return what another process did to the file, such that the next mpsd would not find what this one wrote.
 
-        Nothing where all is well. It is for twice a second, and reads the file when it was written since the last time.
+        Empty where nothing is wrong. mpsd calls this twice a second; it reads the file only when it was written since
+        the last call.
         """
         if self._file is None:
             return "it could not be made anew"
@@ -164,7 +168,7 @@ class Database:
         return self._file.changed(content, written=self._commits)
 
     def start_anew(self, because: str) -> None:
-        """Set aside a file that is not what was written, and go on with an empty one. Raises StorageError."""
+        """Set aside a file that differs from what was written, and continue with an empty one. Raises StorageError."""
         self.close()
         try:
             self._set_aside(because)
@@ -175,14 +179,14 @@ class Database:
     # -- reading and writing ------------------------------------------------------------------------------------------
 
     def rows(self, query: str, *values: object) -> Iterator[tuple[object, ...]]:
-        """Yield the rows of a query, as they are asked for: of thousands, no two need be in memory at a time."""
+        """Yield the rows of a query one by one, so that thousands of rows need no memory at the same time."""
         return self._connection.execute(query, values)
 
     def commit(self, statements: Sequence[tuple[str, Sequence[object]]], *, needed: bool = False) -> None:
-        """Do all of this, or none of it. Raises StorageError, and then nothing has changed.
+        """Execute all of these statements or none. Raises StorageError and then changes nothing.
 
-        `needed` is for what must find room on a full disk, as the end of a lease must: the ballast is given up for it,
-        bit by bit. What is not needed is refused until the ballast is whole again.
+        `needed` is for changes that must find space on a full disk, such as the end of a lease: the ballast is given up
+        for them, bit by bit. Other changes are refused until the ballast is whole again.
         """
         try:
             if not (self._ballast.is_whole or needed or self._ballast.restore()):
@@ -202,7 +206,7 @@ class Database:
         cursor = self._cursor
         self._commits += 1
         if len(statements) == 1:
-            cursor.execute(*statements[0])  # it is a transaction of its own
+            cursor.execute(*statements[0])  # a single statement is its own transaction
             return
         cursor.execute("BEGIN IMMEDIATE")
         try:
@@ -220,11 +224,11 @@ class Database:
         )
 
     def has_room(self) -> bool:
-        """Tell whether its file system has room beyond the ballast, which is made whole again if it can be."""
+        """Tell whether the file system has space beyond the ballast, after restoring the ballast if possible."""
         return self._ballast.restore() and self._ballast.is_room_beyond()
 
     def close(self) -> None:
-        """Close the file; everything was committed before."""
+        """Close the file; everything is committed already."""
         self._connection.close()
         if self._file is not None:
             self._file.close()
@@ -232,7 +236,7 @@ class Database:
 
 
 class _Ballast:
-    """A file of reserved blocks that is there to be cut shorter."""
+    """A file of reserved blocks that exists to be cut shorter."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path
@@ -242,20 +246,20 @@ class _Ballast:
     def _hold(self, size: int) -> None:
         self._held = size
         self.is_whole = size >= self._size
-        """Whether nothing of it is given up at the moment."""
+        """Whether no part of it is given up now."""
 
     def restore(self) -> bool:
-        """Reserve what was given up; tell whether that is there again."""
+        """Reserve the part that was given up; tell whether the ballast is whole again."""
         return self._size == 0 or self._reserve(self._size)
 
     def give_up(self) -> bool:
-        """Make some room; False when there is nothing left to give up."""
+        """Free some space; False when nothing is left to give up."""
         if self._held == 0:
             return False
         return self._cut(max(self._held - _PROBE, 0))
 
     def is_room_beyond(self) -> bool:
-        """Tell whether it could be larger, by making it so for a moment."""
+        """Tell whether the ballast could be larger, by making it larger for a moment."""
         room = self._reserve(self._size + _PROBE)
         self._cut(self._size)
         return room
@@ -268,7 +272,7 @@ class _Ballast:
             finally:
                 os.close(descriptor)
         except OSError:
-            self._cut(self._held)  # what it got of it goes back at once: others need it more
+            self._cut(self._held)  # release what was reserved at once: other files need it more
             return False
         self._hold(size)
         return True
@@ -283,14 +287,14 @@ class _Ballast:
 
 
 def checksum(*values: object) -> int:
-    """Return what stands beside the values of a row, so that damage within them is seen, not believed."""
+    """Return the checksum of a row's values, so that damage within them is detected."""
     return zlib.crc32("\0".join(map(str, values)).encode())
 
 
 def summed(*values: object) -> tuple[object, ...]:
-    """Return the values of a row with their checksum behind them, as every row has it that is written."""
+    """Return the values of a row followed by their checksum, the form in which every row is written."""
     return *values, checksum(*values)
 
 
 class _UnusableError(Exception):
-    """The file is whole, and still not for us; or what is in it is not what was written."""
+    """The file is whole but not usable by mpsd; or its content is not what was written."""

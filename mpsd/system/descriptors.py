@@ -1,4 +1,4 @@
-"""File descriptors: the last are kept for what needs them most, and whoever cannot have one is told to ask again."""
+"""File descriptors: the last ones are reserved for the most important uses; other requests are refused for now."""
 
 import errno
 import os
@@ -9,30 +9,34 @@ from typing import Final
 from mpsd.core.errors import TooManyRequestsError
 
 _SPARE: Final = 64
-"""Descriptors that no connection gets: mpsd needs some to look after control daemons, leases and its stores."""
+"""Descriptors that no connection gets: mpsd needs some for control daemons, leases and its stores."""
 
 
 class Purpose(Enum):
-    """What a descriptor is for, by which it is decided how many have to be left after it."""
+    """The use of a descriptor, which decides how many must remain free after it."""
 
     CONNECTION = auto()
     LEASE = auto()
-    """The only holder of a lease, which has half of those that no connection gets: a GPU bounds how many leases are."""
+    """The only holder of a lease, which may use half of the descriptors that no connection gets: the GPUs bound the
+    number of leases."""
     ANOTHER_HOLDER = auto()
-    """A holder beside others, of which a lease may have many: half of all descriptors are left to other leases."""
+    """A further holder of a lease, of which it may have many: half of all descriptors stay free for other leases."""
 
 
 _NONE_LEFT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What the kernel says when it has no descriptor to give, or no memory for it. Source: open(2)."""
+"""Errors of the kernel when it has no free descriptor, or no memory for one. Source: open(2)."""
 
 
 def are_none_left(error: OSError) -> bool:
-    """Tell whether something failed since there was no descriptor for it, which is nobody's fault who asked for it."""
+    """Tell whether an operation failed for lack of a descriptor, which is not the requester's fault."""
     return error.errno in _NONE_LEFT
 
 
 def is_spare(descriptor: int, purpose: Purpose) -> bool:
-    """Tell whether a descriptor is among the last ones: the kernel gives the lowest that is free, so few are left."""
+    """Tell whether a descriptor is among the last ones.
+
+    The kernel gives the lowest free number, so a high number means that few are left.
+    """
     return descriptor >= _first_spare(purpose)
 
 
@@ -49,9 +53,9 @@ def _first_spare(purpose: Purpose) -> int:
 
 
 def duplicate(descriptor: int, purpose: Purpose | None) -> int:
-    """Return another descriptor of the same file; without a purpose, it may be any.
+    """Return another descriptor of the same file; without a purpose, any descriptor may be used.
 
-    Raises TooManyRequestsError where too few would be left, and OSError where there is none.
+    Raises TooManyRequestsError where too few would remain, and OSError where there is none.
     """
     another = os.dup(descriptor)
     if purpose is not None and is_spare(another, purpose):
@@ -61,7 +65,7 @@ def duplicate(descriptor: int, purpose: Purpose | None) -> int:
 
 
 def refusal(because: str) -> TooManyRequestsError:
-    """Return that mpsd has no descriptor for what was asked for, for now."""
+    """Return the error that says that mpsd has no free descriptor for a request now."""
     return TooManyRequestsError(
         f"mpsd has no file descriptor for this: {because}",
         hint="try again later; an administrator raises the limit (LimitNOFILE=, ulimit -n)",

@@ -1,7 +1,7 @@
-"""Where NVIDIA's driver of this machine is: on the machine itself, or, in a container, where somebody mounted it.
+"""The location of NVIDIA's driver: on the machine itself or, in a container, in a mount.
 
-The driver's programs and libraries belong to the kernel's modules and are never part of an image. The container toolkit
-and CDI put them among a container's own; the GPU operator has them in a root of their own.
+The driver's programs and libraries must match the kernel modules and are never part of an image. The container toolkit
+and CDI put them among a container's own files; the GPU operator has them in a separate root.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Final
 from mpsd.core.errors import ConfigurationError
 
 _ROOTS: Final = (Path("/run/nvidia/driver"), Path("/driver-root"), Path("/usr/local/nvidia"))
-"""The GPU operator's driver container, as a host path; the mount that its plugins give it; GKE's driver installer."""
+"""The GPU operator's driver container, as a host path; the mount that its plugins use; GKE's driver installer."""
 
 _PROGRAMS: Final = ("usr/bin", "usr/sbin", "bin", "sbin", "opt/bin")
 _LIBRARIES: Final = (
@@ -26,7 +26,7 @@ _LIBRARIES: Final = (
     "lib/x86_64-linux-gnu",
     "lib/aarch64-linux-gnu",
 )
-"""Where a root has them, which depends on the distribution."""
+"""Where a root has the libraries, which depends on the distribution."""
 
 _OF_THE_DRIVER: Final = ("libcuda.so*", "libnvidia-*.so*")
 _SERVER: Final = "nvidia-cuda-mps-server"
@@ -35,27 +35,27 @@ _NVML: Final = "libnvidia-ml.so.1"
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What was found of it."""
+    """The parts of the driver that were found."""
 
     control: Path
     server: Path | None
-    """None where it is neither beside the control program nor in its root or PATH."""
+    """None where it is neither beside the control program nor in the driver's root or PATH."""
     libraries: Path | None
-    """Where its libraries are, if the loader does not look there: in a root of its own, say."""
+    """The directory of its libraries where the loader does not search it, such as one in a separate root."""
 
     @property
     def nvml(self) -> Path | None:
-        """NVML's library, if the loader has to be told."""
+        """The path of NVML's library where the loader does not find it."""
         return None if self.libraries is None else self.libraries / _NVML
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """Where its programs are: the control program looks for the server in PATH (measured)."""
+        """The directories of its programs: the control program searches PATH for the server (measured)."""
         programs = (self.control, self.server) if self.server is not None else (self.control,)
         return tuple(dict.fromkeys(str(each.parent) for each in programs))
 
     def facts(self) -> dict[str, str]:
-        """Say where each part was found."""
+        """Return where each part was found, for the log."""
         return {
             "program": str(self.control),
             "server": str(self.server or f"not found: {_SERVER}"),
@@ -64,9 +64,9 @@ class Driver:
 
 
 def find(control: str, root: Path | None = None, roots: Sequence[Path] = _ROOTS, *, here: Path = Path("/")) -> Driver:
-    """Find the driver: under `root` and nowhere else, or, without one, in PATH, or else in the first known root.
+    """Find the driver: only under `root` if given, otherwise in PATH and then in the first known root that has it.
 
-    A `control` that is a path is that program, wherever it is. Raises ConfigurationError.
+    A `control` that is a path names that program wherever it is. Raises ConfigurationError.
     """
     if root is None or os.sep in control:
         found = shutil.which(control)
@@ -105,9 +105,9 @@ def _libraries(root: Path) -> Path | None:
 
 
 def _unambiguous(here: Path) -> Path | None:
-    """Return where this system has the libraries, if its loader does not find them there.
+    """Return the directory of this system's libraries where the loader does not find them there.
 
-    CDI has them where the host has them, which may be another distribution.
+    CDI puts them where the host has them, and the host may be another distribution.
     """
     try:
         ctypes.CDLL(_NVML)
@@ -127,10 +127,10 @@ def _server(control: Path, root: Path | None) -> Path | None:
 
 
 def link(driver: Driver, directory: Path) -> None:
-    """Have `directory` hold links to the driver's libraries, where those are in a root of their own.
+    """Fill `directory` with links to the driver's libraries, where those are in a separate root.
 
-    The loader is to take those from there, and not the C library that lies beside them: it is another system's. What
-    is as it should be is left alone: a control daemon that runs may start a server now. Raises ConfigurationError.
+    The loader must take these libraries from there, but not the C library beside them, which belongs to another system.
+    Correct links stay as they are, since a running control daemon may start a server now. Raises ConfigurationError.
     """
     if driver.libraries is None:
         return

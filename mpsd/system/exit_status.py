@@ -1,4 +1,4 @@
-"""How a process ended: what the kernel tells of one that is no child of mpsd, and how that is said."""
+"""How a process ended: the kernel's record for a process that is not mpsd's child, and a description in words."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ import struct
 from typing import Final
 
 _INFO: Final = struct.Struct("=Q52xi")
-"""The first version of `struct pidfd_info`, of which the mask and the exit status are of interest."""
+"""The first version of `struct pidfd_info`, from which only the mask and the exit status are used."""
 
 _GET_INFO: Final = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
 _INFO_EXIT: Final = 1 << 3
@@ -15,22 +15,22 @@ _INFO_EXIT: Final = 1 << 3
 
 
 def of_pidfd(pidfd: int) -> int | None:
-    """Return the return code of a process that its parent has taken away; None where the kernel does not tell it.
+    """Return the return code of a process that its parent has reaped; None where the kernel does not report it.
 
-    From Linux 6.15 on it does (measured on 6.18).
+    Linux 6.15 and newer report it (measured on 6.18).
     """
     answer = bytearray(_INFO.size)
     _INFO.pack_into(answer, 0, _INFO_EXIT, 0)
     try:
         fcntl.ioctl(pidfd, _GET_INFO, answer)
     except OSError:
-        return None  # an older kernel, which knows nothing of this
+        return None  # an older kernel does not have this call
     mask, status = _INFO.unpack(answer)
     return os.waitstatus_to_exitcode(status) if mask & _INFO_EXIT else None
 
 
 def describe(returncode: int | None) -> str:
-    """Say how a process ended, from a return code as subprocess has it; None where nobody knows."""
+    """Describe how a process ended, from a return code in the form of subprocess; None where it is unknown."""
     if returncode is None:
         return "ended in a way that is not known (it was adopted, so its status went to another parent)"
     name = signal_of(returncode)
@@ -38,7 +38,7 @@ def describe(returncode: int | None) -> str:
 
 
 def signal_of(returncode: int | None) -> str | None:
-    """Name the signal that ended a process; None for one that exited, or where nobody knows."""
+    """Return the name of the signal that ended a process; None for a process that exited, or where it is unknown."""
     if returncode is None or returncode >= 0:
         return None
     try:

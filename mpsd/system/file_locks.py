@@ -1,4 +1,4 @@
-"""Who holds a lock on a file, as the kernel says in /proc/locks. Source: proc(5)."""
+"""The holders of a lock on a file, as the kernel lists them in /proc/locks. Source: proc(5)."""
 
 import os
 from pathlib import Path
@@ -7,14 +7,14 @@ from mpsd.core.model import ProcessIdentity
 from mpsd.system import proc
 
 _FIELDS = 8
-"""Of a lock that is held: number, kind, mode, access, pid, device and inode, start, end. One that is waited for has an
-arrow for its second field, and so one more."""
+"""The number of fields for a held lock: number, kind, mode, access, pid, device and inode, start, end. A lock that a
+process waits for has one more: an arrow as the second field."""
 
 
 def holders(path: Path) -> tuple[ProcessIdentity, ...]:
-    """Return the processes that hold a lock on a file; none where there is no such file.
+    """Return the processes that hold a lock on a file; empty where there is no such file.
 
-    A process in a pid namespace that mpsd does not see has no number here, and is not among them.
+    A process in a pid namespace that mpsd does not see has no pid here, and is left out.
     """
     try:
         found = path.stat()

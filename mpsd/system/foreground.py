@@ -1,4 +1,4 @@
-"""A program that mpsctl runs and waits for, with the terminal and the signals as if it were called in its place."""
+"""Programs that mpsctl runs and waits for; terminal and signals work as if the user had called the program directly."""
 
 import contextlib
 import os
@@ -10,19 +10,20 @@ _PASSED_ON: Final = frozenset(
     {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 )
 _FROM_A_TERMINAL: Final = 0x80
-"""SI_KERNEL: the kernel sent the signal, for a key on the terminal, and to the program too. Source: sigaction(2)."""
+"""SI_KERNEL: the kernel sent the signal for a key on the terminal, and the program got it too. Source: sigaction(2)."""
 
 _MOST: Final = 1024 * 1024
-"""Bytes of what a program prints that are read."""
+"""Maximum number of bytes of a program's output that are read."""
 
 
 def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program, found in PATH, to its end, and return its exit status, 128 and the number where a signal ended it.
+    """Run a program, found in PATH, to its end.
 
-    It gets the signals that mpsctl is sent. Raises OSError when it cannot be started.
+    Returns its exit status, or 128 plus the number of the signal that ended it. It gets the signals that are sent to
+    mpsctl. Raises OSError when it cannot be started.
     """
     waited = _PASSED_ON | {signal.SIGCHLD}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller may have left it ignored: no end would be told
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a caller may have left it ignored, and then no exit is reported
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     try:
         pid = os.posix_spawnp(arguments[0], [*arguments], environment, setsigmask=before)
@@ -43,13 +44,13 @@ def _follow(pid: int, pidfd: int, waited: frozenset[signal.Signals]) -> int:
             return code if code >= 0 else 128 - code
         received = signal.sigwaitinfo(waited)
         if received.si_signo != signal.SIGCHLD and received.si_code != _FROM_A_TERMINAL:
-            signal.pidfd_send_signal(pidfd, received.si_signo)  # it is not reaped, so it is there
+            signal.pidfd_send_signal(pidfd, received.si_signo)  # the program is not reaped yet, so its pidfd is valid
 
 
 def output(arguments: Sequence[str], environment: Mapping[str, str], *, most: int = _MOST) -> tuple[int, str]:
-    """Run a program to its end, and return its exit status with what it printed, without the last line end.
+    """Run a program to its end, and return its exit status and its output without the last line end.
 
-    Of that, `most` bytes are read.
+    At most `most` bytes of the output are read.
     """
     sink = os.memfd_create("stdout")
     try:
@@ -66,10 +67,10 @@ def output(arguments: Sequence[str], environment: Mapping[str, str], *, most: in
 
 @contextlib.contextmanager
 def beside(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[int]:
-    """Run a program in a session of its own, and yield the descriptor that reads what it prints.
+    """Run a program in its own session, and yield the descriptor that reads its output.
 
-    Its stdin ends when this does, or this process: that is how it learns that it is to end, and it is waited for.
-    Raises OSError when it cannot be started.
+    The program's stdin closes when the context or this process ends, which tells the program to exit; the context then
+    waits for it. Raises OSError when it cannot be started.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     stdin, ours = os.pipe()

@@ -1,8 +1,8 @@
-"""The GPUs of the node, and what is in use on them, as NVIDIA's driver tells through NVML. The one importer of pynvml.
+"""The node's GPUs and what is in use on them, as NVIDIA's driver reports it through NVML. The one importer of pynvml.
 
-NVML answers at once, until a GPU or the driver locks up: then a call can hang in the kernel for minutes, where no
-signal reaches it. So all calls are made on one thread that nobody ever waits for without a deadline. While it is stuck,
-every reading is unknown, at once; when the call comes back, the readings do too.
+NVML answers at once until a GPU or the driver locks up. Then a call can hang in the kernel for minutes, where no signal
+reaches it. All calls therefore run on one thread, and every wait for it has a deadline. While the thread is stuck,
+every reading is unknown at once; when the call returns, the readings work again.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 _DEADLINE: Final = 5.0
 _OPENING: Final = 60.0
-"""Seconds for the driver to be opened: without persistence mode it sets up every GPU, each in a second or more."""
+"""Seconds for opening the driver: without persistence mode it sets up every GPU, each in a second or more."""
 
 _PATIENCE: Final = 10.0
-"""Seconds for which one call to NVML waits for faults: each costs the idle node a wake-up."""
+"""Seconds that one call to NVML waits for faults: each call wakes an idle node once."""
 
 _MOST_FAULTS: Final = 64
-"""Faults that one call returns; a GPU that fails reports them by the dozen, and the rest are there at the next call."""
+"""Maximum number of faults that one call returns; a failing GPU reports dozens, and the next call returns the rest."""
 
 _WITHOUT_GPU: Final = "to try mpsd without a GPU: mpsd run --simulate 2"
 
@@ -46,7 +46,7 @@ _NO_DRIVER: Final = {
         "reboot, or reload the kernel driver: the driver was upgraded while it was loaded",
     ),
 }
-"""Why NVML does not start and what to do about it, by nvmlReturn_t. Source: nvml.h (NVML_ERROR_DRIVER_NOT_LOADED,
+"""Reasons why NVML does not start, and the remedies, by nvmlReturn_t. Source: nvml.h (NVML_ERROR_DRIVER_NOT_LOADED,
 NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_LIB_RM_VERSION_MISMATCH)."""
 
 _COMPUTE_MODES: Final = {
@@ -55,39 +55,40 @@ _COMPUTE_MODES: Final = {
     2: ComputeMode.PROHIBITED,
     3: ComputeMode.EXCLUSIVE_PROCESS,
 }
-"""By nvmlComputeMode_t (nvml.h)."""
+"""The keys are values of nvmlComputeMode_t (nvml.h)."""
 
 
 class GpuSource(Protocol):
-    """Where GPUs and what is in use on them are read from: a driver, or a simulation."""
+    """The source of GPUs and of what is in use on them: a driver or a simulation."""
 
     async def inventory(self) -> Inventory:
         """Return the GPUs of this node.
 
-        Raises NoDriverError when there is no driver or no GPU, GpuUnknownError when not even their number can be read.
+        Raises NoDriverError when there is no driver or no GPU, and GpuUnknownError when not even their number can be
+        read.
         """
 
     async def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
         """Return what is in use on this GPU now."""
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
-        """Set this GPU's compute mode, and return the one that reads back; unknown where it may come about later.
+        """Set this GPU's compute mode and return the mode that reads back; unknown where it may still change later.
 
-        Raises ComputeModeError when the driver refuses: then it is as it was.
+        Raises ComputeModeError when the driver refuses; the mode is then unchanged.
         """
 
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
-        """Wait until GPUs report faults, and return them; none after some seconds without any.
+        """Wait until GPUs report faults, and return them; empty after some seconds without any.
 
-        Unknown comes at once: whoever asks again waits first.
+        Returns Unknown at once: the caller must wait before the next call.
         """
 
     def close(self) -> None:
-        """Let go of the driver; nothing is asked of it afterwards."""
+        """Release the driver; no call may follow."""
 
 
 async def change_compute_mode(source: GpuSource, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
-    """Set a GPU's compute mode, and see that it reads back; unknown where it may come about later.
+    """Set a GPU's compute mode and check that it reads back; unknown where it may still change later.
 
     Raises ComputeModeError when the driver refuses, or has another mode afterwards.
     """
@@ -103,8 +104,8 @@ async def change_compute_mode(source: GpuSource, gpu: Gpu, mode: ComputeMode) ->
 class NvmlGpus:
     """The GPUs of NVIDIA's driver.
 
-    The driver is opened by the first inventory that finds it, and kept open: a GPU keeps its index, and one without
-    persistence mode is not set up anew for each reading.
+    The first inventory that finds the driver opens it, and it stays open: each GPU keeps its index, and a GPU without
+    persistence mode is not set up again for each reading.
     """
 
     def __init__(
@@ -115,23 +116,25 @@ class NvmlGpus:
         opening: float = _OPENING,
         patience: float = _PATIENCE,
     ) -> None:
-        """`library` is NVML, where the loader has to be told."""
+        """`library` is NVML's path where the loader does not find it."""
         self._nvml = _Nvml(library)
         self._thread = NvmlThread("nvml")
         self._faults = _Faults(self._nvml)
         self._faults_thread = NvmlThread("nvml-faults")
         self.deadline = deadline
-        """Seconds that NVML may take for each reading of one GPU."""
+        """Maximum seconds that NVML may take for each reading of one GPU."""
         self.opening = opening
-        """Seconds that NVML may take to open the driver, which the first inventory waits for."""
+        """Maximum seconds that NVML may take to open the driver, for which the first inventory waits."""
         self.patience = patience
-        """Seconds for which one call waits for faults."""
+        """Seconds that one call waits for faults."""
 
     async def inventory(self) -> Inventory:
-        """Return the GPUs of this node; one that NVML cannot read, or not in time, is unknown, and the others are not.
+        """Return the GPUs of this node.
 
-        Raises NoDriverError when there is no driver or no GPU, GpuUnknownError when NVML hangs before it has told how
-        many GPUs there are.
+        A GPU that NVML cannot read in time is unknown, which does not affect the others.
+
+        Raises NoDriverError when there is no driver or no GPU, and GpuUnknownError when NVML hangs before it has
+        reported the number of GPUs.
         """
         node = self._nvml.node or await self._open()
         gpus: list[Gpu] = []
@@ -145,30 +148,30 @@ class NvmlGpus:
         return Inventory(tuple(gpus), unknown)
 
     async def usage(self, gpu: Gpu) -> Reading[GpuUsage]:
-        """Return what is in use on this GPU now, which is found by its UUID."""
+        """Return what is in use on this GPU now; NVML finds the GPU by its UUID."""
         return await self._read(partial(self._nvml.usage, gpu.uuid))
 
     async def condition(self, gpu: Gpu) -> Reading[Condition]:
-        """Return what ails this GPU by its own count."""
+        """Return the hardware condition of this GPU, as it reports it."""
         return await self._read(lambda: nvml_readings.condition(self._nvml.lib, gpu.uuid))
 
     async def versions(self) -> tuple[str, int | None]:
-        """Return the driver's version, and that of CUDA that it is of, where it tells. Raises as `inventory` does."""
+        """Return the driver's version, and its CUDA version where it reports one. Raises the errors of `inventory`."""
         node = self._nvml.node or await self._open()
         cuda = await self._read(lambda: nvml_readings.cuda(self._nvml.lib))
         return node.driver_version, cuda.value if isinstance(cuda, Known) else None
 
     async def set_compute_mode(self, gpu: Gpu, mode: ComputeMode) -> Reading[ComputeMode | None]:
-        """Set this GPU's compute mode, which is immediate and needs root, and return the one that reads back.
+        """Set this GPU's compute mode, which is immediate and needs root, and return the mode that reads back.
 
-        Raises ComputeModeError when the driver refuses. A call that hangs may still change it when it comes back.
+        Raises ComputeModeError when the driver refuses. A call that hangs may still change the mode when it returns.
         """
         return await self._read(partial(self._nvml.set_compute_mode, gpu.index, gpu.uuid, mode))
 
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
-        """Wait until GPUs report faults, and return them; none after `patience` seconds. Unknown before an inventory.
+        """Wait until GPUs report faults, and return them; empty after `patience` seconds. Unknown before an inventory.
 
-        It has a thread of its own, so that readings need not wait for it: NVML may be called from several.
+        It uses a separate thread, so that readings do not wait for it: several threads may call NVML.
         """
         try:
             return await self._faults_thread.ask(
@@ -190,7 +193,7 @@ class NvmlGpus:
             return Unknown(str(silent))
 
     def close(self) -> None:
-        """Let go of the driver, as soon as it answers and nobody waits for faults. Waits for nothing."""
+        """Release the driver as soon as it answers and no call waits for faults. Does not block."""
 
         def last() -> None:
             self._faults.close()
@@ -201,20 +204,21 @@ class NvmlGpus:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What NVML says of the node when it is opened. It counts GPUs that it cannot read, too."""
+    """NVML's facts about the node when it is opened. The number of GPUs includes those that NVML cannot read."""
 
     gpus: int
     driver_version: str
 
 
 class _Nvml:
-    """NVML's calls, which block and may hang: everything but the constructor and `node` is for the one thread only.
+    """NVML's calls, which block and may hang: except for the constructor and `node`, only the one thread may use them.
 
-    Text is made of NVML's errors here and not later, because that can be a call to NVML, too.
+    NVML's errors become text here and not later, because that can be a call to NVML, too.
     """
 
     def __init__(self, library: Path | None) -> None:
-        # Here and not above, so that a simulated node does not pay for it. It loads no library of the driver yet.
+        # Imported here, so that a simulated node does not pay for it. The import does not load the driver's library
+        # yet.
         import pynvml  # noqa: PLC0415
 
         self.lib = pynvml
@@ -222,13 +226,13 @@ class _Nvml:
         self._library = library
 
     def open(self) -> _Node:
-        """Open the driver, once. Raises NoDriverError when it is not there, cannot be used, or has no GPU."""
+        """Open the driver, once. Raises NoDriverError when it is absent, cannot be used, or has no GPU."""
         if self.node is not None:
             return self.node
         with contextlib.ExitStack() as on_failure:
             try:
                 if self._library is not None:
-                    # pynvml loads it by its soname, by which the loader then finds this one (dlopen(3)).
+                    # pynvml loads the library by its soname, for which the loader then returns this one (dlopen(3)).
                     ctypes.CDLL(str(self._library))
                 self.lib.nvmlInit()
                 on_failure.callback(self.close)
@@ -252,13 +256,13 @@ class _Nvml:
         return node
 
     def close(self) -> None:
-        """Let go of the driver, if it is open."""
+        """Release the driver, if it is open."""
         self.node = None
         with contextlib.suppress(self.lib.NVMLError):
             self.lib.nvmlShutdown()
 
     def gpu(self, index: int, driver_version: str) -> Reading[Gpu]:
-        """Read what does not change about a GPU."""
+        """Read the constant properties of a GPU."""
         try:
             handle = self.lib.nvmlDeviceGetHandleByIndex(index)
             major, minor = self.lib.nvmlDeviceGetCudaComputeCapability(handle)
@@ -307,14 +311,14 @@ class _Nvml:
             return Unknown(f"NVML: {error}")
 
     def _compute_mode(self, handle: object) -> ComputeMode | None:
-        """Return a GPU's compute mode; None where it has none, or one that came after this was written."""
+        """Return a GPU's compute mode; None where it has none, or has a mode that is newer than this code."""
         try:
             return _COMPUTE_MODES.get(int(self.lib.nvmlDeviceGetComputeMode(handle)))
         except self.lib.NVMLError_NotSupported:
             return None
 
     def _mig(self, handle: object) -> bool:
-        """Tell whether MIG mode is on now, whatever it is going to be after a reset."""
+        """Tell whether MIG mode is on now, whatever it will be after a reset."""
         try:
             current, _ = self.lib.nvmlDeviceGetMigMode(handle)
         except (self.lib.NVMLError_NotSupported, self.lib.NVMLError_FunctionNotFound):
@@ -324,8 +328,8 @@ class _Nvml:
     def _memory(self, handle: object) -> tuple[int, int, int]:
         """Return total, reserved and used memory in bytes, as nvidia-smi shows them.
 
-        Version 1 counts what the driver keeps for itself as used, version 2 does not: 912 MB and 8 MB on the same A100
-        (github.com/Cldfire/nvml-wrapper/issues/57). Drivers before 510 have version 1 only, and tell of no reserve.
+        Version 1 counts the driver's own reserve as used memory, version 2 does not: 912 MB and 8 MB on the same A100
+        (github.com/Cldfire/nvml-wrapper/issues/57). Drivers before 510 have only version 1, and report no reserve.
         """
         try:
             memory = self.lib.nvmlDeviceGetMemoryInfo(handle, version=self.lib.nvmlMemory_v2)
@@ -340,19 +344,19 @@ def _unchanged(index: int, mode: ComputeMode, error: Exception) -> str:
 
 
 class _Faults:
-    """Waits for what the GPUs report of themselves. Its calls block, and are for one thread only.
+    """Waits for faults that the GPUs report. Its calls block, and only one thread may make them.
 
-    A GPU that cannot be read when this begins is not listened to, and is unknown anyhow.
+    A GPU that cannot be read when this begins is not observed; its state is unknown anyhow.
     """
 
     def __init__(self, nvml: _Nvml) -> None:
         self._lib = nvml.lib
         self._set: object | None = None
         self._uuids: dict[int | None, str] = {}
-        """By the address that a GPU's handle is."""
+        """The key is the address in a GPU's handle."""
 
     def wait(self, seconds: float) -> Reading[tuple[GpuFault, ...]]:
-        """Return the faults that are reported within so many seconds, as soon as there is one."""
+        """Return the faults that are reported within this time, as soon as there is one."""
         found: list[GpuFault] = []
         try:
             if self._set is None:
@@ -378,7 +382,7 @@ class _Faults:
         self._set = events
 
     def close(self) -> None:
-        """Listen no more, if this ever did."""
+        """Stop listening, if it ever began."""
         if self._set is not None:
             with contextlib.suppress(self._lib.NVMLError):
                 self._lib.nvmlEventSetFree(self._set)

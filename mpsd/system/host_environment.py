@@ -1,6 +1,6 @@
-"""What mpsd needs of the machine or container that it runs in, and of those that its callers run in, and does not find.
+"""Conditions that mpsd needs of its own machine or container, and of those of its peers, and does not find.
 
-Nothing here is an error by itself: mpsd says what it cannot do, and does the rest.
+None of them is an error by itself: mpsd reports what it cannot do, and does the rest.
 """
 
 import os
@@ -18,13 +18,13 @@ from mpsd.system import capabilities, mount_table
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
 FIRST_PID_NAMESPACE: Final = 0xEFFFFFFC
-"""PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h: the inode of the pid namespace that it starts with."""
+"""PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h: the inode of the initial pid namespace."""
 
 _DEVICE: Final = 2
-"""The field of a line of mountinfo that has the device number. Source: proc_pid_mountinfo(5)."""
+"""The index of the device number in a line of mountinfo. Source: proc_pid_mountinfo(5)."""
 
 _EVERY_ID: Final = ["0", "0", "4294967295"]
-"""The uid_map of a user namespace in which each uid is itself. Source: user_namespaces(7)."""
+"""The uid_map of a user namespace that maps each uid to itself. Source: user_namespaces(7)."""
 
 _NEEDED: Final = {
     "CAP_KILL": (5, "clients of other uids cannot be ended"),
@@ -34,19 +34,20 @@ _NEEDED: Final = {
         "the limits of clients of an earlier mpsd, and the mounts of a caller's container, cannot be read",
     ),
 }
-"""The capabilities that root needs for every node (docs/security.md), by linux/capability.h, and what fails without."""
+"""The capabilities that root needs on every node (docs/security.md), with their numbers in linux/capability.h and the
+effect of their absence."""
 
 _CHOWN: Final = 0
 _SETPCAP: Final = 8
 _SYS_ADMIN: Final = 21
 
 _UNSEEN: Final = (FileNotFoundError, PermissionError, ProcessLookupError)
-"""What is raised about a process that is gone, or that may not be looked at."""
+"""Errors for a process that is gone or may not be inspected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """One thing that mpsd does not find, by what it cannot do, and what gives it that."""
+    """A missing condition: its name, what mpsd cannot do without it, and the remedy."""
 
     name: str
     because: str
@@ -54,7 +55,7 @@ class Missing:
 
 
 def missing(settings: Settings) -> tuple[Missing, ...]:
-    """Look at this process, and return what it misses; a node on the machine itself, run by root, misses nothing."""
+    """Inspect this process and return what it lacks; an mpsd of root on the machine itself lacks nothing."""
     return tuple(_missing(settings))
 
 
@@ -79,7 +80,7 @@ def _missing(settings: Settings) -> Iterator[Missing]:
             " containers cannot find the socket and the pipe directories",
             "a volume there that clients mount under the same path: hostPath, emptyDir, -v",
         )
-    if os.geteuid() == 0:  # any other serves its own uid
+    if os.geteuid() == 0:  # an mpsd of any other uid serves only that uid
         for name, without in lacking(settings, capabilities.own_set("CapEff")):
             yield Missing(
                 name, f"mpsd has no {name}: {without}", f"privileged: true, --privileged, or --cap-add={name}"
@@ -87,17 +88,17 @@ def _missing(settings: Settings) -> Iterator[Missing]:
 
 
 def _on_own_root(directory: Path) -> bool:
-    """Tell whether a directory is, or would be made, on a root that is layered, as container runtimes make it."""
+    """Tell whether a directory is, or would be made, on an overlay root, as container runtimes make it."""
     there = next(each for each in (directory, *directory.parents) if os.access(each, os.F_OK))
     return file_system(Path("/")) == "overlay" and there.stat().st_dev == Path("/").stat().st_dev
 
 
 def file_system(path: Path) -> str:
-    """Return the type of the file system that a path is on, such as `tmpfs`; empty where that is not known."""
+    """Return the type of the file system of a path, such as `tmpfs`; empty where it is unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     best = ""
-    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):  # names in it have any other character
+    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):  # names in it may have any other character
         before, _, behind = line.partition(b" - ")
         words = before.split(b" ")
         if len(words) > _DEVICE and words[_DEVICE] == wanted.encode():
@@ -106,19 +107,19 @@ def file_system(path: Path) -> str:
 
 
 def has_few_uids(pid: int | str) -> bool:
-    """Tell whether a process is in a user namespace in which not each uid is itself. Raises OSError."""
+    """Tell whether a process is in a user namespace that does not map each uid to itself. Raises OSError."""
     return Path(f"/proc/{pid}/uid_map").read_text(encoding="ascii").split() != _EVERY_ID
 
 
 def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
-    """Yield the capabilities that root's mpsd needs and are not in this effective set, and what fails without each."""
+    """Yield each capability that root's mpsd needs and lacks in this effective set, with the effect of its absence."""
     needed = dict(_NEEDED)
     if settings.api.group:
         needed["CAP_CHOWN"] = (_CHOWN, "api.group cannot be set")
     if settings.daemon.compute_mode is not WantedComputeMode.LEAVE:
         needed["CAP_SYS_ADMIN"] = (_SYS_ADMIN, "daemon.compute_mode cannot be set")
     given = sum(1 << each for each in DAEMON | parse(settings.daemon.capabilities))
-    if settings.daemon.users is Users.ONE and effective & ~given:  # what root starts has what root has
+    if settings.daemon.users is Users.ONE and effective & ~given:  # what root starts has root's capabilities
         needed["CAP_SETPCAP"] = (_SETPCAP, "control daemons and servers have more capabilities than they need")
     for name, (bit, without) in needed.items():
         if not effective & 1 << bit:
@@ -126,18 +127,18 @@ def lacking(settings: Settings, effective: int) -> Iterator[tuple[str, str]]:
 
 
 def hidden(pid: int, directories: Iterable[Path]) -> list[Path]:
-    """Return those of mpsd's directories whose paths lead a process somewhere else, as they may in a container.
+    """Return those of mpsd's directories whose paths lead a process elsewhere, as they may in a container.
 
-    Not among them are those of which that cannot be told: the process is gone or may not be looked at, or a symbolic
-    link is on the way. What the process would find there is not looked at (see `mount_table`).
+    A directory is left out where that is unknown: the process is gone or may not be inspected, or the path has a
+    symbolic link. `mount_table` explains why the file that the process finds there is not inspected.
     """
     return [each for each in directories if each.resolve() == each and leads_elsewhere(pid, each)]
 
 
 def leads_elsewhere(pid: int, path: PurePath) -> bool:
-    """Tell whether a path without symbolic links leads a process somewhere else than mpsd; False if that is unknown.
+    """Tell whether a path without symbolic links leads a process elsewhere than mpsd; False if that is unknown.
 
-    The path is not touched at all, so it can be one that a stranger chose.
+    The file system of the path is not accessed, so another user may have chosen the path.
     """
     if sees_alike(pid) != Known(value=False):
         return False
@@ -149,10 +150,10 @@ def leads_elsewhere(pid: int, path: PurePath) -> bool:
 
 
 def is_contained(pid: int) -> bool:
-    """Tell whether a process is in a user or pid namespace of its own, as in a container; so if that is unknown.
+    """Tell whether a process is in its own user or pid namespace, as in a container; True if that is unknown.
 
-    The answer is about whoever has the pid now: see afterwards that the process still lives. Mount namespaces say
-    nothing, since services of the machine have their own.
+    The answer is about the process that has the pid now: check afterwards that the process still lives. Mount
+    namespaces are no evidence, since services of the machine have their own.
     """
     try:
         return _rights(pid) != _rights_of_the_first()
@@ -161,15 +162,16 @@ def is_contained(pid: int) -> bool:
 
 
 def _rights(pid: int | str) -> tuple[str, str]:
-    """Return the namespaces in which uid 0 is who it is to the kernel, if any. Raises OSError."""
+    """Return the namespaces that decide whether uid 0 has the kernel's full rights. Raises OSError."""
     return os.readlink(f"/proc/{pid}/ns/user"), os.readlink(f"/proc/{pid}/ns/pid")  # noqa: PTH115
 
 
 @cache
 def _rights_of_the_first() -> tuple[str, str]:
-    """Return those of process 1 of mpsd's own pid namespace; mpsd's own, where it may not look at those (not as root).
+    """Return the namespaces of process 1 of mpsd's pid namespace, or mpsd's own where it may not read those.
 
-    That changes nothing but for an mpsd in a user namespace below that of process 1, where they are a container's.
+    It may not read those without root. The difference matters only for an mpsd in a user namespace below that of
+    process 1, and such an mpsd is in a container.
     """
     try:
         return _rights(1)
@@ -178,10 +180,10 @@ def _rights_of_the_first() -> tuple[str, str]:
 
 
 def sees_alike(pid: int) -> Reading[bool]:
-    """Tell whether every path leads a process where it leads mpsd, if that can be told.
+    """Tell whether every path leads a process where it leads mpsd, if that is known.
 
-    That is so for whoever has mpsd's own root in mpsd's own mount namespace: with either of them alone, others may have
-    mounted something else over the very path, or have changed their root.
+    It does if the process has both mpsd's root and mpsd's mount namespace. With only one of them, another file system
+    may be mounted over the path, or the root may be another.
     """
     try:
         return Known(_place(pid) == _own_place())
@@ -190,11 +192,11 @@ def sees_alike(pid: int) -> Reading[bool]:
 
 
 def _place(pid: int | str) -> tuple[str, ...]:
-    """Return what decides where a path leads a process: its root, and its mount namespace. Raises OSError.
+    """Return what decides where a path leads a process: its root and its mount namespace. Raises OSError.
 
-    The root is opened for its name only, and told by the kernel's own numbers of the mount and the inode (before Linux
-    5.14, of the mount alone): to ask its file system could take for ever (see `mount_table`). The text of the link
-    names the namespace among all that there are. Source: namespaces(7), proc_pid_fdinfo(5).
+    The root is opened only as a name and identified by the kernel's numbers of its mount and inode (before Linux 5.14,
+    of the mount alone): a query to its file system might never return (see `mount_table`). The link's text identifies
+    the mount namespace on this machine. Sources: namespaces(7), proc_pid_fdinfo(5).
     """
     path = f"/proc/{pid}/root"
     root = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -208,5 +210,5 @@ def _place(pid: int | str) -> tuple[str, ...]:
 
 @cache
 def _own_place() -> tuple[str, ...]:
-    """Return mpsd's own, which it keeps for as long as it lives."""
+    """Return mpsd's own place, which never changes."""
     return _place("self")

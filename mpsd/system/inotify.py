@@ -1,4 +1,4 @@
-"""News of a directory's files from the kernel: somebody looks when something was written, and not otherwise."""
+"""Notifications of the kernel about the files of a directory, so that mpsd reads them only after a write."""
 
 import asyncio
 import ctypes
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Final
 
 _EVENTS: Final = 0x002 | 0x080 | 0x100 | 0x01000000
-"""IN_MODIFY | IN_MOVED_TO | IN_CREATE | IN_ONLYDIR: a file was written or truncated, or it came. Source: inotify(7)."""
+"""IN_MODIFY | IN_MOVED_TO | IN_CREATE | IN_ONLYDIR: a file was written, truncated, made or moved here. Source:
+inotify(7)."""
 
 _PAUSE: Final = 0.05
-"""Seconds from the first news to the look at it: a storm of lines is looked at 20 times a second at most."""
+"""Seconds from the first notification to the callback: many lines in a row cause at most 20 callbacks a second."""
 
 _READ_AT_ONCE: Final = 64 * 1024
 
@@ -22,7 +23,8 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 class DirectoryWatch:
     """Calls back, in the event loop, after something was written to a file of one directory.
 
-    What it was is not told: the kernel forgets when there is too much, so whoever is called looks at everything.
+    The callback does not learn which file, because the kernel drops notifications when there are too many; it must
+    check every file.
     """
 
     def __init__(self, directory: Path, changed: Callable[[], None]) -> None:
@@ -33,17 +35,17 @@ class DirectoryWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self) -> None:
-        """Begin to watch, or see that it still is the same directory that is watched, and otherwise begin again.
+        """Start watching, or renew the watch if the path leads to another directory now.
 
-        Raises OSError when the machine has no more watches to give, or the directory is not there.
+        Raises OSError when the machine's limit of watches is reached, or the directory is absent.
         """
         if self._descriptor is None:
             self._descriptor = _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
             asyncio.get_running_loop().add_reader(self._descriptor, self._notice)
-        # For a directory that is watched already the kernel returns the watch that there is (inotify_add_watch(2)).
+        # For a directory that is watched already, the kernel returns the existing watch (inotify_add_watch(2)).
         watch = _checked(_libc.inotify_add_watch(self._descriptor, os.fsencode(self._directory), _EVENTS))
         if self._watch not in {None, watch}:
-            _libc.inotify_rm_watch(self._descriptor, self._watch)  # it may be gone by itself
+            _libc.inotify_rm_watch(self._descriptor, self._watch)  # the kernel may have removed it already
         self._watch = watch
 
     def close(self) -> None:
@@ -56,8 +58,8 @@ class DirectoryWatch:
         self._descriptor = self._watch = self._timer = None
 
     def _notice(self) -> None:
-        """Something happened: leave the rest of it in the kernel until it is time to look."""
-        assert self._descriptor is not None  # noqa: S101 - it is what called
+        """Stop reading after the first notification: the kernel queues the others until `_look` runs."""
+        assert self._descriptor is not None  # noqa: S101 - this is its reader
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._descriptor)
         self._timer = loop.call_later(_PAUSE, self._look)
@@ -65,7 +67,7 @@ class DirectoryWatch:
     def _look(self) -> None:
         assert self._descriptor is not None  # noqa: S101 - closing it cancels this
         self._timer = None
-        os.read(self._descriptor, _READ_AT_ONCE)  # there is something: nobody else reads it
+        os.read(self._descriptor, _READ_AT_ONCE)  # a notification is waiting, since nothing else reads them
         asyncio.get_running_loop().add_reader(self._descriptor, self._notice)
         self._changed()
 

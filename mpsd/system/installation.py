@@ -1,7 +1,7 @@
-"""mpsd as a service of the system, where pip, pipx or uv installed it: what that puts into /usr/local, and takes away.
+"""mpsd as a system service where pip, pipx or uv installed it: its files in /usr/local, and their removal.
 
-What is put there is noted with its hash, so that a file that somebody changed since is neither overwritten nor removed.
-A Debian package does none of this: it has its own units, and dpkg knows its files.
+Each file is recorded with its hash, so that a file that an administrator changed later is neither overwritten nor
+removed. A Debian package does not use this module: it has its own units, and dpkg tracks its files.
 """
 
 import contextlib
@@ -22,47 +22,47 @@ from mpsd.system import atomic_file, path_safety, systemd_units
 from mpsd.system.configuration import read_configuration
 
 TARGET: Final = Path("/usr/local")
-"""Where systemd, man and the shells look for what no package of the system has."""
+"""Where systemd, man and the shells look for files that no system package owns."""
 
 MANIFEST: Final = TARGET / "share/mpsd/installed.json"
 CONFIGURATION: Final = Path("/etc/mpsd/mpsd.toml")
 
 _PACKAGED: Final = (Path("/usr/lib/systemd/system"), Path("/lib/systemd/system"))
-"""Where the units of packages are."""
+"""The directories of units that packages install."""
 
 _HOMES: Final = ("/home", "/root", "/run/user")
-"""What a unit with ProtectHome= does not see. Source: systemd.exec(5)."""
+"""The directories that a unit with ProtectHome= does not see. Source: systemd.exec(5)."""
 
 _RELOADS: Final = "notify-reload.conf"
 _FIRST_WITH_RELOADS: Final = 253
-"""The drop-in for Type=notify-reload, and the first systemd that knows it."""
+"""The drop-in for Type=notify-reload, and the first systemd version that supports it."""
 
 Say = Callable[[str], None]
 
 
 def share() -> Path:
-    """Return where this installation has the files that are no code."""
+    """Return the directory of this installation's files that are not code."""
     return Path(sysconfig.get_path("data"), "share")
 
 
 def programs() -> Path:
-    """Return where this installation has mpsd and mpsctl."""
+    """Return the directory of this installation's mpsd and mpsctl."""
     return Path(sysconfig.get_path("scripts"))
 
 
 @dataclass(slots=True)
 class Installation:
-    """The files that belong into the system, and what is there of them."""
+    """The files that belong into the system, and their state there."""
 
     say: Say
-    """Is told each thing that is done."""
+    """Called with a sentence for each action."""
     dry: bool = False
-    """Whether to say what would be done, and do nothing."""
+    """Whether to report the actions without taking them."""
     _noted: dict[str, str] = field(default_factory=dict)
-    """By path, the hash of what was written there."""
+    """The hash of each file that was written, by its path."""
 
     def __post_init__(self) -> None:
-        """Read what an earlier installation noted. Raises ConfigurationError for a note that is none."""
+        """Read the record of an earlier installation. Raises ConfigurationError for a record that does not parse."""
         raw = atomic_file.read(MANIFEST)
         if raw is None:
             return
@@ -75,9 +75,10 @@ class Installation:
     # -- installing ---------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Write what belongs into the system, and have systemd see it. A second time changes nothing.
+        """Write the files of the service, and make systemd read them. A second call changes nothing.
 
-        Raises NotPermittedError and ConfigurationError where it cannot be, before anything was written; and OSError.
+        Raises NotPermittedError and ConfigurationError where the installation is impossible, before anything is
+        written; and OSError.
         """
         refuse_where_it_cannot_be()
         wanted = files()
@@ -127,7 +128,7 @@ class Installation:
     # -- uninstalling -------------------------------------------------------------------------------------------------
 
     def uninstall(self, *, purge: bool = False) -> None:
-        """Stop mpsd, and remove what was written and is as it was; and, to purge, its configuration and what it kept.
+        """Stop mpsd, and remove the files that are unchanged; with `purge`, also its configuration, state and logs.
 
         Raises NotPermittedError, NotFoundError where nothing is installed, ConfigurationError, and OSError.
         """
@@ -138,7 +139,7 @@ class Installation:
             )
         stored = (
             _stored_paths() if purge else ()
-        )  # asked for first: a wrong configuration is told before anything is gone
+        )  # read first, so that a wrong configuration stops this before anything is removed
         units = [Path(each).name for each in self._noted if Path(each).parent.name == "system"]
         self._run("systemctl", "disable", "--now", *units)
         for noted in self._noted:
@@ -149,7 +150,7 @@ class Installation:
             with contextlib.suppress(OSError):
                 MANIFEST.parent.rmdir()
         self._run("systemctl", "daemon-reload")
-        self._run("systemctl", "reset-failed", "mpsd*")  # or what failed would be listed to the next boot, though gone
+        self._run("systemctl", "reset-failed", "mpsd*")  # otherwise systemd lists failed units that no longer exist
         for each in stored:
             self._purge(each)
 
@@ -169,13 +170,13 @@ class Installation:
             self._do(f"remove {path}")
             if not self.dry:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-                with contextlib.suppress(OSError):  # it holds something else
+                with contextlib.suppress(OSError):  # the directory has other files
                     CONFIGURATION.parent.rmdir()
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def differences(self) -> Iterator[str]:
-        """Yield what is not as this version would install it; of nothing that is installed, that."""
+        """Yield the differences from what this version would install, or that nothing is installed."""
         if not self._noted:
             packaged = _packaged()
             yield (
@@ -202,7 +203,7 @@ class Installation:
 
 
 def files() -> dict[Path, bytes]:
-    """Return what belongs into the system, by its path; the units start the mpsd of this very installation."""
+    """Return the content of every file for the system, by path; the units start the mpsd of this installation."""
     found = {TARGET / "share" / path.relative_to(share()): path.read_bytes() for path in _shared()}
     reloads = _knows_reloads()
     for path in sorted((share() / "mpsd/systemd").iterdir()):
@@ -213,16 +214,17 @@ def files() -> dict[Path, bytes]:
 
 
 def _stored_paths() -> tuple[Path, ...]:
-    """Return the configuration, and where it has mpsd keep what it keeps. Raises ConfigurationError where it is wrong.
+    """Return the configuration file and the directories of state and logs that it names.
 
-    The runtime directory is not among them: a control daemon that goes on has its sockets there. It ends with the boot.
+    The runtime directory is not among them: a control daemon that still runs has its sockets there, and a reboot clears
+    it. Raises ConfigurationError where the file is wrong.
     """
     paths = read_configuration(None).paths
     return CONFIGURATION, paths.state_dir, paths.log_dir
 
 
 def _shared() -> Iterator[Path]:
-    """Yield manual pages and completions, which are where they belong below any prefix."""
+    """Yield manual pages and completions, which have the same relative paths below any prefix."""
     for folder in ("man", "bash-completion", "fish", "zsh"):
         for path in sorted((share() / folder).rglob("*")):
             if path.is_file() and path.name.lstrip("_").startswith("mps"):
@@ -230,7 +232,7 @@ def _shared() -> Iterator[Path]:
 
 
 def _place(name: str) -> Path:
-    """Return where a file of systemd's goes."""
+    """Return the destination of a file for systemd."""
     lib = TARGET / "lib"
     kind = name.removeprefix("mpsd.")
     if kind in {"sysusers.conf", "tmpfiles.conf"}:
@@ -241,7 +243,7 @@ def _place(name: str) -> Path:
 
 
 def _knows_reloads() -> bool:
-    """Tell whether this systemd knows Type=notify-reload, as 253 is the first to do. Raises ConfigurationError."""
+    """Tell whether this systemd supports Type=notify-reload; 253 is the first. Raises ConfigurationError."""
     said = systemd_units.finished("systemctl", "--version").split()
     return int(said[1].partition(".")[0]) >= _FIRST_WITH_RELOADS
 
@@ -256,9 +258,9 @@ def _refuse_without_root() -> None:
 
 
 def refuse_where_it_cannot_be() -> None:
-    """Refuse where the service could not run, or would run what others can change.
+    """Refuse where the service could not run, or would run code that other users can change.
 
-    Raises NotPermittedError, ConfigurationError, and OSError for what cannot be looked at.
+    Raises NotPermittedError, ConfigurationError, and OSError for a path that cannot be inspected.
     """
     _refuse_without_root()
     if not Path("/run/systemd/system").is_dir():  # sd_booted(3)
@@ -273,11 +275,11 @@ def refuse_where_it_cannot_be() -> None:
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)
-        path_safety.check_path(path / "it")  # it itself is then a part of the way, too
+        path_safety.check_path(path / "it")  # with a name below it, the path itself is checked too
 
 
 def _packaged() -> Path | None:
-    """Return the unit that a package has installed, if one has."""
+    """Return the unit that a package installed; None where there is none."""
     return next((unit for place in _PACKAGED if (unit := place / "mpsd.service").exists()), None)
 
 

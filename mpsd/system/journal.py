@@ -1,6 +1,6 @@
-"""The journal of systemd, spoken to in its own protocol: fields, not lines.
+"""The journal of systemd, in its native protocol: entries of fields instead of lines.
 
-Source: https://systemd.io/JOURNAL_NATIVE_PROTOCOL/. mpsd never waits for the journal, and lives on without it.
+Source: https://systemd.io/JOURNAL_NATIVE_PROTOCOL/. mpsd never waits for the journal, and works without it.
 """
 
 import contextlib
@@ -12,13 +12,13 @@ from typing import Final
 _SOCKET: Final = "/run/systemd/journal/socket"
 
 _LONGEST: Final = 8 * 1024
-"""Bytes of one value that are kept: all of an entry's fit into a datagram, and what others wrote fills no disk."""
+"""Maximum bytes of one value: an entry fits into a datagram, and texts of other users cannot fill the disk."""
 
 
 def is_behind(descriptor: int, stream: str) -> bool:
-    """Tell whether a descriptor leads to the journal, as JOURNAL_STREAM says by device and inode.
+    """Tell whether a descriptor leads to the journal, by the device and inode in JOURNAL_STREAM.
 
-    Who started mpsd may have inherited the variable, and sent this descriptor elsewhere (systemd.exec(5)).
+    The process that started mpsd may have inherited the variable and redirected this descriptor (systemd.exec(5)).
     """
     if not stream:
         return False
@@ -27,20 +27,20 @@ def is_behind(descriptor: int, stream: str) -> bool:
 
 
 class Journal:
-    """The way to the journal."""
+    """A connection to the journal."""
 
     def __init__(self, path: str = _SOCKET) -> None:
         self.gap: Callable[[int], Mapping[str, str]] | None = None
-        """Makes the entry that tells how many were lost before it."""
+        """Makes the entry that reports how many entries were lost before it."""
         self.lost = 0
-        """Entries that were lost since mpsd started."""
+        """Entries lost since mpsd started."""
         self._not_logged = 0
-        """Those of them that the journal does not tell of yet."""
+        """Lost entries that no entry in the journal reports yet."""
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def send(self, fields: Mapping[str, str]) -> None:
-        """Send an entry, or drop it and count it: one that is lost must not hurt mpsd."""
+        """Send an entry, or drop and count it: a lost entry must not disturb mpsd."""
         if self._not_logged and self.gap is not None and self._sent(self.gap(self._not_logged)):
             self._not_logged = 0
         if self._not_logged or not self._sent(fields):
@@ -54,7 +54,7 @@ class Journal:
         return False
 
     def close(self, _: float = 0.0) -> None:
-        """Send nothing any more; no entry waits."""
+        """Close the socket; no entry is ever queued."""
         self._socket.close()
 
 

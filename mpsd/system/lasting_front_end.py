@@ -1,7 +1,7 @@
-"""A front-end that outlives mpsd: for a command that takes long, and whose answer the next mpsd must be able to read.
+"""A front-end that outlives mpsd: for a command that takes long, whose answer the next mpsd must be able to read.
 
-It is told nothing until whoever starts it has noted on disk which process it is. So a command that was said has a
-front-end that is known, and one that was not said never will be: its input ends with the mpsd that was to write it.
+The front-end gets no input until mpsd has stored its identity on disk. A command that was sent therefore has a known
+front-end, and a command that was not sent never will be: the input of its front-end closes when mpsd ends.
 """
 
 import contextlib
@@ -21,24 +21,24 @@ from mpsd.system.process import Process
 T = TypeVar("T")
 
 _MOST: Final = 64 * 1024
-"""Bytes of an answer that are read."""
+"""Maximum bytes of an answer that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongCommand(Generic[T]):
-    """A command whose answer may take long, and what outlives mpsd of it."""
+    """A command whose answer may take long, and the parts of it that outlive mpsd."""
 
     command: Command[T]
     answer: Path
-    """The file that its front-end prints into."""
+    """The file that receives the output of the front-end."""
     because: str
-    """What it waits for, for those who are not heard meanwhile."""
+    """The reason why the command waits, shown for other commands that cannot run meanwhile."""
     seconds: float
-    """How long its answer is waited for, once it was asked."""
+    """Seconds that mpsd waits for the answer after it sent the command."""
 
 
 class PendingCommand(NamedTuple):
-    """A long command that was pending: the front-end that waits, its nonce, and until when, in seconds since boot."""
+    """A long command in progress: its front-end, its nonce, and its deadline in seconds since boot."""
 
     front_end: ProcessIdentity
     nonce: str
@@ -46,10 +46,10 @@ class PendingCommand(NamedTuple):
 
 
 class LastingFrontEnd:
-    """A front-end in a session of its own, whose output is a file."""
+    """A front-end in its own session, whose output goes to a file."""
 
     def __init__(self, program: Process | None, answer: Path, say: int = -1) -> None:
-        """`program` is None where it is gone, and only its answer may be there; `say` is where its input is written."""
+        """`program` is None where it is gone and only its answer may exist; `say` is the write end of its input."""
         self.program = program
         self._answer = answer
         self._say = say
@@ -63,7 +63,7 @@ class LastingFrontEnd:
         answer: Path,
         allowed: Collection[Capability] | None,
     ) -> "LastingFrontEnd":
-        """Start one, which waits for what it is to say. Raises OSError where it cannot be started."""
+        """Start a front-end, which waits for its input. Raises OSError where it cannot be started."""
         sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             source, say = os.pipe()
@@ -79,8 +79,8 @@ class LastingFrontEnd:
         return cls(program, answer, say)
 
     def say(self, script: bytes) -> None:
-        """Have it say this, which is all that it says; it is shorter than what a pipe takes at once."""
-        with contextlib.suppress(BrokenPipeError):  # it was turned away: its answer says so
+        """Send the script, which is the whole input; it is shorter than what a pipe takes at once."""
+        with contextlib.suppress(BrokenPipeError):  # the daemon rejected it, and its answer says so
             os.write(self._say, script)
         self._hush()
 
@@ -91,15 +91,15 @@ class LastingFrontEnd:
 
     @classmethod
     def adopt(cls, identity: ProcessIdentity, answer: Path) -> "LastingFrontEnd":
-        """Take over one that an earlier mpsd started; it may have ended since."""
+        """Take over a front-end that an earlier mpsd started; it may have ended since."""
         return cls(process.adopt(identity), answer)
 
     async def ended_by(self, until: float) -> bool:
-        """Wait for its end, and tell whether it came by then, in seconds since boot."""
+        """Wait for its end until a time in seconds since boot, and tell whether it ended."""
         return self.program is None or await self.program.gone_within(max(until - clock.since_boot(), 0.0))
 
     def lines(self) -> list[str]:
-        """Return what it has printed. It prints all of it when it ends."""
+        """Return its output, all of which it prints when it ends."""
         try:
             with self._answer.open("rb") as file:
                 return file.read(_MOST).decode("utf-8", errors="replace").splitlines()
@@ -107,14 +107,14 @@ class LastingFrontEnd:
             return []
 
     async def kill(self) -> None:
-        """End it, and return when it is gone."""
+        """Kill it, and return when it is gone."""
         self._hush()
         if self.program is not None:
             self.program.signal(signal.SIGKILL)
             await self.program.wait()
 
     def close(self) -> None:
-        """Watch it no longer; that does nothing to it, once it has said what it was to say."""
+        """Stop watching it, which does not affect it once it has its whole input."""
         self._hush()
         if self.program is not None:
             self.program.close()

@@ -1,4 +1,4 @@
-"""The log file that a control daemon writes: followed from where it was left, and kept within a size."""
+"""The log file of a control daemon: read from the last position on, and kept within a size."""
 
 import contextlib
 import ctypes
@@ -19,10 +19,10 @@ _PUNCH_HOLE: Final = 0x02 | 0x01
 
 _BLOCK: Final = 4096
 _MOST_AT_ONCE: Final = 256 * 1024
-"""Bytes of one reading, so that whoever reads lets others have their turn."""
+"""Maximum bytes of one read, so that other tasks can run in between."""
 
 _PROOF: Final = 1024
-"""Bytes before a position by which it is known again; less than a block, which is what is left of what was read."""
+"""Bytes before a position that identify it; fewer than the block before it, which is never removed."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -30,24 +30,24 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 def open_for_daemon(path: Path) -> int:
     """Open the log for a control daemon to write, and return the descriptor.
 
-    O_APPEND is what lets mpsd shorten the file under the daemon: each line goes to wherever the end is then.
+    O_APPEND allows mpsd to shorten the file while the daemon writes: each line goes to the current end of the file.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640)
 
 
 def unread(fifo: Path) -> int:
-    """Return how many bytes a control daemon's FIFO holds; the daemon alone reads it, and mostly at once.
+    """Return how many bytes a control daemon's FIFO holds. Only the daemon reads it, usually at once.
 
-    It writes its own lines there, too. Once somebody has written a byte that NVIDIA's programs would not, it reads no
-    more: its log says nothing, what it would have said stays here, and when the FIFO is full it waits for itself until
-    there is room (measured, 470.256.02 to 555.58.02). Raises OSError.
+    The daemon writes its own log lines to it, too. Once a client has written a byte that NVIDIA's programs never write,
+    the daemon stops reading: its log stays silent, its further lines stay here, and when the FIFO is full the daemon
+    blocks until there is room (measured, 470.256.02 to 555.58.02). Raises OSError.
     """
     with _opened(fifo) as source:
         return int.from_bytes(fcntl.ioctl(source, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def move(fifo: Path, log: Path) -> int:
-    """Move what a control daemon's FIFO holds into its log; return how many bytes that was. Raises OSError."""
+    """Move the content of a control daemon's FIFO to its log, and return the number of bytes. Raises OSError."""
     with _opened(fifo) as source:
         lines = os.read(source, fcntl.fcntl(source, fcntl.F_GETPIPE_SZ))
     with os.fdopen(open_for_daemon(log), "wb") as file:
@@ -56,7 +56,7 @@ def move(fifo: Path, log: Path) -> int:
 
 @contextlib.contextmanager
 def _opened(fifo: Path) -> Iterator[int]:
-    """Open a FIFO, and nothing else, to read it without waiting. Raises OSError."""
+    """Open a FIFO, and nothing else, for reading without blocking. Raises OSError."""
     source = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISFIFO(os.fstat(source).st_mode):
@@ -68,31 +68,31 @@ def _opened(fifo: Path) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a log, with what proves that it is the same place after mpsd, or the file, was something else."""
+    """A position in a log, with the bytes that identify it after a restart of mpsd or a change of the file."""
 
     inode: int
     offset: int
     before: bytes
-    """What stands right before it."""
+    """The bytes right before it."""
 
     def after(self, added: bytes) -> "Position":
-        """Return the place behind what was added here."""
+        """Return the position after bytes that were added here."""
         return Position(self.inode, self.offset + len(added), (self.before + added)[-_PROOF:])
 
 
 class LogFollower:
-    """Reads what was added to a log since the last time, and gives back the disk that its older half takes."""
+    """Reads what was added to a log since the last read, and frees the disk space of its older half."""
 
     def __init__(self, path: Path, position: Position | None = None, *, collapses: bool = True) -> None:
-        """Go on at a position, or begin at the end where there is none.
+        """Continue at a position, or begin at the end of the file where there is none.
 
-        `collapses` tells that whoever writes the log appends to it (O_APPEND), so that it may be cut; a log of which
-        that is not known gets a hole instead.
+        `collapses` says that every writer appends to the log (O_APPEND), so that a range may be cut out of it; another
+        log gets a hole instead.
         """
         self._path = path
         self._collapses = collapses
         self.position = self._begin(position)
-        """Up to where it was read."""
+        """The end of what was read."""
 
     def _begin(self, position: Position | None) -> Position:
         try:
@@ -104,7 +104,7 @@ class LogFollower:
             return Position(0, 0, b"")
 
     def _stat(self) -> tuple[int, int]:
-        """Return the inode and the size of what is there now."""
+        """Return the inode and size of the current file."""
         try:
             found = self._path.stat()
         except FileNotFoundError:
@@ -114,7 +114,7 @@ class LogFollower:
     def read(self) -> list[str]:
         """Return the whole lines that were added.
 
-        A file that took the place of the one before, or was truncated, is read from its start.
+        A file that replaced the earlier one, or was truncated, is read from its start.
         """
         inode, size = self._stat()
         if (inode, size) == (self.position.inode, self.position.offset) or not size:
@@ -128,32 +128,32 @@ class LogFollower:
         self.position = start.after(added[:whole])
         if whole == 0:
             return []
-        # Not splitlines(): a stranger's command may hold what that takes for the end of a line, and so would forge one.
+        # Not splitlines(): a command of another user may contain what it takes for a line end, and so forge a line.
         return added[:whole].decode("utf-8", errors="replace").removesuffix("\n").split("\n")
 
     @property
     def behind(self) -> bool:
-        """Whether there is more to read than one reading takes, as when a stranger talks without a pause."""
+        """Whether more is unread than one read returns, as when a client writes without a pause."""
         return self._stat()[1] - self.position.offset >= _MOST_AT_ONCE
 
     def keep_within(self, limit: int) -> int:
-        """Give up the oldest lines that were read when the file takes more than `limit` bytes; return how many bytes.
+        """Free the oldest lines that were read when the file occupies more than `limit` bytes; return the bytes freed.
 
         The range is cut out of the file itself (ext4, xfs), or becomes a hole where the file system cannot do that, so
-        that no line is lost which is written meanwhile. Raises OSError when it can do neither.
+        that no line is lost that is written meanwhile. Raises OSError when it can do neither.
         """
         try:
             taken = self._path.stat().st_blocks * 512
         except FileNotFoundError:
             return 0
-        # What stands right before the position stays: by that it is found again.
+        # The bytes right before the position stay, because they identify it.
         length = min(self.position.offset - _BLOCK, taken - limit // 2) // _BLOCK * _BLOCK
         if taken <= limit or length <= 0:
             return 0
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if _found_again(descriptor, self.position) != self.position:
-                return 0  # it is another file since it was read, and nothing of it was read yet
+                return 0  # the file was replaced since the last read, and nothing of it was read yet
             if self._collapses and _fallocate(descriptor, _COLLAPSE, 0, length):
                 self.position = replace(self.position, offset=self.position.offset - length)
                 return length
@@ -172,9 +172,10 @@ def _at(descriptor: int, offset: int) -> Position:
 
 
 def _found_again(descriptor: int, position: Position) -> Position:
-    """Return the place in this file that a position stands for: its beginning when there is none.
+    """Return the position in this file that corresponds to an earlier one; the beginning when there is none.
 
-    mpsd may have been killed between cutting the file and noting that: the place is some blocks nearer to the start.
+    mpsd may have been killed after it cut the file and before it stored the new position: the place is then some blocks
+    nearer to the start.
     """
     found = os.fstat(descriptor)
     if found.st_ino == position.inode:
@@ -186,7 +187,7 @@ def _found_again(descriptor: int, position: Position) -> Position:
 
 
 def _fallocate(descriptor: int, mode: int, offset: int, length: int) -> bool:
-    """Call fallocate(2); False when the file system does not do this."""
+    """Call fallocate(2); False when the file system does not support the mode."""
     if _libc.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)) == 0:
         return True
     number = ctypes.get_errno()

@@ -1,9 +1,10 @@
-"""Where mpsd's own log goes, a descriptor that somebody else made: written to without ever waiting for its reader.
+"""The output of mpsd's own log: a descriptor that another process made, written to without ever waiting for its reader.
 
-A pipe that nobody reads takes 64 KiB, and a terminal that was stopped takes less; whoever writes on waits, for ever.
-The flag that has a write fail instead, O_NONBLOCK, belongs to what was opened, which mpsd shares with the shell and
-whatever else has the same stderr: setting it would change theirs. So a pipe or a terminal is opened once more, for mpsd
-alone, and a socket is told with each call. A file is written as it is: its disk takes what it gets.
+A pipe without a reader takes 64 KiB, and a stopped terminal takes less; a further write would block for ever.
+O_NONBLOCK, the flag that makes such a write fail instead, belongs to the open file description, which mpsd shares with
+the shell and with every other process of the same stderr: setting it would change theirs. mpsd therefore opens a pipe
+or a terminal once more for itself, and passes a flag with each write to a socket. A file needs nothing: a write to it
+does not wait for a reader.
 """
 
 import asyncio
@@ -17,13 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _MOST_PENDING: Final = 256 * 1024
-"""Bytes that wait for a reader that is slow; what comes beyond them is lost, and counted."""
+"""Maximum bytes that wait for a slow reader; lines beyond them are lost, and counted."""
 
 _PAUSE: Final = 0.1
-"""Seconds between two attempts to write what waits, while nothing new comes."""
+"""Seconds between two attempts to write the waiting bytes, while no new line comes."""
 
 _ATOMIC: Final = 4096
-"""Bytes that a pipe that can be written to takes at once (PIPE_BUF). Source: pipe(7)."""
+"""Bytes that a writable pipe takes at once (PIPE_BUF). Source: pipe(7)."""
 
 
 class LogOutput:
@@ -31,19 +32,19 @@ class LogOutput:
 
     def __init__(self, descriptor: int) -> None:
         self.gap: Callable[[int], bytes] = lambda _: b""
-        """Makes the line that tells how many were lost before it; called just before it is written."""
+        """Makes the line that reports how many lines were lost before it; called just before it is written."""
         self.lost = 0
-        """Lines that were lost since mpsd started."""
+        """Lines lost since mpsd started."""
         self._not_logged = 0
-        """Those of them that the log does not tell of yet."""
+        """Lost lines that no line of the log reports yet."""
         self._pending = bytearray()
         self._torn = False
-        """Whether a line broke off: the next one begins on a line of its own."""
+        """Whether a line broke off, so that the next one must begin with a line end."""
         self._retry: asyncio.TimerHandle | None = None
         self._write, self._close, self._descriptor = _writing_to(descriptor)
 
     def write(self, lines: Sequence[bytes]) -> None:
-        """Write whole lines, or keep them until there is room, or count them as lost. It never waits."""
+        """Write whole lines, or queue them until there is room, or count them as lost. Never blocks."""
         if not self._pending and not self._not_logged and not self._torn:
             text = b"".join(lines)
             try:
@@ -80,7 +81,7 @@ class LogOutput:
         self._not_logged += lines
 
     def _drain(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write the queued bytes as far as there is room."""
         try:
             while self._pending:
                 del self._pending[: self._write(bytes(self._pending))]
@@ -94,7 +95,7 @@ class LogOutput:
     def _try_later(self) -> None:
         if not self._pending or self._retry is not None:
             return
-        with contextlib.suppress(RuntimeError):  # before the loop runs, the next line brings it
+        with contextlib.suppress(RuntimeError):  # before the loop runs, the next line triggers the write
             self._retry = asyncio.get_running_loop().call_later(_PAUSE, self._again)
 
     def _again(self) -> None:
@@ -103,7 +104,7 @@ class LogOutput:
         self._try_later()
 
     def close(self, seconds: float) -> None:
-        """Write what waits, for this long at most, and let go of the descriptor."""
+        """Write the queued bytes, for at most this many seconds, and release the descriptor."""
         if self._retry is not None:
             self._retry.cancel()
         poll = select.poll()
@@ -124,9 +125,9 @@ def _closed(_: bytes) -> int:
 
 
 def _writing_to(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], None], int]:
-    """Return what writes to a descriptor without waiting, what closes that, and the descriptor that it uses.
+    """Return a function that writes without waiting, a function that closes, and the descriptor that they use.
 
-    What writes returns how many bytes were taken; it raises BlockingIOError where there is no room, and OSError.
+    The first returns how many bytes were taken; it raises BlockingIOError where there is no room, and OSError.
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISSOCK(mode):
@@ -137,7 +138,7 @@ def _writing_to(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], N
         return lambda data: os.write(descriptor, data), lambda: None, descriptor
     try:
         own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:  # another user's, or nobody has it open for reading any more
+    except OSError:  # it belongs to another user, or has no reader any more
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         return lambda data: _when_ready(poll, descriptor, data), lambda: None, descriptor
@@ -145,7 +146,7 @@ def _writing_to(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], N
 
 
 def _when_ready(poll: "select.poll", descriptor: int, data: bytes) -> int:
-    """Write as much as a pipe takes at once that says that it can be written to."""
+    """Write at most what a writable pipe takes at once; raise BlockingIOError where it is not writable."""
     if not poll.poll(0):
         raise BlockingIOError
     return os.write(descriptor, data[:_ATOMIC])

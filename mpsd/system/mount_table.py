@@ -1,8 +1,8 @@
-"""Where a path leads a process, as the kernel's table of its mounts has it.
+"""Where a path leads a process, according to the kernel's table of its mounts.
 
-Nothing here looks at the paths themselves: on the way may be a file system that answers when its maker likes, or never,
-and whoever asks waits for it, in the kernel, deaf to SIGKILL. Any user can mount one in a user namespace of its own
-(FUSE below overlayfs; with FUSE alone, root is turned away instead).
+Nothing here accesses the paths themselves: one of them may cross a file system that answers late or never, and a
+process that accesses it waits in the kernel, where not even SIGKILL reaches it. Any user can mount such a file system
+in its own user namespace (FUSE below overlayfs; FUSE alone rejects root instead).
 """
 
 import re
@@ -11,38 +11,41 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Final, NamedTuple
 
 _MOST: Final = 1 << 20
-"""Bytes of a table that are read: several thousand mounts. Whose is longer made it so."""
+"""Maximum bytes of a table that are read: several thousand mounts. A longer one was made on purpose."""
 
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")
 
 
 class Place(NamedTuple):
-    """A directory by its file system's device number, and by its path from that file system's own root."""
+    """A directory, by its file system's device number and its path from the root of that file system."""
 
     device: str
     path: PurePosixPath
 
 
 class Mount(NamedTuple):
-    """One line of /proc/PID/mountinfo, as far as it decides where a path leads. Source: proc_pid_mountinfo(5)."""
+    """One line of /proc/PID/mountinfo, with the fields that decide where a path leads.
+
+    Source: proc_pid_mountinfo(5).
+    """
 
     number: int
     parent: int
     root: Place
-    """What is mounted."""
+    """The directory that is mounted."""
     point: PurePosixPath
-    """Where, from the root of the process."""
+    """The mount point, relative to the root of the process."""
 
 
 def mounts(pid: int | str) -> tuple[Mount, ...] | None:
-    """Return the mounts that a process sees; None where there are too many to read. Raises OSError."""
+    """Return the mounts that a process sees; None where the table is too long. Raises OSError."""
     with Path(f"/proc/{pid}/mountinfo").open("rb") as file:
         raw = file.read(_MOST + 1)
     return None if len(raw) > _MOST else parse(raw.decode("utf-8", errors="surrogateescape"))
 
 
 def parse(table: str) -> tuple[Mount, ...]:
-    """Return the mounts of such a table."""
+    """Parse such a table."""
     lines = (line.split(" ") for line in table.split("\n"))
     return tuple(
         Mount(int(words[0]), int(words[1]), Place(words[2], _path(words[3])), _path(words[4]))
@@ -52,14 +55,14 @@ def parse(table: str) -> tuple[Mount, ...]:
 
 
 def _path(text: str) -> PurePosixPath:
-    """Return a path of the table: blanks, line ends and backslashes are escaped there."""
+    """Decode a path of the table, which escapes blanks, line ends and backslashes."""
     return PurePosixPath(_ESCAPED.sub(lambda found: chr(int(found[1], 8)), text))
 
 
 def place(table: Iterable[Mount], directory: PurePath) -> Place | None:
-    """Return where a path leads that has no symbolic link in it; None where no mount of the table leads there.
+    """Return where a path without symbolic links leads; None where no mount of the table covers it.
 
-    What is mounted later over a part of the path hides what was mounted further down, and then has another parent.
+    A later mount over a part of the path hides the earlier mounts below it, and then has another parent.
     """
     passed = [each for each in table if directory.is_relative_to(each.point)]
     known = {each.number for each in passed}
@@ -67,7 +70,7 @@ def place(table: Iterable[Mount], directory: PurePath) -> Place | None:
     at = None
     while ahead:
         at = min(ahead, key=_depth)
-        # A process begins at its root, whatever was mounted over that since.
+        # A process begins at its root, even if something was mounted over it since.
         ahead = [each for each in passed if each.parent == at.number and _depth(each) > 1]
     if at is None:
         return None

@@ -1,4 +1,4 @@
-"""Control groups that a request names: by a path, by a process that is in one, or by a unit of systemd."""
+"""Control groups that a request names: by a path, by a process in the group, or by a systemd unit."""
 
 import os
 from collections import deque
@@ -20,18 +20,19 @@ from mpsd.system.control_groups import (
 )
 
 MOST_ENTRIES: Final = 4096
-"""Entries of directories, files among them, that are looked at for a user's unit, or for a 16th of the system's: there,
-no user makes slices. To look into a slice takes as long as 32 entries: it is 4 ms at most for a user's (measured)."""
+"""Maximum directory entries, files included, that are read to find a user's unit. A unit of the system may take 16
+times as many, since no user can make slices there. Reading a slice takes as long as 32 entries. A user's unit thus
+takes 4 ms at most (measured)."""
 
 _LONGEST: Final = 4096
-"""Characters of a path."""
+"""Maximum characters of a path."""
 
 
 def named(path: str) -> OpenGroup:
-    """Open the group that a path names: as /proc/PID/cgroup has it, or with its mount point in front.
+    """Open the group that a path names, in the form of /proc/PID/cgroup or with its mount point in front.
 
-    Where several hierarchies have such a group, it is the first that has processes in it, or else the first of which
-    the kernel tells whether processes came and went. Raises InvalidRequestError, and OSError without descriptors.
+    Where several hierarchies have such a group, the first one with processes wins, otherwise the first one whose kernel
+    counters show whether processes came and went. Raises InvalidRequestError, and OSError when no descriptor is free.
     """
     seen = _seen()
     if not path.startswith("/") or ".." in path.split("/") or len(path) > _LONGEST:
@@ -60,7 +61,7 @@ def named(path: str) -> OpenGroup:
 
 
 def _each_at(seen: Iterable[Hierarchy], path: str, unseen: list[UnseenHierarchyError]) -> Iterator[OpenGroup]:
-    """Yield the group at a path in each hierarchy that has one, and note those of which that cannot be said."""
+    """Yield the group at a path in each hierarchy that has one, and collect the hierarchies where that is unknown."""
     for hierarchy in seen:
         try:
             found = open_at(hierarchy, path)
@@ -72,10 +73,10 @@ def _each_at(seen: Iterable[Hierarchy], path: str, unseen: list[UnseenHierarchyE
 
 
 def of_process(pid: int) -> OpenGroup:
-    """Open the group that a process is in; whoever calls holds its pidfd, and asks afterwards whether it lives.
+    """Open the group of a process. The caller holds its pidfd, and must check afterwards that the process still lives.
 
-    It is that of systemd's hierarchy, else the unified one, else the first of a controller, wherever the process is in
-    a group. Raises InvalidRequestError, and OSError without descriptors.
+    systemd's hierarchy comes first, then the unified one, then the controllers'; the first in which the process is in a
+    group below the root counts. Raises InvalidRequestError, and OSError when no descriptor is free.
     """
     seen = _seen()
     for name, path in Membership(pid, seen).own():
@@ -101,17 +102,17 @@ _BY_PATH: Final = "name its control group (--cgroup PATH): systemctl show -p Con
 
 
 def of_unit(name: str, uid: int) -> OpenGroup:
-    """Open the group of a systemd unit: of the system, or, for a uid but root's, of that user's own manager.
+    """Open the group of a systemd unit: of the system for root, otherwise of the user's own manager.
 
-    A unit is looked for in slices alone, and only where these are root's, or that user's: whoever may make control
-    groups elsewhere may call them like a unit. In such a slice nobody else makes any, and systemd may have given the
-    unit's own to its user (Delegate=). Raises InvalidRequestError, and OSError without descriptors.
+    Only slices that belong to root, or to that user, are searched. In other places a user may be able to make control
+    groups and name them like a unit. In such a slice nobody else can make groups, although systemd may have given the
+    unit's own group to its user (Delegate=). Raises InvalidRequestError, and OSError when no descriptor is free.
     """
     top = "/" if not uid else f"/user.slice/user-{uid}.slice/user@{uid}.service"
     name = name if "." in name else f"{name}.service"
     found: list[OpenGroup] = []
     with ExitStack() as opened:
-        # Where both are there, version 2 has the unit, too, and its kernel tells more of it.
+        # Where both versions are mounted, version 2 has the unit too, and reports more about it.
         for hierarchy in sorted(_seen(), key=lambda each: each.name != UNIFIED):
             if hierarchy.name in {SYSTEMD, UNIFIED} and not found:
                 if hierarchy.base:
@@ -150,7 +151,7 @@ def _units(hierarchy: Hierarchy, top: str, name: str, uid: int) -> Iterator[str]
 
 
 def _is_group_of(entry: "os.DirEntry[str]", uid: int) -> bool:
-    with suppress(FileNotFoundError):  # it was removed meanwhile
+    with suppress(FileNotFoundError):  # the directory was removed meanwhile
         return entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == uid
     return False
 
@@ -167,7 +168,7 @@ def _seen() -> list[Hierarchy]:
 
 
 def _check_text(path: str) -> None:
-    """Raise InvalidRequestError where a path is none that can be stored, shown and sent as text."""
+    """Raise InvalidRequestError for a path that cannot be stored, shown and sent as text."""
     if any(not each.isprintable() for each in path):
         raise _unknown(ascii(path), "its name has characters that cannot be shown")
 

@@ -1,7 +1,7 @@
-"""What a service manager hands to mpsd when it starts it, and what mpsd tells it: systemd's protocols, in a few lines.
+"""The data that a service manager passes to mpsd at its start, and mpsd's notifications: systemd's protocols.
 
-Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3). The variables are taken out of the environment: what
-mpsd starts must not speak in its name.
+Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3). The variables are removed from the environment, since
+programs that mpsd starts must not speak in its name.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from mpsd.system import clock
 from mpsd.system.journal import Journal, is_behind
 
 _FIRST: Final = 3
-"""The first descriptor that is handed over (SD_LISTEN_FDS_START)."""
+"""The first descriptor that is passed (SD_LISTEN_FDS_START)."""
 
 _STDERR: Final = 2
 
@@ -23,7 +23,7 @@ _HINT: Final = "start mpsd through its units, or without systemd: mpsd run"
 
 
 class ServiceManager:
-    """Whoever started mpsd; one that wants to hear nothing where nobody is named."""
+    """The manager that started mpsd; without an address, notifications are dropped."""
 
     def __init__(
         self,
@@ -33,20 +33,23 @@ class ServiceManager:
         listener: socket.socket | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """`address` is where notifications go."""
+        """`address` is the destination of notifications."""
         self.watchdog = watchdog
-        """Seconds without a sign of life after which mpsd is ended and started anew; None where nobody watches."""
+        """Seconds without a notification after which the manager restarts mpsd; None without a watchdog."""
         self.listener = listener
-        """The socket that was listening before mpsd was, and will be after it."""
+        """The socket that was listening before mpsd started, and still listens after it ends."""
         self.journal = journal
-        """The journal, where mpsd's log goes there."""
+        """The journal, where mpsd's log goes to it."""
         self._address = address if address is None or address[0] != "@" else f"\0{address[1:]}"
         self._unsent: tuple[str, ...] = ()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> Self:
-        """Read what was handed over, and take it out of the environment. Raises ConfigurationError for nonsense."""
+        """Read what the manager passed, and remove it from the environment.
+
+        Raises ConfigurationError for invalid values.
+        """
         address = environ.pop("NOTIFY_SOCKET", None) or None
         if address is not None and address[0] not in "@/":
             raise ConfigurationError(f"NOTIFY_SOCKET={address} is not a unix socket", hint=_HINT)
@@ -68,13 +71,13 @@ class ServiceManager:
 
     @property
     def listens(self) -> bool:
-        """Whether there is anybody to tell anything."""
+        """Whether the manager receives notifications."""
         return self._socket is not None
 
     def notify(self, *assignments: str) -> None:
-        """Send assignments such as `READY=1`; what a busy manager does not take goes with the next ones.
+        """Send assignments such as `READY=1`; what a busy manager cannot take is sent with the next ones.
 
-        mpsd does not wait for it, and lives on where nobody is there any more.
+        mpsd does not wait for the manager, and continues where it is gone.
         """
         if self._socket is None or self._address is None:
             return
@@ -87,18 +90,18 @@ class ServiceManager:
                 self._address,
             )
         except BlockingIOError:
-            # Of each thing the latest counts; and a sign of life is worth nothing later.
+            # Only the latest value of each name counts, and a late watchdog notification has no value.
             latest = {line.partition("=")[0]: line for line in lines if not line.startswith("WATCHDOG=")}
             self._unsent = tuple(latest.values())
         except OSError:
             return
 
     def notify_reloading(self) -> None:
-        """Say that a reload begins; it is over with the next `READY=1`."""
+        """Announce a reload; the next `READY=1` ends it."""
         self.notify("RELOADING=1", f"MONOTONIC_USEC={int(clock.monotonic() * 1_000_000)}")
 
     def close(self) -> None:
-        """Tell nobody anything any more."""
+        """Send no more notifications."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -116,7 +119,7 @@ def _number(environ: MutableMapping[str, str], name: str) -> int | None:
 
 
 def _listener(descriptor: int) -> socket.socket:
-    """Return the listening unix socket behind a descriptor that was handed over. Raises ConfigurationError."""
+    """Return the listening unix socket of a descriptor that was passed. Raises ConfigurationError."""
     with contextlib.suppress(OSError):
         listener = socket.socket(fileno=descriptor)
         listener.set_inheritable(False)

@@ -1,4 +1,4 @@
-"""What NVML tells of a GPU, as values: for mpsd/system/gpu.py, on whose thread these calls are made."""
+"""NVML's readings of a GPU, as values, for mpsd/system/gpu.py, which makes these calls on its own thread."""
 
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def condition(lib: Any, uuid: str) -> Reading[Condition]:  # noqa: ANN401 - pynvml has no types
-    """Read what ails a GPU by its own count; what this GPU, or this driver, does not tell is None."""
+    """Read the hardware condition of a GPU; None stands for what this GPU or driver does not report."""
     try:
         handle = lib.nvmlDeviceGetHandleByUUID(uuid)
         remapped = _ask(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
@@ -41,7 +41,7 @@ _RECOVERY_ACTION: Final = 230
 
 
 def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml has no types
-    """Return what a GPU needs after a fault; None where this GPU, or this driver, does not tell."""
+    """Return what a GPU needs after a fault; None where this GPU or driver does not report it."""
     try:
         (value,) = lib.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
     except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_InvalidArgument):
@@ -50,13 +50,12 @@ def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml h
 
 
 def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN401 - pynvml has no types
-    """Return the processes on a GPU by pid; one that is listed twice counts once, at the larger figure.
+    """Return the processes on a GPU by pid; a process that is listed twice counts once, with the larger figure.
 
-    A process of which the driver does not tell is there all the same: left out, it would pass for one that holds
-    nothing.
+    A process whose memory the driver does not report is included: without it, the process would seem to hold nothing.
 
-    Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers, a larger
-    one in 535.43 to 535.86, where pynvml reads garbage, and is missing in 535.98 and, being newer, before 510
+    Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers. In 535.43 to
+    535.86 the struct is larger, and pynvml reads garbage; version 3 is missing in 535.98 and, being newer, before 510
     (github.com/XuehaiPan/nvitop/pull/89).
     """
     held: dict[int, GpuProcess] = {}
@@ -80,30 +79,31 @@ def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN40
 
 
 _RECENT: Final = 10
-"""Seconds for which a sample of a process's activity is worth telling; mpsd reads the GPUs as often."""
+"""Seconds for which a sample of a process's activity is reported; mpsd reads the GPUs as often."""
 
 _WHOLE: Final = 100
-"""Percent. Drivers have been seen to tell of more, for what they do not know (github.com/NVIDIA/DCGM/issues/83)."""
+"""Percent. Some drivers report a larger value for an unknown one (github.com/NVIDIA/DCGM/issues/83)."""
 
 
 def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
-    """Return how busy each process kept the SMs, in percent and by pid, for those of which NVML tells.
+    """Return how busy each process kept the SMs, in percent and by pid, for the processes that NVML reports.
 
     NVML takes samples, in driver-dependent intervals of up to a second, and has none of a process that used nothing; it
-    answers NOT_FOUND where it has none at all, and has no such function under MIG. Time is that of day, in µs
-    (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether it tells of clients of MPS depends on the driver.
+    answers NOT_FOUND where it has none at all, and has no such function under MIG. Its timestamps are those of the time
+    of day, in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether it reports clients of MPS depends
+    on the driver.
     """
     since = (clock.second() - _RECENT) * 1_000_000
     try:
         samples = lib.nvmlDeviceGetProcessUtilization(handle, since)
     except lib.NVMLError:
-        return {}  # The figure is for readers alone: a reading without it is a whole one.
+        return {}  # The value is only displayed, so a reading without it is complete.
     latest = sorted(samples, key=lambda each: int(each.timeStamp))
     return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
 
 
 def cuda(lib: Any) -> Reading[int]:  # noqa: ANN401 - pynvml has no types
-    """Read the version of CUDA that the driver is of, as 13000."""
+    """Read the driver's CUDA version, such as 13000."""
     try:
         return Known(int(lib.nvmlSystemGetCudaDriverVersion_v2()))
     except lib.NVMLError as error:

@@ -1,4 +1,4 @@
-"""A thread for the calls to NVML, which block, and which hang where no signal reaches them when a GPU locks up."""
+"""A thread for the calls to NVML, which block, and which hang beyond the reach of signals when a GPU locks up."""
 
 import asyncio
 import queue
@@ -11,18 +11,18 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 _BACKLOG: Final = 64
-"""Requests that may wait for the thread: each GPU of the largest node (16), several times over."""
+"""Maximum requests that wait for the thread: several for each GPU of the largest node (16)."""
 
 
 class SilentError(Exception):
-    """NVML has not answered, and nobody waits for it any longer. Its text says so to a person."""
+    """NVML did not answer within the deadline. The text says so to a user."""
 
 
 class NvmlThread:
-    """One thread, one request at a time, each with a deadline for whoever asked.
+    """One thread that serves one request at a time, each with a deadline for its caller.
 
-    It is no executor of concurrent.futures, because the interpreter joins their threads when it exits, and one that is
-    stuck in the driver would keep mpsd from ending. A daemon thread is left behind.
+    It does not use concurrent.futures, because the interpreter joins such threads when it exits, and one that hangs in
+    the driver would keep mpsd from ending. A daemon thread does not.
     """
 
     def __init__(self, name: str) -> None:
@@ -39,10 +39,10 @@ class NvmlThread:
             self._served += 1
 
     async def ask(self, work: Callable[[], T], seconds: float) -> T:
-        """Do `work` on the thread, and return what it returns or raise what it raises.
+        """Run `work` on the thread, and return its result or raise its error.
 
-        Raises SilentError when that takes longer than `seconds`; at once while an earlier request that did so is still
-        not served, or too many wait.
+        Raises SilentError when that takes longer than `seconds`; at once while an earlier overdue request is still not
+        served, or while too many requests wait.
         """
         if self._served < self._overdue:
             raise SilentError("NVML does not answer: a call hangs in the driver and has not returned yet")
@@ -60,17 +60,17 @@ class NvmlThread:
             raise SilentError(f"NVML did not answer within {seconds:g} s: a call hangs in the driver") from None
 
     def finish(self, last: Callable[[], None]) -> None:
-        """Do `last` when all that was asked is done, and end the thread."""
+        """Run `last` after all earlier requests, and end the thread."""
         self._requests.put(last)
         self._requests.put(None)
 
 
 def _answer(work: Callable[[], T], answer: "Future[T]") -> None:
     if not answer.set_running_or_notify_cancel():
-        return  # Nobody waits for it any longer.
+        return  # The caller no longer waits.
     try:
         result = work()
-    except BaseException as error:  # noqa: BLE001 - nothing is handled here: it is raised where the answer is awaited
+    except BaseException as error:  # noqa: BLE001 - raised where the caller awaits the answer
         answer.set_exception(error)
     else:
         answer.set_result(result)

@@ -1,7 +1,7 @@
-"""Whether a stranger could put something of his own under one of mpsd's paths, or has done so.
+"""Checks whether another user could replace, or has replaced, a file under one of mpsd's paths.
 
-A stranger is every uid but root's and mpsd's own. What is looked at here is looked at once, before anything is opened:
-where no stranger may write, none can change it afterwards.
+A stranger is any uid other than root's and mpsd's own. One check before anything is opened is enough: where no stranger
+may write, none can change the path afterwards.
 """
 
 import errno
@@ -16,14 +16,14 @@ from mpsd.system import acl
 from mpsd.system.acl import Tag
 
 _MOST_LINKS: Final = 40
-"""Symbolic links on the way to a path; the kernel follows no more. Source: path_resolution(7)."""
+"""Maximum symbolic links in a path; the kernel follows no more. Source: path_resolution(7)."""
 
 
 def check_path(path: Path) -> None:
     """Refuse a path if a stranger could put something else in its place, by renaming what leads there.
 
-    A group that may write to a directory on the way is trusted: on some systems one owns /var/log. Raises
-    ConfigurationError, and OSError for a way that cannot be looked at.
+    A group that may write to a directory of the path is trusted: on some systems one owns /var/log. Raises
+    ConfigurationError, and OSError for a path that cannot be inspected.
     """
     for each in _components(path):
         found = each.lstat()
@@ -53,7 +53,7 @@ def is_own(directory: Path) -> bool:
                 trusted = entry.who in _trusted()
             case Tag.GROUP | Tag.OWNING_GROUP:
                 trusted = group in {0, os.getegid()}
-            case _:  # the owner, and the mask, which gives nothing by itself
+            case _:  # the owner, and the mask, which grants nothing by itself
                 trusted = True
         if entry.permissions & acl.WRITE and not trusted:
             return False
@@ -61,10 +61,10 @@ def is_own(directory: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what was planted where mpsd, or a control daemon, has a file or a socket.
+    """Refuse a file that another user planted where mpsd or a control daemon has a file or a socket.
 
-    What has a second name may be somebody's: to write to it would be to write there. Nothing at all is fine. Raises
-    ConfigurationError.
+    A file with a second hard link may be another user's file, and a write here would change that one. An absent file is
+    accepted. Raises ConfigurationError.
     """
     try:
         found = path.lstat()
@@ -87,7 +87,7 @@ def check_file(path: Path) -> None:
 
 
 def stranger_at(path: Path) -> int | None:
-    """Return the uid of the stranger whose file or socket lies there; None when it is nobody's, or no stranger's."""
+    """Return the uid of the stranger that owns a file or socket; None when no stranger owns it, or there is none."""
     try:
         owner = path.lstat().st_uid
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def _trusted() -> frozenset[int]:
 
 
 def _components(path: Path) -> Iterator[Path]:
-    """Yield what there is on the way to a path, symbolic links and what they lead to included, but not the path."""
+    """Yield each existing component of a path except the last, with symbolic links and their targets."""
     at, links = Path("/"), 0
     yield at
     ahead = [*reversed(path.absolute().parts[1:-1])]

@@ -1,4 +1,4 @@
-"""What /proc says of one process: read at each question, and kept by nobody."""
+"""Facts about one process from /proc, read anew for each call."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from mpsd.core.model import ProcessIdentity
 
 _DEEPEST: Final = 128
-"""Ancestors that are looked at; a process tree that is deeper is none that anybody made on purpose."""
+"""Maximum ancestors that are read; no real process tree is deeper."""
 
 _MAXIMUM_STAT: Final = 4096
 """Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
@@ -27,15 +27,15 @@ def _stat(pid: int) -> list[bytes] | None:
         return None
     finally:
         os.close(descriptor)
-    # The second field is the program's name, in parentheses, and may itself hold any of these characters.
+    # The second field is the program's name, in parentheses, and may itself contain any of these characters.
     return stat.rpartition(b")")[2].split()
 
 
 class ProcessStat(NamedTuple):
-    """What /proc/PID/stat says of a process, as far as mpsd asks."""
+    """The fields of /proc/PID/stat that mpsd uses."""
 
     is_zombie: bool
-    """Whether it has ended, and nobody has waited for it."""
+    """Whether it has ended, and its parent has not waited for it."""
     parent: int
     session: int
     """The pid of the process that began its session."""
@@ -43,7 +43,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """Return what there is to say of a process, or None when there is none."""
+    """Return the state of a process, or None when there is none."""
     fields = _stat(pid)
     if fields is None:
         return None
@@ -57,10 +57,10 @@ def start_ticks(pid: int) -> int | None:
 
 
 def live_ticks(pid: int) -> int | None:
-    """Return a process's start time as `start_ticks` does, or None also when it has ended and was not reaped yet.
+    """Return a process's start time as `start_ticks` does; None also when it has ended but was not reaped yet.
 
-    Its parent may take long to reap it, and it uses nothing any more. One whose first thread alone has ended looks the
-    same but for the number of its threads, and lives. Source: proc_pid_stat(5).
+    Its parent may reap it late, and it uses nothing any more. A process whose first thread alone has ended looks the
+    same except for its number of threads, and lives. Source: proc_pid_stat(5).
     """
     fields = _stat(pid)
     if fields is None or (fields[0] in {b"Z", b"X"} and int(fields[17]) <= 1):
@@ -69,7 +69,7 @@ def live_ticks(pid: int) -> int | None:
 
 
 def wait_status(identity: ProcessIdentity) -> int:
-    """Return how a process ended that its parent has not waited for yet, as wait(2) has it; 0 where that is not known.
+    """Return the wait(2) status of a process that ended and was not reaped yet; 0 where it is unknown.
 
     Source: proc_pid_stat(5), exit_code.
     """
@@ -84,16 +84,16 @@ def parent(pid: int) -> int | None:
 
 
 def faults_of_children(pid: int) -> int | None:
-    """Return how many page faults the children had that a process has waited for, or None when there is none such.
+    """Return the page faults of all children that a process has waited for, or None when there is no such process.
 
-    The number grows with each child that has ended, and nobody but the kernel moves it. Source: proc(5), cminflt.
+    The number grows with each child that has ended, and only the kernel changes it. Source: proc(5), cminflt.
     """
     fields = _stat(pid)
     return None if fields is None else int(fields[8])
 
 
 def ancestors(pid: int) -> Iterator[ProcessIdentity]:
-    """Yield a process and its ancestors, as far as they can be seen."""
+    """Yield a process and its ancestors, as far as they are visible."""
     for _ in range(_DEEPEST):
         fields = _stat(pid) if pid > 0 else None
         if fields is None:
@@ -103,13 +103,13 @@ def ancestors(pid: int) -> Iterator[ProcessIdentity]:
 
 
 def cgroup(pid: int) -> str:
-    """Return the path of a process's control group; empty where there is no such process, or no group but the root.
+    """Return the path of a process's control group; empty for the root group, and where there is no such process.
 
-    Of the lines of /proc/PID/cgroup the one of systemd's own hierarchy, or of the unified one: where both are there, it
-    may be either that knows of groups. Source: cgroups(7).
+    The path comes from systemd's own hierarchy or from the unified one: where both are mounted, either may have the
+    groups. Source: cgroups(7).
     """
     try:
-        # Not splitlines(), nor as text: whoever names a group may put into it what these take for the end of a line.
+        # Split bytes at `\n`, not by splitlines(): the name of a group may contain what that takes for a line end.
         lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace").split("\n")
     except (FileNotFoundError, ProcessLookupError):
         return ""
@@ -123,9 +123,9 @@ def _within(path: str) -> str:
 
 
 def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
-    """Return those of these variables that a process was started with; None where that cannot be read.
+    """Return those of these variables that a process was started with; None where they cannot be read.
 
-    What a process has done to its environment since is not in /proc/PID/environ. Source: proc(5).
+    /proc/PID/environ does not show later changes by the process to its environment. Source: proc(5).
     """
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
@@ -140,7 +140,7 @@ def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
 
 
 def descriptors_used_up(pid: int) -> int | None:
-    """Return how many descriptors a process may have, if it has as many; None otherwise, and where nobody can tell."""
+    """Return a process's limit of descriptors if it has reached it; None otherwise, or where it cannot be read."""
     try:
         most = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
         return most if len(os.listdir(f"/proc/{pid}/fd")) >= most else None  # noqa: PTH208 - names, not paths
@@ -149,18 +149,18 @@ def descriptors_used_up(pid: int) -> int | None:
 
 
 def real_uid(pid: int) -> int | None:
-    """Return a process's real uid: whose it is, whatever a setuid program lets it do; None when it is gone."""
+    """Return a process's real uid, which a setuid program does not change; None when the process is gone."""
     return next((int(uid) for uid in _status(pid, "Uid")), None)
 
 
 def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
-    """Return the real uid of a process where it is not this one; None where it is, and of a process that is gone.
+    """Return the real uid of a process if it differs from `uid`; None if it does not, or the process is gone.
 
-    It costs a microsecond or two where it is: the owner of its folder is its effective uid, and root where nobody may
-    look into it. Source: proc(5).
+    Where it does not differ, this costs a microsecond or two: the owner of the process's directory is its effective
+    uid, or root where other users may not read it. Source: proc(5).
     """
     try:
-        if os.stat(f"/proc/{identity.pid}").st_uid == uid:  # noqa: PTH116 - of thousands: a path would take longer
+        if os.stat(f"/proc/{identity.pid}").st_uid == uid:  # noqa: PTH116 - called for thousands: a Path takes longer
             return None
     except FileNotFoundError:
         return None
@@ -169,9 +169,9 @@ def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
 
 
 def _status(pid: int, name: str) -> list[str]:
-    """Return the words of a field of /proc/PID/status (see proc(5)); none when there is no such process."""
+    """Return the words of a field of /proc/PID/status (see proc(5)); empty when there is no such process."""
     try:
-        # Not as text: a process may have a carriage return in its name, and what looks like another field after it.
+        # Split bytes, not text: the name of a process may contain a carriage return, followed by a forged field.
         status = Path(f"/proc/{pid}/status").read_bytes().decode("utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
@@ -179,14 +179,14 @@ def _status(pid: int, name: str) -> list[str]:
 
 
 def is_nested(pid: int) -> bool:
-    """Tell whether a process lives in a pid namespace below mpsd's own, where its numbers for processes mean others.
+    """Tell whether a process lives in a pid namespace below mpsd's, where its pids mean other processes.
 
-    NSpid in /proc/PID/status lists a process's pid in each namespace from that of /proc downwards. Source: proc(5).
+    NSpid in /proc/PID/status lists a process's pid in each namespace, from that of /proc downwards. Source: proc(5).
     """
     return len(_status(pid, "NSpid")) > 1
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped, as after SIGSTOP; a cheap look that costs the process nothing."""
+    """Tell whether a process is stopped, as after SIGSTOP; the check is cheap and does not disturb the process."""
     fields = _stat(pid)
     return fields is not None and fields[0] in {b"T", b"t"}

@@ -1,7 +1,7 @@
-"""The one door to processes: mpsd starts, watches, signals and reaps them here and nowhere else.
+"""The one door to processes: mpsd starts, watches, signals and reaps them only here.
 
-A process is known by pid and start time, watched through a pidfd, and started from an argument list with an environment
-that is built, not inherited.
+A process is identified by pid and start time, watched through a pidfd, and started from an argument list with an
+environment that mpsd builds and the process does not inherit.
 """
 
 import asyncio
@@ -24,28 +24,28 @@ from mpsd.system import capabilities, clock, descriptors, exit_status, host_envi
 from mpsd.system.descriptors import Purpose
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
-"""What a child gets of mpsd's own environment. No CUDA_* among them: NVIDIA's daemon takes defaults from those, and no
-NOTIFY_SOCKET: a child must not announce readiness in mpsd's name."""
+"""The variables of mpsd's own environment that a child gets. CUDA_* are not among them, because NVIDIA's daemon takes
+defaults from those, nor NOTIFY_SOCKET, because a child must not announce readiness in mpsd's name."""
 
 _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _MAXIMUM_OUTPUT: Final = 16 * 1024 * 1024
 
 _NO_PROCESS: Final = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})
-"""What the kernel says of a pid that no process has. The number of a thread that leads no process is ENOENT (measured,
-kernel 6.18), and EINVAL before; a number that no process can have is EINVAL. Source: pidfd_open(2)."""
+"""Errors of the kernel for a pid that no process has. A thread id that is not a process id gives ENOENT (measured,
+kernel 6.18), and EINVAL before; a number that no process can have gives EINVAL. Source: pidfd_open(2)."""
 
 SHORTAGES: Final = frozenset(
     {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 )
-"""What the kernel says when it has no process, memory, descriptor or disk to give, or when a disk fails: no fault of
-what was to be started. Sources: fork(2), open(2)."""
+"""Errors of the kernel when it has no free process, memory, descriptor or disk space, or when a disk fails: none is a
+fault of the program to start. Sources: fork(2), open(2)."""
 
 
 def environment(extra: Mapping[str, str], *, path: Sequence[str] = (), libraries: Path | None = None) -> dict[str, str]:
-    """Build a child's environment: an allow-list of mpsd's own, `extra`, and `path` behind what PATH already has.
+    """Build a child's environment: an allow-list of mpsd's own, `extra`, and `path` after the directories of PATH.
 
-    `libraries` comes before what LD_LIBRARY_PATH already has.
+    `libraries` goes before the directories of LD_LIBRARY_PATH.
     """
     built = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     directories = built.get("PATH", _DEFAULT_PATH).split(os.pathsep)
@@ -56,11 +56,12 @@ def environment(extra: Mapping[str, str], *, path: Sequence[str] = (), libraries
 
 
 def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
-    """Return the return code of a process that has ended and is no child of mpsd; None where nobody knows it.
+    """Return the return code of a process that has ended and is not a child of mpsd; None where it is unknown.
 
-    Until its parent has taken it away, /proc/PID/stat has it, and 0 where mpsd may not know. Source: proc_pid_stat(5).
+    /proc/PID/stat has it until the parent reaps the process, and 0 where mpsd may not read it. Source:
+    proc_pid_stat(5).
     """
-    for _ in range(2):  # it may be taken away between the two looks
+    for _ in range(2):  # the parent may reap it between the two reads
         if (returncode := exit_status.of_pidfd(pidfd)) is not None:
             return returncode
         if status := proc.wait_status(identity):
@@ -69,7 +70,7 @@ def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
 
 
 class Process:
-    """A process that is watched: started here, or adopted. Close it when done; that does nothing to the process."""
+    """A watched process, started here or adopted. Closing this object does not affect the process."""
 
     __slots__ = ("_alike", "_child", "_gone", "_loop", "_pidfd", "_poll", "_started", "identity")
     # Thousands of them may be watched.
@@ -79,29 +80,30 @@ class Process:
         self._pidfd = pidfd
         self._child = child
         self._poll: select.poll | None = None
-        """Looks at the pidfd; made for those who ask, and mostly again and again."""
+        """Polls the pidfd; made at the first query, since most objects are queried either never or often."""
         self._gone: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The loop that reads the pidfd, if one does."""
+        """The loop that reads the pidfd, if any."""
         self._started: datetime | None = None
         self._alike = False
 
     @property
     def pid(self) -> int:
-        """The process id, which is this process's for as long as it is not closed."""
+        """The process id, which stays this process's own until this object is closed."""
         return self.identity.pid
 
     @property
     def started(self) -> datetime:
-        """When it started, as the clock was set when that was asked first."""
+        """The start time, by the clock at the first call."""
         if self._started is None:
             self._started = clock.at_ticks(self.identity.start_ticks)
         return self._started
 
     def sees_alike(self) -> bool:
-        """Tell what `surroundings.sees_alike` does, or that nobody can; once it was so, it is taken to stay so.
+        """Tell what `host_environment.sees_alike` does; True also if that is unknown.
 
-        A process may go elsewhere later, as it may with a lease in its hands, which nobody could notice.
+        Once known to be true, it is assumed to stay so: a process may change its mount namespace later, even while it
+        holds a lease, but mpsd cannot notice that.
         """
         if self._alike:
             return True
@@ -119,15 +121,15 @@ class Process:
         return bool(self._poll.poll(0))
 
     def when_gone(self, call: Callable[[], None]) -> None:
-        """Have this called from the running loop, once, when the process is gone; closing calls it off.
+        """Call this once from the running loop when the process is gone; closing cancels the call.
 
-        It costs less than a task that waits, and is for those who watch thousands. One may do either, not both.
+        This costs less than a task that waits, for callers that watch thousands. Use either this or `wait`, not both.
         """
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._pidfd, self._on_gone, call)
 
     async def gone_within(self, seconds: float) -> bool:
-        """Wait for its end, for this long at most, and tell whether it came."""
+        """Wait for its end, at most this long, and tell whether it has ended."""
         try:
             async with asyncio.timeout(seconds):
                 await self.wait()
@@ -145,9 +147,10 @@ class Process:
             self._loop = None
 
     async def wait(self) -> int | None:
-        """Wait until the process is gone, and return its return code; None where it is no child, and nobody knows.
+        """Wait until the process is gone, and return its return code.
 
-        Any number of tasks may wait, and each may be cancelled without disturbing the others.
+        The code is None where it is unknown, for a process that is no child. Any number of tasks may wait, and each may
+        be cancelled without disturbing the others.
         """
         if self._gone is None:
             self._gone = asyncio.get_running_loop().create_future()
@@ -164,9 +167,9 @@ class Process:
         return True
 
     def duplicate(self, purpose: Purpose | None = None) -> "Process":
-        """Watch the same process once more, through a descriptor of its own; whose child it is stays with this one.
+        """Watch the same process once more, through another descriptor; only this object can reap it.
 
-        Raises as `descriptors.duplicate`.
+        Raises the errors of `descriptors.duplicate`.
         """
         return Process(self.identity, descriptors.duplicate(self._pidfd, purpose), None)
 
@@ -187,10 +190,10 @@ def _settle(gone: "asyncio.Future[None]") -> None:
 
 
 def from_pidfd(pidfd: int) -> Process | None:
-    """Watch the process behind a pidfd, which is taken over; None (and it is closed) when it is gone or not visible.
+    """Watch the process of a pidfd, and take over the pidfd.
 
-    A process in a pid namespace that mpsd cannot see has pid 0 here, and one that is gone has -1 (measured, kernel
-    6.18).
+    Returns None, and closes the pidfd, when the process is gone or not visible. A process in a pid namespace that mpsd
+    cannot see has pid 0 here, and one that is gone has -1 (measured, kernel 6.18).
     """
     fields = dict(line.split(":\t", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines())
     pid = int(fields.get("Pid", -1))
@@ -202,22 +205,22 @@ def from_pidfd(pidfd: int) -> Process | None:
 
 
 def find(pid: int) -> Process | None:
-    """Watch whatever process has this pid now; None when there is none."""
+    """Watch the process that has this pid now; None when there is none."""
     ticks = proc.start_ticks(pid)
     return None if ticks is None else adopt(ProcessIdentity(pid, ticks))
 
 
 def adopt(identity: ProcessIdentity) -> Process | None:
-    """Watch a process that is no child of mpsd; None when it is gone, or when its pid belongs to another by now."""
+    """Watch a process that is no child of mpsd; None when it is gone, or when another process has its pid now."""
     try:
         pidfd = os.pidfd_open(identity.pid)
     except OverflowError:
-        return None  # nor can a process have a number that no int of C's has
+        return None  # no process can have a number beyond a C int
     except OSError as error:
         if error.errno not in _NO_PROCESS:
             raise
         return None
-    # The look comes after the descriptor is held, so that what is looked at cannot change under it.
+    # This check follows the opening of the descriptor, so that the process cannot change in between.
     if proc.start_ticks(identity.pid) != identity.start_ticks:
         os.close(pidfd)
         return None
@@ -225,7 +228,10 @@ def adopt(identity: ProcessIdentity) -> Process | None:
 
 
 def lives(identity: ProcessIdentity) -> bool:
-    """Tell whether a process has not ended: by a pidfd, since /proc calls one a zombie whose first thread has ended."""
+    """Tell whether a process has not ended.
+
+    A pidfd decides: /proc reports a zombie as soon as the first thread has ended.
+    """
     living = adopt(identity)
     if living is None:
         return False
@@ -247,8 +253,8 @@ def spawn(
 ) -> Process:
     """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
 
-    `new_session` puts it out of reach of a terminal's signals, and lets it outlive mpsd. `allowed` are the capabilities
-    that it can have, as far as mpsd may take others away; None: all that mpsd can have.
+    `new_session` keeps a terminal's signals from it, and lets it outlive mpsd. `allowed` are the capabilities that it
+    can have, as far as mpsd may drop others; None: all that mpsd can have.
     """
 
     def start() -> subprocess.Popen[bytes]:
@@ -257,14 +263,17 @@ def spawn(
         )
 
     child = start() if allowed is None or not capabilities.can_drop() else capabilities.without(allowed, start)
-    # It cannot be reaped by anybody else, so that its pid is still its own here, even if it has ended already.
+    # Only mpsd can reap it, so its pid is still its own here, even if it has ended already.
     pidfd = os.pidfd_open(child.pid)
     return Process(ProcessIdentity(child.pid, proc.start_ticks(child.pid) or 0), pidfd, child)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a program that was run to its end left behind. `returncode` is None when it overran and was killed."""
+    """The result of a program that ran to its end.
+
+    `returncode` is None when it exceeded its deadline and was killed.
+    """
 
     command: str
     returncode: int | None
@@ -279,11 +288,10 @@ async def run(
     seconds: float,
     allowed: Collection[Capability] | None = None,
 ) -> Finished:
-    """Run a program to its end, within a deadline, and return what it printed; kill and reap it when it overruns.
+    """Run a program to its end within a deadline, and return its output; kill and reap it when it exceeds the deadline.
 
     Its input and output are files in memory: there is no pipe to fill, so neither side can block on the other.
-    `allowed` is as for `spawn`.
-    Raises OSError when it cannot be started.
+    `allowed` has the meaning that it has for `spawn`. Raises OSError when it cannot be started.
     """
     source, sink = os.memfd_create("stdin"), os.memfd_create("stdout")
     try:
@@ -296,7 +304,7 @@ async def run(
         except TimeoutError:
             returncode = None
         finally:
-            # Reached on cancellation too: whoever leaves here leaves no front-end behind, and no zombie.
+            # Cancellation comes here too: no front-end and no zombie is left behind.
             process.signal(signal.SIGKILL)
             await process.wait()
             process.close()

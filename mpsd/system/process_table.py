@@ -1,8 +1,8 @@
-"""Other processes of the node: what the kernel says of them, and what they call themselves.
+"""Other processes of the node: the kernel's facts about them, and their own claims.
 
-Whose a process is, what it runs, which session it is in and which sockets it has open is the kernel's word. Its name,
-its arguments and its environment are its own: anybody starts a program under any name and with any variables. By those
-alone a process is at most a look-alike, which `mpsctl doctor` mentions and nothing else believes.
+The owner of a process, its program, its session and its open sockets are facts of the kernel. Its name, arguments and
+environment are its own claims: any user can start a program under any name and with any variables. A process that only
+these identify is at most a look-alike, which `mpsctl doctor` mentions and no other part believes.
 """
 
 import contextlib
@@ -26,23 +26,23 @@ CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
 
 _UNSEEN: Final = (FileNotFoundError, ProcessLookupError, PermissionError)
-"""What is raised about a process that is gone, or that may not be looked at."""
+"""Errors for a process that is gone or may not be inspected."""
 
 _MOST_SCRIPT: Final = 256
-"""Bytes of a script's first line that the kernel looks at (BINPRM_BUF_SIZE)."""
+"""Bytes of a script's first line that the kernel reads (BINPRM_BUF_SIZE)."""
 
 _MOST_ENVIRONMENT: Final = 256 * 1024
-"""Bytes of an environment in which a variable is looked for."""
+"""Bytes of an environment that are searched for a variable."""
 
 _ROUNDS: Final = 3
-"""How often processes are looked for that came while others were looked at."""
+"""Maximum passes over /proc, so that processes that start during a pass are found by the next."""
 
 _EXECUTES: Final = 0.02
-"""Seconds within which a process that executes a program has its environment."""
+"""Seconds within which a process that executes a program gets its environment."""
 
 
 class ProgramKind(StrEnum):
-    """What a process is to MPS."""
+    """The part that a process has in MPS."""
 
     DAEMON = "control daemon"
     FRONT_END = "front-end"
@@ -51,17 +51,17 @@ class ProgramKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ProcessDetails:
-    """A process as the kernel has it, with what it says of itself."""
+    """A process by the kernel's facts and by its own claims."""
 
     identity: ProcessIdentity
     uid: int
-    """Its real uid: a setuid program has its own as the effective one, and the environment of whoever started it."""
+    """Its real uid. A setuid program has another effective uid, and the environment of the user who started it."""
     parent: int
     started: datetime
     executable: str
     arguments: tuple[str, ...]
     variables: Mapping[str, str]
-    """Its CUDA_* environment, as it was started with."""
+    """Its CUDA_* environment at its start."""
 
 
 def pids() -> Iterator[int]:
@@ -81,14 +81,17 @@ def real_uid(pid: int) -> int | None:
 
 
 def _status(pid: int) -> list[bytes]:
-    """Return the lines of /proc/PID/status. Not splitlines(): a name may have a carriage return, and forge one."""
+    """Return the lines of /proc/PID/status.
+
+    Not splitlines(): a name may contain a carriage return, and so forge a line.
+    """
     return Path(f"/proc/{pid}/status").read_bytes().split(b"\n")
 
 
 def process_of_thread(pid: int) -> int | None:
-    """Return the pid of the process that has a thread of this number; None where that is no thread of another's.
+    """Return the pid of the process that has a thread of this number; None if the number is no such thread's.
 
-    The kernel numbers threads as it does processes, and /proc has a folder for each, though it lists none.
+    The kernel numbers threads and processes together, and /proc has a directory for each thread, though it lists none.
     """
     try:
         leader = next((int(line.split()[1]) for line in _status(pid) if line.startswith(b"Tgid:")), pid)
@@ -98,12 +101,12 @@ def process_of_thread(pid: int) -> int | None:
 
 
 def is_trusted(uid: int | None) -> bool:
-    """Tell whether a real uid is root's or mpsd's own: a process of any other is no evidence of anything."""
+    """Tell whether a real uid is root's or mpsd's own: a process of any other uid is no evidence."""
     return uid is not None and uid in {0, os.getuid()}
 
 
 def details(pid: int) -> ProcessDetails | None:
-    """Return what is known of a process; None when it is gone, has ended, or may not be looked at."""
+    """Return the facts about a process; None when it is gone, has ended, or may not be inspected."""
     at = Path(f"/proc/{pid}")
     with contextlib.suppress(*_UNSEEN):
         stat, uid = proc.stat_of(pid), real_uid(pid)
@@ -122,7 +125,10 @@ def details(pid: int) -> ProcessDetails | None:
 
 
 def arguments_of(pid: int) -> tuple[str, ...]:
-    """Return what a process was started with, or calls itself since. Raises OSError when that cannot be read."""
+    """Return the arguments that a process was started with, or has replaced since.
+
+    Raises OSError when they cannot be read.
+    """
     raw = Path(f"/proc/{pid}/cmdline").read_bytes().removesuffix(b"\0")
     return tuple(map(text, raw.split(b"\0"))) if raw else ()
 
@@ -132,11 +138,11 @@ def _variables(raw: bytes) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-# -- what cannot be imitated -------------------------------------------------------------------------------------------
+# -- facts that cannot be imitated -------------------------------------------------------------------------------------
 
 
 def holding(sockets: Collection[int]) -> list[int]:
-    """Return the pids of the processes that have one of these sockets open, by inode, as far as mpsd may look."""
+    """Return the pids of the processes that have one of these sockets open, by inode, as far as mpsd may read them."""
     wanted = {f"socket:[{inode}]" for inode in sockets}
     return [pid for pid in pids() if wanted and any(each in wanted for each in _descriptors(pid))]
 
@@ -146,14 +152,14 @@ def _descriptors(pid: int) -> Iterator[str]:
     with contextlib.suppress(*_UNSEEN):
         for name in os.listdir(folder):  # noqa: PTH208 - names, not paths
             with contextlib.suppress(*_UNSEEN):
-                yield os.readlink(f"{folder}/{name}")  # noqa: PTH115 - what it says is no path
+                yield os.readlink(f"{folder}/{name}")  # noqa: PTH115 - the link's text is no path
 
 
 def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, ProcessIdentity]:
-    """Return the processes in the sessions that these began, each with its leader, which is not among them.
+    """Return the processes in the sessions that these leaders began, each with its leader, without the leaders.
 
-    Nobody can join a session: one is in it by birth. Nor can another process get the leader's pid while anybody is in
-    its session. Source: setsid(2), and the kernel's pid.c: a number is free when no process, group or session has it.
+    No process can join a session; it is born in one. Nor can another process get the leader's pid while its session has
+    members. Source: setsid(2), and the kernel's pid.c: a number is free when no process, group or session has it.
     """
     by_pid = {each.pid: each for each in leaders}
     found = dict[ProcessIdentity, ProcessIdentity]()
@@ -170,8 +176,8 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
 def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[ProcessIdentity]]:
     """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
 
-    What starts while others are looked at is looked at too, for a few rounds, and so is what executes a program just
-    then: for a moment it has no environment. Otherwise as `started_with_among`.
+    Processes that start during the search are included, for a few passes, as are those that are executing a program
+    then: for a moment, these have no environment. The other rules are those of `started_with_among`.
     """
     found: dict[str, list[ProcessIdentity]] = {}
     seen, unclear = set[int](), set[int]()
@@ -199,10 +205,10 @@ def started_with_among(
 ) -> Iterator[tuple[str, ProcessIdentity]]:
     """Yield those of some processes that were started with a variable of one of these values, each with its value.
 
-    Each value is one uid's: only processes of that real uid count. A value counts that stands near the beginning of an
-    environment, since a process may have megabytes of it, and a user may have thousands of processes. `unclear` is
-    called with the pid of each that has no environment now, as while it executes a program. Raises OSError where there
-    are no descriptors left.
+    Each value belongs to one uid: only processes of that real uid count. The value must stand near the beginning of the
+    environment, since an environment can have megabytes and a user thousands of processes. `unclear` is called with the
+    pid of each process that has no environment now, as during the execution of a program. Raises OSError when no
+    descriptor is free.
     """
     uids, wanted, prefix = {0, *owners.values()}, {*owners.values()}, os.fsencode(f"{variable}=")
     for pid in candidates:
@@ -218,13 +224,13 @@ def started_with_among(
 
 
 def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
-    """Return the beginning of the environment of a process; None where it is another's, or gone.
+    """Return the beginning of the environment of a process; None where it belongs to another user or is gone.
 
-    The owner of its folder is its effective user, or root where it may not be looked into. Source: proc(5).
+    The owner of its /proc directory is its effective user, or root where other users may not read it. Source: proc(5).
     """
     with contextlib.suppress(*_UNSEEN):
         folder = f"/proc/{pid}"
-        if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - of every process: a path would take longer
+        if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - for every process: a Path would take longer
             return None
         descriptor = os.open(f"{folder}/environ", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -235,7 +241,7 @@ def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
 
 
 def _of_user(pid: int, uid: int) -> ProcessIdentity | None:
-    """Return which process has a pid, if it is of this real uid and has not ended."""
+    """Return the identity of the process with a pid, if it has this real uid and has not ended."""
     stat = proc.stat_of(pid)
     if stat is None or stat.is_zombie or real_uid(pid) != uid or proc.start_ticks(pid) != stat.start_ticks:
         return None
@@ -243,7 +249,7 @@ def _of_user(pid: int, uid: int) -> ProcessIdentity | None:
 
 
 def leader_with(variable: str, value: str) -> int | None:
-    """Return the pid of a process of mpsd's own uid that leads a session, and was started with this variable."""
+    """Return the pid of a session leader of mpsd's own uid that was started with this variable."""
     wanted = os.fsencode(f"{variable}={value}")
     for pid in pids():
         stat = proc.stat_of(pid)
@@ -256,7 +262,7 @@ def leader_with(variable: str, value: str) -> int | None:
 
 
 def runs(pid: int, program: Path) -> bool:
-    """Tell whether a process runs this very program, by device and inode; of a script its interpreter counts."""
+    """Tell whether a process runs this very program, by device and inode; for a script its interpreter counts."""
     try:
         own = os.stat(f"/proc/{pid}/exe")  # noqa: PTH116 - the kernel's own link, also to a file that is deleted
         wanted = (program, *_interpreter(program))
@@ -272,14 +278,14 @@ def _interpreter(program: Path) -> Iterator[Path]:
         yield Path(os.fsdecode(words[0]))
 
 
-# -- what a process calls itself ---------------------------------------------------------------------------------------
+# -- claims of a process -----------------------------------------------------------------------------------------------
 
 
 def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind | None:
-    """Tell what a process looks like to MPS, by what it calls itself; None for any other."""
+    """Return the part in MPS that a process has by its own arguments; None for any other process."""
     if not arguments:
         return None
-    # A script is run by its interpreter, so that its own name stands second.
+    # An interpreter runs a script, so the script's own name is the second argument.
     names = {Path(argument).name for argument in arguments[:2]}
     if SERVER in names:
         return ProgramKind.SERVER
@@ -288,7 +294,7 @@ def kind_of(arguments: Sequence[str], program: tuple[str, ...]) -> ProgramKind |
     return None
 
 
-# -- for people, and for the owner of a lease --------------------------------------------------------------------------
+# -- for output, and for the owner of a lease --------------------------------------------------------------------------
 
 
 def uid_of(pid: int) -> int | None:
@@ -309,7 +315,7 @@ def user_of(pid: int) -> tuple[int, int] | None:
 
 
 def command_of(pid: int) -> str:
-    """Return a process's name for people, or an empty text when it is gone or hidden."""
+    """Return the name of a process, or an empty text when the process is gone or hidden."""
     try:
         return text(psutil.Process(pid).name())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -318,5 +324,5 @@ def command_of(pid: int) -> str:
 
 @cache
 def own_uid() -> int:
-    """Return the effective uid that mpsd runs as, which it keeps for as long as it lives."""
+    """Return the effective uid of mpsd, which never changes."""
     return os.geteuid()

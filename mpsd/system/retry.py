@@ -1,4 +1,4 @@
-"""Every retry of mpsd: named, with a positive predicate, a bound, jitter, and the last error re-raised.
+"""All retries of mpsd: each with a name, a positive predicate, a bound and jitter; the last error is re-raised.
 
 The predicates are positive on purpose: tenacity's negated ones would also retry a cancellation.
 """
@@ -9,7 +9,7 @@ import tenacity
 
 
 class CollisionError(Exception):
-    """A front-end was turned away by the control daemon, which serves one at a time: nothing was done."""
+    """The control daemon rejected a front-end, because it serves one at a time; the front-end had no effect."""
 
 
 class ApiServerAwayError(Exception):
@@ -17,9 +17,10 @@ class ApiServerAwayError(Exception):
 
 
 def api_server(seconds: float, ended: threading.Event) -> tenacity.Retrying:
-    """Try again while the API server is away, for at most this long, or until `ended` is set.
+    """Retry while the API server is unavailable, for at most this long, or until `ended` is set.
 
-    Then ApiServerAwayError is raised. The jitter is there for a thousand nodes that find it back at the same moment.
+    Then raises ApiServerAwayError. The jitter spreads the load when a thousand nodes find the server back at the same
+    time.
     """
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(ApiServerAwayError),
@@ -31,7 +32,7 @@ def api_server(seconds: float, ended: threading.Event) -> tenacity.Retrying:
 
 
 def collisions(seconds: float) -> tenacity.AsyncRetrying:
-    """Try again while strangers' front-ends are in the way, for at most this long; then CollisionError is raised.
+    """Retry while other users' front-ends occupy the daemon, for at most this long; then raise CollisionError.
 
     A bare front-end occupies the daemon for about 2 ms (measured), so the first pause is of that size.
     """
@@ -44,9 +45,9 @@ def collisions(seconds: float) -> tenacity.AsyncRetrying:
 
 
 def inherited_locks() -> tenacity.Retrying:
-    """Try again while a lock is held, for at most a second; then BlockingIOError is raised.
+    """Retry while a lock is held, for at most a second; then raise BlockingIOError.
 
-    An mpsd that was killed as it started a program leaves its lock to that child, from the fork to the exec.
+    When mpsd is killed while it starts a program, the child holds the lock from the fork to the exec.
     """
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(BlockingIOError),

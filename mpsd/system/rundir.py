@@ -1,4 +1,4 @@
-"""The directories that mpsd writes to: where each thing lies, the lock that makes mpsd the only one, and the socket.
+"""The directories that mpsd writes to: the path of each file, the lock that excludes a second mpsd, and the socket.
 
 Every path is decided here, and everything is created with its final mode.
 """
@@ -21,29 +21,30 @@ from mpsd.core.settings import Settings, Unadmitted
 from mpsd.system import acl, path_safety, retry
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
-"""What a control daemon makes in its pipe directory, and leaves there (measured; the last one by 550 and later)."""
+"""Files that a control daemon makes in its pipe directory and leaves there (measured; the last one by 550 and
+later)."""
 
 
 @dataclass(frozen=True)
 class DaemonPaths:
-    """Where one control daemon has its things. Each path is made once, since it is looked at every second."""
+    """The paths of one control daemon. Each is made once, since mpsd uses them every second."""
 
     pipe_directory: Path
     log_directory: Path
     death_tally: Path
-    """The file that its deaths are kept in."""
+    """The file with its recent deaths."""
     record: Path
-    """The file that tells which process mpsd started."""
+    """The file with the identity of the process that mpsd started."""
     let_in: Path
-    """The file that has who was let in to it since it started."""
+    """The file with the uids that have had pipe access since it started."""
     reading: Path
-    """The file that tells how far its log was read."""
+    """The file with the position up to which its log was read."""
     own_limits: Path
-    """The file that has the limits that mpsd itself set."""
+    """The file with the limits that mpsd itself set."""
     unserved: Path
-    """The file that has the evidence against its server, where that serves nobody."""
+    """The file with the evidence against a server of it that serves no client."""
     operator_intent: Path
-    """The file that has what an operator wants of it."""
+    """The file with the desired state of the daemon."""
 
     @cached_property
     def control_socket(self) -> Path:
@@ -62,17 +63,17 @@ class DaemonPaths:
 
     @cached_property
     def log_fifo(self) -> Path:
-        """The FIFO by which the daemon and its servers write the log: the daemon alone reads it (measured)."""
+        """The FIFO through which the daemon and its servers write the log: only the daemon reads it (measured)."""
         return self.pipe_directory / "log"
 
     @cached_property
     def control_sockets(self) -> tuple[Path, Path]:
-        """All sockets of the daemon: that one, and the one that root's front-ends use."""
+        """Both sockets of the daemon: that one, and the one for root's front-ends."""
         return self.control_socket, self.pipe_directory / "control_privileged"
 
     @cached_property
     def control_log(self) -> Path:
-        """The file that the daemon's own output is appended to."""
+        """The file that receives the daemon's own output."""
         return self.log_directory / "control.log"
 
     @cached_property
@@ -81,7 +82,7 @@ class DaemonPaths:
         return self.log_directory / "server.log"
 
     def create(self) -> None:
-        """Make both directories, for mpsd alone to write; a new pipe directory is closed until somebody opens it.
+        """Make both directories, writable for mpsd only. A new pipe directory is closed until mpsd opens it.
 
         Raises ConfigurationError.
         """
@@ -89,16 +90,16 @@ class DaemonPaths:
         _make(self.log_directory, 0o755)
 
     def clear(self) -> None:
-        """Remove the sockets, the FIFO and the lock that a dead control daemon left: the next one makes its own.
+        """Remove the sockets, the FIFO and the lock of a dead control daemon: the next one makes its own.
 
-        Somebody whom the dead one let in may still have them open: a lock that is waited for keeps the next daemon from
-        starting, and what is written into a FIFO ends its log (both measured, all versions).
+        A client of the dead daemon may still have them open: a process that waits for the lock keeps the next daemon
+        from starting, and a byte that it writes to the FIFO ends the log (both measured, all versions).
         """
         for name in LEFT:
             (self.pipe_directory / name).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Refuse what lies in the pipe directory and is not mpsd's: the control daemon might write to it.
+        """Refuse files in the pipe directory that are not mpsd's: the control daemon might write to them.
 
         Raises ConfigurationError.
         """
@@ -107,7 +108,7 @@ class DaemonPaths:
 
 
 class RunDir:
-    """The runtime directory, with the lock held for as long as this object is open."""
+    """The runtime directory, with its lock held for as long as this object is open."""
 
     def __init__(self, settings: Settings, lock: int) -> None:
         self._settings = settings
@@ -117,7 +118,7 @@ class RunDir:
     def claim(cls, settings: Settings) -> "RunDir":
         """Create the directories and take the lock.
 
-        Raises AlreadyRunningError when another mpsd has it, ConfigurationError when a directory cannot be used.
+        Raises AlreadyRunningError when another mpsd holds it, ConfigurationError when a directory cannot be used.
         """
         paths = settings.paths
         for directory in (paths.runtime_dir, paths.runtime_dir / "mps", paths.state_dir, paths.log_dir):
@@ -141,22 +142,22 @@ class RunDir:
         return cls(settings, lock)
 
     def close(self) -> None:
-        """Let the lock go."""
+        """Release the lock."""
         os.close(self._lock)
 
     @cached_property
     def daemons(self) -> Path:
-        """Where the pipe directories are."""
+        """The directory of the pipe directories."""
         return self._settings.paths.runtime_dir / "mps"
 
     @cached_property
     def libraries(self) -> Path:
-        """Where the driver's libraries are linked to, if it has a root of its own."""
+        """The directory of links to the driver's libraries, where the driver has a separate root."""
         return libraries(self._settings)
 
     @cached_property
     def leases(self) -> Path:
-        """The store of what ends with this boot."""
+        """The store of state that ends with this boot."""
         return self._settings.paths.runtime_dir / "leases.db"
 
     @cached_property
@@ -171,26 +172,26 @@ class RunDir:
 
     @cached_property
     def ends(self) -> Path:
-        """Where it stands how far the ends of processes are."""
+        """The directory of the progress of each ending of processes."""
         return self._settings.paths.runtime_dir / "ends"
 
     @cached_property
     def saved_compute_modes(self) -> Path:
-        """The compute modes that GPUs are to get back."""
+        """The record of the compute modes that mpsd must restore on GPUs."""
         return saved_compute_modes(self._settings)
 
     @cached_property
     def quarantines(self) -> Path:
-        """The uids that are quarantined, which no reboot forgives."""
+        """The quarantined uids; a reboot does not end a quarantine."""
         return self._settings.paths.state_dir / "quarantines.json"
 
     @cached_property
     def last_event(self) -> Path:
-        """The number of the last event, beside the history, so that damage to that does not have it given again."""
+        """The number of the last event, apart from the history, so that a damaged history does not repeat numbers."""
         return self._settings.paths.state_dir / "last-event"
 
     def daemon(self, name: str) -> DaemonPaths:
-        """Say where the control daemon of this name has its things."""
+        """Return the paths of the control daemon with this name."""
         paths = self._settings.paths
         return DaemonPaths(
             self.daemons / name,
@@ -206,19 +207,19 @@ class RunDir:
 
 
 def libraries(settings: Settings) -> Path:
-    """Say where the driver's libraries are linked to, if it has a root of its own."""
+    """Return the directory of links to the driver's libraries, where the driver has a separate root."""
     return settings.paths.runtime_dir / "driver"
 
 
 def saved_compute_modes(settings: Settings) -> Path:
-    """Say where the compute modes are written down that GPUs are to get back."""
+    """Return the file of the compute modes that mpsd must restore on GPUs."""
     return settings.paths.state_dir / "compute-modes.json"
 
 
 def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
-    """Refuse what cannot work, before anything is started.
+    """Refuse settings that cannot work, before anything is started.
 
-    `private` is what `--root` asks for: a node for whoever can reach that directory. Raises ConfigurationError.
+    `private` is the meaning of `--root`: a node for users that can traverse that directory. Raises ConfigurationError.
     """
     pipe = settings.paths.runtime_dir / "mps" / max(names, key=len, default="") / LONGEST_SOCKET_NAME
     for path, most in ((pipe, CONTROL_PATH_BYTES), (settings.socket, SOCKET_PATH_BYTES)):
@@ -240,9 +241,9 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
 
 
 def check_acl_support(settings: Settings) -> None:
-    """Refuse a runtime directory whose file system cannot keep who may reach a control daemon, where that matters.
+    """Refuse a runtime directory on a file system without ACLs, where pipe access depends on them.
 
-    An mpsd that is not root's serves its own uid, which owns the directories. Raises ConfigurationError.
+    An mpsd without root serves only its own uid, which owns the directories. Raises ConfigurationError.
     """
     runtime_dir = settings.paths.runtime_dir
     if os.geteuid() != 0 or settings.unadmitted is not Unadmitted.DENY:
@@ -260,7 +261,7 @@ def check_acl_support(settings: Settings) -> None:
 
 
 def closed_to_others(path: Path) -> Path | None:
-    """Return the first existing directory on the way to `path` that another uid cannot traverse, if there is one."""
+    """Return the first existing directory of `path` that other uids cannot traverse; None if there is none."""
     for directory in _components(path):
         try:
             mode = os.stat(directory).st_mode  # noqa: PTH116 - at every admission
@@ -273,12 +274,12 @@ def closed_to_others(path: Path) -> Path | None:
 
 @cache
 def _components(path: Path) -> tuple[str, ...]:
-    """Return every directory on the way to a path, and the path."""
+    """Return every directory of a path, and the path itself."""
     return tuple(map(os.fspath, (*reversed(path.parents), path)))
 
 
 def _make(directory: Path, mode: int) -> None:
-    """Make a directory and its parents. No stranger may write to it, or put another one in its place."""
+    """Make a directory and its parents. No stranger may be able to write to it or to replace it."""
     try:
         path_safety.check_path(directory)  # before anything is made behind a stranger's link
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -304,7 +305,7 @@ def _make(directory: Path, mode: int) -> None:
 
 
 def _not_writable(directory: Path) -> ConfigurationError:
-    """Say why mpsd cannot write to a directory, and what would let it."""
+    """Return the error that says why mpsd cannot write to a directory, and the remedy."""
     owner, uid = directory.lstat().st_uid, os.geteuid()
     if os.statvfs(directory).f_flag & os.ST_RDONLY:
         because, hint = "its file system is read-only", "mount it for writing, or choose another directory"
@@ -317,12 +318,12 @@ def _not_writable(directory: Path) -> ConfigurationError:
 
 
 def publish(path: Path, mode: int, group: str) -> socket.socket:
-    """Return a listening unix socket at `path`, which appears there with its final owner and mode and not before.
+    """Return a listening unix socket that appears at `path` with its final owner and mode.
 
-    Whatever lay there is replaced: the lock proves that no living mpsd uses it. With a group that is unknown, the
-    socket has mpsd's own. Raises ConfigurationError.
+    An existing file there is replaced: the lock proves that no living mpsd uses it. If the group is unknown, the socket
+    gets mpsd's own group. Raises ConfigurationError.
     """
-    hidden = path.with_name(f".{os.getpid()}")  # no longer than the usual name: a socket's path is short of room
+    hidden = path.with_name(f".{os.getpid()}")  # as short as the usual name: a socket's path is limited in length
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         hidden.unlink(missing_ok=True)
@@ -341,9 +342,9 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
 
 
 def check_published(listener: socket.socket, path: Path, mode: int, group: str) -> None:
-    """Refuse a listening socket that somebody else published, where it is not what the settings say.
+    """Refuse a listening socket of the service manager that differs from the settings.
 
-    Raises ConfigurationError. Nothing about it is changed: it is not mpsd's own.
+    Raises ConfigurationError. The socket is not changed, since it is not mpsd's own.
     """
     name = os.fsdecode(listener.getsockname())
     if name != os.fspath(path):
@@ -369,7 +370,7 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
 
 
 def _gid(group: str) -> int | None:
-    """Return the number of a group; None without one, and for one that is unknown, which gives nobody access."""
+    """Return the number of a group; None for an empty name, and for an unknown group, which admits no user."""
     if not group:
         return None
     try:
@@ -379,17 +380,17 @@ def _gid(group: str) -> int | None:
 
 
 def unpublish(path: Path) -> None:
-    """Take the socket's name away, so that new callers are told at once that nobody is there.
+    """Remove the socket's name, so that new connections fail at once.
 
-    The lock is still held, so nobody else can have published another socket under this name meanwhile.
+    The lock is still held, so no other mpsd can have published a socket under this name meanwhile.
     """
     path.unlink(missing_ok=True)
 
 
 def remove_shared_memory(name: str) -> bool:
-    """Remove what an MPS server made in /dev/shm, whose name begins with `cuda.shm.` and the uid of its owner.
+    """Remove a file of an MPS server in /dev/shm; return whether that happened.
 
-    Returns whether it did.
+    The name of such a file begins with `cuda.shm.` and the uid of its owner.
     """
     path = Path("/dev/shm") / name  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
     with contextlib.suppress(FileNotFoundError):

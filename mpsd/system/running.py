@@ -1,4 +1,4 @@
-"""The mpsd that has a runtime directory now: found by its lock, which the kernel says who holds, and ended."""
+"""The mpsd that uses a runtime directory now, found as the holder of its lock, and how it is ended."""
 
 import os
 import signal
@@ -14,8 +14,8 @@ _UNIT: Final = "mpsd.service"
 async def end(runtime_dir: Path) -> None:
     """End the mpsd of a runtime directory, and return when it is gone; at once where there is none.
 
-    Raises NotPermittedError where it is another user's, and AlreadyRunningError where systemd runs it, which would have
-    another started.
+    Raises NotPermittedError where it belongs to another user, and AlreadyRunningError where systemd runs it, since
+    systemd would start it again.
     """
     for identity in file_locks.holders(runtime_dir / "mpsd.lock"):
         living = process.adopt(identity)
@@ -44,5 +44,5 @@ async def end(runtime_dir: Path) -> None:
 def _is_a_service(pid: int) -> bool:
     try:
         return f"/{_UNIT}" in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # gone, which is what is wanted
+    except OSError:  # gone, which is the aim
         return False

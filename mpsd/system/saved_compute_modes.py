@@ -1,8 +1,8 @@
-"""The compute modes that mpsd found on GPUs before it changed them: on disk before the change, and until it is undone.
+"""The compute modes that mpsd found on GPUs before it changed them, on disk from before the change until its end.
 
-They are kept in the state directory, because a service manager may remove the runtime directory with the service. They
-count for this boot alone, since a reboot resets the mode (nvml.h). So they need not be forced to the disk either: who
-loses power loses the mode with it.
+The file is in the state directory, because a service manager may remove the runtime directory with the service. It is
+valid for one boot, since a reboot resets the modes (nvml.h). It is not synchronised to the disk: a loss of power resets
+the modes, too.
 """
 
 import contextlib
@@ -14,14 +14,17 @@ from mpsd.system import atomic_file, clock
 
 
 class SavedComputeModes:
-    """The modes by the UUIDs of their GPUs. One writer: who holds the lock of the runtime directory."""
+    """The saved modes by GPU UUID. Its only writer is the process that holds the lock of the runtime directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.by_gpu: dict[str, ComputeMode] = {}
 
     def load(self) -> None:
-        """Read what was written down in this boot. Raises OSError, and ValueError for what cannot be understood."""
+        """Read the modes that were saved in this boot.
+
+        Raises OSError, and ValueError for a file that does not parse.
+        """
         raw = atomic_file.read(self.path)
         if raw is None:
             return
@@ -34,16 +37,19 @@ class SavedComputeModes:
                 raise ValueError("it is not a record of compute modes")
 
     def set_aside(self) -> Path:
-        """Rename a file that cannot be understood, for a person to look at, and return where it is. Raises OSError."""
+        """Rename a file that does not parse, so that an operator can inspect it; return its new path.
+
+        Raises OSError.
+        """
         return self.path.rename(aside(self.path))
 
     def note(self, gpu: str, mode: ComputeMode) -> None:
-        """Write a GPU's mode down, unless one is. Raises OSError, and then nothing has changed."""
+        """Save a GPU's mode, unless one is saved. Raises OSError and then changes nothing."""
         if gpu not in self.by_gpu:
             self._write({**self.by_gpu, gpu: mode})
 
     def forget(self, gpu: str) -> None:
-        """Strike a GPU's mode out. Raises OSError, and then nothing has changed."""
+        """Remove a GPU's mode from the record. Raises OSError and then changes nothing."""
         self._write({each: mode for each, mode in self.by_gpu.items() if each != gpu})
 
     def _write(self, found: dict[str, ComputeMode]) -> None:
@@ -56,5 +62,5 @@ class SavedComputeModes:
 
 
 def aside(path: Path) -> Path:
-    """Return where a record is put that cannot be understood."""
+    """Return the new path of a record that does not parse."""
     return path.with_suffix(".damaged")

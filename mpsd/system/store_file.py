@@ -1,7 +1,7 @@
-"""The file of a store as its directory has it: whether it is still the one that is written, and has what was written.
+"""The file of a store as its directory shows it: still the same file, with the same content as mpsd wrote.
 
 SQLite has the file open, and locks out other programs that use SQLite. It does not notice when the file is removed or
-replaced, or when another program writes into it: it goes on in what it has open, and believes its memory.
+replaced, or when another program writes to it: it continues with the open file and its own cache.
 """
 
 import os
@@ -14,35 +14,36 @@ _COMPANIONS: Final = ("-journal", "-wal")
 
 
 class StoreFile:
-    """One file, open for reading for as long as SQLite has it: closing it earlier would undo SQLite's locks."""
+    """One file, open for reading for as long as SQLite has it open: closing it earlier would release SQLite's locks."""
 
     def __init__(self, path: Path) -> None:
         """Open it, or make it. Raises OSError."""
         self._path = path
         self._beside = tuple(Path(f"{path}{suffix}") for suffix in _COMPANIONS)
-        # Made here, and not by SQLite, for its mode: leases are no business of other users.
+        # mpsd makes the file, instead of SQLite, to choose its mode: leases are private.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         os.fchmod(self._descriptor, 0o600)
         self._inode = _inode(os.fstat(self._descriptor))
         self._companions: dict[Path, tuple[int, int]] = {}
-        """Those that SQLite has open beside it, as far as they were seen."""
+        """The inodes of SQLite's files beside it, as far as they were seen."""
         self._last: tuple[tuple[int, int], ...] = ()
-        """What was seen at the last look: of each file how large it was, and when it was written."""
+        """The size and modification time of each file at the last check."""
         self._written = -1
-        """How many commits there had been then."""
+        """The number of commits at that time."""
 
     def begin(self) -> None:
-        """Take what is there for what is to be there: SQLite has just opened it."""
+        """Take the current files for the right ones: SQLite has just opened them."""
         self._look()
 
     def close(self) -> None:
-        """Let go of it, once SQLite has."""
+        """Close the descriptor, after SQLite has closed the file."""
         os.close(self._descriptor)
 
     def changed(self, content: Callable[[], bytes] | None, *, written: int) -> str:
-        """Say what others did to it since the last look; nothing where it is as mpsd wrote it.
+        """Return what other processes did to the file since the last check; empty where it is as mpsd wrote it.
 
-        `content` returns what is to be in it, if that can be known; `written` is how many commits there were so far.
+        `content` returns the content that the file must have, if that can be known; `written` is the number of commits
+        so far.
         """
         last, before = self._last, self._written
         gone, self._written = self._look(), written
@@ -58,7 +59,7 @@ class StoreFile:
         return strange if shorter or before == written else ""
 
     def _look(self) -> str:
-        """Look at the files; return which of them is not the one that SQLite has open, or nothing."""
+        """Inspect the files; return which of them differs from the one that SQLite has open, or an empty text."""
         try:
             found = self._path.lstat()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What systemd says of a unit, and the drop-in that gives it a lease."""
+"""Properties of systemd units, and the drop-in that gives a unit a lease."""
 
 import asyncio
 import contextlib
@@ -17,16 +17,16 @@ from mpsd.system import atomic_file, path_safety, process
 _UNITS: Final = Path("/etc/systemd/system")
 _DROP_IN: Final = "50-mpsd.conf"
 _SECONDS: Final = 60.0
-"""For systemctl and its like."""
+"""Timeout in seconds for systemctl and similar programs."""
 
 _SPANS: Final = {"": 0.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-"""Seconds of each unit of time in what systemctl prints; it prints 0 without one. Source: systemd.time(7)."""
+"""Seconds of each unit of time in systemctl's output; it prints 0 without one. Source: systemd.time(7)."""
 
 
 def properties(unit: str, *names: str) -> Mapping[str, str]:
-    """Return properties of a unit, as `systemctl show` has them; those that it does not have are empty.
+    """Return properties of a unit from `systemctl show`; those that the unit does not have are empty.
 
-    Raises NotFoundError for a unit that is not there, and ConfigurationError where systemd does not answer.
+    Raises NotFoundError for an absent unit, and ConfigurationError where systemd does not answer.
     """
     wanted = ("LoadState", *names)
     said = finished("systemctl", "show", f"--property={','.join(wanted)}", "--", unit)
@@ -40,7 +40,10 @@ def properties(unit: str, *names: str) -> Mapping[str, str]:
 
 
 def control_group(unit: str) -> str:
-    """Return the control group of a unit. Raises as `properties` does, and NotFoundError where it has none now."""
+    """Return the control group of a unit.
+
+    Raises the errors of `properties`, and NotFoundError where the unit has no control group now.
+    """
     found = properties(unit, "ControlGroup", "ActiveState")
     if not found["ControlGroup"]:
         raise NotFoundError(
@@ -50,9 +53,9 @@ def control_group(unit: str) -> str:
 
 
 def seconds(span: str) -> float:
-    """Return a time span as systemctl prints it, such as `1min 30s` or `infinity`, in seconds.
+    """Convert a time span as systemctl prints it, such as `1min 30s` or `infinity`, to seconds.
 
-    Source: systemd.time(7). Raises ConfigurationError for one in other words.
+    Source: systemd.time(7). Raises ConfigurationError for a span of another form.
     """
     if span == "infinity":
         return inf
@@ -68,7 +71,7 @@ def seconds(span: str) -> float:
 
 
 def drop_in(unit: str) -> Path:
-    """Return where the drop-in of a unit is."""
+    """Return the path of a unit's drop-in."""
     return _UNITS / f"{unit}.d" / _DROP_IN
 
 
@@ -79,7 +82,7 @@ def read(path: Path) -> str | None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a drop-in, and have systemd read it. Raises OSError, and ConfigurationError where systemd does not."""
+    """Write a drop-in, and make systemd read it. Raises OSError, and ConfigurationError where systemd does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_file.write(path, text.encode(), lasting=True)
     path.chmod(0o644)
@@ -87,9 +90,9 @@ def write(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a drop-in, and have systemd forget it. Raises OSError, and ConfigurationError where systemd does not."""
+    """Remove a drop-in, and make systemd forget it. Raises OSError, and ConfigurationError where systemd does not."""
     path.unlink()
-    with contextlib.suppress(OSError):  # it has other drop-ins
+    with contextlib.suppress(OSError):  # the directory has other drop-ins
         path.parent.rmdir()
     finished("systemctl", "daemon-reload")
 
@@ -105,7 +108,7 @@ def write_secret(path: Path, text: str) -> None:
 def own_program() -> Path:
     """Return the path of this program, for a unit of root's to start.
 
-    Raises ConfigurationError where that is no path, or where others could put something else there.
+    Raises ConfigurationError where it has no path, or where other users could replace it.
     """
     found = shutil.which(sys.argv[0])
     if found is None:
@@ -127,7 +130,7 @@ def refuse_without_systemd() -> None:
 
 
 def finished(*command: str) -> str:
-    """Run a program to its end, and return what it printed. Raises ConfigurationError where it fails."""
+    """Run a program to its end, and return its output. Raises ConfigurationError where it fails."""
     try:
         done = asyncio.run(process.run(command, env=process.environment({}), stdin=b"", seconds=_SECONDS))
     except FileNotFoundError:

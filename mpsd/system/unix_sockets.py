@@ -1,10 +1,10 @@
-"""Whose a unix socket is, as the kernel's sock_diag has it: who listens at a path, and who is connected there.
+"""The processes behind unix sockets, by the kernel's sock_diag: the listener of a path, and its connected peers.
 
-A connection would tell the listener's uid and pid too (SO_PEERCRED), but not for free: while one is open that says
-nothing, NVIDIA's control daemon answers nobody else, and its log says that a user "did not send valid credentials"
-(measured, all four versions). sock_diag touches neither the process nor its socket. It has the device and the inode of
-the file that a socket is bound to, which no name can imitate (measured on ext4, tmpfs and overlayfs).
-Source: sock_diag(7).
+A connection would show the listener's uid and pid too (SO_PEERCRED), but it is not free: while an idle connection is
+open, NVIDIA's control daemon answers no other client, and its log says that a user "did not send valid credentials"
+(measured, all four versions). sock_diag touches neither the process nor its socket. It reports the device and inode of
+the file that a socket is bound to, which no name can imitate (measured on ext4, tmpfs and overlayfs). Source:
+sock_diag(7).
 """
 
 import os
@@ -27,7 +27,7 @@ _SHOW_FILE: Final = 2
 _SHOW_PEER: Final = 4
 _FILE: Final = 1
 _PEER: Final = 2
-"""What is asked for, and the attributes that the answer has it in (linux/unix_diag.h)."""
+"""The facts to request, and the attributes of the answer that have them (linux/unix_diag.h)."""
 
 _ESTABLISHED: Final = 1
 _LISTEN: Final = 10
@@ -40,14 +40,14 @@ _ATTRIBUTE: Final = struct.Struct("=HH")
 _TWO: Final = struct.Struct("=II")
 
 _ROOM: Final = 1 << 18
-"""Bytes for one message of the kernel, which are 32 KiB at most."""
+"""Bytes for one message of the kernel, which has 32 KiB at most."""
 
 _MOST_WAIT: Final = 5.0
-"""Seconds for the kernel to go on with its answer, which it has ready."""
+"""Maximum seconds between two parts of the kernel's answer, which it has ready."""
 
 
 class _Found(NamedTuple):
-    """A socket that is bound to a file, by the inodes that /proc/PID/fd has: its own, and that of its other end."""
+    """A socket that is bound to a file: its inode and that of its peer, as in /proc/PID/fd, and the file."""
 
     inode: int
     file: tuple[int, int]
@@ -55,20 +55,20 @@ class _Found(NamedTuple):
 
 
 def listening(path: Path) -> frozenset[int]:
-    """Return the inodes of the sockets that listen at a path; none where nothing is there. Raises OSError."""
+    """Return the inodes of the sockets that listen at a path; empty where there is no such path. Raises OSError."""
     wanted = _file(path)
     return frozenset(each.inode for each in _bound(_LISTEN) if each.file == wanted) if wanted else frozenset()
 
 
 def connected(path: Path) -> frozenset[int]:
-    """Return the inodes of the sockets of those who are connected to who listens at a path. Raises OSError."""
+    """Return the inodes of the sockets that are connected to the listener of a path. Raises OSError."""
     wanted = _file(path)
     found = _bound(_ESTABLISHED) if wanted else ()
     return frozenset(each.peer for each in found if each.file == wanted and each.peer)
 
 
 def _file(path: Path) -> tuple[int, int] | None:
-    """Return what names a file as sock_diag does: its inode, and its device as the kernel keeps that."""
+    """Return a file's inode and device in the kernel's form, which identify it for sock_diag."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The commands about leases of one's own: admit, run, renew and release."""
+"""The commands about the caller's own leases: admit, run, renew and release."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def _processes(_: click.Context, __: click.Parameter, text: str | None) -> int | str | None:
-    """Take a number of processes, or any; the range of a number is the server's business."""
+    """Accept a number of processes, or `any`; mpsd checks the range."""
     if text is None or text == "any":
         return text
     try:
@@ -43,14 +43,14 @@ def _labels(_: click.Context, __: click.Parameter, pairs: Sequence[str]) -> dict
 
 
 def _finest(_: click.Context, __: click.Parameter, percent: float | None) -> float | None:
-    """Say what a percentage comes to that is finer than MPS reports; mpsd rounds it down."""
+    """Report the result for a percentage that is finer than MPS reports; mpsd rounds it down."""
     if percent is not None and 0.1 <= percent <= 100 and (least := floor(round(percent * 10, 9)) / 10) != percent:  # noqa: PLR2004
         note(f"{percent:g} % is taken as {least:g} %: MPS knows tenths of a percent")
     return percent
 
 
 def _part(_: click.Context, __: click.Parameter, part: float | None) -> float | None:
-    """Take what JSON can carry; its range is the server's business."""
+    """Accept a number that JSON can carry; mpsd checks the range."""
     if part is not None and not isfinite(part):
         raise click.BadParameter(f"{part} is not a finite number")
     return part
@@ -64,7 +64,7 @@ def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | Non
 
 
 def group_path(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
-    """Take what can be the path of a control group; which there are is the server's business."""
+    """Accept a valid path of a control group; mpsd checks whether the group exists."""
     if path is not None and (not path.startswith("/") or path == "/" or not path.isprintable()):
         raise click.BadParameter(f"{path!r} is not the path of a control group, such as /system.slice/train.service")
     return path
@@ -145,14 +145,14 @@ _REQUEST: Final = (
 
 
 def with_request(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that say what is asked for."""
+    """Add the options of a request to a command."""
     for option in reversed(_REQUEST):
         function = option(function)
     return function
 
 
 def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
-    """Return the lease that was asked for; the server has the defaults for what was not given."""
+    """Return the requested lease; mpsd fills in the defaults."""
     request = {name: value for name, value in options.items() if value is not None}
     return waiting.admit(api, request, wait=wait) if wait else api.admit(request)
 
@@ -166,7 +166,7 @@ def _holder(
     *,
     claim: bool,
 ) -> dict[str, object] | None:
-    """Return the holder that is no process; None for a process."""
+    """Return the holder if it is not a process; None for a process."""
     if sum((pid is not None, cgroup is not None, unit is not None, claim)) > 1:
         raise click.UsageError("Name one holder: --pid, --cgroup, --unit or --claim.")
     if claim_deadline is not None and not claim:
@@ -263,7 +263,7 @@ def admit(
 
 
 def _ends_with(lease: "answer_types.Lease") -> str:
-    """Say with what a lease ends by itself."""
+    """Describe the holder with which a lease ends by itself."""
     for each in lease["holders"]:
         match each:
             case {"kind": "process", "pid": int(pid)}:

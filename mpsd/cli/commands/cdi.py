@@ -38,12 +38,12 @@ _SHARED_MEMORY: Final = click.option(
 
 
 def with_device(function: click.decorators.FC) -> click.decorators.FC:
-    """Give a command the options that say where a device is written, and what is in it."""
+    """Add the options for the place and the content of a device to a command."""
     return _DIRECTORY(_SHARED_MEMORY(function))
 
 
 class _Written(NamedTuple):
-    """A device of this mpsd's in the directory; the lease is None where mpsd does not know it any more."""
+    """A device of this mpsd in the directory; the lease is None where mpsd no longer has it."""
 
     path: Path
     device: device_files.Device
@@ -79,7 +79,7 @@ def write(api: Api, lease: str, directory: Path, *, shared_memory: bool | None) 
 
     Devices of leases that have ended are removed.
     """  # noqa: D301 - click knows by that character what not to wrap
-    device_files.file_name(lease)  # what is no id is said before anything is looked for
+    device_files.file_name(lease)  # refuses an invalid id before anything else
     clean(api, directory)
     put(api, api.lease(lease), directory, shared_memory=shared_memory)
     click.echo(device_files.device_name(lease))
@@ -135,7 +135,7 @@ def put(api: Api, lease: "answer_types.Lease", directory: Path, *, shared_memory
         )
     if shared_memory is None:
         shared_memory = _needs_shared_memory(api, lease)
-    device = device_files.Device(lease["id"], os.path.abspath(api.path))  # noqa: PTH100 - as it is, links and all
+    device = device_files.Device(lease["id"], os.path.abspath(api.path))  # noqa: PTH100 - unchanged, including links
     content = device_files.document(device, variables, program=_program(api), shared_memory=shared_memory)
     reader = None if claim is None else claim.get("uid")
     with of_files():
@@ -143,7 +143,7 @@ def put(api: Api, lease: "answer_types.Lease", directory: Path, *, shared_memory
 
 
 def clean(api: Api, directory: Path) -> None:
-    """Remove the devices of this mpsd's leases that have ended, and tell of each."""
+    """Remove the devices of this mpsd's leases that have ended, and report each."""
     with of_files():
         for each in list(_written(api, directory)):
             if each.state == "ended":
@@ -161,13 +161,16 @@ def _written(api: Api, directory: Path) -> Iterator[_Written]:
 
 
 def _program(api: Api) -> list[str]:
-    """Return how a container runtime starts this mpsctl: with nothing of the runtime's environment or directory."""
+    """Return the command with which a container runtime starts this mpsctl.
+
+    It does not depend on the runtime's environment or directory.
+    """
     trusted = [f"--trust-uid={uid}" for uid in sorted(api.trusted)]
     return [sys.executable, "-I", "-m", "mpsd.cli.main", *trusted]
 
 
 def _needs_shared_memory(api: Api, lease: "answer_types.Lease") -> bool:
-    """Tell whether clients and servers may share memory by files; of a driver that is not known they may."""
+    """Tell whether clients and servers may share memory through files; True for an unknown driver."""
     from mpsd.core import gpus
 
     version = next((each["version"] for each in api.daemons()["daemons"] if each["name"] == lease["daemon"]), None)

@@ -16,7 +16,7 @@ from mpsd.core.kubernetes.cluster_table import NodeRow
 from mpsd.system import foreground
 
 _MOST: Final = 1024 * 1024 * 1024
-"""Bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""
+"""Maximum bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""
 
 _LABEL: Final = "mpsd/gpus"
 
@@ -37,7 +37,7 @@ def cluster(form: str, context: str | None) -> None:
     """Show the nodes of a cluster, their GPUs, and which pod has how much of each.
 
     It calls `kubectl get nodes` and `kubectl get pods`, with your own kubeconfig and your own rights, and reads what
-    mpsd-kubernetes wrote into each node's annotation: up to half a minute old. No mpsd is asked.
+    mpsd-kubernetes wrote into each node's annotation: up to half a minute old. It queries no mpsd.
     """
     chosen = [] if context is None else [f"--context={context}"]
     nodes = _get([*chosen, "get", "nodes", f"--selector={_LABEL}"])
@@ -55,7 +55,7 @@ def cluster(form: str, context: str | None) -> None:
 
 
 def _get(arguments: Sequence[str]) -> list[object] | None:
-    """Return the objects that kubectl lists; None where it does not. Raises NotFoundError where there is no kubectl."""
+    """Return the objects that kubectl lists; None where it fails. Raises NotFoundError where there is no kubectl."""
     try:
         status, text = foreground.output(["kubectl", *arguments, "--output=json"], os.environ, most=_MOST)
     except FileNotFoundError:

@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 _RUNTIMES: Final = click.Choice(["podman", "docker"])
 
 _DEADLINE: Final = 45.0
-"""Seconds for mpsd's answer, so that the hook can still say why before its runtime kills it (cdi.HOOK_SECONDS)."""
+"""Seconds for mpsd's answer, so that the hook can still report an error before its runtime kills it
+(cdi.HOOK_SECONDS)."""
 
 _PATIENCE: Final = 10.0
-"""Seconds for which a hook asks an mpsd again that does not answer: the next one may be starting."""
+"""Seconds for which a hook retries while mpsd does not answer: a new one may be starting."""
 
 _PAUSE: Final = 0.2
 
@@ -112,8 +113,8 @@ def run(
 
 
 def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
-    """Release a lease that no container took; one that a container has taken ends with that container."""
-    api.close()  # mpsd may have been restarted, while the container ran
+    """Release a lease that no container took; a taken one ends with its container."""
+    api.close()  # mpsd may have been restarted while the container ran
     try:
         api.release_untaken(lease["id"])
     except AlreadyClaimedError:
@@ -134,7 +135,7 @@ def stop(api: Api, name: str, runtime: str) -> None:
     """
     status, pid = _process_of(runtime, name)
     if status:
-        click.get_current_context().exit(status)  # the runtime has said why
+        click.get_current_context().exit(status)  # the runtime has printed the reason
     if pid:
         lease = _lease_of(api, pid)
         if lease is None:
@@ -192,13 +193,14 @@ def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
         )
     uid, gid = (_outside(state.pid, kind, inside) for kind, inside in (("uid", found.uid), ("gid", found.gid)))
     if _in_user_namespace():
-        # As such a namespace shows every uid that it does not have, and so root, whose mpsd it is.
+        # Such a namespace shows every uid that it does not map under this number, including root, the user of this
+        # mpsd.
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
         api = click.get_current_context().with_resource(Api(api.path, trusted=api.trusted | {nobody}))
     request: dict[str, object] = {"pid": state.pid, "token": os.environ.get(device_files.TOKEN, "")}
     is_root = os.geteuid() == 0 and not _in_user_namespace()
     if is_root:
-        known = user(str(uid))  # whose groups count in quotas
+        known = user(str(uid))  # the user's groups count in quotas
         request["owner"] = {"uid": uid, "gid": gid, "groups": known["groups"] if known is not None else []}
     elif uid != (own := _outside("self", "uid", os.geteuid())):
         raise NotPermittedError(
@@ -208,8 +210,8 @@ def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
     if is_of_pod:
         _check_same(_take_for_pod(api, lease, request, uid), lease, directory)
         return
-    # Where the runtime makes no control group, as podman of a user does not on version 1, the container's would be that
-    # of others too; and where a user's is not delegated to it, mpsd does not take it.
+    # Where the runtime makes no control group (podman of a user on version 1), the container's group would belong to
+    # others too; and mpsd does not accept a user's group that was not delegated to the user.
     has_group = _groups(state.pid) != _groups("self")
     try:
         taken = _take(api, lease, {**request, "group": has_group})
@@ -230,9 +232,9 @@ def _check_same(taken: "answer_types.Lease", lease: str, directory: str) -> None
 
 
 def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int) -> "answer_types.Lease":
-    """Have a lease held by the pod of a container, so that it outlives its containers; each of them asks for that.
+    """Let the pod of a container hold a lease, so that the lease outlives its containers; each of them requests this.
 
-    Another pod that shares it is one of its bearers, by the token in its environment.
+    Another pod that shares the lease is one of its bearers, through the token in its environment.
     """
     pid = request["pid"]
     lines = _groups(int(pid)).splitlines() if isinstance(pid, int) else []
@@ -257,7 +259,7 @@ def _take_for_pod(api: Api, lease: str, request: Mapping[str, object], uid: int)
 
 
 def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.Lease":
-    """Take the claim; an mpsd that does not answer is asked again for some seconds, since it may be restarted."""
+    """Take the claim; retry for some seconds while mpsd does not answer, since it may be restarting."""
     end = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -271,9 +273,9 @@ def _take(api: Api, lease: str, request: Mapping[str, object]) -> "answer_types.
 
 
 def _ended(api: Api, lease: str) -> NotFoundError:
-    """Return why a lease cannot be taken any more."""
+    """Return the error that says why a lease can no longer be taken."""
     because = "mpsd does not know it"
-    with contextlib.suppress(MpsdError):  # it forgets leases that ended long ago, and shows them to nobody else
+    with contextlib.suppress(MpsdError):  # mpsd forgets old leases, and shows leases only to their users
         because = api.lease(lease)["because"]
     return NotFoundError(f"{lease} has ended: {because}", hint="claim another lease for the container")
 
@@ -290,7 +292,7 @@ def _configuration(state: oci.State) -> bytes:
 
 
 def _outside(pid: int | str, kind: str, inside: int) -> int:
-    """Return what an id of a container is on the machine. Raises InvalidRequestError for one that is not mapped."""
+    """Convert an id of a container to the machine's. Raises InvalidRequestError for one that is not mapped."""
     found = oci.outside(_read(pid, f"{kind}_map"), inside)
     if found is not None and pid != "self" and _read_link(pid) != _read_link("self"):
         found = oci.outside(_read("self", f"{kind}_map"), found)
@@ -303,7 +305,7 @@ def _outside(pid: int | str, kind: str, inside: int) -> int:
 
 
 def _in_user_namespace() -> bool:
-    """Tell whether this process's user namespace does not have all uids, as the machine's own does."""
+    """Tell whether this process's user namespace lacks uids that the machine's own has."""
     return _read("self", "uid_map").split() != ["0", "0", str(2**32 - 1)]
 
 

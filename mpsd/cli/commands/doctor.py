@@ -1,4 +1,4 @@
-"""The command that looks for what is wrong with a node, whether mpsd runs or not: doctor."""
+"""The command that diagnoses a node, with or without a running mpsd: doctor."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -72,7 +72,7 @@ def doctor(
 
 
 def _chosen(only: Sequence[str]) -> "list[Check]":
-    """Return the checks of these ids, or all. Raises InvalidRequestError for an id that no check has."""
+    """Return the checks with these ids, or all. Raises InvalidRequestError for an unknown id."""
     from mpsd.core.doctor.table import CHECKS
 
     unknown = [each for each in only if each not in CHECKS]
@@ -88,9 +88,9 @@ def _list(form: str, checks: "Sequence[Check]") -> str:
 
 
 def report(results: "Sequence[Result]", done: Sequence[str], *, everything: bool) -> str:
-    """Say what each check came to, the worst first, what to do about it, and how many came to what.
+    """Describe the results, the worst first, with their remedies, and count them.
 
-    Checks that are unknown for one reason stand on one line.
+    Checks that are unknown for the same reason share one line.
     """
     lines = [f"fixed    {plain(each)}" for each in done]
     for verdict in _SHOWN:

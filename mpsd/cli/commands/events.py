@@ -1,4 +1,4 @@
-"""The command that tells of what mpsd decided: events."""
+"""The command that shows mpsd's decisions: events."""
 
 import gc
 import select
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 _ASK_AGAIN: Final = 0.2
-"""Seconds between two attempts to reach an mpsd that has gone."""
+"""Seconds between two attempts to reach an mpsd that is gone."""
 
 _LOOK: Final = 1.0
-"""Seconds between two looks whether anybody still reads."""
+"""Seconds between two checks whether the output still has a reader."""
 
 
 def _kinds(_: click.Context, __: click.Parameter, patterns: Iterable[str]) -> frozenset[str]:
@@ -88,7 +88,7 @@ def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new events until interrupted.")
 @with_form("wide")
 @with_api
-def events(  # noqa: PLR0917 - an option each
+def events(  # noqa: PLR0917 - one option each
     api: Api,
     form: str,
     last: int | None,
@@ -118,13 +118,13 @@ def events(  # noqa: PLR0917 - an option each
     selection = Selection(
         since, until, lease, _known_daemon(api, daemon), gpu_of(api, gpu), chosen_uid(owner, mine=mine), kinds
     )
-    gc.enable()  # it may take days
+    gc.enable()  # it may run for days
     look = tables.look_of()
     nothing = True
     for text, event in _chosen(api, Selector(selection), after, last, follow=follow):
         said = harmless_json(text) if form == "json" else _in_words(event, form, look)
         nothing = False
-        sys.stdout.write(f"{said}\n")  # click.echo looks at the terminal each time; there may be thousands of lines
+        sys.stdout.write(f"{said}\n")  # click.echo checks the terminal each time, and there may be thousands of lines
         sys.stdout.flush()
     if nothing and form != "json":
         click.echo("no events")
@@ -136,7 +136,10 @@ def _in_words(event: "answer_types.Event", form: str, look: tables.Look) -> str:
 
 
 def _known_daemon(api: Api, daemon: str | None) -> str | None:
-    """Return the name of a control daemon, if one is named; a name that is none would choose nothing in silence."""
+    """Return the name of a control daemon, if one is given.
+
+    An unknown name is an error, since it would select nothing.
+    """
     if daemon is None:
         return None
     names = [each["name"] for each in api.daemons()["daemons"]]
@@ -146,7 +149,7 @@ def _known_daemon(api: Api, daemon: str | None) -> str | None:
 
 
 def gpu_of(api: Api, gpu: str | None) -> GpuNames | None:
-    """Return a GPU by all of its names, if one is named. Raises click.BadParameter for a name that none has."""
+    """Return a GPU with all of its names, if one is given. Raises click.BadParameter for an unknown name."""
     if gpu is None:
         return None
     for each in api.gpus()["gpus"]:
@@ -160,7 +163,7 @@ def gpu_of(api: Api, gpu: str | None) -> GpuNames | None:
 def _chosen(
     api: Api, selector: Selector, after: int, last: int | None, *, follow: bool
 ) -> Iterator[tuple[str, "answer_types.Event"]]:
-    """Yield the events that are wanted, and of those that there are already, no more than the latest."""
+    """Yield the selected events; of the existing ones, only the latest `last`."""
     if last is not None:
         latest: deque[tuple[str, answer_types.Event]] = deque(maxlen=last)
         for text, event in _shown(api, after, follow=False):
@@ -179,7 +182,7 @@ def _chosen(
 
 
 def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer_types.Event"]]:
-    """Yield the events; whoever follows them comes back for the next one when mpsd was away, or had them leave."""
+    """Yield the events; with `follow`, reconnect when mpsd was gone or has closed the connection."""
     api.connect()
     away = False
     while True:
@@ -208,7 +211,7 @@ def _number(event: object) -> int:
 
 
 def _end_with_the_reader() -> float:
-    """End when nobody reads any more, also while there is nothing to write: `mpsctl events --follow | head -1`."""
+    """Exit when the output has no reader any more, even without events, as in `mpsctl events --follow | head -1`."""
     reader = select.poll()
     reader.register(sys.stdout.fileno(), 0)
     if any(state & (select.POLLERR | select.POLLHUP) for _, state in reader.poll(0)):

@@ -1,4 +1,4 @@
-"""The command that tells the story of one lease, control daemon or GPU: explain."""
+"""The command that shows the history of one lease, control daemon or GPU: explain."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -44,9 +44,9 @@ def _subjects(context: click.Context, parameter: click.Parameter, incomplete: st
 def explain(api: Api, subject: str, form: str, last: int, since: datetime | None) -> None:
     """Tell what happened to a lease, a control daemon or a GPU, how it is now, and what to do next.
 
-    A lease is named by its id, how that begins, or its name, also after it has ended, for as long as mpsd keeps events
-    of it. A control daemon's story ends with its log's last lines, where you may read that. Of leases of other
-    users, it prints the number of events alone.
+    A lease is named by its id, the beginning of one, or its name, even after it has ended, as long as mpsd stores its
+    events. For a control daemon, the output includes the last lines of its log, if you may read the log. For leases of
+    other users, it contains only the number of events.
     """
     with of_one_version():
         found = story_of(api, subject)
@@ -62,14 +62,14 @@ def explain(api: Api, subject: str, form: str, last: int, since: datetime | None
 
 
 def _plain(found: Story) -> Story:
-    """Return a story with every character escaped that acts on a terminal."""
+    """Return a story with every character escaped that affects a terminal."""
     return Story(
         plain(found.about), plain(found.events), found.hidden, plain(found.log), plain(found.now), plain(found.next)
     )
 
 
 def lines_of(found: Story, earlier: int, look: tables.Look) -> Iterator[str]:
-    """Yield a story as text: from top to bottom in the order of time, then the present, then what to do."""
+    """Yield a story as text: the events in the order of time, then the present state, then the next steps."""
     yield from (found.about, "")
     if earlier:
         yield f"({plural(earlier, 'earlier event')}: --last {earlier + len(found.events)})"

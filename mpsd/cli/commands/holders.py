@@ -1,4 +1,4 @@
-"""The commands about who holds a lease that was granted: hand-over and claim."""
+"""The commands that change the holder of a granted lease: hand-over and claim."""
 
 import os
 
@@ -48,8 +48,9 @@ def hand_over(
 ) -> None:
     """Hand a lease over to another holder: a process, a control group, or a unit. Without LEASE: the one in MPSD_LEASE.
 
-    The lease then lives as long as that holder, and no longer as long as those before. With --keep it lives while any
-    of its holders does. A launcher that had to know the lease's environment first hands it over to what it started:
+    The lease then ends with that holder, and no longer with the earlier ones. With --keep it lives while any of its
+    holders lives. A launcher that needs the lease's environment first can hand the lease over to the process or
+    container that it started:
 
     \b
         mpsctl hand-over "$MPSD_LEASE" --pid "$(podman inspect -f '{{.State.Pid}}' NAME)" --group
@@ -74,7 +75,7 @@ def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
     user could read. mpsctl is replaced by COMMAND, which keeps its pid and holds the lease. If the claim cannot be
     taken, COMMAND is not run: without a lease it would run outside MPS, without limits.
     """
-    if command[0] == "--":  # which click leaves there, behind an argument
+    if command[0] == "--":  # click leaves `--` there after an argument
         command = command[1:]
     if not command or not command[0]:
         raise click.UsageError("COMMAND is empty.")

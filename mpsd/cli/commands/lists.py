@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def with_filters(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a list the options that choose among its rows."""
+    """Add the options that select rows to a list."""
     for option in (
         click.option("--gpu", metavar="INDEX|UUID", shell_complete=gpu_names, help="Only those on this GPU."),
         click.option("--user", "owner", metavar="NAME|UID", help="Only those of this user."),
@@ -115,7 +115,7 @@ def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mi
 
 
 def chosen_uid(owner: str | None, *, mine: bool) -> int | None:
-    """Return whose are listed; None for everybody's."""
+    """Return the uid whose rows are listed; None for all uids."""
     if mine and owner is not None:
         raise click.UsageError("Use --mine or --user, not both.")
     if mine:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 _FIRST_PAUSE: Final = 0.05
-"""Seconds between the first two looks at an operation; each pause is a half longer than the one before."""
+"""Seconds between the first two checks of an operation; each pause is half as long again as the one before."""
 
 _LONGEST_PAUSE: Final = 2.0
 
@@ -36,7 +36,7 @@ def _names(api: Api, daemon: str | None, *, everyone: bool) -> list[str]:
 
 
 def _at_once(verb: str, text: str, *options: Callable[[Callable[..., None]], Callable[..., None]]) -> click.Command:
-    """Make a command that has something done to the daemons named, which is done when mpsd answers."""
+    """Make a command for an action on control daemons that is complete when mpsd answers."""
 
     def command(api: Api, daemon: str | None, form: str, *, everyone: bool, **more: object) -> None:
         for name in _names(api, daemon, everyone=everyone):
@@ -48,7 +48,7 @@ def _at_once(verb: str, text: str, *options: Callable[[Callable[..., None]], Cal
 
 
 def _said(body: dict[str, object]) -> dict[str, object]:
-    """Return a request without what was not said: an older mpsd may not know it."""
+    """Return a request without options that were not given: an older mpsd may not know them."""
     return {name: value for name, value in body.items() if value is not None}
 
 
@@ -58,7 +58,7 @@ _REASON: Final = click.option(
 
 
 def _in_time(verb: str, text: str) -> click.Command:
-    """Make a command that has something done to the daemons named, which takes as long as somebody is there."""
+    """Make a command for an action on control daemons that takes until their leases and clients have ended."""
 
     def command(
         api: Api,
@@ -100,7 +100,7 @@ def _of_daemons(verb: str, text: str, function: Callable[..., None]) -> click.Co
 
 
 def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Operation":
-    """Tell how an operation gets on, and return it when it is over; an mpsd that goes away is waited for."""
+    """Show the progress of an operation, and return it when it has ended; a restart of mpsd does not stop this."""
     progress, pause = Progress(), _FIRST_PAUSE
     with signals.raised():
         try:
@@ -124,7 +124,7 @@ def _follow(api: Api, operation: "answer_types.Operation") -> "answer_types.Oper
 
 
 def _blockers(operation: "answer_types.Operation") -> str:
-    """Name the first of those who are waited for, and say how many more there are."""
+    """Describe the first blocker, and the number of the others."""
     first, *others = operation["waits_for"]
     pid = "" if not first["pid"] else f" (pid {first['pid']})"
     named = f"{first['lease'] or first['what']}{pid}"
@@ -146,7 +146,7 @@ reset = _at_once(
 @with_form()
 @with_api
 def reload(api: Api, form: str) -> None:
-    """Have mpsd read its configuration again, and say what changed; an invalid configuration changes nothing.
+    """Reload mpsd's configuration, and list what changed; an invalid configuration changes nothing.
 
     Like SIGHUP and systemctl reload mpsd. Control daemons and clients keep running.
     """
@@ -168,7 +168,7 @@ def _reloaded(answer: "answer_types.Reload") -> str:
 @click.argument("uid", type=click.IntRange(min=0))
 @with_api
 def pardon(api: Api, uid: int) -> None:
-    """Lift the quarantine of a uid, under which mpsd put it since control daemons crashed while it had pipe access.
+    """Lift the quarantine of a uid that had pipe access when control daemons crashed.
 
     UID is the number of a user, as `mpsctl status` names it.
     """

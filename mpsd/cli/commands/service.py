@@ -1,6 +1,6 @@
-"""The commands about services of systemd: mpsd's own, where no package installed it, and those that are given a lease.
+"""The commands about systemd services: mpsd's own, where no package installed it, and services with a lease.
 
-`install`, `uninstall` and `status` look at the machine itself, and do without mpsd.
+`install`, `uninstall` and `status` inspect the machine itself, and work without mpsd.
 """
 
 import click

@@ -1,6 +1,6 @@
 """The commands that show the whole node: status, the live table top, where the extra `top` is installed, and web.
 
-`mpsctl status` is what programs ask for again and again, so that this module imports little.
+Programs call `mpsctl status` repeatedly, so this module imports little.
 """
 
 import os
@@ -50,7 +50,7 @@ def top(api: Api, every: float) -> None:
         raise ConfigurationError("the library textual is not installed", hint="install it: pip install 'mpsd[top]'")
     from mpsd.cli.top import app
 
-    api.status()  # what keeps mpsd from answering is said on the terminal, and not on a screen that is gone then
+    api.status()  # an error of mpsd must appear on the terminal, not on a screen that is closed
     app.run(api, every)
 
 

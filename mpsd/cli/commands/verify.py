@@ -1,4 +1,4 @@
-"""The command that tells whether something is really under MPS, or MPS serves at all: verify."""
+"""The command that verifies whether processes are under MPS, or whether MPS serves clients: verify."""
 
 import os
 from typing import TYPE_CHECKING
@@ -41,8 +41,8 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
     output shows, for each process, the limits in force, the limits granted, and the memory that it holds.
 
     The first word is the verdict: `ok`; `not ok`, where something is wrong or no process is attached; or `unknown`,
-    where nothing is known to be wrong, and not all of it is known to be right. So it is with a program that set the
-    environment of its lease by itself: that holds it, and only the program can see it.
+    where nothing is known to be wrong, but not everything is known to be right. An example is a program that set the
+    environment of its lease by itself: its limits hold, but only the program can see them.
 
     The exit status is 0 only for `ok`, and 1 otherwise.
 
@@ -70,12 +70,12 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
 
 
 def _proven(answer: "answer_types.Canary") -> str:
-    """Say what canaries prove of a control daemon."""
+    """Describe what canaries prove of a control daemon."""
     return f"{answer['daemon']}: {answer['verdict']}: {answer['because']}"
 
 
 def _lease_of(api: Api, pid: int) -> str:
-    """Return the lease of a process: the one mpsd has it a client of, or its nearest ancestor that has one."""
+    """Return the lease of a process as a client, or the lease of its nearest ancestor that has one."""
     clients = {client["pid"]: client for client in api.clients()["clients"]}
     client = clients.get(pid)
     if client is not None and client["lease"] is not None:

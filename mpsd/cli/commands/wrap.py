@@ -1,4 +1,4 @@
-"""The commands that give a unit of systemd a lease: service wrap and unwrap, and what their drop-in calls."""
+"""The commands that give a systemd unit a lease: service wrap and unwrap, and the commands of their drop-in."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def wrap(
     ttl: object,
     **request: object,
 ) -> None:
-    """Give a service of systemd a lease: each start of UNIT takes one out, and its processes get the environment.
+    """Give a service of systemd a lease: each start of UNIT takes out a lease, and its processes get the environment.
 
     \b
         mpsctl service wrap inference --fraction 0.25 --wait 600
@@ -148,7 +148,7 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
     path, wanted = Path(environment_file(unit)), f"# {' '.join(_as_options(request, wait))}"
     lease = _left_lease(api, path, group, wanted if on_restart == OnRestart.KEEP else None)
     if lease is None:
-        for each in api.leases()["leases"]:  # of a start that was killed before it could note which lease it had
+        for each in api.leases()["leases"]:  # of a start that was killed before it recorded its lease
             if each["name"] == unit and any(holder.get("cgroup") == group for holder in each["holders"]):
                 api.release(each["id"])
         found = systemd_units.properties(unit, "User", "Group")
@@ -164,14 +164,14 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
 @_ON_RESTART
 @with_api
 def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
-    """Let go of the lease of a unit that has stopped; called by the drop-in of `wrap`."""
+    """Release or keep the lease of a unit that has stopped; called by the drop-in of `wrap`."""
     path = Path(environment_file(unit))
     lease = _noted(path)
     if lease is None:
         return
     if on_restart == OnRestart.KEEP:
         deadline = _seconds_held(unit)
-        with contextlib.suppress(NotFoundError):  # it has ended: the next start takes out another
+        with contextlib.suppress(NotFoundError):  # it has ended: the next start requests another
             api.hold(lease, {"claim": {"deadline": deadline}, "replace": True})
             return
     else:
@@ -183,17 +183,16 @@ def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
 @_with_unit
 @with_api
 def unit_end_clients(api: Api, unit: str) -> None:
-    """End the clients of a unit that is to stop; called by the drop-in of `wrap --end-clients`."""
+    """End the clients of a unit before it stops; called by the drop-in of `wrap --end-clients`."""
     lease = _noted(Path(environment_file(unit)))
     if lease is not None:
         end.follow(api, lease)
 
 
 def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer_types.Lease | None":
-    """Return the lease of the unit's last run, held by this run's control group now; None where there is none.
+    """Return the lease of the unit's last run, after handing it to this run's control group; None without one.
 
-    One that was taken out by other options is released, and so is any where `wanted` is None: the drop-in was written
-    anew since.
+    A lease with other options is released, as is any lease where `wanted` is None: the drop-in was changed since.
     """
     lease = _noted(path)
     if lease is None:
@@ -201,7 +200,7 @@ def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer
     if path.read_text().partition("\n")[0] == wanted:
         try:
             return api.hold(lease, {"cgroup": group, "while": "exists", "replace": True})
-        except MpsdError as error:  # it has ended, or is being ended
+        except MpsdError as error:  # it has ended, or is ending
             note(f"{lease} could not be kept: {error.detail}")
     with contextlib.suppress(NotFoundError):
         api.release(lease)
@@ -209,7 +208,7 @@ def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer
 
 
 def _noted(path: Path) -> str | None:
-    """Return the lease whose environment a unit was given last."""
+    """Return the lease whose environment the unit got last."""
     try:
         lines = path.read_text().splitlines()
     except FileNotFoundError:
@@ -218,7 +217,7 @@ def _noted(path: Path) -> str | None:
 
 
 def _owner(name: str, group: str) -> Mapping[str, object]:
-    """Return the user of a unit, with the group that the unit names. Raises ConfigurationError where there is none."""
+    """Return the user of a unit, with the unit's own group. Raises ConfigurationError where either does not exist."""
     import grp
 
     found = user(name)
@@ -235,11 +234,11 @@ def _given(request: Mapping[str, object]) -> dict[str, object]:
 
 
 def _as_options(request: Mapping[str, object], wait: float) -> list[str]:
-    """Return what was asked for as options of the command line again."""
+    """Return a request as command-line options."""
     options = []
     for name, value in sorted(_given(request).items()):
         if name == "labels":
-            assert isinstance(value, dict)  # noqa: S101 - so its option makes it
+            assert isinstance(value, dict)  # noqa: S101 - its option makes it
             options += [word for key in sorted(value) for word in ("--label", f"{key}={value[key]}")]
         else:
             options += [f"--{name.replace('_', '-')}", str(value)]
@@ -249,7 +248,7 @@ def _as_options(request: Mapping[str, object], wait: float) -> list[str]:
 
 
 def _seconds_held(unit: str) -> float:
-    """Return for how long the lease of a unit that has stopped is held; a pause that grows is of systemd 254 and later.
+    """Return for how long a stopped unit's lease is held; growing pauses need systemd 254 or later.
 
     Raises InvalidRequestError where that is too long.
     """
@@ -261,7 +260,7 @@ def _seconds_held(unit: str) -> float:
 
 
 def _start_seconds(wait: float, before: str) -> str:
-    """Return the time that a unit needs to start when it waits first; empty where it does not wait."""
+    """Return the start timeout of a unit that waits first; empty where it does not wait."""
     from mpsd.system import systemd_units
 
     if not wait:

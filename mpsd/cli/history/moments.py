@@ -1,4 +1,4 @@
-"""Times as users type them: so long ago, of the last 24 hours, a day, or a date-time."""
+"""Times as users type them: an age, a time of the last 24 hours, a day, or a date-time."""
 
 import re
 from datetime import UTC, datetime, timedelta
@@ -12,16 +12,16 @@ from mpsd.core.units import briefly, parse_duration
 if TYPE_CHECKING:
     _Type = click.ParamType[datetime]
 else:
-    _Type = click.ParamType  # it is no generic class before click 8.4
+    _Type = click.ParamType  # it is not generic before click 8.4
 
 _CLOCK: Final = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?", re.ASCII)
 _DAYS: Final = {"today": 0, "yesterday": 1}
 
 
 def parse_moment(text: str, now: datetime) -> datetime:
-    """Return a time: so long ago (`2h`), a time of the last 24 hours (`03:15`), a day, or a date-time of ISO 8601.
+    """Return a time: an age (`2h`), a time of the last 24 hours (`03:15`), a day, or a date-time of ISO 8601.
 
-    A time without a zone is one of this machine's. Raises InvalidRequestError for anything else.
+    A time without a zone is in this machine's zone. Raises InvalidRequestError for anything else.
     """
     local, text = now.astimezone(), text.strip()
     if text == "now":
@@ -46,7 +46,7 @@ def parse_moment(text: str, now: datetime) -> datetime:
 
 
 class _Moment(_Type):
-    """A time; what is none is refused with the notations that are."""
+    """A time; an invalid one is refused with the valid notations."""
 
     name = "time"
 

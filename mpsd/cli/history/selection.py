@@ -1,4 +1,4 @@
-"""Which events a reader wants: those of a time, of a lease, a control daemon, a GPU or a user, or of some kinds."""
+"""The selection of events: by time, lease, control daemon, GPU, user, or kind."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def matching_kinds(pattern: str) -> frozenset[str]:
-    """Return the kinds of events that a name, or a pattern such as `lease_*`, means.
+    """Return the kinds of events that match a name, or a pattern such as `lease_*`.
 
-    Raises InvalidRequestError where there are none, with the names that are near.
+    Raises InvalidRequestError where there are none, with similar names.
     """
     wanted = pattern.replace("-", "_")
     found = frozenset(each for each in SENTENCES if fnmatchcase(each, wanted))
@@ -29,12 +29,12 @@ def matching_kinds(pattern: str) -> frozenset[str]:
 
 
 class Selection(NamedTuple):
-    """What a reader wants of the events; None, or nothing, stands for all."""
+    """The criteria of a selection; None, or empty, stands for all."""
 
     since: datetime | None = None
     until: datetime | None = None
     lease: str | None = None
-    """A lease's id, or how it begins."""
+    """A lease's id, or the beginning of one."""
     daemon: str | None = None
     gpu: "GpuNames | None" = None
     uid: int | None = None
@@ -50,16 +50,16 @@ class GpuNames(NamedTuple):
 
 
 class Selector:
-    """Chooses events that come in their order: what is told of a lease once holds for its later events as well."""
+    """Selects events in their order: facts of one event about a lease apply to its later events as well."""
 
     def __init__(self, selection: Selection) -> None:
-        """Choose these."""
+        """Set the criteria."""
         self._wanted = selection
         self._owners: dict[str, int] = {}
         self._gpus: dict[str, frozenset[str]] = {}
 
     def takes(self, event: "answer_types.Event") -> bool:
-        """Tell whether an event is among them."""
+        """Tell whether an event is selected."""
         self._learn(event)
         wanted = self._wanted
         if wanted.kinds and event["event"] not in wanted.kinds:

@@ -1,4 +1,4 @@
-"""Events as sentences: one for each kind, with the names that mpsctl's tables have, and times of this machine."""
+"""Events as sentences: one for each kind, with the names of mpsctl's tables, and times in this machine's zone."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Final
@@ -54,39 +54,39 @@ SENTENCES: Final = {
     # control daemons
     "daemon_state": "{daemon} is {state}: {because}",
     "daemon_death": "{daemon} died: {how}; {verdict}",
-    "daemon_forced": "{daemon} is made to end ({step}): {because}",
+    "daemon_forced": "{daemon} is being ended ({step}): {because}",
     "operation_begun": "{daemon}: {verb} began: {because}",
     "operation_resumed": "{daemon}: {verb} continues: {because}",
     "operation_ended": "{daemon}: {verb} {state}: {because}",
     "limits_verified": "{daemon}: its limits are {limits}, read back",
     "limits_not_stored": "{daemon}: its limits cannot be stored: {because}",
     "limits_not_held": "{daemon}: a limit does not hold: {because}",
-    "limits_not_given": "{daemon}: server {server} does not say its limits: {because}",
+    "limits_not_given": "{daemon}: server {server} does not report its limits: {because}",
     "limit_drift": "{daemon}: {drift}",
     "limit_drift_ended": _OF_DAEMON,
-    "foreign_command": "{daemon}: somebody beside mpsd gave it the command {command}",
+    "foreign_command": "{daemon}: a foreign front-end gave it the command {command}",
     "pipe_access_drift": "{daemon}: the access to {path} was changed from outside: {because}",
     "pipe_access_not_held": "{daemon}: the access to its pipe directory does not hold: {because}",
-    "pipe_access_not_stored": "{daemon}: who had pipe access cannot be stored: {because}",
+    "pipe_access_not_stored": "{daemon}: the record of pipe access cannot be stored: {because}",
     "server_orphaned": "{daemon}: server {server} is an orphan: its control daemon is dead",
     "server_exited": "{daemon}: server {server} ended with status {status}",
     "server_failed": "{daemon}: server {server} failed: {words}",
     "server_faulted": "{daemon}: server {server} handles a fatal GPU fault",
-    "leases_faulted": "{daemon}: the fault reached {leases}: {because}",
+    "leases_faulted": "{daemon}: the fault affected {leases}: {because}",
     "server_recovered": "{daemon}: server {server} has recovered from its fault",
     "server_suspect": "{daemon}: its server may not serve: {because}",
     "canary_ended": "{daemon}: a canary proves {proof}: {because}",
     "server_wedged": "{daemon}: its server serves no client: {because}",
     "server_serves": "{daemon}: its server serves: {because}",
-    "server_record_not_stored": "{daemon}: what is known of its server cannot be stored: {because}",
+    "server_record_not_stored": "{daemon}: the record of its server cannot be stored: {because}",
     "log_shortened": "{daemon}: its log was shortened by {bytes}",
     "log_not_shortened": "{daemon}: its log cannot be shortened: {because}",
     "log_silent": "{daemon}: its log shows nothing: {because}",
     "log_resumed": _OF_DAEMON,
     "log_not_watched": "{daemon}: its log cannot be watched: {because}",
-    "log_position_not_stored": "{daemon}: how far its log was read cannot be stored: {because}",
-    "death_tally_not_stored": "{daemon}: its deaths cannot be stored: {because}",
-    "daemon_record_not_stored": "{daemon}: its process cannot be stored: {because}",
+    "log_position_not_stored": "{daemon}: the position in its log cannot be stored: {because}",
+    "death_tally_not_stored": "{daemon}: its death tally cannot be stored: {because}",
+    "daemon_record_not_stored": "{daemon}: the record of its process cannot be stored: {because}",
     "uid_quarantined": "{user} is quarantined: {because}",
     "uid_pardoned": "{user} is no longer quarantined: {because}",
     "quarantine_not_stored": "a quarantine cannot be stored: {because}",
@@ -113,21 +113,21 @@ SENTENCES: Final = {
     "client_attributed": "{lease}: process {client} is its client",
     "violation": "{daemon}: violation ({kind}): {because}",
     "violation_ended": "{daemon}: violation ({kind}) of process {pid} has ended",
-    "client_forced": "process {pid} is made to end ({step}): {because}",
+    "client_forced": "process {pid} is being ended ({step}): {because}",
     "client_not_ended": "process {pid} cannot be ended: {because}",
-    "client_let_go": "process {pid} is not ended any more: {because}",
-    "client_end_resumed": "the end of process {pid} continues: {because}",
+    "client_let_go": "the ending of process {pid} was cancelled: {because}",
+    "client_end_resumed": "the ending of process {pid} continues: {because}",
     "client_ended": "process {pid} was ended: {because}",
     "lease_ended": "{lease}: ended: {because}",
 }
-"""The sentence of each kind of event, with its facts, and those that `_facts` makes of them."""
+"""The sentence of each kind of event, with placeholders for its facts and for those that `_facts` adds."""
 
 _VERDICTS: Final = {
     "at_once": "mpsd starts it again at once",
     "later": "mpsd starts it again in {delay:.1f} s",
-    "give_up": "mpsd does not start it any more, since it died too often",
+    "give_up": "mpsd does not start it again, because it died too often",
 }
-_LEFT: Final = {"never": "; the control daemons run on", "drain": ", and drains the control daemons"}
+_LEFT: Final = {"never": "; the control daemons keep running", "drain": ", and drains the control daemons"}
 _MARKS: Final = {"warning": "! ", "error": "!!"}
 _COLOURS: Final = {"warning": "yellow", "error": "red"}
 
@@ -139,14 +139,14 @@ def _name_of(uid: int) -> str:
 
 
 class _Facts(dict[str, str]):
-    """The facts of an event as words; one that it does not have shows as that."""
+    """The facts of an event as words; a missing fact shows as missing."""
 
     def __missing__(self, name: str) -> str:
         return f"(no {name})"
 
 
 def sentence(event: "answer_types.Event") -> str:
-    """Tell an event as a sentence, with what its reader can do about it; a kind that is not known by its facts."""
+    """Return an event as a sentence, with its hint; for an unknown kind, its facts."""
     kind = str(event["event"])
     facts = _facts(event)
     template = SENTENCES.get(kind)
@@ -184,7 +184,7 @@ def _facts(event: "answer_types.Event") -> _Facts:
 
 
 def _of_daemons(event: "answer_types.Event") -> dict[str, str]:
-    """Return the facts of an event about a control daemon that are more than one word of it."""
+    """Return the facts of an event about a control daemon that need more than one value."""
     match event["event"], event:
         case "daemon_death", {"verdict": str(verdict), "delay": int() | float() as delay}:
             return {"verdict": _VERDICTS.get(verdict, verdict).format(delay=delay)}
@@ -223,7 +223,7 @@ def _words(value: object) -> str:
 
 
 def line(event: "answer_types.Event", look: Look) -> str:
-    """Tell an event in a line: when, how grave, and the sentence, which is folded where the terminal ends."""
+    """Return an event as a line: time, severity, and the sentence, folded at the width of the terminal."""
     level = str(event.get("level", ""))
     start = f"{when(str(event['at']))} {_MARKS.get(level, '  ')} "
     text = fold(f"{start}{sentence(event)}", look.width, len(start))

@@ -1,4 +1,4 @@
-"""What happened to one lease, control daemon or GPU, in order: which events belong to its story, and its log's end."""
+"""The history of one lease, control daemon or GPU, in order: the events that belong to it, and the end of its log."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,15 +24,15 @@ _OF_THE_NODE: Final = frozenset(
 """Events of the whole node that belong to each story."""
 
 _REPEATED: Final = frozenset({"limits_verified", "api_listening", "log_shortened"})
-"""Events that say nothing that the others of a story do not."""
+"""Events that repeat facts of other events in a story."""
 
 _SETTLED: Final = frozenset({"limit_drift_ended", "server_recovered", "server_serves", "log_resumed"})
 _OPERATED: Final = frozenset({"operation_begun", "operation_resumed", "operation_ended"})
 _PASSING: Final = frozenset({"cooling", "down"})
-"""States in which a control daemon is between its death, which has an event of its own, and its start."""
+"""States of a control daemon between its death, which has its own event, and its start."""
 
 _MARK: Final = re.compile(rb"mpsd-[0-9a-f]{16,}-\d")
-"""What mpsd's own conversations with a control daemon have in each of them."""
+"""The mark in each of mpsd's own conversations with a control daemon."""
 
 _BEGINS: Final = b"NEW UI"
 _ENDS: Final = b"UI closed"
@@ -40,7 +40,7 @@ _WAITS: Final = b"Accepting connection..."
 
 
 def _is_new(event: "answer_types.Event") -> bool:
-    """Tell whether an event says something that those before it did not."""
+    """Tell whether an event adds a fact to those before it."""
     is_passing = event["event"] == "daemon_state" and event.get("state") in _PASSING
     return not is_passing and event["event"] not in _REPEATED
 
@@ -48,7 +48,7 @@ def _is_new(event: "answer_types.Event") -> bool:
 def of_lease(
     events: Sequence["answer_types.Event"], lease: str, daemons: Mapping[str, str]
 ) -> list["answer_types.Event"]:
-    """Return the story of a lease: its own events, and what befell its control daemons and mpsd meanwhile.
+    """Return the story of a lease: its own events, and those of its control daemons and of mpsd meanwhile.
 
     `daemons` has the control daemon of each GPU, by the GPU's UUID.
     """
@@ -67,7 +67,7 @@ def _gpus(event: "answer_types.Event") -> list[str]:
 
 
 def _befell(event: "answer_types.Event", daemons: Collection[object]) -> bool:
-    """Tell whether an event of another may have touched whoever is on these control daemons."""
+    """Tell whether an event may have affected the leases on these control daemons."""
     if event["event"] in _OF_THE_NODE:
         return True
     if event.get("daemon") not in daemons or leases_of(event):
@@ -78,7 +78,7 @@ def _befell(event: "answer_types.Event", daemons: Collection[object]) -> bool:
 def of_gpu(
     events: Iterable["answer_types.Event"], gpu: GpuNames, sees: Callable[["answer_types.Event"], bool]
 ) -> tuple[list["answer_types.Event"], int]:
-    """Return the story of a GPU and its control daemon, and how many events of it this reader may not see."""
+    """Return the story of a GPU and its control daemon, and how many of its events this reader may not see."""
     selector = Selector(Selection(gpu=gpu))
     found = [each for each in events if selector.takes(each) or each["event"] in _OF_THE_NODE]
     chosen = [each for each in found if _is_new(each)]
@@ -87,7 +87,7 @@ def of_gpu(
 
 
 def said_by_others(raw: bytes, most: int) -> list[str]:
-    """Return the last lines of a control daemon's log that are not of mpsd's own conversations with it."""
+    """Return the last lines of a control daemon's log that are not from mpsd's own conversations with it."""
     lines = [plain(text(each)) for each in _others(raw.split(b"\n")) if each.strip()]
     return lines[-most:]
 

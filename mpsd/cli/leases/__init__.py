@@ -1,4 +1,4 @@
-"""The caller's end of a lease: which process holds it, the wait for it, the program that runs with it, and its end.
+"""Parts of commands that use a lease: its holder, the wait for it, the program that runs with it, and its end.
 
 Imported by: cli/commands.
 """

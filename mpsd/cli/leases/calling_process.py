@@ -1,4 +1,4 @@
-"""Who called mpsctl, and in which environment: a lease of `mpsctl admit` is tied to the shell, or program, that did."""
+"""The caller of mpsctl and its environment: a lease of `mpsctl admit` is bound to the calling shell or program."""
 
 import os
 import stat
@@ -12,17 +12,17 @@ _PF_FORKNOEXEC: Final = 0x40
 def calling_program() -> int:
     """Return the pid of the program that called this one; 0 when it is in another pid namespace.
 
-    In `eval "$(mpsctl admit ...)"` the parent may be a subshell, which is gone in a moment. The kernel knows it for a
-    forked copy of its shell, so the shell is found by going up from copy to original.
+    In `eval "$(mpsctl admit ...)"` the parent may be a short-lived subshell. The kernel marks it as a forked copy of
+    its shell, so this function follows the copies up to the original shell.
     """
     return _original(os.getppid())
 
 
 def reading_program() -> int | None:
-    """Return the pid of the program among the callers of this one that reads what it prints; None where none does.
+    """Return the pid of the calling program or ancestor that reads this program's output; None where none does.
 
-    In `eval "$(timeout 5 mpsctl admit -o env)"` that is the shell, and the caller is `timeout`, which is gone in a
-    moment. The kernel knows who has the other end of a pipe.
+    In `eval "$(timeout 5 mpsctl admit -o env)"` that is the shell, while the direct caller is the short-lived
+    `timeout`. The kernel shows which process has the other end of the pipe.
     """
     pipe = os.fstat(1)
     if not stat.S_ISFIFO(pipe.st_mode):
@@ -31,9 +31,9 @@ def reading_program() -> int | None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment that this program was called in, without what Python put there since.
+    """Return the environment that this program was called with, without Python's own additions.
 
-    In the C locale, Python sets LC_CTYPE for itself (PEP 538), and a program that it becomes is not to find it.
+    In the C locale, Python sets LC_CTYPE for itself (PEP 538), which a program that mpsctl executes must not inherit.
     """
     found = dict(os.environ)
     if "LC_CTYPE" in found:
@@ -63,7 +63,7 @@ def _original(pid: int) -> int:
 def _reads(pid: int, pipe: tuple[int, int]) -> bool:
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - pathlib takes longer to import
-    except OSError:  # gone, or hidden: as good as a stranger
+    except OSError:  # gone or hidden: treated as unrelated
         return False
     for number in numbers:
         try:
@@ -78,7 +78,7 @@ def _reads(pid: int, pipe: tuple[int, int]) -> bool:
 
 
 def family(pid: int) -> Iterator[int]:
-    """Yield a process and its ancestors, as far as they can be seen."""
+    """Yield a process and its ancestors, as far as they are visible."""
     while pid > 0:
         yield pid
         try:
@@ -88,25 +88,25 @@ def family(pid: int) -> Iterator[int]:
 
 
 def _copied_from(pid: int) -> int | None:
-    """Return the parent of which this process is a forked copy; None when it is a program of its own.
+    """Return the parent of which this process is a forked copy; None when it executed its own program.
 
-    The command lines are compared as well: a service that forks a worker for each session names them apart, and a copy
-    whose original is gone has been handed to another parent.
+    The command lines are compared as well: a service that forks a worker for each session names the workers
+    differently, and a copy whose original is gone has another parent.
     """
     try:
         parent, flags = _parent_and_flags(pid)
         copied = flags & _PF_FORKNOEXEC and _read(f"/proc/{pid}/cmdline") == _read(f"/proc/{parent}/cmdline")
-    except OSError:  # gone, or hidden: as good as a stranger
+    except OSError:  # gone or hidden: treated as unrelated
         return None
     return parent if copied else None
 
 
 def _parent_and_flags(pid: int) -> tuple[int, int]:
-    """Read two fields of /proc/PID/stat; they are counted from behind the name, which may hold anything."""
+    """Read two fields of /proc/PID/stat, counted from the end of the name, which may contain any character."""
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return int(fields[1]), int(fields[6])
 
 
 def _read(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123 - pathlib takes longer to import than all of this takes to run
+    with open(path, "rb") as file:  # noqa: PTH123 - importing pathlib takes longer than running all of this
         return file.read()

@@ -1,4 +1,4 @@
-"""The end of a lease with its clients: begun once, and followed until it is over, whichever mpsd goes on with it."""
+"""The end of a lease with its clients: requested once, and followed until it is complete, even by another mpsd."""
 
 import time
 from typing import Final
@@ -9,18 +9,18 @@ from mpsd.cli.command import note
 from mpsd.core.errors import NotFoundError, UnreachableError
 
 _FIRST_PAUSE: Final = 0.05
-"""Seconds between the first two looks; each pause is a half longer than the one before."""
+"""Seconds between the first two checks; each pause is half as long again as the one before."""
 
 _LONGEST_PAUSE: Final = 2.0
 
 _QUIET: Final = 2.0
-"""Seconds after which it is said what is waited for."""
+"""Seconds after which the progress is shown."""
 
 _ENDED: Final = "ended"
 
 
 def follow(api: Api, lease: str) -> None:
-    """End a lease with its clients, and return when it has ended. Raises MpsdError where it could not be begun."""
+    """End a lease with its clients, and return when it has ended. Raises MpsdError where that could not begin."""
     found, began = api.end(lease), time.monotonic()
     shown, pause = "", _FIRST_PAUSE
     with signals.raised():

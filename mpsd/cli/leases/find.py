@@ -1,4 +1,4 @@
-"""Which leases a user means: by id, the beginning of one, or name; and those that are meant without any of these."""
+"""The leases that a user names: by id, the beginning of one, or a name; and the lease without a name."""
 
 import os
 import re
@@ -22,10 +22,10 @@ _MOST_CANDIDATES: Final = 8
 
 
 def find(api: Api, meant: str | None) -> str:
-    """Return the id of the lease that is meant; without a word, it is the one that this process runs under.
+    """Return the id of the named lease; without a name, that of the lease that this process runs under.
 
-    Something that is the id, the name or the beginning of none is returned as it is: mpsd knows what to say of it.
-    Raises InvalidRequestError where it is ambiguous.
+    A text that matches no lease is returned unchanged, so that mpsd answers with its own error. Raises
+    InvalidRequestError where the text is ambiguous.
     """
     if meant is None:
         meant = os.environ.get(_VARIABLE)
@@ -51,7 +51,7 @@ def find(api: Api, meant: str | None) -> str:
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":
-    """Return the lease of that id, else those of that name, else those whose id begins so."""
+    """Return the lease with that id, otherwise those with that name, otherwise those whose id begins with the text."""
     return (
         [each for each in leases if each["id"] == meant]
         or [each for each in leases if each["name"] == meant]
@@ -65,10 +65,10 @@ def _described(lease: "answer_types.Lease") -> str:
 
 
 def for_each(api: Api, meant: Sequence[str], action: Callable[[str], None]) -> None:
-    """Do something to each lease that is meant, or without any to this process' own.
+    """Run an action for each named lease, or for this process's own lease without a name.
 
-    Of several, each is answered, whatever becomes of the others, and the exit status is the highest. Raises MpsdError
-    for a single one.
+    With several leases, an error of one does not stop the others, and the exit status is the highest one. Raises
+    MpsdError for a single lease.
     """
     if len(meant) <= 1:
         action(find(api, meant[0] if meant else None))

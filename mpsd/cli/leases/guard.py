@@ -1,7 +1,7 @@
-"""What becomes of a lease whose user never hears of it, because mpsctl is killed before it could say its name.
+"""The release of a lease that its user never sees, because mpsctl is killed before it could print the lease.
 
-A lease that another process is to hold, such as the calling shell, does not end with mpsctl. mpsd itself ends one whose
-caller is gone before its answer is sent; between that and the last word that mpsctl prints, a guard watches.
+A lease that another process holds, such as the calling shell, does not end with mpsctl. mpsd itself ends a lease whose
+caller is gone before its answer is sent. From then until mpsctl has printed its output, a guard process watches.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from mpsd.core.errors import MpsdError
 
 _PRINTED: Final = b"."
 _PAUSES: Final = (0.0, 0.1, 0.4, 1.5)
-"""Seconds before each attempt to reach mpsd, which may be between two runs."""
+"""Seconds before each attempt to reach mpsd, which may be restarting."""
 
 
 @contextlib.contextmanager
 def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
-    """Have the lease of a request released if this process dies in here, by whichever signal.
+    """Release the lease of a request if this process dies within the context, by any signal.
 
-    A second process does that, for the time being: the kernel tells it of the death, and no handler of a signal
-    could run at SIGKILL. Where no process can be forked, there is none.
+    A second process does that while the context lasts: the kernel reports the death to it, whereas no signal handler
+    can run at SIGKILL. Where no process can be forked, there is no guard.
     """
     reader, writer = os.pipe()
     try:
@@ -41,19 +41,19 @@ def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
     finally:
         os.write(writer, _PRINTED)
         os.close(writer)
-        os.close(reader)  # not before: without any reader the last word would be the end of this process, too
+        os.close(reader)  # not before: a write without a reader would end this process
         if guard is not None:
-            with contextlib.suppress(ChildProcessError):  # the caller left SIGCHLD ignored: nobody waits for it
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, as the caller left it
                 os.waitpid(guard, 0)
 
 
 def _watch(api: Api, request_id: str, reader: int) -> None:
-    """Wait until this process' parent has said its last word, or is gone; then release what it took out."""
-    os.setsid()  # Ctrl-C, and the end of a terminal, are not for the guard
+    """Wait until the parent process has printed its output; if it is gone before, release its lease."""
+    os.setsid()  # Ctrl-C and the hangup of a terminal must not reach the guard
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # who reads what mpsctl prints reads until the last one closes it
+    for stream in range(3):  # a reader of mpsctl's output reads until all copies are closed
         os.dup2(nowhere, stream)
-    api.close()  # mpsd sees the caller go when the last one closes the connection
+    api.close()  # mpsd notices the end of the caller when all copies are closed
     if os.read(reader, 1) == _PRINTED:
         return
     for pause in _PAUSES:
@@ -62,4 +62,4 @@ def _watch(api: Api, request_id: str, reader: int) -> None:
             for lease in api.leases()["leases"]:
                 if lease["request_id"] == request_id:
                     api.release(lease["id"])
-            return  # a request that mpsd reads later has no caller any more, and gets no lease
+            return  # a request that mpsd reads later has no caller, and gets no lease

@@ -1,4 +1,4 @@
-"""What becomes of mpsctl once it has a lease: the command that the lease is for, or its end, and the lease's."""
+"""The start of the command for which mpsctl took a lease, and the release of the lease where that fails."""
 
 import contextlib
 import os
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
-"""What a shell exits with for a command that it finds and cannot run, and for one that it does not find."""
+"""The exit statuses of a shell for a command that it cannot execute, and for one that it does not find."""
 
 
 @contextlib.contextmanager
 def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]:
-    """Release a lease that nobody got to use, if this fails; when that fails too, it ends with its holder."""
+    """Release an unused lease if the block fails; where the release fails too, the lease ends with its holder."""
     try:
         yield
     except (OSError, MpsdError, click.exceptions.Exit):
@@ -40,11 +40,10 @@ def become(
     as_owner: bool = False,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Become a command, with a lease's environment, and as its owner if asked; it has the pid of this process.
+    """Execute a command in this process, with a lease's environment and optionally as its owner.
 
-    `more` are variables besides.
-
-    Where there is no such command, that is told, and mpsctl exits as a shell does. Raises what `environment` does.
+    `more` are additional variables. Where the command cannot be executed, this prints the reason, and mpsctl exits with
+    a shell's status. Raises the errors of `environment`.
     """
     variables = environment(api, lease, share=0)
     try:

@@ -1,7 +1,8 @@
-"""Waiting for a lease: told to the user, kept across a restart of mpsd, and given up without leaving anything behind.
+"""The wait for a lease: shown to the user, continued across a restart of mpsd, and cancelled without leftovers.
 
-mpsd answers a request that waits once it is granted, and keeps its place for a while when its caller is gone, since it
-has an id of its own to come back with. So a connection that breaks is made again, and the same request sent again.
+mpsd answers a waiting request when it is granted. When the caller is gone, mpsd keeps the place for a while, and the
+request's own id finds it again. After a broken connection, mpsctl therefore connects again and repeats the same
+request.
 """
 
 import gc
@@ -26,31 +27,30 @@ if TYPE_CHECKING:
     from mpsd.cli import answer_types
 
 _ASK_AGAIN: Final = 0.2
-"""Seconds before the second attempt to reach an mpsd that has gone; each further one waits twice as long."""
+"""Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""
 
 _ASK_AT_LAST: Final = 5.0
-"""Seconds between two attempts at last: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
+"""Maximum seconds between two attempts: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
 
 _LONGEST_PAUSE: Final = 16.0
-"""Seconds between two looks at the queue, at last; a look costs mpsd more the more requests wait in it."""
+"""Maximum seconds between two queries of the queue; a query costs mpsd more the more requests wait."""
 
 _LOOK: Final = 2.0
-"""Seconds for one look, or for giving up: neither may keep the user."""
+"""Seconds for one query, or for the cancellation: neither may delay the user."""
 
 
 def new_request_id() -> str:
-    """Return what names a request, so that it can be sent again, and its lease be found."""
+    """Return an id for a request, by which it can be repeated, and its lease found."""
     return f"mpsctl-{os.urandom(12).hex()}"
 
 
 def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
-    """Return a lease once it is granted, after `wait` seconds (`inf`: ever so long) at the latest.
+    """Return a lease once it is granted, within `wait` seconds (`inf`: without a limit).
 
-    A signal that ends mpsctl gives the place away at once, or the lease that was granted in that very moment. Raises
-    what `Api.admit` does, and SignalledError. An mpsd that stops answering is waited for too, but not one that never
-    did.
+    A signal that ends mpsctl gives up the place, or a lease that was granted at that very moment. Raises the errors of
+    `Api.admit`, and SignalledError. An mpsd that stops answering is waited for too, but not one that never answered.
     """
-    gc.enable()  # it may take days
+    gc.enable()  # it may run for days
     request_id = str(request.get("request_id") or new_request_id())
     start = time.monotonic()
     queue = _Queue(api, request_id)
@@ -87,12 +87,12 @@ def _repeat_until_answered(
 
 
 class _Queue:
-    """A request's place in mpsd's queue, as far as it can be seen from outside."""
+    """A request's place in mpsd's queue, as far as a caller can see it."""
 
     def __init__(self, api: Api, request_id: str) -> None:
         self.progress = Progress()
         self.has_waited = False
-        """Whether the user has been shown that it waits."""
+        """Whether the user was informed of the wait."""
         self._api = api
         self._request_id = request_id
         self._pause = 1.0
@@ -101,16 +101,16 @@ class _Queue:
         self._lost = False
 
     def look(self) -> float:
-        """Tell the user how it stands, and return the seconds until the next look.
+        """Show the progress, and return the seconds until the next call.
 
-        On a terminal the line follows the queue; elsewhere, as in the log of a job, it is told once that it waits.
+        On a terminal, the line is updated; elsewhere, such as in the log of a job, the wait is reported once.
         """
         self._lost = False
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + self._pause
             self._pause = min(self._pause * 2, _LONGEST_PAUSE)
-            with suppress(MpsdError, KeyError):  # whatever it is, the connection that waits will meet it too
+            with suppress(MpsdError, KeyError):  # the waiting connection will meet the same error
                 self._see()
         if self.progress.is_live or not self.has_waited:
             self.progress.show(self._stands, brief=self._brief)
@@ -128,7 +128,7 @@ class _Queue:
         self._brief = f"{place}: {wait['because'].rpartition(', but ')[2]}"
 
     def lose(self, error: MpsdError) -> None:
-        """Tell the user, once, that mpsd has gone, and what it was that broke off the wait."""
+        """Inform the user, once, that mpsd is gone, and of the error that interrupted the wait."""
         if not self._lost:
             self._lost = True
             self.progress.say(
@@ -136,7 +136,7 @@ class _Queue:
             )
 
     def leave(self) -> str:
-        """Give it away at once, which mpsd does only after a while; say what becomes of the place."""
+        """Give up the place at once, which mpsd itself does only after a while; return the outcome."""
         try:
             with self._api.another(deadline=_LOOK) as api:
                 own = self._own(api.leases())
@@ -148,12 +148,12 @@ class _Queue:
         return "nothing was taken out"
 
     def _own(self, answer: "answer_types.Leases") -> "answer_types.Lease | None":
-        """Return the lease that the request is by now, if it is there."""
+        """Return the present lease of the request; None where there is none."""
         return next((each for each in answer["leases"] if each["request_id"] == self._request_id), None)
 
 
 def _ahead(answer: "answer_types.Leases", position: int) -> str:
-    """Say whose requests come before this place; of those that this caller may not see, how many there are."""
+    """Describe the requests before this place: their users, and the number of those that this caller may not see."""
     waiting = [each for each in answer["leases"] if each["wait"] is not None]
     users = Counter(
         name_of(each["owner"]["uid"]) for each in waiting if each["wait"] and each["wait"]["position"] < position

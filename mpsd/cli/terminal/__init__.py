@@ -1,4 +1,4 @@
-"""What mpsctl does with a terminal: a shell whose prompt shows the lease, and a line that says how a wait gets on.
+"""Terminal features of mpsctl: a shell whose prompt shows the lease, and a line with the progress of a wait.
 
 Imported by: cli/commands, cli/leases, mpsd/demo.py.
 """

@@ -1,4 +1,4 @@
-"""How a wait gets on: one line on stderr that is updated on a terminal, and elsewhere a line for what changed."""
+"""The progress of a wait: one updated line on a terminal's stderr, and elsewhere a new line for each change."""
 
 import os
 import sys
@@ -12,20 +12,20 @@ from mpsd.cli.command import note
 from mpsd.core.sanitize import plain
 
 _ERASE: Final = "\r\x1b[K"
-"""Back to the line's first column, and empty from there. Source: console_codes(4)."""
+"""Moves to the line's first column and clears the line. Source: console_codes(4)."""
 
 _TICK: Final = 1.0
-"""Seconds between two updates on a terminal: it shows how long the wait has lasted."""
+"""Seconds between two updates on a terminal, which shows the duration of the wait."""
 
 
 class Progress:
-    """What stderr shows of one wait."""
+    """The output of one wait on stderr."""
 
     def __init__(self) -> None:
         self.is_live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        """Whether there is a line that is updated."""
+        """Whether there is a line to update."""
         self.tick = _TICK if self.is_live else inf
-        """Seconds until it is to be updated."""
+        """Seconds until the next update."""
         self._began = time.monotonic()
         self._last = ""
 
@@ -35,9 +35,9 @@ class Progress:
         return time.monotonic() - self._began
 
     def show(self, text: str, *, brief: str | None = None) -> None:
-        """Say how it stands; elsewhere than on a terminal, only if it stands otherwise than before.
+        """Show the state; without a terminal, only if it changed.
 
-        `brief` says it on the one line of a terminal.
+        `brief` is the text for the single line of a terminal.
         """
         if self.is_live:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -49,12 +49,12 @@ class Progress:
         self._last = text
 
     def say(self, text: str) -> None:
-        """Say something that stays, above the line."""
+        """Print a lasting message above the line."""
         self.erase()
         note(text)
 
     def erase(self) -> None:
-        """Take the line away: the wait is over, or something else is to be said."""
+        """Remove the line, at the end of the wait or before another message."""
         if self.is_live and self._last:
             click.echo(_ERASE, err=True, nl=False)
             self._last = ""

@@ -1,4 +1,4 @@
-"""A shell for the user, whose prompt says under what it runs."""
+"""An interactive shell for the user, whose prompt shows a label."""
 
 import os
 import shlex
@@ -23,10 +23,10 @@ function fish_prompt; echo -n {prompt}; _mpsd_prompt; end
 def interactive(
     label: str, variables: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line of the user's shell, and the variables by which its prompt begins with this label.
+    """Return the command line of the user's shell, and the variables that put this label into its prompt.
 
-    `variables` are exported again after what the user's own start-up file does. In zsh, whose start-up files set the
-    prompt, the label stands on the right; in other shells the prompt is replaced.
+    `variables` are exported again after the user's own start-up file. In zsh, whose start-up files set the prompt, the
+    label is on the right; in other shells the prompt is replaced.
     """
     program = environment.get("SHELL") or _DEFAULT
     prompt = f"({label}) "

@@ -136,7 +136,7 @@ class Top(App[None]):
             self._asking.release()
 
     def _fail(self, error: MpsdError) -> None:
-        """Say why there is no answer; what was known stays, and the next look asks again."""
+        """Show why there is no answer; the old content stays, and the next interval tries again."""
         self._write("node", f"{plain(error.detail)} ({plain(error.hint or '')}); what follows is old")
 
     # -- showing ------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Top(App[None]):
         self._lines[name].write(text)
 
     def _arrange(self) -> None:
-        """Bring the table to what is known, sorted and filtered; cells that have not changed are left alone."""
+        """Update the table, sorted and filtered; unchanged cells are not drawn again."""
         if self._picture is None or not self._table.is_mounted:
             return
         self._write("gpus", picture.gpus(self._picture, self.size.width, _MOST_GPUS))

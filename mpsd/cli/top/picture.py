@@ -1,6 +1,6 @@
-"""What `mpsctl top` shows at one moment: the node's headline, a line for each GPU, a row for each client and lease.
+"""The content of `mpsctl top` at one moment: the node's headline, a line for each GPU, a row for each client and lease.
 
-A lease without a client has a row too, since it holds capacity. Text of others is made harmless here.
+A lease without a client has a row too, since it holds capacity. Foreign text is made harmless here.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ COLUMNS: Final = (
 )
 
 _ENCODING: Final = "utf-8"
-"""Of the screen: Textual itself draws with it."""
+"""The encoding of the screen, which Textual uses for its own drawing."""
 _NONE: Final = "-"
 _UNKNOWN: Final = "unknown"
 _NOTHING: Final = Figure(_NONE, 0)
@@ -55,11 +55,11 @@ class Entry(NamedTuple):
     lease: str | None
     daemon: str
     cells: tuple[str | Figure, ...]
-    """As COLUMNS has them."""
+    """The cells, in the order of COLUMNS."""
 
     @property
     def is_client(self) -> bool:
-        """Whether it is a process, and not a lease without one."""
+        """Whether it is a process, rather than a lease without one."""
         return self.cells[0] != _NONE
 
 
@@ -68,14 +68,14 @@ class Picture(NamedTuple):
 
     headline: str
     gpus: tuple[tuple[str, ...], ...]
-    """A row for each GPU, as GPUS has them."""
+    """A row for each GPU, in the order of GPUS."""
     entries: tuple[Entry, ...]
 
 
 def take(api: Api) -> Picture:
-    """Ask mpsd, and return what it answers.
+    """Query mpsd, and return its answers.
 
-    Raises UnreachableError, the errors that mpsd answers, and InternalError for an mpsd of another version.
+    Raises UnreachableError, the errors of mpsd's answers, and InternalError for an mpsd of another version.
     """
     status, clients, leases = plain(api.status()), plain(api.clients()), plain(api.leases())
     with of_one_version():
@@ -88,7 +88,7 @@ def take(api: Api) -> Picture:
 
 
 def arranged(entries: tuple[Entry, ...], *, sort: str, text: str) -> list[Entry]:
-    """Return the entries in which a text stands, sorted by a column; those with the largest figure first."""
+    """Return the entries that contain a text, sorted by a column; the largest figures first."""
     number = [each.heading for each in COLUMNS].index(sort)
     text = text.lower()
     found = [each for each in entries if not text or any(text in _text(cell).lower() for cell in each.cells)]
@@ -96,7 +96,7 @@ def arranged(entries: tuple[Entry, ...], *, sort: str, text: str) -> list[Entry]
 
 
 def gpus(picture: Picture, width: int, most: int) -> str:
-    """Return the table of the GPUs, no more than so many of them."""
+    """Return the table of at most this many GPUs."""
     shown = picture.gpus if len(picture.gpus) <= most else picture.gpus[: most - 1]
     more = len(picture.gpus) - len(shown)
     return table(GPUS, shown, Look(width), none="no GPUs") + (f"\nand {more} more: mpsctl gpus" if more else "")
@@ -116,7 +116,7 @@ def _text(cell: str | Figure) -> str:
 
 
 def _gpu(gpu: "answer_types.Gpu", daemons: "dict[str, answer_types.Daemon]") -> tuple[str, ...]:
-    """Return the row of a GPU, as GPUS has it."""
+    """Return the row of a GPU, in the order of GPUS."""
     daemon, total = daemons.get(gpu["uuid"] or ""), gpu["memory_total"]
     part = gpu["memory_granted"] / total if total else 0.0
     return (

@@ -1,4 +1,4 @@
-"""What each GPU has to give, who holds how much of it, and who waits in which order.
+"""The capacity of each GPU, the shares that are granted of it, and the queue of the requests that wait for some.
 
 Imported by: daemon, daemon/accounting, daemon/api, daemon/ends, daemon/leases, daemon/node.
 """

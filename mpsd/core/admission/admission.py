@@ -1,4 +1,4 @@
-"""What a request comes to on a GPU, and whether it can ever be had there. Pure.
+"""The amount that a request needs on a GPU, and whether the GPU can ever grant it. Pure.
 
 Threads are counted in tenths of a percent and memory in bytes, all integers, so that sums are exact.
 """
@@ -25,32 +25,32 @@ from mpsd.core.units import MIB, briefly, format_size
 
 
 class Refusal(Struct, frozen=True):
-    """Why a GPU takes nobody at the moment, and what to do about it. `limit` is `health` or `hold`."""
+    """Why a GPU admits nobody at the moment, and what to do about it. `limit` is `health` or `hold`."""
 
     limit: str
     because: str
     hint: str
     uids: frozenset[int] | None = None
-    """Whom it is about; None: everybody."""
+    """The uids to which the refusal applies; None: all uids."""
 
 
 class Amount(Struct, frozen=True):
-    """Some of a GPU: tenths of a percent, bytes, client processes."""
+    """An amount of a GPU: tenths of a percent, bytes, client processes."""
 
     threads: int = 0
     memory: int = 0
     clients: int = 0
 
     def __add__(self, other: "Amount") -> "Amount":
-        """Add each."""
+        """Add the amounts, field by field."""
         return Amount(self.threads + other.threads, self.memory + other.memory, self.clients + other.clients)
 
     def __sub__(self, other: "Amount") -> "Amount":
-        """Subtract each."""
+        """Subtract an amount, field by field."""
         return Amount(self.threads - other.threads, self.memory - other.memory, self.clients - other.clients)
 
     def __mul__(self, times: int) -> "Amount":
-        """Multiply each."""
+        """Multiply each field."""
         return Amount(self.threads * times, self.memory * times, self.clients * times)
 
 
@@ -58,7 +58,7 @@ NOTHING: Final = Amount()
 
 
 class Offer(Struct, frozen=True):
-    """What one GPU has to give, before anything was granted on it."""
+    """The capacity of a GPU while nothing is granted on it."""
 
     gpu: str
     daemon: str
@@ -69,43 +69,44 @@ class Offer(Struct, frozen=True):
     """Bytes that may be granted: the total less the reserve."""
     clients: int
     limits: Limits
-    """What its control daemon gives any client at most."""
+    """The maximum that its control daemon gives any client."""
     many_users: bool
-    """Whether its daemon serves several uids at once; otherwise MPS lets the second uid wait for the first to leave."""
+    """Whether its daemon serves several uids at once; otherwise the clients of a second uid wait until the first has
+    none."""
     client_priority: bool = True
-    """Whether its driver has a priority of clients."""
+    """Whether its driver supports client priorities."""
     refusal: Refusal | None = None
     unleased: Amount = NOTHING
-    """What clients use of it that no lease has: it is granted to nobody, and never for this alone out of reach."""
+    """The use by clients without a lease. It is granted to nobody, but alone never makes a request impossible."""
 
     def refuses(self, uid: int) -> Refusal | None:
-        """Return why a user is granted nothing here, if so."""
+        """Return why a user is granted nothing here; None where the user may be granted something."""
         if self.refusal is None or self.refusal.uids is None or uid in self.refusal.uids:
             return self.refusal
         return None
 
 
 Candidate: TypeAlias = tuple[Offer, Amount]
-"""A GPU where a request can be granted some day, and what it comes to there."""
+"""A GPU that can grant a request some day, and the amount that the request needs there."""
 
 
 WAIT_HINT: Final = "wait for it (--wait)"
-"""What a hint says to a request that did not wait."""
+"""The hint for a request that did not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What a request lacks: the limit, a sentence, a way out, and the error that it is when nobody waits."""
+    """A lack that prevents a grant: the limit, a sentence, a remedy, and the error for a request that does not wait."""
 
     limit: str
     because: str
     hint: str
     error: type[MpsdError]
     gpu: str | None = None
-    """The UUID of the GPU that comes closest to granting it, where it is about one."""
+    """The UUID of the GPU that comes closest to granting the request, where the shortage concerns a GPU."""
 
     def raised(self, *, fits_elsewhere: bool = False) -> MpsdError:
-        """Return it as an error; a request that named a GPU may fit on another."""
+        """Return the shortage as an error; a request that named a GPU may fit on another one."""
         hint = f"use another GPU, which has room (--gpu any), or {self.hint}" if fits_elsewhere else self.hint
         error = self.error(self.because, hint=hint, limit=self.limit)
         if isinstance(error, DoesNotFitError):
@@ -113,20 +114,20 @@ class Shortage:
         return error
 
     def timed_out(self) -> DoesNotFitError:
-        """Return it as the error of a request that waited for it until its time was over."""
+        """Return the shortage as the error of a request that waited for its maximum time."""
         hint = self.hint.replace(WAIT_HINT, "wait longer (--wait)")
         error = DoesNotFitError(f"timed out in the queue: {self.because}", hint=hint, limit=self.limit)
         error.gpu = self.gpu
         return error
 
 
-# -- what a request comes to -------------------------------------------------------------------------------------------
+# -- the amount that a request needs -----------------------------------------------------------------------------------
 
 
 def places(lease: Lease) -> int:
-    """Return how many clients a lease takes of those that MPS admits on each of its GPUs.
+    """Return how many of the clients that MPS admits on a GPU a lease takes on each of its GPUs.
 
-    As many as it may have; where that is any number, as many as there are, and one at least.
+    It is the maximum of the lease. A lease for any number of processes takes as many as it has, and at least one.
     """
     processes = lease.request.processes
     return max(len(lease.clients), 1) if processes is None else processes
@@ -134,12 +135,12 @@ def places(lease: Lease) -> int:
 
 @lru_cache(maxsize=1024)
 def part(need: Amount) -> Amount:
-    """Return what each client process gets of this, rounded down to what MPS knows."""
+    """Return the part of each client process, rounded down to the units of MPS."""
     return Amount(need.threads // need.clients, need.memory // MIB // need.clients * MIB, 1)
 
 
 def check(request: LeaseRequest) -> None:
-    """Refuse a request that does not say what it wants. Raises InvalidRequestError."""
+    """Refuse a request that is incomplete or contradictory. Raises InvalidRequestError."""
     if request.fraction is not None:
         if request.threads is not None or request.memory is not None:
             raise InvalidRequestError(
@@ -175,9 +176,9 @@ def check(request: LeaseRequest) -> None:
 
 
 def needs(request: LeaseRequest, offers: Iterable[Offer]) -> Iterator[Candidate]:
-    """Yield what a request that was checked comes to on each GPU: a fraction, by how much memory there is.
+    """Yield the amount that a checked request needs on each GPU; that of a fraction depends on the memory of the GPU.
 
-    One for any number of processes takes the place of one client, until it has more.
+    A request for any number of processes takes the place of one client, until it has more.
     """
     if request.fraction is None:
         assert request.threads is not None and request.memory is not None  # noqa: S101, PT018 - `check` was called
@@ -195,18 +196,18 @@ def needs(request: LeaseRequest, offers: Iterable[Offer]) -> Iterator[Candidate]
 def _part(fraction: float) -> tuple[int, int, int]:
     """Return a fraction of a GPU as tenths of a percent, and as an exact numerator and denominator.
 
-    In decimals, as it was written: 0.29 of a GPU is 29 %, and not 28.9 % because 0.29 * 100 is 28.999999999999996.
+    It is computed in decimals, as the fraction was written: 0.29 of a GPU is 29 %, not 28.9 % because 0.29 * 100 is
+    28.999999999999996.
     """
     part = Decimal(str(fraction))
     return int(part * 1000), *part.as_integer_ratio()
 
 
 def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Share:
-    """Return the place on this GPU, with the environment that holds each client process to its part.
+    """Return the share on this GPU, with the environment that limits each client process to its part.
 
-    With a priority, each has that; without one, that of the control daemon, which is 0.
-
-    Parts are rounded down to what MPS knows, so that together they never come to more than was granted.
+    With a priority, each process has that one; without one, it has the priority of the control daemon, which is 0.
+    Parts are rounded down to the units of MPS, so that together they never exceed what was granted.
     """
     threads, memory = ActiveThreadPercentage(need.threads), PinnedDeviceMemLimit(need.memory // MIB)
     each_threads, each_memory = threads, memory
@@ -214,8 +215,9 @@ def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Sha
         each = part(need)
         each_threads = ActiveThreadPercentage(each.threads)
         each_memory = PinnedDeviceMemLimit(each.memory // MIB)
-    # The memory limit names device 0, which is how the client counts the one GPU that it sees: were any entry to name a
-    # GPU that it cannot see, MPS would drop every one of its limits (measured by NVIDIA on driver 615).
+    # The memory limit names device 0, because the client counts the one GPU that it sees as device 0. If any entry
+    # named a GPU that the client cannot see, MPS would drop all of the client's limits (measured by NVIDIA on driver
+    # 615).
     env = {
         "CUDA_MPS_PIPE_DIRECTORY": offer.pipe_directory,
         "CUDA_VISIBLE_DEVICES": offer.gpu,
@@ -227,17 +229,17 @@ def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Sha
 
 @lru_cache(maxsize=1024)
 def granted(chosen: tuple[Candidate, ...], client_priority: int | None) -> tuple[tuple[Share, ...], str]:
-    """Return the shares of a lease that is granted these places, and why it is granted them."""
+    """Return the shares of a lease on these places, and the sentence of its grant."""
     shares = tuple(share(offer, need, client_priority) for offer, need in chosen)
     on = ", ".join(each.daemon for each in shares)
     return shares, f"{shares[0].threads} % of the threads and {shares[0].memory} were free on {on}"
 
 
-# -- whether it fits ---------------------------------------------------------------------------------------------------
+# -- whether a request fits --------------------------------------------------------------------------------------------
 
 
 def never(need: Amount, offer: Offer) -> Shortage | None:
-    """Say why this can never be had on this GPU, however long one waits; None when it can."""
+    """Say why this GPU can never grant this amount, however long the request waits; None when it can."""
     return _too_fine(need, offer) or _too_much(need, offer) or _beyond_limits(need, offer)
 
 
@@ -268,7 +270,7 @@ def _too_much(need: Amount, offer: Offer) -> Shortage | None:
 
 
 def _beyond_limits(need: Amount, offer: Offer) -> Shortage | None:
-    """Compare what each client process would get with what its control daemon gives any of them."""
+    """Compare the part of each client process with the maximum that its control daemon gives any client."""
     threads, memory = offer.limits.active_thread_percentage, offer.limits.pinned_device_mem_limit
     each = part(need)
     tenths, mebibytes = each.threads, each.memory // MIB
@@ -292,7 +294,7 @@ _CLOSENESS: Final = (ExceedsDaemonLimitError, NeverFitsError, InvalidRequestErro
 
 
 def why_never(candidates: Iterable[Candidate]) -> Shortage:
-    """Say why what a request comes to can never be had, on the GPU that comes closest: a limit can be raised."""
+    """Say why no GPU can ever grant a request, for the GPU that comes closest: the operator can raise a limit."""
     largest_first = sorted(candidates, key=lambda each: (each[0].memory, each[0].threads), reverse=True)
     shortages = (never(need, offer) for offer, need in largest_first)
     return min((each for each in shortages if each is not None), key=lambda each: _CLOSENESS.index(each.error))

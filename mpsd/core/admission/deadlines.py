@@ -5,13 +5,13 @@ from mpsd.core.model import Lease, LeaseState
 
 
 class Deadlines:
-    """The next end of each lease that has one, in seconds of the clock that does not jump."""
+    """The next deadline of each lease that has one, in seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self._ends: dict[str, float] = {}
 
     def follow(self, lease: Lease) -> None:
-        """Note when a lease ends: its waiting, its time to live, or its claim that nobody takes, what comes first."""
+        """Note the next deadline of a lease: that of its waiting, of its time to live, or of its claim."""
         claim = claim_of(lease)
         ends = lease.expires if claim is None or claim.deadline is None else claim.deadline
         if lease.state is LeaseState.WAITING:
@@ -28,5 +28,5 @@ class Deadlines:
         self._ends.pop(lease_id, None)
 
     def due(self, until: float) -> list[str]:
-        """Return the leases that end until then."""
+        """Return the leases whose deadline is not later than `until`."""
         return [lease_id for lease_id, at in self._ends.items() if at <= until]

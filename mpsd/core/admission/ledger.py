@@ -1,8 +1,8 @@
-"""The ledger: what every GPU has to give, who holds how much of it, and who waits in which order. Pure.
+"""The ledger: the capacity of each GPU, the shares that are granted of it, and the order of the waiting leases. Pure.
 
-Time comes in with each call, and what was decided goes out as whole leases: the caller stores them, tells about them,
-and wakes whom they concern. Nothing is over-committed because a lease is entered in one place (`_enter`) and leaves in
-one (`_leave`), and the sums move there alone. The order of those who wait is `queue`.
+Each call passes the time, and returns its decisions as whole leases: the caller stores them, reports them, and wakes
+the requests that they concern. Nothing is over-committed, because only `_enter` enters a lease and only `_leave`
+removes one, and only these two change the sums. `queue` decides the order of the waiting leases.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from mpsd.core.model import Holder, Lease, LeaseRequest, LeaseState, Owner, Proc
 
 
 class Ledger:
-    """The leases that have not ended, by id: those that hold something, and those that wait for it."""
+    """The leases that have not ended, by id: those that hold a share, and those that wait for one."""
 
     def __init__(self, rules: AdmissionRules, usage: Usage) -> None:
         self.rules = rules
@@ -34,27 +34,27 @@ class Ledger:
         self._room = Room()
         self._users: dict[int, UserTotals] = {}
         self._unleased: Mapping[int, Amount] = {}
-        """By uid, what its clients use that no lease has."""
+        """By uid, what the user's clients without a lease use."""
         self._worth: dict[str, Amount] = {}
-        """By waiting lease, what it counts against its user's quota."""
+        """By waiting lease, the amount that counts against the quota of its user."""
         self._deadlines = Deadlines()
         self._claimed: set[str] = set()
-        """The leases that nobody has taken yet."""
+        """The claims that nobody has taken yet."""
         self._arrivals = 0
 
-    # -- what others may look at --------------------------------------------------------------------------------------
+    # -- what callers may read ----------------------------------------------------------------------------------------
 
     def find(self, lease_id: str) -> Lease | None:
-        """Return a lease that has not ended."""
+        """Return a lease that has not ended; None where there is none."""
         return self.leases.get(lease_id) or self._queue.leases.get(lease_id)
 
     @property
     def waiting(self) -> Mapping[str, Lease]:
-        """The leases that wait, by id."""
+        """The waiting leases, by id."""
         return self._queue.leases
 
     def all(self) -> Iterator[Lease]:
-        """Yield every lease that has not ended, those that hold something first."""
+        """Yield every lease that has not ended, the granted ones first."""
         yield from self.leases.values()
         yield from self.waiting.values()
 
@@ -63,14 +63,14 @@ class Ledger:
         return self._room.taken(gpu)
 
     def holders(self, gpu: str) -> Collection[int]:
-        """Return the uids whose processes may use a GPU by their leases: not by one that is only claimed."""
+        """Return the uids whose processes may use a GPU by their leases; an untaken claim does not count."""
         if not self._claimed:
             return self._room.uids(gpu)
         taken = (lease for lease in self.leases.values() if lease.id not in self._claimed)
         return {lease.owner.uid for lease in taken if any(share.gpu == gpu for share in lease.shares)}
 
     def on(self, daemon: str) -> list[Lease]:
-        """Return the leases that hold something of a control daemon."""
+        """Return the leases that hold a share of a control daemon."""
         return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]
 
     def user(self, uid: int) -> UserTotals:
@@ -79,12 +79,12 @@ class Ledger:
         return has if unleased is None else structs.replace(has, unleased=unleased)
 
     def worth(self, request: LeaseRequest) -> Amount:
-        """Return what a request comes to at most, wherever it goes: its quota counts it. Raises InvalidRequestError."""
+        """Return the most that a request can need, on any GPU: its quota counts that. Raises InvalidRequestError."""
         admission.check(request)
         return self._offers.worth(request)
 
     def places(self, now: float) -> dict[str, QueuePlace]:
-        """Say where every waiting lease stands."""
+        """Return the queue place of every waiting lease."""
         ordered = enumerate(self._queue.in_order(now, self.rules.patience), start=1)
         return {
             lease.id: QueuePlace(position, self._shortage(lease, self._candidates(lease)))
@@ -92,7 +92,7 @@ class Ledger:
         }
 
     def place(self, lease_id: str, now: float) -> QueuePlace | None:
-        """Say where this lease stands; None when it does not wait."""
+        """Return the queue place of a lease; None when it does not wait."""
         lease = self.waiting.get(lease_id)
         if lease is None:
             return None
@@ -106,14 +106,14 @@ class Ledger:
         return [lease for lease in found if lease is not None]
 
     def expiring(self, until: float) -> list[Lease]:
-        """Return the granted leases whose time to live ends until then."""
+        """Return the granted leases whose time to live ends by then."""
         found = filter(None, map(self.leases.get, self._deadlines.due(until)))
         return [lease for lease in found if lease.expires is not None and lease.expires <= until]
 
     def impossible(self) -> list[tuple[Lease, Shortage]]:
-        """Return the leases that wait for what the GPUs will never have to give, as they are now, and why not.
+        """Return the waiting leases that the present GPUs can never grant, with the reasons.
 
-        A lease whose GPU is not there at the moment is none of them: nobody knows what it will have.
+        A lease whose GPU is absent at the moment is not among them, because nobody knows what that GPU will have.
         """
         there = (lease for lease in self.waiting.values() if self._offers.has(lease.request))
         return [
@@ -122,13 +122,13 @@ class Ledger:
             if len(self._candidates(lease)) < lease.request.gpus
         ]
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------------------------
 
     def offer(self, offers: Iterable[Offer], now: float, unleased: Mapping[int, Amount] = {}) -> bool:
-        """Take what the GPUs have to give from now on, and tell whether that is something else than before.
+        """Replace the offers of the GPUs, and tell whether they differ from the previous ones.
 
-        Leases that hold something keep it, also where less is left. `unleased` is by uid what each offer has in sum:
-        what clients use that no lease has, which is as if their user held it.
+        Leases that hold a share keep it, also where the GPU now offers less. `unleased` splits by uid what the offers
+        contain in sum: what clients without a lease use. It counts as if their user held it.
         """
         offered = {offer.gpu: offer for offer in offers}
         if (offered, unleased) == (self._offers.by_gpu, self._unleased):
@@ -143,7 +143,7 @@ class Ledger:
         return True
 
     def restore(self, lease: Lease, now: float) -> None:
-        """Enter a lease that an earlier mpsd granted, or a place in its queue, as it was. One that is there stays."""
+        """Enter a lease that an earlier mpsd granted, or its queue place, unchanged. One that is present stays."""
         if self.find(lease.id) is not None:
             return
         self._arrivals = max(self._arrivals, lease.arrival)
@@ -153,13 +153,13 @@ class Ledger:
             self._enter(lease, now)
 
     def submit(self, lease: Lease, now: Now) -> Lease:
-        """Grant a request that was just made, or let it wait if it may, and return the lease as it is then.
+        """Grant a new request, or queue it if it may wait, and return the lease in its new state.
 
-        Those who wait and come before it go before it, whether they were let in already or not: it may have to wait, or
-        is refused, although there is room. When it waits, it may stand where something was kept for others, which is
-        free then: settle. Raises InvalidRequestError, QuotaError, NeverFitsError and ExceedsDaemonLimitError for what
-        waiting cannot help, DoesNotFitError and DaemonNotReadyError for what does not want to wait, QueueFullError and
-        TooManyLeasesError.
+        The waiting leases that come before it have precedence, whether they are granted already or not: the request may
+        have to wait, or is refused, although there is room. A request that waits may take over the first position on a
+        GPU on which something was reserved for others, and that reservation ends: call `settle` then. Raises
+        InvalidRequestError, QuotaError, NeverFitsError and ExceedsDaemonLimitError where waiting cannot help,
+        DoesNotFitError and DaemonNotReadyError for a request that does not wait, QueueFullError and TooManyLeasesError.
         """
         admission.check(lease.request)
         candidates = self._offers.candidates(lease.request)
@@ -180,13 +180,12 @@ class Ledger:
         return lease
 
     def settle(self, now: Now) -> list[Lease]:
-        """Grant what can be granted to those who wait, in their order, and return those leases.
+        """Grant the waiting leases that can be granted, in their order, and return them.
 
-        Of several places that came free, each is the next user's in turn; but on a daemon that serves one uid at a time
-        the user whose turn it is gets all that it waits for at once: nobody else could use the rest.
-
-        Time alone changes the order, so it is to be called now and then, and not just when something happened. So does
-        what is granted: whoever came before may come after now, and what was kept for it be free for others.
+        Of several places that became free, each goes to the user who is then next in the order. On a daemon that serves
+        one uid at a time, however, that user gets all that it waits for at once, because no other user could use the
+        rest. Time alone changes the order and the reservations, so callers must also call this periodically: a lease
+        that came first may come later now, and what was reserved for it may be free for others.
         """
         granted: list[Lease] = []
         while more := self._settle_once(now):
@@ -212,13 +211,13 @@ class Ledger:
         return granted
 
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
-        """Give a granted lease this many seconds from now."""
+        """Set the time to live of a granted lease to this many seconds from now."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
         self._deadlines.follow(lease)
         return lease
 
     def close(self, lease_id: str, because: str) -> Lease:
-        """Note that a lease ends with its clients, and takes no more; its time to live does not matter any more."""
+        """Note that a lease ends with its clients and admits no more; its time to live no longer applies."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], closing=because, expires=None)
         self._deadlines.follow(lease)
         return lease
@@ -226,7 +225,7 @@ class Ledger:
     def attach(
         self, lease_id: str, clients: tuple[ProcessIdentity, ...], bearers: tuple[ProcessIdentity, ...] = ()
     ) -> Lease:
-        """Note a lease's clients, whose places it takes if it may have any number, and those that have its token."""
+        """Note the clients of a lease, for which it may take places, and the processes that have its token."""
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
         before = self.leases[lease_id]
         lease = self.leases[lease_id] = structs.replace(before, clients=clients, bearers=bearers, state=state)
@@ -237,14 +236,14 @@ class Ledger:
         return lease
 
     def hold(self, lease_id: str, holders: tuple[Holder, ...]) -> Lease:
-        """Note what holds a lease from now on."""
+        """Note the holders of a lease from now on."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], holders=holders)
         return lease
 
     def take(self, lease_id: str, owner: Owner, holder: Holder, ttl: float | None, now: float) -> Lease:
-        """Have a claim taken: the lease is this owner's from now on, and held by this holder. `put_back` undoes it.
+        """Take a claim: the lease then belongs to this owner and is held by this holder. `put_back` undoes it.
 
-        Raises CapacityError where a daemon that serves one user at a time has, or may have, another one, claims aside.
+        Raises CapacityError where the daemon serves one user at a time, and another user has more than a claim there.
         """
         before = self.leases[lease_id]
         self._leave(before, now)
@@ -261,14 +260,14 @@ class Ledger:
         return lease
 
     def put_back(self, before: Lease, now: float) -> None:
-        """Have a lease as it was before somebody took it."""
+        """Restore a lease to its state before its claim was taken."""
         self._leave(self.leases[before.id], now)
         self._enter(before, now)
 
     def has_room(self, lease: Lease) -> bool:
-        """Tell whether a lease that holds something may have one more client process; none may before it is taken.
+        """Tell whether a granted lease may have one more client process; a claim may have none before it is taken.
 
-        One for any number may while a place is free on each of its GPUs, and not granted to others.
+        A lease for any number of processes may have one more while each of its GPUs has a place that is not granted.
         """
         if lease.request.processes is not None or not lease.clients:
             return lease.id not in self._claimed and len(lease.clients) < (lease.request.processes or 1)
@@ -276,7 +275,7 @@ class Ledger:
         return all(offer is None or self._room.has_place(offer) for offer in offers)
 
     def end(self, lease_id: str, because: str, now: Now) -> Lease | None:
-        """End a lease, or take it out of the queue; None when it has ended already."""
+        """End a lease, or remove it from the queue; None when it has ended already."""
         lease = self.find(lease_id)
         if lease is None:
             return None
@@ -286,17 +285,17 @@ class Ledger:
             self._leave(lease, now.seconds)
         return structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now.time)
 
-    # -- deciding -----------------------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _candidates(self, lease: Lease) -> Sequence[Candidate]:
-        """Return where a lease can be granted some day."""
+        """Return the GPUs that can grant a lease some day."""
         return self._offers.candidates(lease.request)
 
     def _find(self, lease: Lease, candidates: Sequence[Candidate], reserved: Reservations) -> list[Candidate]:
         return self._room.find(candidates, lease.owner.uid, lease.request.gpus, reserved, self.rules.placement)
 
     def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-        """Return the places that a new request gets when all who wait and come before it have got theirs."""
+        """Return the places that a new request gets after all waiting leases that come before it have got theirs."""
         if not self._queue.leases:
             return self._find(lease, candidates, NOTHING_RESERVED)
         reserved = Reservations()
@@ -310,7 +309,7 @@ class Ledger:
             if not chosen and keep(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
                 break
         chosen = self._find(lease, candidates, reserved)
-        for counted in taken:  # they have it when they are let in, by settle
+        for counted in taken:  # `settle` counts them when it grants the leases
             self._room.leave(*counted)
         return chosen
 
@@ -318,7 +317,7 @@ class Ledger:
         return self._room.is_spent(self._offers.by_gpu.values(), reserved)
 
     def _shortage(self, lease: Lease, candidates: Sequence[Candidate]) -> Shortage:
-        """Say what a request that was not granted lacks, on the GPU that comes closest."""
+        """Say what a request that was not granted lacks, on the GPU that comes closest to granting it."""
         if len(candidates) < lease.request.gpus:
             return self._offers.why_never(lease.request)
         return self._room.lacks(candidates, lease.owner.uid, lease.request.gpus)
@@ -327,7 +326,7 @@ class Ledger:
         anywhere = structs.replace(lease, request=structs.replace(lease.request, gpu="any"))
         return lease.request.gpu != "any" and bool(self._choose(anywhere, self._candidates(anywhere), now))
 
-    # -- entering and leaving: the only places where the sums move ----------------------------------------------------
+    # -- entering and leaving: only here the sums change --------------------------------------------------------------
 
     def _grant(self, lease: Lease, chosen: list[Candidate], now: Now, arrival: int) -> Lease:
         shares, because = admission.granted(tuple(chosen), lease.request.client_priority)
@@ -370,7 +369,7 @@ class Ledger:
 
     def _join(self, lease: Lease) -> None:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
-        worth = self.worth(lease.request)  # first, since it refuses what makes no sense
+        worth = self.worth(lease.request)  # first, because it refuses an invalid request
         self._queue.join(lease)
         self._worth[lease.id] = worth
         self._users[uid] = UserTotals(has.leases + 1, has.holds, has.awaits + worth)
@@ -385,7 +384,7 @@ class Ledger:
         self._deadlines.forget(lease.id)
 
     def _value_anew(self) -> None:
-        """Value what everybody waits for by what the node has to give now."""
+        """Value again what all users wait for, by the present capacity of the node."""
         for lease in self.waiting.values():
             before, self._worth[lease.id] = self._worth[lease.id], self.worth(lease.request)
             has = self._users[lease.owner.uid]
@@ -394,7 +393,7 @@ class Ledger:
             )
 
     def _weigh(self, uids: Iterable[int], now: float) -> None:
-        """Weigh what users have by what the node has to give now."""
+        """Weigh what users hold by the present capacity of the node."""
         for uid in uids:
             holds, unleased = self._users.get(uid, NEWCOMER).holds, self._unleased.get(uid)
             self.usage.hold(uid, self._offers.part(holds if unleased is None else holds + unleased), now)

@@ -1,4 +1,4 @@
-"""What the GPUs of the node have to give together, and where among them a request can be granted some day. Pure."""
+"""The offers of all GPUs of the node, and which of them can grant a request some day. Pure."""
 
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
@@ -11,11 +11,11 @@ from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NeverFits
 from mpsd.core.model import LeaseRequest
 
 _MOST_SIZES: Final = 1024
-"""Sizes of requests for which it is kept where they can be granted; a busy node sees a few."""
+"""Sizes of requests whose candidates are cached; a busy node sees a few."""
 
 
 class Offers:
-    """The offers of all GPUs. They do not change: other offers are another one of these."""
+    """The offers of all GPUs. An instance does not change; other offers make another instance."""
 
     def __init__(self, by_gpu: Mapping[str, Offer]) -> None:
         self.by_gpu = by_gpu
@@ -24,10 +24,10 @@ class Offers:
             whole += Amount(offer.threads, offer.memory, offer.clients)
         self.whole = whole
         self._candidates: dict[tuple[Hashable, ...], tuple[Candidate, ...]] = {}
-        """By what of a request decides it."""
+        """The candidates by the fields of a request that decide them."""
 
     def named(self, request: LeaseRequest) -> Iterable[Offer]:
-        """Return the GPUs that a request is about, and that its user may be on."""
+        """Return the GPUs that a request names and that its user may use."""
         gpu, among = request.gpu, request.among
         if gpu == "any" and among is None:
             return self.by_gpu.values()
@@ -35,16 +35,16 @@ class Offers:
         return [each for each in every if gpu in {"any", each.gpu} and (among is None or each.gpu in among)]
 
     def _capable(self, request: LeaseRequest) -> Iterable[Offer]:
-        """Return those of them whose driver has what the request needs."""
+        """Return those of the named GPUs whose driver has what the request needs."""
         named = self.named(request)
         return named if request.client_priority is None else [each for each in named if each.client_priority]
 
     def has(self, request: LeaseRequest) -> bool:
-        """Tell whether there are as many GPUs as a request is about."""
+        """Tell whether there are as many GPUs as a request needs."""
         return len(list(self.named(request))) >= request.gpus
 
     def candidates(self, request: LeaseRequest) -> tuple[Candidate, ...]:
-        """Return the GPUs where a request that was checked could be granted some day."""
+        """Return the GPUs that could grant a checked request some day."""
         size = (
             *(request.threads, request.memory, request.fraction, request.processes, request.gpu, request.among),
             request.client_priority is None,
@@ -59,17 +59,17 @@ class Offers:
         return found
 
     def worth(self, request: LeaseRequest) -> Amount:
-        """Return what a request that was checked comes to at most, wherever it goes."""
+        """Return the most that a checked request can need, on any GPU."""
         needs = (need for _, need in admission.needs(request, self.named(request)))
         return max(needs, key=lambda need: need.memory, default=NOTHING) * request.gpus
 
     def part(self, amount: Amount) -> float:
-        """Return the greater of an amount's part of the node's threads and of its memory."""
+        """Return an amount's part of the node's threads or of its memory, whichever is greater."""
         threads, memory = self.whole.threads, self.whole.memory
         return max(amount.threads / threads if threads else 0.0, amount.memory / memory if memory else 0.0)
 
     def why_never(self, request: LeaseRequest) -> Shortage:
-        """Say why a request has too few candidates: for want of GPUs, or of what they have."""
+        """Say why a request has too few candidates: too few GPUs, or GPUs that have too little."""
         if self.has(request) and len(list(self._capable(request))) < request.gpus:
             because = "client_priority was given, and this driver has no priority of clients: 535 and newer have"
             return Shortage("client_priority", because, "omit client_priority", InvalidRequestError)

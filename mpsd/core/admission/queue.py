@@ -1,21 +1,23 @@
-"""The queue: who waits, in which order, and what is kept for whom. Pure.
+"""The queue: the waiting leases, their order, and what is reserved for them. Pure.
 
-**Who goes first.** The higher priority; then whose request has stood first for `patience` seconds and still waits; then
-the user who had less lately (`Usage.standing`); then who came first. Without patience, one who needs a whole GPU could
-be overtaken for hours by a user who always holds a little of it, and who therefore had less whenever they are compared.
+**Order.** The higher priority comes first; then the lease that has stood first for `patience` seconds and still waits;
+then the lease of the user with the lower recent usage (`Usage.rank`); then the earlier one. Without patience, a user
+who always holds a little, and who therefore has the lower usage at every comparison, could overtake a request for a
+whole GPU for hours.
 
-**What is kept.** Those who wait are asked in that order. For one that cannot have what it asks for, it is kept on as
-many GPUs as it asks for: on those that come closest to it (`Room.closest`) and for which nobody before it waits. It
-stands first there, and those behind it get what is left beside that. So on these GPUs nobody who comes later delays it;
-what it lacks there only becomes less, also where others come closer, and it waits for them instead. Nothing is kept for
-a request for several GPUs while fewer than it needs are there, in order, and not kept for others: it could not have
-them anyway, and the rest need not lie idle for it. On a daemon that serves one uid at a time, nobody joins the uid that
-has the GPU while it is kept for another: so every turn ends.
+**Reservations.** The waiting leases are considered in that order. For a lease that cannot be granted, its amount is
+reserved on as many GPUs as it requests: on those that come closest to granting it (`Room.closest`) and that are not
+reserved for an earlier lease. The lease stands first there, and the later leases get the rest. On these GPUs,
+therefore, no later lease delays it. Its lack there only decreases, and it waits for those GPUs even where others come
+closer meanwhile. Nothing is reserved for a request for several GPUs while fewer than it needs are present, in order,
+and not reserved for others: it could not have them anyway, and the rest need not be idle for it. On a daemon that
+serves one uid at a time, no further process joins the uid that has the GPU while the GPU is reserved for another uid:
+thus every turn ends.
 
-**What is kept from its own user alone.** What its user's own leases leave too little of, on all GPUs but fewer than it
-asks for: whatever others leave there, it could not have it before its user ends one of them. So one who holds a little
-everywhere, and waits for more than there is beside that, keeps nothing from others; and one who works alone still gets
-what came first before what came later.
+**Reservations against the own user alone.** They apply where the user's own leases leave too little on all GPUs but
+fewer than the request needs: however much other users free there, the request could not be granted before its user ends
+one of these leases. A user who holds a little everywhere, and waits for more than is left beside that, thus reserves
+nothing against others. A user who works alone still gets the earlier request before the later one.
 """
 
 import heapq
@@ -32,26 +34,26 @@ from mpsd.core.model import Lease
 _NEVER: Final = float("inf")
 
 Order: TypeAlias = tuple[int, float, float, int, str]
-"""A place in the order, to be compared with others of the same moment: the lesser goes first."""
+"""A place in the order, comparable with others of the same moment: the lesser comes first."""
 
 
 class Queue:
-    """Those who wait, by the id of their lease."""
+    """The waiting leases, by id."""
 
     def __init__(self, usage: Usage) -> None:
         self.leases: dict[str, Lease] = {}
         self._of: Counter[int] = Counter()
         self._usage = usage
         self._first_since: dict[str, float] = {}
-        """Since when a lease has stood first somewhere. One that was overtaken since has not lost that."""
+        """Since when a lease has stood first on a GPU. A lease that was overtaken later keeps its time."""
 
     def join(self, lease: Lease) -> None:
-        """Take a lease in."""
+        """Add a lease."""
         self.leases[lease.id] = lease
         self._of[lease.owner.uid] += 1
 
     def check(self, uid: int, share: int, length: int) -> None:
-        """Refuse a place in a queue that is full, or in which a user has its share. Raises QueueFullError."""
+        """Refuse a place in a full queue, or beyond the maximum of a user. Raises QueueFullError."""
         if self._of[uid] >= share:
             raise QueueFullError(
                 f"uid {uid} has {share} requests waiting, the maximum (admission.queue_per_uid)",
@@ -66,7 +68,7 @@ class Queue:
             )
 
     def part(self, lease_id: str) -> None:
-        """Let a lease go, because it was granted or has ended."""
+        """Remove a lease that was granted or has ended."""
         uid = self.leases.pop(lease_id).owner.uid
         self._of[uid] -= 1
         if not self._of[uid]:
@@ -74,20 +76,20 @@ class Queue:
         self._first_since.pop(lease_id, None)
 
     def stands_first(self, lease_id: str, now: float) -> None:
-        """Note that something is kept for a lease, and that its patience begins, unless it has begun already."""
+        """Note that something is reserved for a lease, and that its patience begins, unless it has begun already."""
         self._first_since.setdefault(lease_id, now)
 
     def order(self, lease: Lease, now: float, patience: float) -> Order:
-        """Return the place in the order of a lease, be it in the queue or about to join it."""
+        """Return the place of a lease in the order, whether it is in the queue or about to join it."""
         return self._order(lease, now - patience, self._usage.rank(lease.owner.uid, now))
 
     def in_order(
         self, now: float, patience: float, *, before: Order | None = None, anew: bool = False
     ) -> Iterator[Lease]:
-        """Yield those who wait, the first one first; only those who come before a place in the order, if one is given.
+        """Yield the waiting leases in their order; with `before`, only those that come before that place in the order.
 
-        They are put in order as they are asked for, since whoever asks has mostly enough after a few. What is granted
-        meanwhile counts `anew`, or not before the next time.
+        They are sorted while the caller takes them, because most callers need only a few. With `anew`, what is granted
+        meanwhile changes the order at once; otherwise only at the next call.
         """
         rank, since = {uid: self._usage.rank(uid, now) for uid in self._of}, now - patience
         queue = [(self._order(lease, since, rank[lease.owner.uid]), lease) for lease in self.leases.values()]
@@ -108,7 +110,7 @@ class Queue:
 
 
 def keep(lease: Lease, candidates: Sequence[Candidate], room: Room, reserved: Reservations) -> bool:
-    """Keep for a lease that cannot be granted what it waits for, where nobody before it does; tell whether it is so."""
+    """Reserve what a lease waits for where nothing is reserved for an earlier one; tell whether that was possible."""
     uid = lease.owner.uid
     places, own = room.closest(candidates, uid, lease.request.gpus, reserved)
     for offer, need in places:

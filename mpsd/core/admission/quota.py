@@ -1,4 +1,4 @@
-"""What one user may have: which quota is theirs, and whether a request is within it. Pure."""
+"""The quota of a user, and whether a request is within it. Pure."""
 
 from typing import Final
 
@@ -14,7 +14,7 @@ _FREE: Final = Quota()
 
 
 def quota_of(user: UserIdentity, settings: Settings) -> Quota:
-    """Return a user's quota: its own before its groups' (the first listed) before everybody's."""
+    """Return the quota of a user: the user's own, else that of its first listed group, else that for all users."""
     quotas = settings.quota
     theirs = [name for name in quotas if user.is_called(name, settings.names)] if quotas else []
     if not theirs:
@@ -23,19 +23,19 @@ def quota_of(user: UserIdentity, settings: Settings) -> Quota:
 
 
 def is_free(quota: Quota, request: LeaseRequest) -> bool:
-    """Tell whether no quota can refuse a request: its user has none, and it asks for no priority above 0."""
+    """Tell whether no quota can refuse a request: its user has none, and its priority is not above 0."""
     return quota is _FREE and request.priority <= 0
 
 
 def weighs(quota: Quota) -> bool:
-    """Tell whether a quota bounds how much a user may have, and not only how many leases."""
+    """Tell whether a quota limits the amount that a user may have, and not only the number of leases."""
     return quota.threads is not None or quota.memory is not None or quota.clients is not None
 
 
 def check(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amount) -> None:
     """Refuse a request that exceeds its user's quota. Raises QuotaError, which names the quota and what is left of it.
 
-    `has` is what the user holds and waits for already, and `worth` what the request comes to.
+    `has` is what the user holds and waits for already, and `worth` the amount that the request needs.
     """
     highest, release = quota.priority or 0, "request less, or release a lease: mpsctl leases"
     if has.unleased.clients:
@@ -94,7 +94,10 @@ def _check_alone(quota: Quota, worth: Amount) -> None:
 
 
 def time_to_live(quota: Quota, requested: float | None) -> float | None:
-    """Return the time to live that a lease gets, in seconds. Raises QuotaError when the quota allows less."""
+    """Return the time to live of a lease, in seconds.
+
+    Raises QuotaError when the quota allows less than the requested one.
+    """
     if quota.ttl is not None and requested is not None and requested > quota.ttl:
         raise QuotaError(
             f"a time to live of {requested:g} s was requested, but your quota allows {quota.ttl:g} s at most",
@@ -105,16 +108,17 @@ def time_to_live(quota: Quota, requested: float | None) -> float | None:
 
 
 LONGEST_NOTICE: Final = 900.0
-"""Seconds before the end of a lease that its holder learns of it at most: sooner, nobody would act on it."""
+"""Maximum seconds of notice before the end of a lease: nobody would act on an earlier notice."""
 
 _SHORTEST_NOTICE: Final = 60.0
-"""Seconds in which a person reads that, and types `mpsctl renew`."""
+"""Seconds in which a user can read the notice and type `mpsctl renew`."""
 
 
 def notice(ttl: float) -> float:
-    """Return how many seconds before the end of its time to live the holder of a lease learns of it.
+    """Return how many seconds before the end of its time to live the holder of a lease gets notice of it.
 
-    It is a tenth, as far as that is neither too short to act on nor so long that it is forgotten again, and never more
-    than half: whoever renews a lease before half of its time to live is over never hears of it.
+    It is a tenth of the time to live, within bounds: not too short to act on, and not so long that the user forgets it
+    again. It is never more than half: a holder that renews a lease before half of its time to live is over never gets a
+    notice.
     """
     return min(ttl / 2, max(_SHORTEST_NOTICE, min(ttl / 10, LONGEST_NOTICE)))

@@ -1,4 +1,4 @@
-"""What each request_id was given: a retry gets the same again, and another request is refused."""
+"""The lease of each request_id: a retry gets the same lease again, and a different request is refused."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,9 +20,9 @@ _NAMES = (
     "name",
     "labels",
 )
-"""What has to be the same in a retry. How long it waits may differ: a retry has waited for a while already.
+"""The fields that must be the same in a retry.
 
-So may the deadline of a claim.
+The time to wait may differ, because a retry has waited for a while already. So may the deadline of a claim.
 """
 
 
@@ -30,12 +30,12 @@ class RequestIds:
     """The leases that have not ended, by uid and request_id."""
 
     def __init__(self, find: Callable[[str], Lease | None]) -> None:
-        """`find` returns a lease that has not ended."""
+        """Take a function that returns a lease that has not ended."""
         self._find = find
         self._leases: dict[tuple[int, str], str] = {}
 
     def note(self, lease: Lease) -> None:
-        """Note what a request was given, if it has a request_id."""
+        """Note the lease of a request, if the request has a request_id."""
         if lease.request.request_id is not None:
             self._leases[_key(lease, lease.request.request_id)] = lease.id
 
@@ -48,10 +48,10 @@ class RequestIds:
             del self._leases[key]
 
     def earlier(self, request: LeaseRequest, uid: int, named: Holder | None) -> Lease | None:
-        """Return the lease, or the place in the queue, that this request was given when it was made before.
+        """Return the lease, or its place in the queue, that an earlier attempt of this request got.
 
-        `named` is the holder that it names, if it names one. A claim is that of its request also when it was taken.
-        Raises RequestIdReusedError where the request_id was used for another request.
+        `named` is the holder that the request names, if any. A claim still belongs to its request after it was taken.
+        Raises RequestIdReusedError where the request_id was used for a different request.
         """
         if request.request_id is None:
             return None
@@ -70,7 +70,7 @@ class RequestIds:
 
 
 def _key(lease: Lease, request_id: str) -> tuple[int, str]:
-    """Return under what a lease is found again: that stays as it is when its claim is taken by another uid."""
+    """Return the key of a lease. It does not change when a process of another uid takes its claim."""
     return (lease.owner.uid if lease.claimed_for is None else lease.claimed_for), request_id
 
 
@@ -86,7 +86,7 @@ def _differences(lease: Lease, request: LeaseRequest) -> Iterator[str]:
     for name in _NAMES:
         before, now = getattr(lease.request, name), getattr(request, name)
         if before == now or (name == "ttl" and before is None and lease.ttl is not None):
-            continue  # a lease of an mpsd that did not note what was asked for, or of a quota that sets it
+            continue  # mpsd did not record what was requested, or a quota sets it
         yield f"{name} was {_said(before)}, and is {_said(now)}"
 
 

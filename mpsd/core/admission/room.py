@@ -1,4 +1,4 @@
-"""The room on every GPU: what is granted there and to whom, and what fits beside it. Pure."""
+"""The room on every GPU: what is granted there and to whom, and what still fits. Pure."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -25,7 +25,7 @@ from mpsd.core.units import format_size
 
 
 class Reservation(Struct, frozen=True):
-    """What of a GPU is kept for the lease that stands first there, and for which uid."""
+    """The amount that is reserved on a GPU for the lease that stands first there, and for which uid."""
 
     amount: Amount
     uid: int
@@ -33,7 +33,7 @@ class Reservation(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Reservations:
-    """What is kept, by GPU, from all who come behind; and, by GPU and uid, from its own user's requests alone."""
+    """The reservations by GPU, against all later leases; and by GPU and uid, against that user's own requests alone."""
 
     from_all: dict[str, Reservation] = field(default_factory=dict)
     from_own: dict[tuple[str, int], Reservation] = field(default_factory=dict)
@@ -44,26 +44,29 @@ NOTHING_RESERVED: Final = Reservations()
 
 @dataclass(slots=True)
 class _Held:
-    """What is granted on one GPU, and to each uid there; a uid without a lease there is not among them."""
+    """The amounts granted on one GPU, in sum and to each uid; a uid without a lease there is not included."""
 
     amount: Amount = NOTHING
     uids: dict[int, Amount] = field(default_factory=dict)
     parts: dict[Amount, int] = field(default_factory=dict)
-    """What each client process gets, by how many leases."""
+    """The part of each client process, and how many leases have that part."""
 
     def is_others(self, uid: int) -> bool:
-        """Tell whether any uid but this one has something here."""
+        """Tell whether any other uid holds something here."""
         return len(self.uids) > (uid in self.uids)
 
 
 class Room:
-    """What is granted on each GPU. Nothing else moves these sums, and they are of integers, so they are exact."""
+    """The amounts granted on each GPU.
+
+    Only this class changes these sums. They are exact, because they are integers.
+    """
 
     def __init__(self) -> None:
         self._held: defaultdict[str, _Held] = defaultdict(_Held)
 
     def enter(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
-        """Count a lease in, of which `each` client process gets so much."""
+        """Add a lease whose client processes have the part `each`."""
         held = self._held[gpu]
         held.amount += amount
         has = held.uids.get(uid)
@@ -71,7 +74,7 @@ class Room:
         held.parts[each] = held.parts.get(each, 0) + 1
 
     def leave(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
-        """Count it out again."""
+        """Remove such a lease."""
         held = self._held[gpu]
         held.amount -= amount
         held.parts[each] -= 1
@@ -83,11 +86,11 @@ class Room:
             held.uids[uid] -= amount
 
     def enter_lease(self, lease: Lease) -> Amount:
-        """Count the shares of a lease in, and return what they come to together."""
+        """Add the shares of a lease, and return their sum."""
         return _count(lease, self.enter)
 
     def leave_lease(self, lease: Lease) -> Amount:
-        """Count the shares of a lease out again, and return what they came to together."""
+        """Remove the shares of a lease, and return their sum."""
         return _count(lease, self.leave)
 
     def taken(self, gpu: str) -> Amount:
@@ -95,11 +98,11 @@ class Room:
         return self._held[gpu].amount if gpu in self._held else NOTHING
 
     def has_place(self, offer: Offer) -> bool:
-        """Tell whether one more client may come to a GPU, beside the places granted and the clients without a lease."""
+        """Tell whether a GPU has a place for one more client, beside the granted places and unleased clients."""
         return _left(offer, self.taken(offer.gpu)).clients > 0
 
     def uids(self, gpu: str) -> Collection[int]:
-        """Return the uids that have something on a GPU."""
+        """Return the uids that hold something on a GPU."""
         return self._held[gpu].uids.keys() if gpu in self._held else ()
 
     def find(
@@ -110,11 +113,12 @@ class Room:
         reserved: Reservations,
         placement: Placement,
     ) -> list[Candidate]:
-        """Return the places that a user's request can have now, beside what is kept for others; none if too few.
+        """Return the places that a user's request can have now, beside what is reserved; none if there are too few.
 
-        Best fit takes the GPUs with the least memory left, so that the others stay whole; spread those with the most.
-        Of those with as much left, it takes one whose leases give each process just this part: a control daemon has one
-        ceiling for all of them, and there it is nobody's but theirs.
+        Best fit takes the GPUs with the least memory left, so that the others stay whole; spread takes those with the
+        most. Of GPUs with equally much left, a GPU is preferred whose leases all give each process the same part as
+        this request: the control daemon has one ceiling for all its clients, and on such a GPU that ceiling is no
+        higher than the part of each.
         """
         fitting = [
             (offer, need)
@@ -130,11 +134,12 @@ class Room:
     def closest(
         self, candidates: Iterable[Candidate], uid: int, count: int, reserved: Reservations
     ) -> tuple[list[Candidate], bool]:
-        """Return the places that come closest to granting a request, of those that are not kept; none if too few.
+        """Return the unreserved places that come closest to granting a request; none if there are too few.
 
-        Places where the user's own leases alone leave too little, beside what no lease has, count only where there are
-        too few others: what others leave there would not help. Of places that are equally close the first ones count,
-        so that it is the same ones from time to time. The second value tells whether any of them is such a place.
+        A place where the user's own leases alone leave too little, beside the clients without a lease, counts only
+        where there are too few other places: what other users free there would not help. Of equally close places the
+        first ones count, so that successive calls return the same ones. The second value tells whether any returned
+        place is of that kind.
         """
         free = [each for each in candidates if not each[0].refuses(uid) and each[0].gpu not in reserved.from_all]
         promising = [each for each in free if not self._is_blocked_by_own(*each, uid)]
@@ -150,16 +155,17 @@ class Room:
         return _lacking(offer, own, need) is not None
 
     def _missing(self, candidate: Candidate, uid: int) -> float:
-        """Return what part of what a request needs is missing on a GPU that is in order; 0 where nothing is."""
+        """Return the part of a request's need that is missing on a usable GPU; 0 where nothing is missing."""
         offer, need = candidate
         held = self._held[offer.gpu]
         limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
         return 0.0 if limit is None else _distance(limit, offer, held, need, uid)[1]
 
     def _rank(self, placement: Placement, candidate: Candidate) -> tuple[int, int, bool]:
-        """Return by what the places for a request are compared, the best first, as `find` says.
+        """Return the sort key of a place for a request, the best place first (see `find`).
 
-        That is the memory and the threads that are left, and whether a lease there gives its processes another part.
+        It consists of the memory and the threads that are left, and whether a lease there gives its processes a part
+        other than that of this request.
         """
         offer, need = candidate
         held, beside = self._held[offer.gpu], offer.unleased
@@ -169,7 +175,7 @@ class Room:
         return (-memory, -threads, is_mixed) if placement is Placement.SPREAD else (memory, threads, is_mixed)
 
     def lacks(self, candidates: Sequence[Candidate], uid: int, count: int) -> Shortage:
-        """Say what a request lacks that was not granted, on the GPU that comes closest to granting it."""
+        """Say what a request that was not granted lacks, on the GPU that comes closest to granting it."""
         lacking: list[tuple[tuple[bool, float], str, Candidate]] = []
         for offer, need in candidates:
             held = self._held[offer.gpu]
@@ -185,9 +191,9 @@ class Room:
         return _shortage(limit, offer, self._held[offer.gpu], need, uid)
 
     def refuse_second(self, gpu: str, offer: Offer | None, uid: int) -> None:
-        """Raise CapacityError where another user keeps this one from a GPU whose control daemon serves one at a time.
+        """Raise CapacityError where the daemon of a GPU serves one user at a time, and another user is there.
 
-        Of a GPU that is not there nobody knows how many its daemon serves.
+        For a GPU that is absent, nobody knows how many users its daemon serves.
         """
         if offer is None:
             because = f"GPU {gpu} is not there, and another user has a lease on it"
@@ -197,7 +203,7 @@ class Room:
             raise _shortage("user", offer, held, NOTHING, uid).raised()
 
     def is_spent(self, offers: Iterable[Offer], reserved: Reservations) -> bool:
-        """Tell whether nothing is left of any GPU, beside what is kept, so that nobody else needs to be asked."""
+        """Tell whether no GPU has anything left beside the reservations, so that the search can stop."""
         return all(
             (offer.refusal is not None and offer.refusal.uids is None)
             or self._is_spent(offer, reserved.from_all.get(offer.gpu))
@@ -212,9 +218,9 @@ class Room:
 
 
 def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reservations) -> str | None:
-    """Name what keeps a user from having this on a GPU now, as a shortage's limit does; None when nothing does.
+    """Name what prevents a user from having this amount on a GPU now, as a shortage's limit; None when nothing does.
 
-    This is the one rule of what fits. It is `turn` when only what is kept for somebody who comes first is in the way.
+    This is the only rule that decides what fits. It is `turn` when only a reservation for an earlier lease prevents it.
     """
     if offer.refusal is not None and offer.refuses(uid) is not None:
         return offer.refusal.limit
@@ -224,7 +230,8 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
     if limit is not None or reserved is NOTHING_RESERVED:
         return limit
     first, own = reserved.from_all.get(offer.gpu), reserved.from_own.get((offer.gpu, uid))
-    # On a daemon that serves one uid at a time, whoever gets in before the other uid keeps it out for longer.
+    # On a daemon that serves one uid at a time, a process that is admitted before the other uid makes that uid wait
+    # longer.
     if first is not None and not offer.many_users and first.uid != uid:
         return "turn"
     if first is None and own is None:
@@ -234,7 +241,7 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
 
 
 def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
-    """Name what a GPU has too little left of, beside what is taken and what no lease has."""
+    """Name what a GPU has too little left of, beside what is taken and what clients without a lease use."""
     beside = offer.unleased
     if need.threads > offer.threads - beside.threads - taken.threads:
         return "threads"
@@ -244,7 +251,7 @@ def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
 
 
 def _left(offer: Offer, taken: Amount) -> Amount:
-    """Return what a GPU has left, beside what is taken and what no lease has; less than nothing is too much taken."""
+    """Return what a GPU has left, beside what is taken and used without a lease; negative: too much is taken."""
     return Amount(offer.threads, offer.memory, offer.clients) - offer.unleased - taken
 
 
@@ -256,7 +263,7 @@ def describe(unleased: Amount) -> str:
 
 
 def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> tuple[bool, float]:
-    """Say how far a GPU is from granting something: whether it is out, and what part of what is needed is missing."""
+    """Return the distance from granting a request: whether the GPU is unusable, and the part that is missing."""
     is_out = offer.refuses(uid) is not None
     if is_out or limit == "user":
         return is_out, 1.0
@@ -266,7 +273,7 @@ def _distance(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
 
 
 def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> Shortage:
-    """Put what `_obstacle` named into words."""
+    """Put the limit that `_obstacle` named into words."""
     if (refusal := offer.refuses(uid)) is not None:
         return Shortage(limit, refusal.because, refusal.hint, DaemonNotReadyError, offer.gpu)
     free, hint = _left(offer, held.amount), f"request less, {WAIT_HINT}, or see who holds it: mpsctl leases"
@@ -294,7 +301,7 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
 
 
 def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Amount:
-    """Count the shares of a lease in, or out, on their GPUs, and return what they come to together."""
+    """Add or remove the shares of a lease on their GPUs, and return their sum."""
     threads = memory = 0
     clients, processes = places(lease), lease.request.processes or 1
     for share in lease.shares:

@@ -1,4 +1,4 @@
-"""What an operator decides about admission, and what is said of it. Pure."""
+"""The operator's rules of admission, and the texts about them. Pure."""
 
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,7 +10,7 @@ from mpsd.core.settings import Admission, Placement
 
 
 class Now(Struct, frozen=True):
-    """The moment of a decision: seconds of the clock that does not jump, and the time of day for people."""
+    """The moment of a decision: seconds of the monotonic clock, and the time of day for display."""
 
     seconds: float
     time: datetime
@@ -18,18 +18,18 @@ class Now(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """What an operator decides about admission as a whole."""
+    """The operator's rules of admission."""
 
     placement: Placement = Placement.BEST_FIT
     queue_length: int = 1000
     leases: int = 10_000
     patience: float = 300.0
-    """Seconds for which a request that stands first can be overtaken by those of users who had less."""
+    """Seconds for which requests of users with a lower recent usage can overtake a request that stands first."""
     queue_per_uid: int = 128
 
     @classmethod
     def of(cls, settings: Admission) -> "AdmissionRules":
-        """Return what the settings say of it."""
+        """Return the rules that the settings contain."""
         return cls(
             settings.placement, settings.queue_length, settings.leases, settings.patience, settings.queue_per_uid
         )
@@ -37,7 +37,7 @@ class AdmissionRules:
 
 @dataclass(frozen=True, slots=True)
 class QueuePlace:
-    """Where a waiting lease stands: its position from 1, and what it waits for."""
+    """The queue place of a waiting lease: its position from 1, and what it waits for."""
 
     position: int
     waits_for: Shortage

@@ -1,4 +1,4 @@
-"""What clients use that no lease has: nobody takes a GPU by being unknown. Pure."""
+"""The use of GPUs by clients without a lease: such a client occupies no GPU by being unknown. Pure."""
 
 from typing import Final
 
@@ -7,15 +7,15 @@ from mpsd.core.model import Client, GpuUsage, Known, Reading
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE
 
 LEAST: Final = Amount(threads=1, memory=0, clients=1)
-"""What any client counts as: the least threads that MPS knows, and a place."""
+"""The least that any client counts as: the least threads that MPS knows, and one place."""
 
 
 def amount(client: Client, usage: Reading[GpuUsage] | None, part: int) -> Amount:
-    """Return what a client without a lease counts as: the threads that its environment names, and what it holds.
+    """Return what a client without a lease counts as: the threads that its environment names, and its memory.
 
-    `usage` is what NVML said of its GPU last, and `part` the bytes that it may hold in spite of that, since it was a
-    client of a lease when NVML was asked. A client whose environment names no threads that MPS takes, or cannot be
-    read, counts as the least: it may be a tool that looks on.
+    `usage` is the last reading of its GPU by NVML. `part` is the number of bytes that the client may hold regardless of
+    that reading, because it was a client of a lease when NVML was read. A client counts as the least where its
+    environment cannot be read, or names no threads that MPS accepts: it may be a monitoring tool.
     """
     text = (client.environment or {}).get(ACTIVE_THREAD_PERCENTAGE.variable, "")
     threads = ACTIVE_THREAD_PERCENTAGE.parse_foreign(text) or LEAST.threads

@@ -1,7 +1,7 @@
-"""How much of the node each user has had lately: what decides between equals in the queue. Pure.
+"""How much of the node each user has had lately, which decides between equals in the queue. Pure.
 
 A user's usage is the integral over time of the greater of its share of the node's threads and its share of the node's
-memory, decaying with a half-life, so that what was used yesterday counts for less than what is used now.
+memory, decaying with a half-life: yesterday's use counts for less than the present one.
 """
 
 import math
@@ -13,14 +13,14 @@ from msgspec import Struct
 from mpsd.core.admission.admission import NOTHING, Amount
 
 _AHEAD: Final = 1.0
-"""Seconds for which what a user holds is counted ahead when users are compared."""
+"""Seconds for which the amount that a user holds is counted ahead when users are compared."""
 
 _FORGOTTEN: Final = 1e-3
 """Share-seconds that are not worth keeping."""
 
 
 class Account(Struct, frozen=True):
-    """One user: what it had until `at` (share-seconds), and the share that it holds since then."""
+    """The account of one user: its usage until `at` (share-seconds), and the share that it holds since then."""
 
     value: float = 0.0
     rate: float = 0.0
@@ -28,17 +28,17 @@ class Account(Struct, frozen=True):
 
 
 class UserTotals(Struct, frozen=True):
-    """What one user has: how many leases, waiting ones included, what it holds by them, and what it waits for."""
+    """The totals of one user: its leases, waiting ones included, the amount it holds, and the amount it waits for."""
 
     leases: int = 0
     holds: Amount = NOTHING
     awaits: Amount = NOTHING
     unleased: Amount = NOTHING
-    """What its clients use that no lease has."""
+    """The use by its clients without a lease."""
 
     @property
     def amount(self) -> Amount:
-        """What all of it comes to."""
+        """The sum of all three."""
         return self.holds + self.awaits + self.unleased
 
 
@@ -46,22 +46,23 @@ NEWCOMER: Final = UserTotals()
 
 
 class Usage:
-    """The accounts of all users. `half_life` is in seconds, and so is every `now`, of a clock that does not jump."""
+    """The accounts of all users. `half_life` and every `now` are in seconds; `now` is that of a monotonic clock."""
 
     def __init__(self, half_life: float, accounts: Mapping[int, Account] | None = None) -> None:
         self._decay = math.log(2) / half_life
         self._accounts = dict(accounts or {})
 
     def of(self, uid: int, now: float) -> float:
-        """Return what a user has had, as of now, in share-seconds."""
+        """Return a user's usage as of now, in share-seconds."""
         account = self._accounts.get(uid)
         return 0.0 if account is None else self._value(account, now)
 
     def rank(self, uid: int, now: float) -> float:
-        """Return by what users are compared, the lesser first: what one has had, and what it holds, for a second more.
+        """Return the value by which users are compared, the lesser first: the usage, with one second ahead.
 
-        Without that second, all that comes free at one moment would go to one user, who had had nothing of it yet. It
-        is rounded to a millionth, so that equals are equal, and who came first decides, however the floats fell.
+        The second ahead counts what the user holds now. Without it, all that becomes free at one moment would go to one
+        user who had used nothing of it yet. The value is rounded to a millionth, so that equal users are equal and the
+        earlier request decides, regardless of the rounding of floats.
         """
         account = self._accounts.get(uid)
         return 0.0 if account is None else round(self._value(account, now) + account.rate * _AHEAD, 6)
@@ -69,7 +70,7 @@ class Usage:
     def hold(self, uid: int, share: float, now: float) -> None:
         """Note that a user holds this share of the node from now on.
 
-        It is the whole of what it holds, not what came or went: a sum of such would drift, and never be nothing again.
+        It is the whole share, not a change of it: a sum of changes would drift and never return to zero.
         """
         account = self._accounts.get(uid)
         if account is None:
@@ -78,7 +79,7 @@ class Usage:
             self._accounts[uid] = Account(self._value(account, now), share, max(now, account.at))
 
     def accounts(self, now: float) -> dict[int, Account]:
-        """Return every account as of now, for keeping; those that have decayed to nothing are forgotten."""
+        """Return every account as of now, for storage; accounts that have decayed to nothing are removed."""
         for uid, account in tuple(self._accounts.items()):
             value = self._value(account, now)
             if account.rate or value > _FORGOTTEN:
@@ -88,9 +89,9 @@ class Usage:
         return dict(self._accounts)
 
     def _value(self, account: Account, now: float) -> float:
-        """Let the old decay and the new add up: the integral of a constant rate under the same decay.
+        """Return a usage of now: the old one decayed, and the integral of the constant rate under the same decay added.
 
-        By expm1, which is right also where next to no time has passed, or the half-life is next to eternal.
+        It uses expm1, which is also exact where almost no time has passed, or where the half-life is almost infinite.
         """
         passed = now - account.at
         if passed <= 0:

@@ -1,4 +1,4 @@
-"""Containers as their runtimes describe them: the CDI device of a lease, and what a hook is given of a container.
+"""Containers in the terms of their runtimes: the CDI device of a lease, and the data that a hook gets of a container.
 
 Imported by: cli/commands, core/dra, daemon/api, kubernetes, system.
 """

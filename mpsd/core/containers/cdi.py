@@ -1,7 +1,7 @@
-"""The CDI device of a lease: what a container runtime adds to a container that asks for `--device mpsd/lease=ID`.
+"""The CDI device of a lease: the changes that a runtime makes to a container with `--device mpsd/lease=ID`.
 
-Source of the form: the Container Device Interface specification, version 0.3.0, which is the oldest that all of podman
-4.1, containerd 1.7, CRI-O 1.24 and Docker 25 read, and has all that is needed here.
+Source of the format: the Container Device Interface specification, version 0.3.0. This is the oldest version that all
+of podman 4.1, containerd 1.7, CRI-O 1.24 and Docker 25 read, and it has all that mpsd needs.
 """
 
 import json
@@ -15,7 +15,7 @@ VERSION: Final = "0.3.0"
 KIND: Final = "mpsd/lease"
 
 HOOK_SECONDS: Final = 60
-"""After this many seconds the runtime kills the hook, and the container fails. The hook's own deadlines are shorter."""
+"""Seconds after which the runtime kills the hook, and the container fails. The hook's own deadlines are shorter."""
 
 (TOKEN,) = SECRETS
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -24,7 +24,7 @@ WITHOUT_SHARED_FILES: Final = 580
 """The first driver whose servers share memory with their clients without a file in /dev/shm (its own logs)."""
 
 _PREFIX: Final = "mpsd-lease_"
-"""As the specification has it for devices that come and go: VENDOR-CLASS_NAME."""
+"""The specification's form for devices that come and go: VENDOR-CLASS_NAME."""
 
 _SUFFIX: Final = ".json"
 _READ_ONLY: Final = ("bind", "ro", "nosuid", "nodev", "noexec")
@@ -34,26 +34,29 @@ _SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is,
 
 
 class Device(NamedTuple):
-    """What identifies a device that was written here: its lease, and the socket of the mpsd that granted it."""
+    """The identity of a device that mpsctl wrote: its lease, and the socket of the mpsd that granted it."""
 
     lease: str
     socket: str
 
 
 def device_name(lease: str) -> str:
-    """Return what `--device` names it by."""
+    """Return the device's name for `--device`."""
     return f"{KIND}={lease}"
 
 
 def file_name(lease: str) -> str:
-    """Return the name of its file. Raises InvalidRequestError for what cannot be the id of a lease."""
+    """Return the name of the device file of a lease.
+
+    Raises InvalidRequestError for a text that cannot be a lease id.
+    """
     if not lease.isascii() or not lease.replace("-", "").isalnum() or not lease[0].isalnum():
         raise InvalidRequestError(f"{lease!r} is not the id of a lease", hint="list the leases: mpsctl leases")
     return f"{_PREFIX}{lease}{_SUFFIX}"
 
 
 def lease_of(name: str) -> str | None:
-    """Return the lease that a file is named after; None for the file of another device."""
+    """Return the lease that a device file is named after; None for the file of another device."""
     if not name.startswith(_PREFIX) or not name.endswith(_SUFFIX):
         return None
     return name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
@@ -66,23 +69,23 @@ def document(
     program: Sequence[str],
     shared_memory: bool,
 ) -> dict[str, object]:
-    """Return the CDI document of a lease's only device: see `edits`."""
+    """Return the CDI document with the device of a lease; `edits` has the content."""
     hook = hook_of(device, variables, program)
     found = edits(variables, hook=hook, shared_memory=shared_memory)
     return of_devices(KIND, {device.lease: found})
 
 
 def of_devices(kind: str, devices: Mapping[str, object]) -> dict[str, object]:
-    """Return the CDI document of devices: what each changes of a container, by name."""
+    """Return the CDI document of devices: the changes that each makes to a container, by the device's name."""
     listed = [{"name": name, "containerEdits": found} for name, found in devices.items()]
     return {"cdiVersion": VERSION, "kind": kind, "devices": listed}
 
 
 def edits(variables: Mapping[str, str], *, hook: object | None, shared_memory: bool) -> dict[str, object]:
-    """Return what a lease's device changes of a container.
+    """Return the changes that a lease's device makes to a container.
 
-    `variables` are the lease's environment; of the node's files the container gets the directory that
-    CUDA_MPS_PIPE_DIRECTORY names and nothing else, and the /dev/shm of the machine where `shared_memory` says so.
+    `variables` are the lease's environment. Of the node's files, the container gets only the directory that
+    CUDA_MPS_PIPE_DIRECTORY names, and with `shared_memory` the machine's /dev/shm.
     """
     directory = variables[PIPE_DIRECTORY]
     mounts = [{"hostPath": directory, "containerPath": directory, "options": [*_READ_ONLY]}]
@@ -96,14 +99,14 @@ def edits(variables: Mapping[str, str], *, hook: object | None, shared_memory: b
 def hook_of(device: Device, variables: Mapping[str, str], program: Sequence[str], *options: str) -> dict[str, object]:
     """Return the hook that takes the claim of a lease.
 
-    `program` is mpsctl as the runtime can start it: an absolute path, then arguments. The hook gets the token by its
-    environment, which other users cannot read, as they can its arguments.
+    `program` is the command line of mpsctl for the runtime: an absolute path, then arguments. The hook gets the token
+    through its environment, which other users cannot read; they could read its arguments.
     """
     return {
         "hookName": "createRuntime",
         "path": program[0],
         "args": [*program, "--socket", device.socket, "container", "hook", *options, device.lease],
-        # Never empty: a hook without variables of its own gets those of the runtime (runc).
+        # Never empty: runc gives a hook without variables the runtime's own.
         "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin", f"{TOKEN}={variables[TOKEN]}"],
         "timeout": HOOK_SECONDS,
     }
@@ -115,7 +118,7 @@ def encode(content: Mapping[str, object]) -> bytes:
 
 
 def decode(name: str, raw: bytes) -> Device | None:
-    """Return the device of a file of that name; None for a file that `document` did not make, whatever it holds."""
+    """Return the device of a file with that name; None for a file that `document` did not make."""
     lease = lease_of(name)
     try:
         content = json.loads(raw)

@@ -1,4 +1,4 @@
-"""What an OCI runtime gives a hook of a container: its state, its configuration, and whose processes it will have.
+"""The data that an OCI runtime gives a container's hook: the container's state, configuration, and future user.
 
 Source: the OCI runtime specification, runtime.md (state) and config.md (process, mounts). At createRuntime, the process
 of the container is the runtime's own and still root: it becomes `process.user` when it starts the container's program.
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from mpsd.core.errors import InvalidRequestError
 
 STATE_BYTES: Final = 1024 * 1024
-"""A state has some hundred bytes, and the annotations of the container."""
+"""The maximum size: a state has some hundred bytes, and the annotations of the container."""
 
 CONFIGURATION_BYTES: Final = 16 * 1024 * 1024
 
@@ -19,20 +19,20 @@ _NOT_A_RUNTIME: Final = "this command is for container runtimes, which call it; 
 
 
 class State(NamedTuple):
-    """A container that is being created: its process, as the runtime sees it, and where its configuration lies."""
+    """A container that is being created: its pid, as the runtime sees it, and the directory of its configuration."""
 
     pid: int
     bundle: str
 
 
 class Container(NamedTuple):
-    """What a container's program will be: its uid and gid as the container has them, its variables and its mounts."""
+    """The future program of a container: its uid and gid inside the container, its variables and its mounts."""
 
     uid: int
     gid: int
     variables: Mapping[str, str]
     mounts: Mapping[str, str]
-    """What is mounted where: sources by destination; of several on one destination the last."""
+    """The source of each mount by its destination; of several mounts on one destination, the last."""
 
 
 def state(raw: bytes) -> State:
@@ -56,7 +56,7 @@ def container(raw: bytes) -> Container:
     try:
         found = json.loads(raw)
         process = found["process"]
-        user = process.get("user", {})  # without one, it is root
+        user = process.get("user", {})  # the default user is root
         uid, gid = user.get("uid", 0), user.get("gid", 0)
         variables = dict(each.split("=", 1) for each in process.get("env") or () if "=" in each)
         mounts = {each["destination"]: each.get("source", "") for each in found.get("mounts") or ()}
@@ -71,9 +71,10 @@ def container(raw: bytes) -> Container:
 
 
 def outside(id_map: str, inside: int) -> int | None:
-    """Return what an id of a user namespace is outside of it, by /proc/PID/uid_map or gid_map; None: it is not mapped.
+    """Convert an id of a user namespace to the id outside it; None if it is not mapped.
 
-    Source: user_namespaces(7). Each line has the first id inside, the first outside, and how many there are.
+    `id_map` is the text of /proc/PID/uid_map or gid_map. Source: user_namespaces(7). Each line has the first id inside,
+    the first id outside, and the number of ids.
     """
     for line in id_map.splitlines():
         first, beyond, count = map(int, line.split())

@@ -1,4 +1,4 @@
-"""The checks of `mpsctl doctor`: each is a function of what `system/doctor` saw.
+"""The checks of `mpsctl doctor`: each is a function of the observations that `system/doctor` made.
 
 Imported by: cli, cli/commands, system/doctor.
 """

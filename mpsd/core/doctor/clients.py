@@ -1,4 +1,4 @@
-"""Checks of the processes that have leases: whether each gets its part, and gets on with it."""
+"""Checks of the processes that have leases: whether each gets its share and can use it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from mpsd.core.units import MIB, format_size
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 
 _HOST_MEMORY: Final = 50 * MIB
-"""Bytes of the node's own memory that a context takes, about (NVIDIA, fractions of a GPU in Dynamo)."""
+"""Approximate bytes of the node's own memory that a context takes (NVIDIA, fractions of a GPU in Dynamo)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """A framework that takes a part of the GPU's total memory at once, which a pinned limit does not change."""
+    """A framework that takes a part of the GPU's total memory at once, regardless of a pinned limit."""
 
     name: str
     part: float
-    """What it takes by itself. Source: its own documentation."""
+    """The part that it takes by default. Source: its own documentation."""
     option: str
-    """The argument, or the variable, that says otherwise."""
+    """The argument or variable that changes the part."""
 
 
 _BY_ARGUMENT: Final = {
@@ -38,7 +38,7 @@ _BY_LIBRARY: Final = {
 LIBRARIES: Final = frozenset(_BY_LIBRARY)
 
 _OTHERWISE: Final = {"JAX": "XLA_PYTHON_CLIENT_PREALLOCATE"}
-"""A second variable that says that it does not take it at once."""
+"""A second variable that turns the immediate allocation off."""
 
 
 def _there(seen: Observed) -> Iterator[ClientSeen]:
@@ -47,7 +47,7 @@ def _there(seen: Observed) -> Iterator[ClientSeen]:
 
 
 def _unread(seen: Observed) -> Iterator[Finding]:
-    """Yield that leases or processes could not be looked at, where they could not."""
+    """Yield a finding where leases or processes could not be inspected."""
     if isinstance(seen.clients, Unknown):
         yield unknown(seen.clients.reason)
 
@@ -143,7 +143,7 @@ def _framework(seen: Observed) -> Iterator[Finding]:
 
 
 def _framework_of(each: ClientSeen) -> Framework | None:
-    """Return the framework that a process runs as it is by itself; None where it is told otherwise, or runs none."""
+    """Return the framework that a process runs with its default part; None where it is configured, or runs none."""
     variables = each.variables.value if isinstance(each.variables, Known) else {}
     for word, framework in _BY_ARGUMENT.items():
         if any(word in argument.rpartition("/")[2].split(".") for argument in each.arguments[:4]):
@@ -188,4 +188,4 @@ CHECKS: Final = (
         _framework,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

@@ -1,4 +1,4 @@
-"""Checks of NVIDIA's driver and its programs: whether they are there, fit together, and know what mpsd needs."""
+"""Checks of NVIDIA's driver and its programs: whether they exist, match, and support what mpsd needs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from mpsd.core.settings import Users
 
 
 def node_of(seen: Observed) -> NodeGpus | None:
-    """Return what NVML told; None where it told nothing."""
+    """Return what NVML reported of the node; None where it reported nothing."""
     node = seen.gpus.node
     return node.value if isinstance(node, Known) else None
 
@@ -24,7 +24,7 @@ _ANONYMOUS: Final = 580
 
 
 def without_shm(seen: Observed, finding: Finding) -> Finding:
-    """Return a finding about /dev/shm as it is with this driver: from 580 on nobody knows whether it matters."""
+    """Adapt a finding about /dev/shm to this driver: from 580 on it is unknown whether it matters."""
     node = node_of(seen)
     branch = gpus.driver_branch(node.driver) if node is not None else None
     if branch is None or branch < _ANONYMOUS:
@@ -34,7 +34,7 @@ def without_shm(seen: Observed, finding: Finding) -> Finding:
 
 
 def unread(seen: Observed) -> Iterator[Finding]:
-    """Yield that the GPUs could not be looked at, where they could not."""
+    """Yield a finding where the GPUs could not be inspected."""
     if isinstance(seen.gpus.node, Unknown):
         yield unknown(seen.gpus.node.reason)
 
@@ -79,7 +79,7 @@ def _versions(seen: Observed) -> Iterator[Finding]:
 
 
 def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
-    """Compare the driver with the package that the control program is of."""
+    """Compare the driver with the package that contains the control program."""
     package, version = seen.gpus.package or ("", "")
     upstream = version.rpartition(":")[2].partition("-")[0]
     branch = gpus.driver_branch(upstream)
@@ -95,7 +95,7 @@ def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
 
 
 def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
-    """Compare the driver with what control daemons and servers said of themselves (R580 on)."""
+    """Compare the driver with the versions in the logs of control daemons and servers (R580 on)."""
     for each in seen.files.servers.value if isinstance(seen.files.servers, Known) else ():
         branch = gpus.driver_branch(each.driver or "")
         if branch is not None:
@@ -198,4 +198,4 @@ CHECKS: Final = (
         _many_users,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

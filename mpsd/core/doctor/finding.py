@@ -1,4 +1,4 @@
-"""What a check is, and what it can come to."""
+"""Checks, and their findings."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,39 +8,39 @@ from typing import Final
 from mpsd.core.doctor.observed import Observed
 
 AS_ROOT: Final = "run it as root, on the host"
-"""What to do about what could not be looked at: it takes rights, or a container keeps it from who asks."""
+"""The remedy for something that could not be inspected: the caller lacks the rights, or is in a container."""
 
 
 class Verdict(StrEnum):
-    """What a check came to."""
+    """The result of a check."""
 
     OK = "ok"
     WARN = "warn"
-    """It works, and somebody will be surprised."""
+    """It works, but in a way that may surprise users."""
     FAIL = "fail"
-    """Something does not work, or a limit can be got round."""
+    """Something does not work, or a limit can be bypassed."""
     NOTE = "note"
-    """Nothing is wrong, and somebody may want to know."""
+    """Nothing is wrong; the fact may be of interest."""
     UNKNOWN = "unknown"
-    """It could not be looked at. That is never taken for well, and is no failure either."""
+    """It could not be inspected. This counts neither as well nor as a failure."""
 
 
 class Means(StrEnum):
-    """What `--fix` can do, none of which a running client notices."""
+    """The kinds of fixes of `--fix`, none of which affects a running client."""
 
     REMOVE = "remove"
-    """Remove files that no process of MPS has, under the lock that keeps an mpsd from starting meanwhile."""
+    """Remove files that no process of MPS uses, under the lock that keeps an mpsd from starting meanwhile."""
     REMOVE_SHARED_MEMORY = "remove shared memory"
-    """Remove what servers that are gone left in /dev/shm."""
+    """Remove files of dead servers in /dev/shm."""
     GIVE_BACK = "give back"
-    """Give a GPU the compute mode back that mpsd found on it, under that lock."""
+    """Restore the compute mode that mpsd found on a GPU, under that lock."""
     OPEN = "open"
     """Let other uids traverse a directory of mpsd's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mend:
-    """What `--fix` would do about a finding."""
+    """The fix that `--fix` would apply for a finding."""
 
     means: Means
     targets: tuple[str, ...]
@@ -49,48 +49,48 @@ class Mend:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check came to for one thing that it looked at."""
+    """The result of a check for one of the things that it inspects."""
 
     verdict: Verdict
     because: str
     evidence: Mapping[str, object] = field(default_factory=dict)
-    """The exact values, as JSON has them: paths, pids, modes."""
+    """The exact values in JSON types: paths, pids, modes."""
     remedy: str | None = None
     subject: str = ""
-    """Which of several things of a kind it is about: gpu0, GPU 0, a path."""
+    """The one of several things of a kind that the finding is about: gpu0, GPU 0, a path."""
     mend: Mend | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that is looked at: the name that it keeps, what is right, and how it is seen."""
+    """One check: its permanent name, the right state, and the function that inspects it."""
 
     id: str
     right: str
-    """What is so where all is well, in a line."""
+    """The right state, in a line."""
     why: str
-    """What happens to people where it is not."""
+    """The consequence for users where the state is wrong."""
     look: Callable[[Observed], Iterable[Finding]]
-    """Yields what is not well, or not known; nothing where all is well, or where there is nothing to look at."""
+    """Yields what is wrong or unknown; nothing where all is well, or where there is nothing to inspect."""
     mends: str = ""
-    """What `--fix` does about it."""
+    """The effect of `--fix`."""
 
 
 def unknown(because: str, remedy: str | None = None, *, subject: str = "") -> Finding:
-    """Return that something could not be looked at."""
+    """Return a finding that something could not be inspected."""
     return Finding(Verdict.UNKNOWN, because, {}, remedy, subject)
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finding with the check that it belongs to."""
+    """A finding with its check."""
 
     check: Check
     finding: Finding
 
 
 def examine(checks: Iterable[Check], observed: Observed) -> list[Result]:
-    """Put what was observed to each check; one that finds nothing to say is ok."""
+    """Run every check on the observations; a check without findings is ok."""
     results: list[Result] = []
     for check in checks:
         found = list(check.look(observed)) or [Finding(Verdict.OK, check.right)]

@@ -1,4 +1,4 @@
-"""Checks of the GPUs: whether they can run MPS, how they are, and who is on them."""
+"""Checks of the GPUs: whether they can run MPS, their condition, and the processes on them."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -15,7 +15,7 @@ from mpsd.core.reload import RELOAD
 from mpsd.core.settings import WantedComputeMode
 
 _FULL: Final = 0.9
-"""The part of the clients that a GPU admits from which on it is nearly full."""
+"""The part of its maximum number of clients from which on a GPU counts as nearly full."""
 
 
 def _name(gpu: Gpu) -> str:
@@ -91,7 +91,7 @@ def _compute_mode(seen: Observed) -> Iterator[Finding]:
 
 
 def _is_left(seen: Observed) -> bool:
-    """Tell whether mpsd wrote down, or may have, that it changed a mode: that is told by another check."""
+    """Tell whether mpsd recorded, or may have recorded, a change of a mode; another check reports that."""
     left = seen.gpus.left
     return left is not None and (isinstance(left.found, Unknown) or bool(left.found.value))
 
@@ -99,7 +99,7 @@ def _is_left(seen: Observed) -> bool:
 def _left(seen: Observed) -> Iterator[Finding]:
     left = seen.gpus.left
     if left is None or isinstance(seen.service.answers, Known):
-        return  # a running mpsd keeps it or gives it back, and says in gpu-health where it cannot
+        return  # a running mpsd keeps or restores the mode, and reports in gpu-health where it cannot
     holder = seen.service.lock_holder
     if isinstance(holder, Known) and holder.value is not None:
         yield unknown(
@@ -190,7 +190,7 @@ def _integrated(seen: Observed) -> Iterator[Finding]:
 
 _DESKTOP: Final = ("GB10",)
 _INTEGRATED: Final = (*_DESKTOP, "Tegra", "Orin", "Xavier", "Thor")
-"""How the GPUs are named whose memory is that of the node."""
+"""Words in the names of GPUs that share the node's memory."""
 
 
 def _ecc(seen: Observed) -> Iterator[Finding]:
@@ -212,7 +212,7 @@ def _ecc(seen: Observed) -> Iterator[Finding]:
             remedy = f"drain it (mpsctl drain gpu{each.gpu.index}), then nvidia-smi -i {each.gpu.index} --gpu-reset"
             if found.remapping_failed:
                 remedy = "replace this GPU"
-            # Rows that are to be remapped are out of use: running and new work goes on (GPU Memory Error Management).
+            # Rows that wait for remapping are out of use, and work is not affected (GPU Memory Error Management).
             verdict = Verdict.WARN if wrong == [_TO_REMAP] else Verdict.FAIL
             yield Finding(verdict, "; ".join(wrong), evidence, remedy, _name(each.gpu))
 
@@ -313,4 +313,4 @@ CHECKS: Final = (
         _outside,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

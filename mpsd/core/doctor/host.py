@@ -1,4 +1,4 @@
-"""Checks of the machine, and of the caller's own surroundings: what MPS needs of the kernel, and who denies it."""
+"""Checks of the machine and of the caller's environment: what MPS needs from the kernel, and what denies it."""
 
 import re
 from collections.abc import Iterator
@@ -16,23 +16,23 @@ from mpsd.core.units import MIB, format_size
 _SHM: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
 
 _SMALL: Final = 64 * MIB
-"""Bytes of /dev/shm that a container gets where nobody asks for more; servers need more for many clients."""
+"""Bytes of /dev/shm in a container by default; servers need more for many clients."""
 
 _NAMES: Final = re.compile(r"nvidia-cuda-mps|\bmpsd\b|/dev/nvidia|nvidia-mps")
 
 _XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<where>[0-9A-Fa-f:.]+)\): (?P<xid>[0-9]+)")
 
 _RECENT: Final = 3600.0
-"""Seconds for which a line of a log counts as what is so now."""
+"""Seconds during which a log line counts as current."""
 
 _SHARED: Final = 0o1777
 _DEVICE: Final = 0o666
 
 _KERNEL: Final = (5, 4)
-"""The first kernel with all of pidfd_open, pidfd_send_signal and waiting on a pidfd (pidfd_open(2))."""
+"""The first kernel with pidfd_open, pidfd_send_signal and polling of a pidfd (pidfd_open(2))."""
 
 _PEER_PIDFD: Final = (6, 5)
-"""The first with SO_PEERPIDFD (unix(7))."""
+"""The first kernel with SO_PEERPIDFD (unix(7))."""
 
 _SEVERAL: Final = re.compile(r"^\s*[^,=]+=[^,]+,.*=")
 
@@ -114,7 +114,7 @@ def _devices(seen: Observed) -> Iterator[Finding]:
 
 
 def _log(seen: Observed) -> Iterator[Finding]:
-    """Yield that the kernel's log could not be read, where it could not."""
+    """Yield a finding where the kernel's log could not be read."""
     if isinstance(seen.host.kernel_log, Unknown):
         yield unknown(seen.host.kernel_log.reason, AS_ROOT)
 
@@ -128,12 +128,12 @@ def _report_of(lines: list[LogLine]) -> dict[str, object]:
 
 
 def _how_bad(lines: list[LogLine]) -> Verdict:
-    """What was long ago may have been mended since: nobody takes it out of a log."""
+    """Return the verdict by age: an old problem may be fixed by now, and no fix removes a line from a log."""
     return Verdict.FAIL if lines[-1].age < _RECENT else Verdict.WARN
 
 
 def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding]:
-    """Look for denials in both logs: where auditd runs, it keeps them from the kernel's."""
+    """Search both logs for denials: where auditd runs, denials do not appear in the kernel's log."""
     yield from _log(seen)
     if isinstance(seen.host.audit_log, Unknown):
         yield unknown(seen.host.audit_log.reason, AS_ROOT)
@@ -260,4 +260,4 @@ CHECKS: Final = (
     Check("sandbox", "the kernel is Linux", "In gVisor, clients cannot be identified, and none is served.", _sandbox),
     Check("kernel", "the kernel has what mpsd needs", "Processes cannot be watched, or cannot be told apart.", _kernel),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

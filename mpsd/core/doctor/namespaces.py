@@ -1,4 +1,4 @@
-"""Checks of where mpsd and the processes of MPS are: their capabilities, their namespaces, and what they share."""
+"""Checks of the environment of mpsd and the processes of MPS: capabilities, namespaces, and shared directories."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -116,4 +116,4 @@ CHECKS: Final = (
         _shm_shared,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

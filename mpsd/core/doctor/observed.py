@@ -1,6 +1,6 @@
-"""What is known of a node when its checks are made: values that were read once, and nothing that can be asked again.
+"""The observations that the checks of a node judge: values that were read once.
 
-Whatever could not be read is Unknown, with the reason. Text in it may be anybody's.
+A value that could not be read is Unknown, with the reason. Any user may have written a text in it.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from mpsd.core.settings import Settings
 
 _NOT_LOOKED: Final = Unknown("it was not checked")
 
-# -- mpsd, as it answers -----------------------------------------------------------------------------------------------
+# -- mpsd's answers ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GpuAnswer:
-    """What a running mpsd says of a GPU."""
+    """A running mpsd's answer about a GPU."""
 
     index: int
     uuid: str | None
@@ -35,7 +35,7 @@ class GpuAnswer:
 
 @dataclass(frozen=True, slots=True)
 class DaemonAnswer:
-    """What a running mpsd says of a control daemon."""
+    """A running mpsd's answer about a control daemon."""
 
     name: str
     state: str
@@ -47,14 +47,14 @@ class DaemonAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a running mpsd says of the node."""
+    """A running mpsd's answers about the node."""
 
     version: str
     healthy: bool
     because: str
     simulated: bool
     reasons: tuple[Reason, ...] = ()
-    """What it says is not well, the gravest first; those besides that leave the node healthy."""
+    """The reasons why it is not healthy, the gravest first, then those that leave the node healthy."""
     gpus: tuple[GpuAnswer, ...] = ()
     daemons: tuple[DaemonAnswer, ...] = ()
     violations: tuple[ViolationAnswer, ...] = ()
@@ -65,11 +65,11 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSeen:
-    """A process of MPS, or an mpsd, as /proc has it."""
+    """A process of MPS, or an mpsd, from /proc."""
 
     pid: int
     part: str
-    """`mpsd`, or what it is to MPS: control daemon, server, front-end."""
+    """`mpsd`, or its part in MPS: control daemon, server, front-end."""
     uid: int
     parent: int
     state: str
@@ -78,24 +78,24 @@ class ProcessSeen:
     """Seconds since it started."""
     arguments: tuple[str, ...]
     executable: Reading[str]
-    """Ends in ` (deleted)` where the program was replaced since it was started."""
+    """Ends in ` (deleted)` where the program was replaced after it was started."""
     variables: Reading[Mapping[str, str]]
-    """Its CUDA_* environment, as it was started with."""
+    """Its CUDA_* environment at its start."""
     open_files: Reading[int]
-    """How many files it may have open."""
+    """The maximum number of open files."""
     capabilities: int
-    """Its effective set, a bit for each."""
+    """Its effective set, as a bit mask."""
     pid_namespace: Reading[str]
     shared_memory: Reading[int]
-    """The device that its /dev/shm is on."""
+    """The device of its /dev/shm."""
     lookalike: bool = False
-    """Whether only its name, its arguments and its environment say what it is, which anybody can make up."""
+    """Whether only its name, arguments and environment identify it, which any user can forge."""
     apart: bool = False
-    """Whether the path of its pipe directory leads it elsewhere than who asks: it is in another container."""
+    """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
 
     @property
     def pipe_directory(self) -> str | None:
-        """The pipe directory that it was started with; None where that cannot be read, or it was told none."""
+        """The pipe directory that it was started with; None where it has none, or that cannot be read."""
         if isinstance(self.variables, Known):
             return self.variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") or None
         return None
@@ -106,41 +106,41 @@ class ProcessSeen:
 
 @dataclass(frozen=True, slots=True)
 class SocketSeen:
-    """The API socket, as this caller finds it."""
+    """The API socket from this caller's view."""
 
     path: Path
     kind: str | None
-    """`socket`, what else it is, or None where there is nothing."""
+    """`socket`, another kind of file, or None where there is nothing."""
     mode: int = 0
     owner: int = 0
     refused: str | None = None
-    """Why nobody takes a connection there; None where somebody does."""
+    """Why no connection is accepted there; None where one is."""
     listener: tuple[int, int] | None = None
-    """The pid and uid that listen; pid 0 where that process is in a pid namespace that the caller does not see."""
+    """The pid and uid of the listener; pid 0 where that process is in a pid namespace that the caller does not see."""
     closed: Path | None = None
-    """The first directory on the way that the caller cannot traverse."""
+    """The first directory of the path that the caller cannot traverse."""
     untrusted: bool = False
-    """Whether who listens is neither root, nor the caller, nor anybody whom the caller trusts."""
+    """Whether the listener belongs neither to root, nor to the caller, nor to a user whom the caller trusts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The processes and threads of a control group; servers, with threads for each client, are in mpsd's."""
+    """The processes and threads of a control group; that of mpsd includes servers, with threads for each client."""
 
     group: Path
     there: int
     most: int | None
-    """None: as many as they like."""
+    """None: without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationSeen:
-    """The configuration file that mpsd is to have."""
+    """The configuration file of mpsd."""
 
     path: Path
     settings: Reading[Settings]
     remedy: str = ""
-    """What to do about a file that makes no settings."""
+    """The remedy for a file that does not parse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +148,25 @@ class ServiceSeen:
     """mpsd itself."""
 
     version: str
-    """That of the mpsctl that asks."""
+    """The version of the calling mpsctl."""
     socket: SocketSeen
     answers: Reading[Answers]
     remedy: str = ""
-    """What to do where it does not answer."""
+    """The remedy where mpsd does not answer."""
     process: ProcessSeen | None = None
     """The process that listens on the socket, or holds the lock."""
     lacking: tuple[tuple[str, str], ...] = ()
-    """The capabilities that it needs and has not, with what fails without each."""
+    """The capabilities that it needs and lacks, with the effect of each absence."""
     tasks: Reading[Tasks] = _NOT_LOOKED
-    """How many processes and threads its control group has."""
+    """The number of processes and threads in its control group."""
     few_uids: Reading[bool] = _NOT_LOOKED
-    """Whether it is in a user namespace in which not each uid is itself."""
+    """Whether it is in a user namespace that does not map each uid to itself."""
     lock_holder: Reading[int | None] = _NOT_LOOKED
-    """The pid of the process that has the lock of the runtime directory."""
+    """The pid of the process that holds the lock of the runtime directory."""
     units: Reading[Mapping[str, Mapping[str, str]]] = _NOT_LOOKED
-    """What systemd says of mpsd's units, those that it knows."""
+    """systemd's properties of mpsd's units, for those that it has."""
     in_force: Reading[Settings] = _NOT_LOOKED
-    """The settings that a running mpsd has."""
+    """The settings of a running mpsd."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -181,81 +181,82 @@ class DirectorySeen:
     path: Path
     exists: bool
     strange: tuple[str, str] | None = None
-    """Why mpsd would not use it, and what to do about it."""
+    """Why mpsd would not use it, and the remedy."""
     there: Path = Path("/")
-    """The directory itself, or the nearest above it that exists: on that file system it is, or will be."""
+    """The directory itself, or its nearest existing ancestor, which is on the same file system."""
     file_system: str = ""
     """The type of that file system."""
     free: int | None = None
-    """Bytes that are left on it, for who writes there."""
+    """Free bytes on it for the calling user."""
     free_files: int | None = None
-    """Files that can still be made on it; None where it does not count them."""
+    """Free inodes on it; None where it does not count them."""
     read_only: bool = False
     keeps_acls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PipeDirectorySeen:
-    """A pipe directory: mpsd's own, or one that clients try when they know no other."""
+    """A pipe directory: mpsd's own, or one of the defaults that clients try."""
 
     name: str
     path: Path
     entries: Reading[tuple[str, ...]]
-    """What a control daemon leaves there: sockets, lock, FIFO, pid file."""
+    """Files that a control daemon leaves there: sockets, lock, FIFO, pid file."""
     listening: bool
-    """Whether the kernel has a socket of this path, in this network namespace, on which connections are taken."""
+    """Whether a socket of this path in this network namespace accepts connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServersSeen:
-    """What the logs of a control daemon say last of its servers."""
+    """The last lines about servers in the logs of a control daemon."""
 
     name: str
     failures: int
-    """How many in a row could not start, up to the end of the log."""
+    """The number of servers in a row that could not start, up to the end of the log."""
     words: str
-    """What the last of them said."""
+    """The message of the last of them."""
     cuda: int | None = None
-    """The CUDA version that the control program says it is of (R580 on), as 13000."""
+    """The CUDA version that the control program reports (R580 on), such as 13000."""
     driver: str | None = None
-    """The driver that a server said it met, as 580."""
+    """The driver version that a server reports, such as 580."""
     log: Path = Path()
     waiting: tuple[tuple[int, int], ...] = ()
-    """The pids and uids of clients that live and wait for a server of their own uid (R580 on)."""
+    """The pids and uids of living clients that wait for a server of their own uid (R580 on)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySeen:
-    """What a server made in /dev/shm."""
+    """A file of a server in /dev/shm."""
 
     name: str
     uid: int
     server: int
-    """The pid of the server that made it, as its name has it."""
+    """The pid of the server that made it, from its name."""
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class FilesSeen:
-    """What lies on the disk."""
+    """Files on the disk."""
 
     directories: tuple[DirectorySeen, ...] = ()
     apart: tuple[Path, ...] = ()
-    """Those of mpsd's directories that are others to who asks, who is in another container: not looked at."""
+    """Those of mpsd's directories that were not inspected, because the caller is in another container and has
+    others."""
     private: bool = False
-    """Whether mpsd is one for whoever can reach its directory (--root)."""
+    """Whether mpsd serves only users that can traverse its directory (--root)."""
     closed: Path | None = None
-    """The first directory on the way to the pipe directories that another uid cannot traverse."""
+    """The first directory of the path to the pipe directories that other uids cannot traverse."""
     own: tuple[PipeDirectorySeen, ...] = ()
     """The pipe directories below mpsd's runtime directory."""
     usual: tuple[PipeDirectorySeen, ...] = ()
-    """Those that clients try when they know no other."""
+    """The default directories that clients try."""
     shared_memory: tuple[SharedMemorySeen, ...] = ()
     damaged: tuple[Path, ...] = ()
-    """What mpsd set aside, because it could not understand it."""
+    """Files that mpsd set aside because they did not parse."""
     servers: Reading[tuple[ServersSeen, ...]] = _NOT_LOOKED
     ahead: tuple[Path, float] | None = None
-    """A file of mpsd's that was written in the future, and by how many seconds."""
+    """A file of mpsd's with a modification time in the future, and by how many seconds."""
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class FilesSeen:
 
 @dataclass(frozen=True, slots=True)
 class GpuSeen:
-    """A GPU, as NVML shows it to who asks here."""
+    """A GPU, as NVML shows it to the caller."""
 
     gpu: Gpu
     usage: Reading[GpuUsage]
@@ -277,27 +278,27 @@ class NodeGpus:
     driver: str
     """The driver's version."""
     cuda: int | None
-    """The CUDA version that the driver is of, as 13000."""
+    """The driver's CUDA version, such as 13000."""
     gpus: tuple[GpuSeen, ...]
     unreadable: Mapping[int, str]
-    """By index, why a GPU cannot be read."""
+    """Why a GPU cannot be read, by index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The record of the compute modes that GPUs are to get back."""
+    """The record of the compute modes that mpsd must restore."""
 
     path: Path
     found: Reading[Mapping[str, ComputeMode]]
     damaged: bool = False
-    """Whether `found` is unknown because the file cannot be understood."""
+    """Whether `found` is unknown because the file does not parse."""
     aside: Path | None = None
-    """An earlier record that could not be understood."""
+    """An earlier record that did not parse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """CUDA's library, where the loader finds it, and the version that its name has."""
+    """CUDA's library, where the loader finds it, and the version in its name."""
 
     path: Path
     version: str
@@ -309,21 +310,21 @@ class GpusSeen:
 
     node: Reading[NodeGpus]
     remedy: str = ""
-    """What to do where NVML cannot be asked."""
+    """The remedy where NVML does not answer."""
     simulated: bool = False
     program: Path | None = None
     """The control program, where one is found."""
     server: Path | None = None
-    """The program of its servers, likewise."""
+    """The program of its servers, where one is found."""
     library: Library | None = None
     package: tuple[str, str] | None = None
-    """The package that the control program is of, and its version."""
+    """The package that contains the control program, and its version."""
     left: Left | None = None
     many_users: Reading[bool] = _NOT_LOOKED
-    """Whether the control program knows -multiuser-server."""
+    """Whether the control program supports -multiuser-server."""
 
     def with_node(self, node: Reading[NodeGpus], remedy: str = "") -> "GpusSeen":
-        """Return this with what NVML said."""
+        """Return a copy with NVML's answer."""
         return replace(self, node=node, remedy=remedy)
 
 
@@ -344,7 +345,7 @@ class SharedMemoryPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A device file of NVIDIA's driver; its mode is None where it is not there."""
+    """A device file of NVIDIA's driver; its mode is None where it does not exist."""
 
     path: Path
     mode: int | None
@@ -361,32 +362,32 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class HostSeen:
-    """The machine, as who asks sees it."""
+    """The machine from the caller's view."""
 
     uid: int
     variables: Mapping[str, str]
-    """The caller's own environment, as far as MPS and mpsd look at it."""
+    """The caller's own environment, as far as MPS and mpsd use it."""
     now: datetime
     kernel: str
     first_pid_namespace: bool
-    """Whether who asks is in the machine's own pid namespace, and so sees every process."""
+    """Whether the caller is in the machine's initial pid namespace, and so sees every process."""
     pid_namespace: str
     shared_memory: Reading[SharedMemoryPlace]
     kernel_log: Reading[tuple[LogLine, ...]]
     audit_log: Reading[tuple[LogLine, ...]]
-    """What auditd wrote last, which keeps denials from the kernel's log; nothing where there is no such log."""
+    """The latest lines of auditd, which keeps denials out of the kernel's log; empty where there is no such log."""
     selinux: str | None
-    """`enforcing` or `permissive`; None where it is not there."""
+    """`enforcing` or `permissive`; None where SELinux is absent."""
     apparmor: bool
     devices: tuple[DeviceNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """All that the checks are made by."""
+    """All observations that the checks judge."""
 
     settings: Settings
-    """Those in force: a running mpsd's own, else the file's, else the defaults."""
+    """The settings to judge by: a running mpsd's own, else the file's, else the defaults."""
     configuration: ConfigurationSeen
     service: ServiceSeen
     files: FilesSeen
@@ -394,4 +395,4 @@ class Observed:
     gpus: GpusSeen
     host: HostSeen
     clients: Reading[tuple[ClientSeen, ...]] = _NOT_LOOKED
-    """The processes that have leases which the caller may see."""
+    """The processes with leases that the caller may see."""

@@ -1,4 +1,4 @@
-"""What is known of the processes that have leases when the checks of them are made."""
+"""Observations about the processes that have leases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from mpsd.core.model import Reading
 
 @dataclass(frozen=True, slots=True)
 class ViolationAnswer:
-    """A violation that a running mpsd says is open."""
+    """An open violation in the answer of a running mpsd."""
 
     kind: str
     pid: int
@@ -22,7 +22,7 @@ class MemoryGroup:
 
     path: str
     limit: int
-    """Bytes of the node's own memory, which CUDA's host memory counts against."""
+    """Bytes of the node's own memory; CUDA's host memory counts towards it."""
     used: int
 
 
@@ -35,13 +35,13 @@ class ClientSeen:
     gpu: str
     """The UUID of the GPU."""
     granted: int
-    """Bytes of memory that the lease has there."""
+    """Bytes of memory that the lease has on that GPU."""
     arguments: tuple[str, ...]
     variables: Reading[Mapping[str, str]]
-    """Its environment, as it was started with, as far as CUDA and frameworks look at it."""
+    """Its environment at its start, as far as CUDA and frameworks use it."""
     group: Reading[MemoryGroup | None]
     """None: no control group limits its memory."""
     frameworks: frozenset[str] = frozenset()
-    """The libraries of frameworks that it has loaded, as far as that can be read."""
+    """The framework libraries that it has loaded, as far as that can be read."""
     client: bool = True
     """Whether it is a client of MPS, and so has contexts."""

@@ -1,4 +1,4 @@
-"""Checks of what lies on the disk: paths, permissions, room, and what was left behind."""
+"""Checks of the files on the disk: paths, permissions, space, and leftovers."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -13,13 +13,13 @@ from mpsd.core.units import MIB, format_size
 _NETWORK: Final = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "ceph", "lustre", "gpfs", "fuse.sshfs", "virtiofs"}
 )
-"""File systems of other machines: NVIDIA wants the pipe directory on a local one (documentation)."""
+"""Network file systems: NVIDIA requires the pipe directory on a local one (documentation)."""
 
 _LITTLE: Final = 64 * MIB
-"""Bytes below which a log of NVIDIA's, or a store of mpsd's, may soon find no room."""
+"""Free bytes below which a log of NVIDIA's, or a store of mpsd's, may soon run out of space."""
 
 _FEW: Final = 100
-"""Files below which they may soon not be made."""
+"""Free inodes below which files may soon not be made."""
 
 _LATE: Final = 60.0
 """Seconds that a file may be ahead of the clock."""
@@ -51,13 +51,14 @@ def _traverse(seen: Observed) -> Iterator[Finding]:
     )
     own = closed in {seen.settings.paths.runtime_dir, seen.settings.paths.runtime_dir / "mps"}
     mend = Mend(Means.OPEN, (str(closed),)) if own else None
-    # With --root it serves those who can reach that directory, and mpsd does not mind; nor does one that is not root's.
+    # With --root, mpsd serves users that can traverse that directory, and an mpsd without root serves one uid: only a
+    # warning.
     verdict = Verdict.WARN if seen.files.private or seen.host.uid else Verdict.FAIL
     yield Finding(verdict, because, {"path": str(closed)}, f"chmod o+x {closed}", str(closed), mend)
 
 
 def _elsewhere(seen: Observed) -> Iterator[Finding]:
-    """Yield which of mpsd's directories were not looked at, because they are others here."""
+    """Yield those of mpsd's directories that were not inspected, because the paths lead elsewhere here."""
     for path in seen.files.apart:
         because = f"{path} is a different directory for mpsd and for mpsctl, since one of them is in a container"
         yield unknown(because, "run mpsctl doctor where mpsd runs", subject=str(path))
@@ -78,7 +79,8 @@ def _file_system(seen: Observed) -> Iterator[Finding]:
     for each in seen.files.directories:
         evidence = {"setting": each.setting, "path": str(each.there), "file_system": each.file_system}
         if each.read_only and seen.host.uid and isinstance(seen.service.answers, Known):
-            # Only root can tell whether mpsd, which runs, has it from the same mount; a client's container has another.
+            # Only root can tell whether a running mpsd has it from the same mount; a client's container has another
+            # mount.
             because = f"{each.there} is mounted read-only for mpsctl, which says nothing about mpsd"
             yield unknown(because, AS_ROOT, subject=str(each.path))
         elif each.read_only:
@@ -132,7 +134,7 @@ def _damaged(seen: Observed) -> Iterator[Finding]:
 
 
 def _on(seen: Observed, directory: PipeDirectorySeen) -> list[int] | None:
-    """Return the processes of MPS on a pipe directory; None where that is not certain."""
+    """Return the processes of MPS on a pipe directory; None where that is uncertain."""
     if isinstance(seen.processes, Unknown) or not seen.host.first_pid_namespace:
         return None
     hidden = [each for each in seen.processes.value if isinstance(each.variables, Unknown) and each.part != "mpsd"]
@@ -292,4 +294,4 @@ CHECKS: Final = (
         _clock,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

@@ -1,4 +1,4 @@
-"""Checks of the processes of MPS: whose they are, whether they are well, and what they may do."""
+"""Checks of the processes of MPS: their owners, their state, and their rights."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -16,21 +16,22 @@ FRONT_END: Final = "front-end"
 MPSD: Final = "mpsd"
 
 USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look
-"""The pipe directories that are tried where CUDA_MPS_PIPE_DIRECTORY is not set; the second by root from R615 on, with
+"""The default pipe directories where CUDA_MPS_PIPE_DIRECTORY is not set; only root from R615 on uses the second, with
 protocol 3 (NVIDIA's documentation)."""
 
 _PROTOCOL_3: Final = re.compile(r"(?:^| )(?:-p|--protocol)[ =]?3(?: |$)")
 
 _OPEN_FILES: Final = 16384
-"""Files that NVIDIA recommends to allow; with fewer, servers cannot make shared memory (documentation before R590)."""
+"""The number of open files that NVIDIA recommends to allow; with fewer, servers cannot make shared memory
+(documentation before R590)."""
 
 _SIMULATED: Final = frozenset({"--simulate", "demo"})
-"""By what an mpsd is known that shares out no GPU."""
+"""Arguments of an mpsd that manages no real GPU."""
 
 _NOBODY: Final[frozenset[int]] = frozenset()
 
 _BRIEF: Final = 30.0
-"""Seconds that a front-end may take; mpsd's own take milliseconds."""
+"""Maximum seconds that a front-end may take; mpsd's own take milliseconds."""
 
 
 def _all(seen: Observed) -> tuple[ProcessSeen, ...]:
@@ -38,18 +39,18 @@ def _all(seen: Observed) -> tuple[ProcessSeen, ...]:
 
 
 def living(seen: Observed) -> Iterator[ProcessSeen]:
-    """Yield the processes that have not ended, and are what they look like."""
+    """Yield the processes that have not ended and are no look-alikes."""
     return (each for each in _all(seen) if each.state != "Z" and not each.lookalike)
 
 
 def hidden(seen: Observed) -> Iterator[Finding]:
-    """Yield that processes could not be looked at, where they could not."""
+    """Yield a finding where processes could not be inspected."""
     if isinstance(seen.processes, Unknown):
         yield unknown(seen.processes.reason, AS_ROOT)
 
 
 def _unseen(seen: Observed) -> Iterator[Finding]:
-    """Yield why not every process of MPS can be told with its pipe directory, where it cannot."""
+    """Yield findings where the processes of MPS or their pipe directories are not all known."""
     yield from hidden(seen)
     if not seen.host.first_pid_namespace:
         yield unknown("not all processes of the machine are visible in this pid namespace", AS_ROOT)
@@ -59,7 +60,7 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
 
 
 def unreadable_processes(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:
-    """Return that these processes could not be looked at closely enough."""
+    """Return a finding that the caller's rights do not suffice to inspect these processes."""
     pids = [each.pid for each in processes]
     because = f"uid {seen.host.uid} has no permission to inspect pid {', '.join(map(str, pids))}"
     return Finding(Verdict.UNKNOWN, because, {"pids": pids}, AS_ROOT)
@@ -92,13 +93,13 @@ def _is_own(seen: Observed, each: ProcessSeen) -> bool:
 
 
 def _known(seen: Observed) -> frozenset[int]:
-    """Return the pids of the control daemons that mpsd says are its own."""
+    """Return the pids of the control daemons that mpsd reports as its own."""
     answers = seen.service.answers
     return frozenset(each.pid for each in answers.value.daemons if each.pid) if isinstance(answers, Known) else _NOBODY
 
 
 def belongs(seen: Observed, each: ProcessSeen) -> bool:
-    """Tell whether a process is this node's: the mpsd that is asked, or of MPS and not another container's."""
+    """Tell whether a process belongs to this node: the mpsd that answers, or a process of MPS in no other container."""
     own = seen.service.process
     if each.part == MPSD:
         return own is None or each.pid == own.pid
@@ -106,7 +107,10 @@ def belongs(seen: Observed, each: ProcessSeen) -> bool:
 
 
 def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
-    """Tell whether mpsd would have started a control daemon so; without it, its limits and settings are not known."""
+    """Tell whether mpsd would have started a control daemon in this form.
+
+    Without an answer of mpsd, this decides, since the limits and settings of the daemon are unknown.
+    """
     if not isinstance(each.variables, Known) or FOREGROUND not in each.arguments:
         return False
     name = Path(each.pipe_directory or "").name
@@ -130,7 +134,10 @@ def _foreign(seen: Observed) -> Iterator[Finding]:
 
 
 def _speaks_3(each: ProcessSeen) -> bool:
-    """Tell whether a control daemon was started for protocol 3. The variable comes before the flag (NVIDIA, MPS v3)."""
+    """Tell whether a control daemon was started for protocol 3.
+
+    The variable takes precedence over the flag (NVIDIA, MPS v3).
+    """
     variables = each.variables.value if isinstance(each.variables, Known) else {}
     flags = " ".join(each.arguments)
     return variables.get("CUDA_MPS_PROTOCOL_VERSION", "3" if _PROTOCOL_3.search(flags) else "2") == "3"
@@ -185,7 +192,7 @@ def _other(seen: Observed) -> Iterator[Finding]:
 
 
 def _sees_none(seen: Observed, devices: str) -> bool:
-    """Tell whether a control daemon sees none of this node's GPUs, by their UUIDs, of which it may have the start."""
+    """Tell whether a control daemon sees none of this node's GPUs, by their UUIDs or prefixes of them."""
     if isinstance(seen.gpus.node, Unknown):
         return False
     uuids = [each.gpu.uuid for each in seen.gpus.node.value.gpus]
@@ -218,7 +225,7 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
         because = f"server {pid} is an orphan: its control daemon is dead, and nothing limits it any more"
         yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients have exited: kill {pid}", f"pid {pid}")
     for each in by_pid.values():
-        # A simulated control daemon does not look like NVIDIA's: mpsd's word is that it is one.
+        # A simulated control daemon does not look like NVIDIA's: only mpsd reports it as one.
         if each.part == SERVER and each.parent not in parents:
             because = (
                 f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing limits it"
@@ -377,4 +384,4 @@ CHECKS: Final = (
         _program,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

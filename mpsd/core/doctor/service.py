@@ -1,4 +1,4 @@
-"""Checks of mpsd itself: whether it runs, answers, is the one that was configured, and what it says of the node."""
+"""Checks of mpsd itself: whether it runs and answers, its configuration, and its own report of the node."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -17,19 +17,19 @@ _LIMIT_KINDS: Final = frozenset({Kind.DRIFT})
 _WEDGE_KINDS: Final = frozenset({Kind.WEDGED, Kind.CANARY_SILENT})
 
 _WARNED: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.HOLD, Kind.CANARY_SILENT})
-"""What somebody wanted so, or what is not decided yet; every other reason fails its check."""
+"""Reasons that an operator chose, or that are not decided yet; every other reason fails its check."""
 
 _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
 _SERVICE: Final = "mpsd.service"
 
 _STATES: Final = ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")
-"""Properties of a unit, as `systemctl show` has them."""
+"""Properties of a unit in `systemctl show`."""
 
 _AGAIN: Final = "systemctl restart mpsd.socket, or restart mpsd in the way it was started (clients are not affected)"
 
 _FREE_TASKS: Final = 1000
-"""Threads that 48 clients and their servers may come to need; what containers get by default (2048) is little."""
+"""Threads that 48 clients and their servers may need; the default of containers (2048) leaves little."""
 
 
 def _answers(seen: Observed) -> Answers | None:
@@ -55,7 +55,7 @@ def _mpsd(seen: Observed) -> Iterator[Finding]:
 
 
 def _is_lost(seen: Observed) -> bool:
-    """Tell whether an mpsd runs whose socket somebody removed."""
+    """Tell whether an mpsd runs whose socket was removed."""
     service = seen.service
     holder = service.lock_holder.value if isinstance(service.lock_holder, Known) else None
     there = service.socket.path.parent == seen.settings.paths.runtime_dir
@@ -137,7 +137,7 @@ def _reload(seen: Observed) -> Iterator[Finding]:
 
 
 def _located(settings: Settings) -> Settings:
-    """Name the socket also where it is the one that there is by default."""
+    """Set the path of the socket explicitly, also where it is the default."""
     return replace(settings, api=replace(settings.api, socket=settings.socket))
 
 
@@ -154,7 +154,7 @@ def _unit(seen: Observed) -> Iterator[Finding]:
 
 
 def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> tuple[Verdict, str, str] | None:
-    """Return what is wrong with a unit, and what to do about it; None where nothing is."""
+    """Return what is wrong with a unit, and the remedy; None where nothing is."""
     load, state, sub, result, enabled = (unit.get(each, "") for each in _STATES)
     found = None
     if load == "masked":
@@ -263,12 +263,12 @@ def _violations(seen: Observed) -> Iterator[Finding]:
         return
     for each in answers.violations:
         if each.kind in _OTHERS:
-            continue  # a check of its own has it
+            continue  # another check reports it
         yield Finding(Verdict.WARN, each.because, {"pid": each.pid}, each.hint, f"pid {each.pid}")
 
 
 def _daemons(answers: Answers | None) -> dict[str, dict[str, object]]:
-    """Return the values to tell of each control daemon."""
+    """Return the values to report for each control daemon."""
     return {
         each.name: {"state": each.state, "pid": each.pid, "pipe_directory": each.pipe_directory}
         for each in (answers.daemons if answers is not None else ())
@@ -278,7 +278,7 @@ def _daemons(answers: Answers | None) -> dict[str, dict[str, object]]:
 def _reasons(
     answers: Answers | None, kinds: Collection[Kind], evidence: Mapping[str, Mapping[str, object]]
 ) -> Iterator[Finding]:
-    """Yield the reasons of these kinds that mpsd gives, with the values of each subject."""
+    """Yield mpsd's reasons of these kinds, with the values of each subject."""
     if answers is None:
         yield unknown("mpsd does not answer")
         return
@@ -346,4 +346,4 @@ CHECKS: Final = (
         _violations,
     ),
 )
-"""In the order in which they are told."""
+"""In the order of the report."""

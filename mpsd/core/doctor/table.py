@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are told: mpsd first, the machine last."""
+"""All checks, in the order of the report: mpsd first, the machine last."""
 
 from typing import Final
 
@@ -17,4 +17,4 @@ FAMILIES: Final[dict[str, tuple[Check, ...]]] = {
 }
 
 CHECKS: Final = {check.id: check for family in FAMILIES.values() for check in family}
-"""By the id that each keeps."""
+"""By their permanent ids."""

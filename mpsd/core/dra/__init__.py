@@ -1,4 +1,4 @@
-"""Dynamic Resource Allocation: what is published of a node's GPUs, and what an allocation of them asks of mpsd.
+"""Dynamic Resource Allocation: the published form of a node's GPUs, and the requirements of an allocation on mpsd.
 
 Imported by: kubernetes, kubernetes/dra.
 """

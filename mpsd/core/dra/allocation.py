@@ -1,4 +1,4 @@
-"""What an allocated claim asks of this node: a share of one GPU for each device that it was given. Pure."""
+"""The requirements of an allocated claim on this node: a share of one GPU for each allocated device. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ MEMORY: Final = "memory"
 
 
 class Share(NamedTuple):
-    """A share of a GPU that was allocated."""
+    """A share of a GPU that the scheduler allocated."""
 
     request: str
     pool: str
@@ -28,12 +28,12 @@ class Share(NamedTuple):
 
 
 def device_name(gpu: str) -> str:
-    """Return what a GPU is called in a ResourceSlice: a DNS label, and the same whatever else is in the machine."""
+    """Return the name of a GPU in a ResourceSlice: a DNS label that does not depend on the other GPUs."""
     return gpu.lower()
 
 
 def pods(claim: ResourceClaim) -> list[tuple[str, str]]:
-    """Return the pods that a claim is reserved for: uid and name."""
+    """Return the uid and name of each pod that a claim is reserved for."""
     reserved = claim.status.reserved_for if claim.status is not None else None
     return [(each.uid, each.name) for each in reserved or [] if each.resource == "pods"]
 
@@ -41,7 +41,7 @@ def pods(claim: ResourceClaim) -> list[tuple[str, str]]:
 def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iterable[str]) -> list[Share]:
     """Return the shares of a claim. Raises NotFoundError, InvalidRequestError and DaemonNotReadyError.
 
-    `uid` is the claim's as kubelet has it, and `gpus` are the UUIDs of those that this node offers.
+    `uid` is the claim's according to kubelet, and `gpus` are the UUIDs of the GPUs that this node offers.
     """
     name = f"{claim.metadata.namespace}/{claim.metadata.name}"
     if claim.metadata.uid != uid:

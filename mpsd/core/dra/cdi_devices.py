@@ -1,7 +1,7 @@
-"""The CDI devices of a prepared claim: one file with a device for each share, whose names outlive its leases. Pure.
+"""The CDI devices of a prepared claim: one file with a device for each share. A name outlives the share's leases. Pure.
 
-kubelet asks for the names once, when it has the claim prepared, and hands them to the container runtime at each start
-of a container. A lease that has ended is replaced under the same name.
+kubelet requests the names once, when it prepares the claim, and passes them to the container runtime at each start of a
+container. A lease that has ended is replaced under the same name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from mpsd.core.containers import cdi
 KIND: Final = "mpsd/share"
 
 _PREFIX: Final = "mpsd-share_"
-"""As the specification has it for devices that come and go: VENDOR-CLASS_NAME."""
+"""The specification's form for devices that come and go: VENDOR-CLASS_NAME."""
 
 
 def file_name(claim: str) -> str:
@@ -26,7 +26,7 @@ def claim_of(name: str) -> str:
 
 
 def device_id(claim: str, number: int) -> str:
-    """Return what a container runtime names a share by."""
+    """Return the name of a share for a container runtime."""
     return f"{KIND}={_name(claim, number)}"
 
 
@@ -39,9 +39,9 @@ def encoded(
     socket: str,
     hook: str,
 ) -> bytes:
-    """Return the file of a claim, of which each share has its lease's environment, and `more` variables beside them.
+    """Return the file of a claim, whose shares have their lease's environment and the variables of `more`.
 
-    `hook` is mpsctl as the container runtime finds it on the node; empty: the lease is taken without one.
+    `hook` is the path of mpsctl for the container runtime on the node; if empty, the lease is taken without a hook.
     """
     devices = dict[str, object]()
     for number, variables in enumerate(environments):

@@ -1,7 +1,7 @@
-"""The opaque configuration of a claim or a device class: what its author may ask for beside threads and memory. Pure.
+"""The opaque configuration of a claim or a device class: its author's options beside threads and memory. Pure.
 
-The API server takes whatever is written there, so this is where it is read for the first time. What is not understood
-is refused: an author who misspells `strictness` must not get less than what was asked for.
+The API server accepts any content, so this module is the first to read it. Unknown content is refused: an author who
+misspells `strictness` must not get less than requested.
 """
 
 import difflib
@@ -20,31 +20,31 @@ KIND: Final = "Share"
 _MOST_PROCESSES: Final = 1000
 _MOST_UID: Final = 2**32 - 2
 _PRIORITIES: Final = {"normal": 0, "below-normal": 1}
-"""By the number that MPS has for it."""
+"""The number that MPS has for each."""
 
 _STRICT: Final = (Attach.ANYTIME, Attach.SHARED, Attach.STRICT)
-"""The strictest last."""
+"""In ascending strictness."""
 
 
 class Configuration(NamedTuple):
-    """What a share is to be like; None where nobody said."""
+    """The options of a share; None where the author set none."""
 
     strictness: str | None = None
-    """How strict the node must be at least: as its `enforcement.attach`."""
+    """The minimum strictness of the node, as a value of `enforcement.attach`."""
     priority: int | None = None
-    """MPS's priority of its clients."""
+    """The MPS priority of its clients."""
     processes: int | str | None = None
-    """How many client processes it may have, or `any`."""
+    """The maximum number of its client processes, or `any`."""
     stop: str | None = None
     """How its clients are ended."""
     user: int | None = None
-    """The uid that its containers run as: the lease is opened to it before they start."""
+    """The uid of its containers' programs, which gets access to the lease before they start."""
 
 
 def for_request(given: Iterable[Given], request: str, driver: str) -> Configuration:
-    """Return the configuration of a request: what comes later beats what came before, each setting by itself.
+    """Return the configuration of a request: for each setting, a later entry overrides an earlier one.
 
-    Raises InvalidRequestError with the setting that is wrong, and what may be written there.
+    Raises InvalidRequestError with the name of a wrong setting and its valid values.
     """
     found = dict[str, object]()
     main = request.partition("/")[0]
@@ -56,7 +56,7 @@ def for_request(given: Iterable[Given], request: str, driver: str) -> Configurat
 
 
 def check_strictness(configuration: Configuration, attach: str) -> None:
-    """Refuse a share on a node that is less strict than it asks for. Raises InvalidRequestError."""
+    """Refuse a share on a node that is less strict than the share requires. Raises InvalidRequestError."""
     wanted = configuration.strictness
     if wanted is not None and _STRICT.index(Attach(attach)) < _STRICT.index(Attach(wanted)):
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""A ResourceClaim as the API server gives it: what of it the driver reads. Values without behaviour.
+"""A ResourceClaim from the API server: the fields that the driver reads. Values without behaviour.
 
 Source: `resource.k8s.io/v1`, Kubernetes 1.34. Fields that are not named here are ignored: later releases add some.
 """
@@ -14,7 +14,7 @@ def _camel(name: str) -> str:
 
 
 class Metadata(Struct, rename=_camel):
-    """What identifies an object."""
+    """The identity of an object."""
 
     name: str = ""
     namespace: str = ""
@@ -22,7 +22,7 @@ class Metadata(Struct, rename=_camel):
 
 
 class Consumer(Struct, rename=_camel):
-    """What a claim is reserved for: pods, mostly."""
+    """An object that a claim is reserved for, usually a pod."""
 
     resource: str
     name: str
@@ -30,7 +30,7 @@ class Consumer(Struct, rename=_camel):
 
 
 class Opaque(Struct, rename=_camel):
-    """Parameters for one driver, which the API server does not look into."""
+    """Parameters for one driver, whose content the API server does not check."""
 
     driver: str
     parameters: object = None
@@ -63,20 +63,20 @@ class Devices(Struct, rename=_camel):
 
 
 class Allocation(Struct, rename=_camel):
-    """What the scheduler allocated."""
+    """The scheduler's allocation."""
 
     devices: Devices | None = None
 
 
 class Status(Struct, rename=_camel):
-    """What became of a claim."""
+    """The status of a claim."""
 
     allocation: Allocation | None = None
     reserved_for: list[Consumer] | None = None
 
 
 class ResourceClaim(Struct, rename=_camel):
-    """A claim, as it is now."""
+    """A claim in its current state."""
 
     metadata: Metadata
     status: Status | None = None

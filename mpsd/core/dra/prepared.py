@@ -1,8 +1,8 @@
-"""What was prepared for a claim: the driver's own record, which kubelet expects it to have. Pure.
+"""The driver's own record of the claims that it prepared, which kubelet expects it to have. Pure.
 
-kubelet says once that a claim is to be prepared, and perhaps hours later that it is over; it may have been restarted
-between, and so may the driver and mpsd. The record says what each share is to be like, so that its lease can be claimed
-again where it has ended before the claim was over: when the node was restarted, or when no container came in time.
+kubelet asks once to prepare a claim, and later, perhaps after hours, to end it. In between, kubelet, the driver and
+mpsd may have been restarted. The record has the properties of each share, so that the driver can claim its lease again
+if the lease ended before the claim: after a restart of the node, or when no container started in time.
 """
 
 import re
@@ -18,11 +18,11 @@ from mpsd.core.kubernetes import pods
 from mpsd.core.kubernetes.claims import Holder
 
 VERSION: Final = 1
-"""Of the record's form."""
+"""The version of the record's format."""
 
 
 class PreparedShare(Struct, forbid_unknown_fields=True):
-    """A share, as it was allocated."""
+    """A share as the scheduler allocated it."""
 
     request: str
     pool: str
@@ -38,7 +38,7 @@ class PreparedShare(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, share: Share) -> "PreparedShare":
-        """Make it from what was allocated."""
+        """Make it from an allocated share."""
         wanted = share.configuration
         return cls(
             request=share.request,
@@ -63,17 +63,17 @@ class PreparedPod(Struct, forbid_unknown_fields=True):
 
 
 class Stage(StrEnum):
-    """How far a claim is."""
+    """The progress of a claim."""
 
     BEGUN = "begun"
-    """kubelet has asked, and was not answered yet."""
+    """kubelet has asked and has no answer yet."""
     PREPARED = "prepared"
     OVER = "over"
-    """kubelet has said that it is: nothing of it is claimed again."""
+    """kubelet has ended the claim: none of its leases is claimed again."""
 
 
 class PreparedClaim(Struct, forbid_unknown_fields=True):
-    """A claim that kubelet had prepared, or began to."""
+    """A claim that kubelet prepared or began to prepare."""
 
     uid: str
     namespace: str
@@ -84,11 +84,11 @@ class PreparedClaim(Struct, forbid_unknown_fields=True):
     version: int = VERSION
 
     def at(self, stage: Stage) -> "PreparedClaim":
-        """Return it at another stage."""
+        """Return a copy at another stage."""
         return structs.replace(self, stage=stage)
 
     def of_pods(self, reserved: list[PreparedPod]) -> "PreparedClaim":
-        """Return it with the pods that it is reserved for now."""
+        """Return a copy with the pods that the claim is reserved for now."""
         return structs.replace(self, pods=reserved)
 
 
@@ -98,7 +98,7 @@ _REQUEST: Final = re.compile(r"dra-([0-9A-Za-z-]{1,64})-([0-9]{1,3})")
 
 
 def request_id(claim: str, number: int) -> str:
-    """Return what makes mpsd answer a repeated request for a share with the same lease, for as long as that lives."""
+    """Return the request_id for a share, with which mpsd repeats the same lease for as long as the lease lives."""
     return f"dra-{claim}-{number}"
 
 
@@ -108,22 +108,22 @@ class ShareLease(NamedTuple):
     lease: str
     claim: str
     number: int
-    """Which share of its claim."""
+    """The number of the share in its claim."""
     pod: str | None
     """The uid of the pod whose control group holds it; None while it is a claim of mpsd's."""
     group: str
     uid: int
-    """Its owner."""
+    """The uid of its owner."""
     left: float
-    """Seconds until the claim ends."""
+    """Seconds until mpsd's claim ends."""
     has_clients: bool = False
 
 
 def share_lease(lease: str, request: str | None, uid: int, held: Iterable[Holder], now: datetime) -> ShareLease | None:
-    """Return a lease as that of a share; None for any other.
+    """Return a lease as that of a share; None for any other lease.
 
-    Anybody may choose a request_id. So a lease counts only where an administrator alone can have made it so: one that
-    is held by a claim, or by the control group of a pod.
+    Any user may choose a request_id. A lease therefore counts only in a form that only an administrator can have given
+    it: held by a claim, or by the control group of a pod.
     """
     match = _REQUEST.fullmatch(request or "")
     if match is None:
@@ -142,20 +142,20 @@ def share_lease(lease: str, request: str | None, uid: int, held: Iterable[Holder
 
 
 class Release(NamedTuple):
-    """End a lease that no claim has; one that is a claim of mpsd's only if nobody takes it first."""
+    """End a lease that belongs to no claim; if it is a claim of mpsd's, only if no holder takes it first."""
 
     lease: ShareLease
     because: str
 
 
 class Renew(NamedTuple):
-    """Give a claim of mpsd's more time."""
+    """Extend a claim of mpsd's."""
 
     lease: ShareLease
 
 
 class Take(NamedTuple):
-    """Have a lease taken by a pod of its claim, once one is there, and for the user of its program."""
+    """Give a lease to a pod of its claim, once there is one, and to the user of the pod's program."""
 
     lease: ShareLease
     claim: PreparedClaim
@@ -168,13 +168,13 @@ class Replace(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Take back what is left of a claim that is over."""
+    """Release everything that is left of a claim that is over."""
 
     claim: PreparedClaim
 
 
 class Forget(NamedTuple):
-    """Forget a claim that was never prepared, and has nothing any more."""
+    """Forget a claim that was never prepared and has no lease any more."""
 
     claim: PreparedClaim
 
@@ -188,10 +188,10 @@ def next_actions(
     is_populated: Callable[[str], bool],
     deadline: float,
 ) -> list[Action]:
-    """Return what is next about each claim, and about each lease that none has.
+    """Return the next actions for each claim, and for each lease that belongs to no claim.
 
-    `deadline` is how long a claim of mpsd's lives unless it is renewed. A claim that was begun is kubelet's to repeat
-    or to end; until then its leases are not renewed, so that nothing stays where kubelet has forgotten it.
+    `deadline` is the lifetime of a claim of mpsd's without renewal. kubelet must repeat or end a claim at stage BEGUN;
+    until then its leases are not renewed, so that nothing remains where kubelet has forgotten the claim.
     """
     known = {each.uid: each for each in claims}
     had: dict[str, dict[int, ShareLease]] = {uid: {} for uid in known}

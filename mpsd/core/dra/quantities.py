@@ -1,4 +1,4 @@
-"""Quantities as Kubernetes writes them. Pure.
+"""Quantities in the notation of Kubernetes. Pure.
 
 Source: Kubernetes, `k8s.io/apimachinery/pkg/api/resource`: a number with a binary or decimal suffix, or an exponent.
 """
@@ -19,7 +19,7 @@ _DECIMAL: Final = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "
 
 
 def parse(value: object) -> Fraction:
-    """Return a quantity as a number. Raises InvalidRequestError for what is none."""
+    """Return a quantity as a number. Raises InvalidRequestError for a text that is not a quantity."""
     text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
     match = _FORM.fullmatch(text) if isinstance(text, str) else None
     if match is None:
@@ -34,7 +34,7 @@ def parse(value: object) -> Fraction:
 
 
 def of_mebibytes(mebibytes: int) -> str:
-    """Return a number of MiB as a quantity, as short as Kubernetes itself writes it."""
+    """Return a number of MiB as a quantity, in the shortest form, which Kubernetes uses too."""
     suffixes = ["Mi", "Gi", "Ti"]
     while len(suffixes) > 1 and mebibytes and mebibytes % 1024 == 0:
         mebibytes //= 1024

@@ -1,10 +1,11 @@
-"""The ResourceSlice of a node: its GPUs, of which each can be allocated in shares of threads and memory. Pure.
+"""The ResourceSlice of a node: its GPUs, each of which can be allocated in shares of threads and memory. Pure.
 
-One pool for a node, and one slice for a pool: it has room for 128 devices, and whoever reads it sees one moment.
+A node has one pool, and the pool has one slice: a slice has space for 128 devices, and its reader sees a consistent
+state.
 
-A GPU on which nothing new may start (held, draining, not healthy) is left out. A taint would say why, but only where
-DRADeviceTaints is on; elsewhere the API server drops it without a word, and pods would go on being placed there. What
-is left out is not taken from anybody: claims that are allocated stay so, and count again when the GPU is back.
+A GPU that cannot start new work (held, draining, not healthy) is left out. A taint would give the reason, but only
+where DRADeviceTaints is on; elsewhere the API server drops it silently, and pods would still be placed there. Leaving a
+GPU out takes it from no claim: allocated claims stay allocated, and count again when the GPU is back.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,31 +16,31 @@ from mpsd.core.dra.allocation import MEMORY, THREADS, device_name
 from mpsd.core.kubernetes.devices import Gpu
 
 API_VERSION: Final = "resource.k8s.io/v1"
-"""The first with consumable capacity that is not an alpha: Kubernetes 1.34."""
+"""The first version with consumable capacity that is not an alpha: Kubernetes 1.34."""
 
 _LONGEST_TEXT: Final = 64
-"""Characters of a text attribute. Source: resource.k8s.io/v1."""
+"""Maximum characters of a text attribute. Source: resource.k8s.io/v1."""
 
 _TENTH: Final = 10
-"""A request that does not say how much gets a tenth of the GPU."""
+"""The divisor for the default share: a request without an amount gets a tenth of the GPU."""
 
 
 class Steps(NamedTuple):
-    """The sizes that can be asked for: multiples of these."""
+    """The step sizes: requests are multiples of these."""
 
     percent: int
     mebibytes: int
 
 
 class Node(NamedTuple):
-    """What a slice says of its node."""
+    """The node's part of a slice."""
 
     name: str
     uid: str
-    """Of the Node object, which owns the slice; empty where it is not known."""
+    """The uid of the Node object, which owns the slice; empty where it is unknown."""
     driver: str
     attach: str
-    """How strict mpsd is, as `enforcement.attach`."""
+    """mpsd's strictness, as a value of `enforcement.attach`."""
 
 
 def slice_name(node: str, driver: str) -> str:
@@ -69,9 +70,9 @@ def document(node: Node, gpus: Iterable[Gpu], steps: Steps, generation: int) -> 
 
 
 def is_shared(published: Mapping[str, object]) -> bool:
-    """Tell whether the API server took the devices of a slice as ones that can be allocated in shares.
+    """Tell whether the API server accepted the devices of a slice as allocatable in shares.
 
-    It drops what belongs to a feature that is off: then each claim would be given a whole GPU.
+    It drops fields of a feature that is off; each claim would then get a whole GPU.
     """
     spec = published.get("spec")
     devices = spec.get("devices") if isinstance(spec, dict) else None
@@ -79,7 +80,7 @@ def is_shared(published: Mapping[str, object]) -> bool:
 
 
 def same(one: Mapping[str, object] | None, other: Mapping[str, object]) -> bool:
-    """Tell whether two slices say the same, whatever their generation; what the API server adds counts for nothing."""
+    """Tell whether two slices have the same content, regardless of generation and of additions by the API server."""
     return one is not None and _content(one) == _content(other)
 
 
@@ -97,7 +98,7 @@ def _content(document: Mapping[str, object]) -> object:
     if not isinstance(spec, dict):
         return None
     pool = spec.get("pool")
-    # The API server leaves an empty list out.
+    # The API server omits an empty list.
     return {
         **spec,
         "devices": spec.get("devices") or [],
@@ -106,7 +107,10 @@ def _content(document: Mapping[str, object]) -> object:
 
 
 def _device(gpu: Gpu, node: Node, steps: Steps) -> dict[str, object] | None:
-    """Return a GPU as a device; None for one that has less than two steps, of which Kubernetes takes no range."""
+    """Return a GPU as a device; None where its memory is less than two steps.
+
+    Kubernetes accepts no range of a single step.
+    """
     memory = gpu.mebibytes // steps.mebibytes * steps.mebibytes
     if memory < 2 * steps.mebibytes:
         return None

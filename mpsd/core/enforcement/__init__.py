@@ -1,4 +1,4 @@
-"""What the limits must be, whether they are, and what breaks a lease.
+"""The limits that must be in force, whether they are, and what breaches a lease.
 
 Imported by: daemon/api, daemon/control, daemon/ends, daemon/leases, daemon/node.
 """

@@ -1,4 +1,4 @@
-"""Who may reach a control daemon: whoever can give it commands, and whoever can be its client. Pure."""
+"""Which uids may reach a control daemon: those that can give it commands, and those that can be its clients. Pure."""
 
 from collections.abc import Collection
 
@@ -8,8 +8,8 @@ from mpsd.core.settings import Unadmitted
 def admitted(
     unadmitted: Unadmitted, holders: Collection[int], own: int, quarantined: Collection[int] = ()
 ) -> frozenset[int] | None:
-    """Return the uids that are let in beside root and mpsd's own, or None for everybody.
+    """Return the uids that are admitted beside root and mpsd's own uid; None for all uids.
 
-    `holders` are the uids that hold a lease on the daemon's GPU now; of these, none that is `quarantined` is let in.
+    `holders` are the uids that hold a lease on the daemon's GPU now; those that are `quarantined` are not admitted.
     """
     return frozenset(holders) - {0, own, *quarantined} if unadmitted is Unadmitted.DENY else None

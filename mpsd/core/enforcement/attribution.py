@@ -1,7 +1,7 @@
-"""To which lease a client of MPS belongs. Pure.
+"""Which lease a client of MPS belongs to. Pure.
 
-A lease is its owner's: only processes of that uid are its clients, wherever they run. A process of another uid in the
-family or the control group of its holder has no part in it, and takes no place in it.
+A lease belongs to its owner: only processes of that uid are its clients, wherever they run. A process of another uid in
+the family or in the control group of its holder has no part in the lease, and takes no place in it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,12 +18,11 @@ def by_circles(
 ) -> AttributedClient:
     """Return the lease of the nearest circle around a client that has one on its GPU with room for it.
 
-    A circle has the leases of one of its family, itself first, or those that a control group holds around it. Only
-    leases of the client's own uid count.
-
-    Where none has room, the nearest is told all the same. A descendant of a client counts too: its own parent, the
-    holder, may be gone by then. Where somebody has several, it is the one that the client's environment is of, and the
-    oldest of those.
+    A circle contains the leases of one member of the client's family, beginning with the client itself, or the leases
+    that a control group around it holds. Only leases of the client's own uid count. Where no lease has room, the
+    nearest one is returned uncounted. A descendant of a client counts too: its own parent, the holder, may have exited.
+    Of several leases in one circle, the one whose limit variables the client's environment has comes first, and then
+    the oldest one.
     """
     nearest = None
     for circle in circles:
@@ -40,7 +39,7 @@ def by_circles(
 
 
 def by_cgroup(client: Client, leases: Sequence[Lease], has_room: Callable[[Lease], bool]) -> AttributedClient:
-    """Return the lease of a client without a family, where just one of its uid has processes in its control group."""
+    """Return the lease of a client without a family, where just one lease of its uid has processes in its cgroup."""
     own = [lease for lease in leases if lease.owner.uid == client.uid]
     if len(own) != 1:
         return AttributedClient(client, None, counted=False)
@@ -48,11 +47,11 @@ def by_cgroup(client: Client, leases: Sequence[Lease], has_room: Callable[[Lease
 
 
 def by_token(client: Client, named: Lease | None, has_room: Callable[[Lease], bool]) -> AttributedClient:
-    """Return the lease that a client's environment names, if the client has its token, and it has room there.
+    """Return the lease that a client's environment names, if the client has its token and the lease has room for it.
 
-    An environment is its process's own, so that the lease has to be of the client's own uid, which the kernel tells:
-    nobody can be given another user's client, nor have another user's lease. Whoever has the token of a lease of its
-    own could have asked for it, so comparing it takes as long as it takes.
+    A process sets its own environment, so the lease must belong to the client's own uid, which the kernel reports: no
+    user can thus be given the client of another user, or use the lease of another user. A client with the token of a
+    lease of its own uid could have asked for that lease, so the comparison need not take constant time.
     """
     own = client.environment or {}
     if named is None or not named.token or own.get(TOKEN) != named.token or named.owner.uid != client.uid:
@@ -63,9 +62,9 @@ def by_token(client: Client, named: Lease | None, has_room: Callable[[Lease], bo
 
 
 def is_telling(cgroup: str) -> bool:
-    """Tell whether a control group is that of one job, service or container, and not one where all and sundry are.
+    """Tell whether a control group is that of one job, service or container, and not a common one.
 
-    A login session is no job: whatever its user starts there is in it. Source: systemd's names for its units.
+    A login session is not a job: everything that its user starts there is in it. Source: systemd's names of its units.
     """
     last = cgroup.rpartition("/")[2]
     return bool(last) and not last.startswith(("session-", "user@", "init.scope"))

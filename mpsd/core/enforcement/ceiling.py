@@ -1,9 +1,9 @@
 """How far the limits of a control daemon are open, and for whom. Pure.
 
-What a client gets is the lesser of the server's limits, when they bind, and of its own environment's; nobody can change
-it afterwards. When they bind is not documented: as the process connects, or as it makes a context, which may be minutes
-later, and a second time. So a server's limits are kept at what the leases need whose processes may come, and are
-lowered behind a client only once its context is proven.
+A client gets the lesser of the server's limits at the moment when they bind, and of the limits in its own environment;
+nobody can change them afterwards. The moment is not documented: it may be when the process connects, or when it creates
+a context, which may be minutes later, and may happen a second time. mpsd therefore keeps a server's limits at what the
+leases need whose processes may still come, and lowers them behind a client only after its context is proven.
 """
 
 from collections.abc import Collection
@@ -23,45 +23,47 @@ SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
 """0.1 % reads back as 0.1, and less as 0.0; 1M is the least memory, and 0 would be none at all (measured, all four)."""
 
 NEVER: Final = float("inf")
-"""The moment at which nothing happens."""
+"""A moment that never comes."""
 
 UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), None)
 
 
 @dataclass(frozen=True, slots=True)
 class CeilingRules:
-    """What an operator decides about attaching."""
+    """The operator's rules of attaching."""
 
     closed: Limits
-    """What a process gets that nobody let in."""
+    """The limits of a process that was not admitted."""
     attach: Attach
     window: float
-    """Seconds of a turn in strict mode, and for those of a lease's processes that do not come with its first."""
+    """Seconds of a turn in strict mode, and of the wait for the processes of a lease that do not come with its
+    first."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """In strict mode, whose turn it is, and since when."""
+    """In strict mode, the lease whose turn it is, and since when."""
 
     lease: str
     since: float
     held: bool = False
-    """Whether it does not pass, since the lease waits for its turn on another GPU."""
+    """Whether the turn does not pass, because the lease waits for its turn on another GPU."""
     answered: bool = False
-    """Whether somebody who waited for it was told: it has begun then, and nobody who asks again makes it longer."""
+    """Whether a caller that waited for the turn got its answer: the turn has begun, and a repeated request does not
+    extend it."""
 
 
 class Ceiling(Struct, frozen=True):
-    """What the next client gets at most, and until when, where that may change by itself."""
+    """The maximum of the next client, and until when, where it can change by itself."""
 
     limits: Limits
     until: float = NEVER
 
 
 def each_process(lease: Lease, share: Share) -> Limits:
-    """Return what each client process of a lease is to get on one of its GPUs: its part, rounded down.
+    """Return the limits of each client process of a lease on one of its GPUs: its part, rounded down.
 
-    Where it may have any number of them, each is to get the whole.
+    Where the lease may have any number of processes, each gets the whole share.
     """
     processes = lease.request.processes
     if processes is None or processes == 1:
@@ -86,17 +88,17 @@ class Awaited(Enum):
 class ContextProof(Enum):
     """Whether NVML shows memory of a client on a GPU of its lease, which proves that it has a context there.
 
-    That a server lists a client proves none: it may make its first context, or another one, later.
+    A client in a server's list is no such proof: it may create its first context, or another one, later.
     """
 
     SHOWN = auto()
     MISSING = auto()
     UNKNOWN = auto()
-    """The GPU cannot be read, or NVML does not report how much the process holds."""
+    """The GPU cannot be read, or NVML does not report the memory of the process."""
 
 
 def awaited(lease: Lease, attach: Attach, proofs: Collection[ContextProof]) -> Awaited:
-    """Return how long the processes of a living lease are awaited, of whose clients this is known."""
+    """Return how long mpsd expects processes of a living lease, given the context proofs of its clients."""
     if attach is Attach.ANYTIME or not lease.clients or ContextProof.MISSING in proofs:
         return Awaited.ALWAYS
     return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more(lease) else Awaited.NOBODY
@@ -108,26 +110,26 @@ def may_have_more(lease: Lease) -> bool:
 
 
 class ExpectedClients:
-    """The leases of one control daemon whose processes are still to come, in the order in which they are to.
+    """The leases of one control daemon whose processes are still expected, in the order of their turns.
 
-    How long each is waited for is what `awaited` says of it. In strict mode one that is waited for always has its turn
-    again and again, and one that has a window has a single turn; later processes of that have to ask for it.
+    `awaited` decides how long each is expected. In strict mode, a lease that is always expected gets its turn again and
+    again, and a lease with a window gets a single turn; its later processes have to ask for another.
     """
 
     def __init__(self) -> None:
         self._expected: dict[str, Limits] = {}
         self._sizes: dict[Limits, int] = {}
-        """How many of them are to get what: thousands mostly ask for the same few sizes."""
+        """How many of them get which limits: thousands of leases usually request the same few sizes."""
         self._since: dict[str, float] = {}
-        """Those that have a window, and since when; the earliest first."""
+        """The leases that have a window, and since when; the earliest first."""
         self._asking: set[str] = set()
-        """Those of which somebody waits to be told that the ceiling is open: until then no window of theirs begins."""
+        """The leases for which a caller waits until the ceiling is open: their windows begin only then."""
         self._slot: _Slot | None = None
 
     def expect(self, lease_id: str, limits: Limits, how_long: Awaited, *, now: float, anew: bool = True) -> bool:
-        """Wait for processes of a lease, or no more; a window begins now, or, unless `anew`, goes on as it is.
+        """Expect processes of a lease, or stop expecting them; a window begins now or, unless `anew`, continues.
 
-        Return whether that may need other limits than before: where others are to get as much, it does not.
+        Return whether the limits may have to change; they do not where other leases get the same limits.
         """
         is_over = how_long is Awaited.WINDOW and not anew and lease_id not in self._expected
         if is_over or how_long is Awaited.NOBODY:
@@ -145,20 +147,20 @@ class ExpectedClients:
         return not alike
 
     def ask(self, lease_id: str) -> None:
-        """Have the window of a lease not run out while somebody waits to be told that it is open."""
+        """Keep the window of a lease from running out while a caller waits until the ceiling is open."""
         self._since.pop(lease_id, None)
         self._asking.add(lease_id)
 
     def hold(self, lease_id: str) -> None:
-        """Have the turn of a lease not pass while it waits for its turn on another GPU.
+        """Keep the turn of a lease from passing while the lease waits for its turn on another GPU.
 
-        Who holds turns here and there takes them in the order of the GPUs, so that no two wait for each other.
+        A lease takes its turns on several GPUs in the order of the GPUs, so that no two leases wait for each other.
         """
         if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
             self._slot.held = True
 
     def answer(self, lease_id: str, how_long: Awaited, *, now: float) -> None:
-        """Have the window of a lease, if it has one, and its turn begin: it is told now."""
+        """Let the window of a lease, if it has one, and its turn begin: the caller gets its answer now."""
         self._asking.discard(lease_id)
         if how_long is Awaited.WINDOW and self.expects(lease_id):
             self._since.pop(lease_id, None)
@@ -167,7 +169,7 @@ class ExpectedClients:
             self._slot = _Slot(lease_id, now, answered=True)
 
     def forget(self, lease_id: str) -> bool:
-        """Wait no more for processes of a lease: it has all, or has ended; return as `expect` does."""
+        """Stop expecting processes of a lease that has all of them or has ended; return the same as `expect`."""
         limits = self._expected.pop(lease_id, None)
         if limits is None:
             return False
@@ -178,15 +180,15 @@ class ExpectedClients:
         return not left
 
     def expects(self, lease_id: str) -> bool:
-        """Tell whether processes of a lease are waited for."""
+        """Tell whether processes of a lease are expected."""
         return lease_id in self._expected
 
     def is_open_to(self, lease_id: str) -> bool:
-        """Tell whether processes of a lease may attach now, as it was settled last."""
+        """Tell whether processes of a lease may attach now, by the last `settle`."""
         return self.expects(lease_id) and (self._slot is None or self._slot.lease == lease_id)
 
     def settle(self, rules: CeilingRules, now: float) -> Ceiling:
-        """Return how far it is open now."""
+        """Return how far the ceiling is open now."""
         if rules.attach is Attach.STRICT:
             return self._strictly(rules, now)
         self._slot = None
@@ -200,7 +202,7 @@ class ExpectedClients:
         if slot is not None and slot.lease in self._expected and not slot.held and now >= slot.since + rules.window:
             if slot.lease in self._since:
                 self.forget(slot.lease)
-            else:  # it has another turn, after all others
+            else:  # it gets another turn, after all others
                 self._expected[slot.lease] = self._expected.pop(slot.lease)
             slot = None
         if slot is None or slot.lease not in self._expected:

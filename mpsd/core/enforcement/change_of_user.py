@@ -1,7 +1,7 @@
-"""Processes of a lease's family that run as another user than the lease's: they are none of its clients. Pure.
+"""Processes of a lease's family that run as another user than the owner: they are not its clients. Pure.
 
-The pattern of every entrypoint, cron job and prolog: root takes out a lease, and becomes the user whose program it
-starts. That user may not reach the control daemon, so that the program runs outside MPS, on the whole GPU.
+Entrypoints, cron jobs and prologs do this: root takes out a lease, and becomes the user whose program it starts. That
+user may not reach the control daemon, so the program runs outside MPS, on the whole GPU.
 """
 
 from mpsd.core.enforcement.violations import Violation
@@ -9,13 +9,13 @@ from mpsd.core.model import Lease, ProcessIdentity, Share, ViolationKind
 
 
 def of_holder(lease: Lease, holder: ProcessIdentity, share: Share, uid: int) -> Violation:
-    """Judge a holder that runs as this uid by now."""
+    """Return the violation of a holder that runs as this uid now."""
     because = f"process {holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
     return _violation(lease, share, holder, because)
 
 
 def of_family(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:
-    """Judge a process of a lease's family that runs as this uid on its GPU; `outside`: as no client of MPS."""
+    """Return the violation of a process in a lease's family that runs as this uid; `outside`: not under MPS."""
     how = "outside MPS, without limits, " if outside else ""
     because = (
         f"process {identity.pid} of the family of lease {lease.id} runs {how}on the GPU of {share.daemon} as uid {uid},"
@@ -25,7 +25,7 @@ def of_family(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *
 
 
 def _violation(lease: Lease, share: Share, identity: ProcessIdentity, because: str) -> Violation:
-    # Another user's process is not the lease's to end.
+    # The owner of a lease has no right to end the process of another user.
     return Violation(
         kind=ViolationKind.USER,
         process=identity,

@@ -13,7 +13,7 @@ from mpsd.core.quantities import Bounds
 _PID: Final = re.compile(r"[0-9]{1,10}")
 
 _Difference: TypeAlias = tuple[int | None, Limit, LimitValue, LimitValue]
-"""The server, or None for the defaults of the daemon; a limit; what must be reported; and what is."""
+"""The server, or None for the defaults of the daemon; a limit; the wanted value; and the reported value."""
 
 
 def drift(
@@ -26,13 +26,12 @@ def drift(
     servers: Iterable[Server] = (),
     own: Collection[ReadBack] = (),
 ) -> tuple[Drift, ...]:
-    """Return the limits that are not as set, each with the time since when it is known to differ.
+    """Return the limits that differ from what mpsd set, each with the time since when the difference is known.
 
-    What a limit has in one of `own`, which mpsd itself set or was about to set, is nobody else's doing.
-
-    `found` is what the daemon said of its defaults, `servers` what each said of itself, `before` the drift that was
-    known already, and `foreign` the commands of others that the log showed since then: the latest that sets this limit
-    is named as the cause.
+    A limit that has its value in one of `own`, which mpsd itself set or was about to set, has not drifted. `found`
+    contains the defaults that the daemon reported, `servers` what each server reported, `before` the drift that was
+    known already, and `foreign` the commands of others in the log since then: the latest one that sets this limit is
+    named as the cause.
     """
     known = {(each.limit, each.server): each for each in before}
     result = []
@@ -53,7 +52,7 @@ def drift(
 def priority_drift(
     found: int | None, before: tuple[Drift, ...], foreign: tuple[str, ...], now: datetime
 ) -> tuple[Drift, ...]:
-    """Return that the default priority of clients is not as mpsd wants it, as `drift` does; None: there is none."""
+    """Return the drift of the default client priority, as `drift` does; `found` None: the driver has no priority."""
     if found is None or found == CLIENT_PRIORITY.wanted:
         return ()
     earlier = next((each for each in before if each.limit == CLIENT_PRIORITY.limit), None)
@@ -66,11 +65,11 @@ def priority_drift(
 
 
 def opened(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
-    """Return between what and what commands of others set the limits of a server, be it for a moment.
+    """Return the bounds within which commands of others set the limits of a server, even for a moment.
 
-    Without such commands it is less than nothing: from everything down to nothing. The defaults of the daemon are those
-    of a server that is `fresh`. A value that mpsd would not write itself may be anything: what MPS makes of such a one
-    is its own affair (`-1G` is 16 EiB, measured).
+    Without such commands the bounds are empty: from everything down to nothing. The defaults of the daemon apply to a
+    server that is `fresh`. A value that mpsd would not write itself counts as any value, because only MPS knows what it
+    makes of it (`-1G` is 16 EiB, measured).
     """
     least, most = EVERYTHING, NOTHING
     for command in commands:
@@ -88,7 +87,7 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
 
 
 def _may_be(pid: str, server: int) -> bool:
-    """Tell whether a word in a command may be this server; only another number is none."""
+    """Tell whether a word in a command may be this server; only a different number excludes it."""
     return _PID.fullmatch(pid) is None or int(pid) == server
 
 
@@ -98,7 +97,7 @@ def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:
 
 
 def differing(wanted: Limits, server: Server) -> list[str]:
-    """Name the limits of a server that are known and not as wanted."""
+    """Name the known limits of a server that differ from the wanted ones."""
     return [limit.name for _, limit, _, _ in _pairs(wanted, server.limits, server.pid)]
 
 
@@ -109,7 +108,7 @@ def _differing(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> It
 
 
 def _pairs(wanted: Limits, found: ReadBack | None, server: int | None) -> Iterator[_Difference]:
-    """Pair what must be reported with what is reported, where that is known and differs."""
+    """Pair the wanted values with the reported ones, where these are known and differ."""
     if found is not None:
         for limit in LIMITS:
             want, have = limit.wanted(wanted), limit.found(found)
@@ -118,7 +117,7 @@ def _pairs(wanted: Limits, found: ReadBack | None, server: int | None) -> Iterat
 
 
 def _sets(command: str, limit: Limit, server: int | None) -> bool:
-    """Tell whether a command sets this limit, of this server if it is one of a server."""
+    """Tell whether a command sets this limit; with `server`, whether it sets it for that server."""
     name, *arguments = words(command) or [""]
     if server is None:
         return name == limit.default_setter

@@ -1,10 +1,10 @@
-"""The one ladder by which mpsd ends a client of MPS, whatever for: what is to be done next about it. Pure.
+"""The steps by which mpsd ends a client of MPS, for any cause: what to do next about it. Pure.
 
 A client that is killed while the GPU works for it leaves that work behind: other clients of its server may meet an
-illegal address, and with nobody left, whoever comes later can hang. So the server ends its contexts first, by
-`terminate_client`, and signals come after its `0`. A SIGTERM before that is for programs that finish their work on it,
-as their lease says: that a program catches the signal proves nothing, since the runtimes of Go and Java catch it and
-exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating clients; mps-facts B4.3.
+illegal address, and if it was the only client, a later one can hang. The server therefore ends the client's contexts
+first, by `terminate_client`, and signals follow its answer `0`. A SIGTERM before that is for programs that finish their
+work on it, where their lease says so. That a program catches the signal proves nothing: the runtimes of Go and Java
+catch it and exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating clients; mps-facts B4.3.
 """
 
 from enum import StrEnum
@@ -16,24 +16,24 @@ from mpsd.core.model import ProcessIdentity, Stop
 from mpsd.core.quantities import Moment
 
 ATTEMPTS: Final = 3
-"""How often a server is asked to end the contexts of one client that shares it with others."""
+"""How often mpsd asks a server to end the contexts of one client that shares the server with others."""
 
 
 class EndStep(StrEnum):
-    """What was done last to end a process. It is on disk before it is done."""
+    """The last step that was taken to end a process. It is on disk before it is taken."""
 
     NONE = "none"
-    """Nothing: it can still be let go."""
+    """No step: the ending can still be cancelled."""
     SIGTERM_FIRST = "sigterm_first"
-    """SIGTERM, as its lease asks for."""
+    """SIGTERM, as its lease requests."""
     TERMINATE_CLIENT = "terminate_client"
     SIGTERM = "sigterm"
-    """Its contexts are ended, and it has been told to exit."""
+    """Its contexts are ended, and it got a signal to exit."""
     SIGKILL = "sigkill"
 
 
 class EndCause(Struct, frozen=True):
-    """Why somebody wants a process ended, and who that is: each can take back its own cause."""
+    """Why a process is to end, and for which part of mpsd: each part can withdraw its own cause."""
 
     by: str
     because: str
@@ -47,11 +47,11 @@ class PendingAnswer(Struct, frozen=True):
     front_end: ProcessIdentity
     nonce: str
     until: float
-    """Seconds since boot: when it is not waited for any longer."""
+    """Seconds since boot at which the wait for the answer ends."""
 
 
 class Refused(Struct, frozen=True):
-    """A server that did not end the contexts of a client: why, how often, and when it may be asked again."""
+    """A server that did not end the contexts of a client: why, how often, and when mpsd may ask it again."""
 
     server: ProcessIdentity
     because: str
@@ -61,7 +61,7 @@ class Refused(Struct, frozen=True):
 
 
 class Ending(Struct, frozen=True):
-    """How far the end of one process is."""
+    """The progress of the ending of one process."""
 
     process: ProcessIdentity
     uid: int
@@ -70,80 +70,83 @@ class Ending(Struct, frozen=True):
     began: Moment
     stop: Stop = Stop.TERMINATE
     daemons: tuple[str, ...] = ()
-    """The control daemons that are asked whose client it is, beside those that list it."""
+    """The control daemons to ask whose client it is, beside those that list it."""
     lost: bool = False
-    """Whether it has no contexts to be ended: a fault took them, or it never had any."""
+    """Whether it has no contexts to be ended: a fault destroyed them, or it never had any."""
     step: EndStep = EndStep.NONE
     until: float = 0.0
-    """Seconds since boot: how long it has to exit after the latest signal."""
+    """Seconds since boot until which the process may exit after the latest signal."""
     pending: PendingAnswer | None = None
     released: tuple[ProcessIdentity, ...] = ()
     """The servers that have ended its contexts."""
     refused: tuple[Refused, ...] = ()
     unreleased: tuple[tuple[str, ProcessIdentity], ...] = ()
-    """Control daemons and servers whose only client it was, and that had not ended its contexts before a signal did."""
+    """Control daemons and servers that had no other client, and had not ended its contexts before a signal did."""
 
     @property
     def because(self) -> str:
-        """Why it is ended."""
+        """Why the process is ended."""
         return "; ".join(each.because for each in self.causes)
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was done to it: from then on its end is finished, whatever becomes of the causes."""
+        """Whether any step was taken: from then on the ending is finished, whatever becomes of the causes."""
         return self.step is not EndStep.NONE
 
 
 class Place(NamedTuple):
-    """A server that lists the process as its client, by the answer to a question that was asked just now."""
+    """A server that lists the process as its client, by its current answer."""
 
     daemon: str
     server: ProcessIdentity
     alone: bool
-    """Whether it has no other client."""
+    """Whether the server has no other client."""
 
 
 class Seen(NamedTuple):
-    """What is known about the process at this moment; `now` is in seconds since boot."""
+    """The known facts about the process at this moment; `now` is in seconds since boot."""
 
     gone: bool
     places: tuple[Place, ...]
     unknown: str
-    """Why it is not known of which servers it is a client; empty where it is known."""
+    """Why it is unknown of which servers it is a client; empty where it is known."""
     now: float
 
 
 class Act(StrEnum):
-    """What there is to do."""
+    """The next action."""
 
     DONE = "done"
-    """It is gone."""
+    """None: the process is gone."""
     AWAIT = "await"
-    """Wait for the answer that is due."""
+    """Wait for the pending answer."""
     WAIT = "wait"
-    """Give it time, until the moment that is named."""
+    """Give the process time, until the returned moment."""
     ASK = "ask"
-    """Have a server end its contexts."""
+    """Ask a server to end its contexts."""
     SIGTERM_FIRST = "sigterm_first"
     SIGTERM = "sigterm"
     SIGKILL = "sigkill"
     STAY = "stay"
-    """Nothing can be done without harm to others: it stays, and that is reported."""
+    """Leave the process and report it: every further step would harm others."""
 
 
 class Move(NamedTuple):
-    """What to do next, and what that takes."""
+    """The next action, with its arguments."""
 
     act: Act
     place: Place | None = None
     until: float = 0.0
     because: str = ""
     suspects: tuple[Place, ...] = ()
-    """Servers that the signal leaves without their only client, and that had not ended its contexts."""
+    """Servers that the signal deprives of their only client, and that had not ended its contexts."""
 
 
 def next_move(ending: Ending, seen: Seen) -> Move:
-    """Return what to do next, by whichever mpsd: it follows from what is on disk and from what is seen alone."""
+    """Return the next action.
+
+    It follows from the stored state and the observation alone, so that any mpsd can continue.
+    """
     if ending.pending is not None:
         return Move(Act.AWAIT)
     if seen.gone:
@@ -183,10 +186,10 @@ def _end_contexts(ending: Ending, left: tuple[Place, ...], seen: Seen) -> Move |
 
 
 def let_go(ending: Ending, by: str) -> Ending | None:
-    """Return an end without the causes of somebody who takes them back; None: nobody wants it any more.
+    """Return an ending without the causes that `by` withdraws; None: no cause is left.
 
-    An end that has begun is finished: a program that was told to exit, or whose contexts its server is ending, has no
-    way back, and half an end is worse than a whole one.
+    An ending that has begun is finished: a program that got a signal to exit, or whose server is ending its contexts,
+    cannot return to normal operation, and an incomplete ending is worse than a complete one.
     """
     left = tuple(each for each in ending.causes if each.by != by)
     if left == ending.causes or ending.has_begun:
@@ -195,9 +198,9 @@ def let_go(ending: Ending, by: str) -> Ending | None:
 
 
 def joined(ending: Ending, cause: EndCause) -> Ending:
-    """Return an end that one more wants, or the same where that one wants it already.
+    """Return an ending with one more cause, or the same ending where that cause exists already.
 
-    What servers refused for the others they are asked once more.
+    mpsd then asks the servers that refused once more.
     """
     if any(each.by == cause.by for each in ending.causes):
         return ending
@@ -205,10 +208,10 @@ def joined(ending: Ending, cause: EndCause) -> Ending:
 
 
 def unheard(ending: Ending) -> Ending:
-    """Return an end whose server was not heard, so that it is as it was before that was asked."""
+    """Return an ending whose server did not receive the request, in the state before the request."""
     step = ending.step
     if step is EndStep.TERMINATE_CLIENT and not ending.released:
-        # Nothing has happened to it that has no way back.
+        # No step that cannot be undone was taken.
         step = EndStep.SIGTERM_FIRST if ending.stop is Stop.SIGTERM else EndStep.NONE
     return structs.replace(ending, pending=None, step=step)
 
@@ -216,9 +219,9 @@ def unheard(ending: Ending) -> Ending:
 def refused(
     ending: Ending, server: ProcessIdentity, because: str, *, final: bool, settled: bool, again: float
 ) -> Ending:
-    """Return an end that a server has refused, or not answered to.
+    """Return an ending that a server refused, or did not answer.
 
-    A `final` refusal will not be otherwise later. One that is not `settled` may still come to something.
+    A `final` refusal will not change later. A refusal that is not `settled` may still turn out as a success.
     """
     before = next((each.attempts for each in ending.refused if each.server == server), 0)
     refusal = Refused(server, because, ATTEMPTS if final else min(before + 1, ATTEMPTS), again)
@@ -228,11 +231,11 @@ def refused(
 
 
 def asking(ending: Ending, pending: PendingAnswer) -> Ending:
-    """Return an end for which a server is being asked."""
+    """Return an ending for which a server is being asked."""
     signalled = ending.step in {EndStep.SIGTERM, EndStep.SIGKILL}
     return structs.replace(ending, pending=pending, step=ending.step if signalled else EndStep.TERMINATE_CLIENT)
 
 
 def released(ending: Ending, server: ProcessIdentity) -> Ending:
-    """Return an end whose contexts a server has ended."""
+    """Return an ending whose contexts a server has ended."""
     return structs.replace(ending, pending=None, released=(*ending.released, server))

@@ -1,7 +1,7 @@
-"""The variables by which a process says whose it is.
+"""The variables by which a process names its lease.
 
-MPSD_LEASE names a lease and is no secret. MPSD_LEASE_TOKEN is one: only a lease's owner and administrators are given
-it, in answers about that lease alone, and it stands in no list, no event, no log and no text for people (`SECRETS`).
+MPSD_LEASE names a lease and is no secret. MPSD_LEASE_TOKEN is one: only a lease's owner and administrators get it, in
+answers about that lease alone, and it is in no list, event, log or text for display (`SECRETS`).
 """
 
 from typing import Final

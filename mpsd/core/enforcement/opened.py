@@ -1,4 +1,4 @@
-"""What was open to a client of MPS, as far as that can be known: between what and what. Pure."""
+"""The limits that were open to a client of MPS, as far as they can be known, as bounds. Pure."""
 
 from dataclasses import replace
 from typing import Final
@@ -8,29 +8,30 @@ from mpsd.core.mps.limits import EVERYTHING, NOTHING, narrowest_read_back, wides
 from mpsd.core.quantities import Bounds, Opened
 
 ANYTHING: Final = Bounds(NOTHING, EVERYTHING)
-"""What is said where nothing is known."""
+"""The bounds where nothing is known."""
 
 
 def widened(one: Bounds, other: Bounds) -> Bounds:
-    """Return what both of them are between."""
+    """Return the bounds that contain both."""
     return Bounds(narrowest_read_back(one.least, other.least), widest_read_back(one.most, other.most))
 
 
 def between(last: ReadBack | None, now: ReadBack, foreign: Bounds) -> Bounds | None:
-    """Return what was open between two conversations with a server; None where nobody knows what held at the first.
+    """Return the bounds of what was open between two conversations with a server; None: the first is unknown.
 
-    `foreign` is between what and what the commands of others set its limits meanwhile.
+    `last` contains the limits at the first conversation, `now` those at the second. `foreign` contains the bounds
+    within which commands of others set the limits meanwhile.
     """
     return None if last is None else widened(widened(Bounds(last, last), Bounds(now, now)), foreign)
 
 
 def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Opened | None:
-    """Return what was open to a client, of which this was `known` before; a `new` one connected meanwhile."""
+    """Return what was open to a client, for which `known` was true before; a `new` client connected meanwhile."""
     if new:
         return None if meanwhile is None else Opened(meanwhile, meanwhile)
     return None if known is None else replace(known, since=widened(known.since, meanwhile or ANYTHING))
 
 
 def with_context(known: Opened, now: Opened) -> Opened:
-    """Return it for a client that had a context when that was `known`: its first one has no less than then."""
+    """Return `now` for a client that had a context when `known` was true: its first context has no less than then."""
     return replace(now, since=Bounds(known.since.least, now.since.most))

@@ -1,4 +1,4 @@
-"""Whether the servers of a control daemon serve, by what their logs say and by their state words. Pure."""
+"""Whether the servers of a control daemon serve, by their logs and by their state words. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,34 +24,35 @@ FAULT: Final = "FAULT"
 """The state word of a server that handles a fatal fault of a GPU; drivers before 550 have no word for it."""
 
 _MOST_GIVEN: Final = 16
-"""Servers whose limits are kept until they are compared, and names in /dev/shm; more than that are left alone."""
+"""Maximum servers whose limits are kept until they are compared, and maximum names in /dev/shm; mpsd ignores more."""
 
 _TRIES: Final = 6
-"""Servers in a row that could not start: so many NVIDIA tries for one client, one and five more (public reports)."""
+"""Failed starts in a row: NVIDIA tries a server start this often for one client, once and five times more (public
+reports)."""
 
 _WINDOW: Final = timedelta(seconds=60)
-"""How long that closes the GPU; then one more client may try."""
+"""How long these failures close the GPU; then one more client may try."""
 
 
 @dataclass(slots=True)
 class ServerHealth:
-    """What is known of the servers of one control daemon; it is kept with how far their logs were read."""
+    """The known health of the servers of one control daemon; it is stored with the position in their logs."""
 
     faults: dict[Pid, Moment] = field(default_factory=dict)
-    """By the server's pid, since when it handles a fatal fault: it takes no client until those that it has are gone."""
+    """By a server's pid, since when it handles a fatal fault: it admits no client until those that it has are gone."""
     given: dict[int, ReadBack] = field(default_factory=dict)
-    """By server, the limits that its log says it gives, since somebody last compared them with what was asked."""
+    """By server, the limits that its log reports, since they were last compared with the wanted ones."""
     failures: list[Moment] = field(default_factory=list)
-    """When servers could not start, since one could."""
+    """When servers failed to start, since the last one that started."""
     lost: int = 0
-    """How many clients were gone without a word."""
+    """How many clients exited without notice."""
     words: str = ""
-    """What the last of them said."""
+    """The last log line of the last failed server."""
     shared_memory: list[str] = field(default_factory=list)
-    """The names of what servers made in /dev/shm, which one that is killed leaves there."""
+    """The names of what servers made in /dev/shm; a server that is killed leaves them there."""
 
     def note(self, events: Iterable[LogEvent], now: datetime) -> None:
-        """Take in what the logs say, in their order."""
+        """Process the events of the logs, in their order."""
         for event in events:
             match event:
                 case ServerFaulted():
@@ -70,7 +71,7 @@ class ServerHealth:
                     pass
 
     def _try(self, event: ServerReady | ServerFailed | ServerExited, now: datetime) -> None:
-        """Count the servers that could not start since one could."""
+        """Count the servers that failed to start since the last one that started."""
         if isinstance(event, ServerReady):
             self.failures, self.words = [], ""
         elif isinstance(event, ServerFailed):
@@ -86,14 +87,14 @@ class ServerHealth:
             del self.given[next(iter(self.given))]
 
     def forget_failures(self) -> None:
-        """Begin anew: it is another control daemon's servers that are to start."""
+        """Start anew: the next servers belong to another control daemon."""
         self.failures, self.words = [], ""
 
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
-        """Take in the servers' state words, where the driver has any: they count for more than the log.
+        """Process the servers' state words, where the driver has them: they take precedence over the log.
 
-        Those that are gone, or have no client left, are `idle`, and have no fault: a fault ends with the last client. A
-        busy server says nothing, and is not gone for that.
+        Servers that are gone, or have no client left, are `idle` and have no fault: a fault ends with the last client.
+        A busy server does not answer, and is not gone for that reason.
         """
         for pid in idle:
             self.faults.pop(pid, None)
@@ -105,13 +106,13 @@ class ServerHealth:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What decides whether anybody is let in: another value where that may be decided otherwise than before."""
+        """The state that decides whether clients are admitted: when it changes, the decision may change."""
         return (*self.faults, *self.failures)
 
     def cannot_start(self, now: datetime) -> str | None:
-        """Say that servers do not start, with what the last of them said, as long as that is so.
+        """Say that servers do not start, with what the last one logged, as long as that is true.
 
-        A failure that is still to come was noted before the clock was set back: how long ago, nobody knows.
+        A failure in the future was noted before the clock was set back: nobody knows how long ago it was.
         """
         if len(self.failures) < _TRIES or not timedelta() <= now - self.failures[-1] <= _WINDOW:
             return None

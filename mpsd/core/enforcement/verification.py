@@ -23,51 +23,51 @@ from mpsd.core.mps.limits import EVERYTHING
 
 
 class Verdict(StrEnum):
-    """What verifying came to. Only `ok` is well."""
+    """The result of verifying a lease. Only `ok` is good."""
 
     VIOLATION = "violation"
     """Something is wrong."""
     UNKNOWN = "unknown"
-    """Nothing is known to be wrong, and not all of it is known to be right."""
+    """No violation is known, but not everything is known to be right."""
     NOTHING = "nothing"
     """There is nothing to verify: the lease waits, has ended, or has no process on the GPU yet."""
     OK = "ok"
 
 
 _NO_MEMORY_LIMIT: Final = "no memory limit"
-"""What is said first where the environment of a process has MPS drop that limit."""
+"""How the sentence begins where the environment of a process makes MPS drop its memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedProcess:
-    """What is known of one process of a lease on one GPU."""
+    """The known facts about one process of a lease on one GPU."""
 
     pid: int
     daemon: str
     gpu: str
     server: int | None
     mps: bool | None
-    """Whether it is a client of MPS there; None for the holder of a lease that was not seen on the GPU at all."""
+    """Whether it is a client of MPS there; None for the holder of a lease that was not seen on the GPU."""
     granted: ReadBack
     in_force: ReadBack | None
-    """The most that it can use; None where that is not known, and for whoever is no client."""
+    """The maximum that it can use; None where that is unknown, and for a process that is not a client."""
     at_least: ReadBack | None
-    """The least that it has; None likewise."""
+    """The minimum that it has; None in the same cases."""
     held: int | None
-    """Bytes of the GPU's memory that it holds; None where that is not known."""
+    """Bytes of the GPU's memory that it holds; None where that is unknown."""
     verdict: Verdict
     because: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What verifying a lease came to: the gravest thing that there is to say, or that all is well."""
+    """The result of verifying a lease: the gravest finding, or that all is well."""
 
     verdict: Verdict
     because: str
     processes: tuple[VerifiedProcess, ...] = ()
     unknown: tuple[str, ...] = ()
-    """What is not known, in sentences."""
+    """The unknown facts, in sentences."""
 
     @property
     def ok(self) -> bool:
@@ -84,11 +84,11 @@ def verify(
     memory: bool,
     unknown: Sequence[str] = (),
 ) -> Verification:
-    """Judge a lease by its clients, by what its processes hold on each GPU, and by the violations that were found.
+    """Judge a lease by its clients, by the memory that its processes hold on each GPU, and by the violations found.
 
-    `memory` tells whether the driver limits memory, and `unknown` what could not be asked or read now, so that all the
-    rest is of before. A lease that has ended, that waits, or of which no process has come
-    yet is not well: whoever asks wants to know whether it runs under MPS, and it does not.
+    `memory` tells whether the driver limits memory. `unknown` names what could not be asked or read now, so that the
+    facts about it are older. A lease that has ended, waits, or has no process yet does not verify as `ok`: the caller
+    wants to know whether the lease runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
         return Verification(Verdict.NOTHING, f"lease {lease.id} has ended: {lease.because}")
@@ -118,7 +118,7 @@ def verify(
 
 
 def _said(violation: Violation) -> str:
-    """Say of a violation what it comes to, first."""
+    """Describe a violation, beginning with its effect."""
     first = f"{_NO_MEMORY_LIMIT}: " if violation.kind is ViolationKind.LIMITS else ""
     return first + violation.because
 

@@ -1,8 +1,8 @@
-"""What the processes of leases can use, as far as that can be known, and what of it is a violation. Pure.
+"""The use of GPUs by the processes of leases, as far as it can be known, and the violations in it. Pure.
 
-What a client can use is between two bounds, since MPS does not say when it takes limits over (`opened`), and since what
-a process has done to its environment is not seen. Only what is proven is held against anybody: that a client is there,
-and what NVML says that a lease's processes hold. A client that might use more is `unknown`.
+The use by a client lies between two bounds, because MPS does not say when it adopts limits (`opened`), and because mpsd
+cannot see the changes of a process to its environment. Only proven facts are violations: that a client exists, and the
+memory that NVML reports for the processes of a lease. A client that might use more is `unknown`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,14 +19,14 @@ from mpsd.core.units import briefly, format_size
 
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for limit in LIMITS))
-"""The variables of a client that decide what it uses, and that a lease's environment holds."""
+"""The variables in a lease's environment that decide what a client uses."""
 
 RUN: Final = "start the program again under a lease: mpsctl run"
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """What was found, of which process, and of which lease, if any."""
+    """A finding, with its process, and its lease, if any."""
 
     kind: ViolationKind
     process: ProcessIdentity
@@ -34,15 +34,16 @@ class Violation:
     daemon: str
     because: str = field(compare=False)
     hint: str = field(compare=False)
-    """What its user can do about it."""
+    """The remedy for the user of the process."""
     server: int | None = None
     """The pid of the server whose client it is."""
     own: bool = field(default=True, compare=False)
-    """Whether it is proven, and the process's own doing. Anything else is reported, and ends nobody."""
+    """Whether the violation is proven and caused by the process itself. mpsd reports any other one, and ends no
+    process."""
 
 
 class AttributedClient(NamedTuple):
-    """A client and the lease that is found for it; `counted` tells whether that lease has room for it."""
+    """A client and its lease; `counted` tells whether that lease has room for it."""
 
     client: Client
     lease: Lease | None
@@ -50,7 +51,7 @@ class AttributedClient(NamedTuple):
 
 
 class Doubt(NamedTuple):
-    """What is not known of the limits of a client of a lease. It is no violation."""
+    """An unknown fact about the limits of a lease's client. It is not a violation."""
 
     process: ProcessIdentity
     lease: str
@@ -62,10 +63,11 @@ class Doubt(NamedTuple):
 
 
 def can_use(client: Client) -> Bounds:
-    """Return between what and what a client can use: what was open to it, lowered by its environment.
+    """Return the bounds of what a client can use: what was open to it, lowered by its environment.
 
-    Its environment is what it was started with; what it did to it later is not seen. It only ever lowers a limit, so
-    the least can be less than this where the process lowered it itself, which is its own affair.
+    The environment is the one that the client was started with; later changes to it are not visible. It can only lower
+    a limit, so a process that lowered its limits itself may have less than the least returned here. That is its own
+    decision.
     """
     bounds = client.opened.since if client.opened is not None else ANYTHING
     least, most, own = bounds.least, bounds.most, client.environment or {}
@@ -86,7 +88,7 @@ def part(lease: Lease, share: Share) -> ReadBack:
 
 
 def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
-    """Say in which way one is more than the other; nothing where it is not. `memory`: whether the driver limits it."""
+    """Say how `found` exceeds `allowed`; empty where it does not. `memory`: whether the driver limits memory."""
     excesses = []
     for limit in LIMITS:
         has, may = limit.found(found), limit.found(allowed)
@@ -98,7 +100,7 @@ def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
 
 
 def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) -> str:
-    """Say in which way what was read back is less than what each process of a lease is to get; nothing if not."""
+    """Say how `found` is less than each process of a lease is to get; empty where it is not."""
     limits, deficits = ceiling.each_process(lease, share), []
     for limit in LIMITS:
         has, reported, exactly = limit.found(found), limit.wanted(limits), limit.found(part(lease, share))
@@ -111,10 +113,10 @@ def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) ->
 
 
 def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
-    """Say what is not known of the limits of a client of a lease; nothing where they are known to be its part.
+    """Say what is unknown of the limits of a lease's client; empty where they are known to be its part.
 
-    It is no violation: a process that took out its lease itself, and set its own environment then, is held by that, as
-    every library in a notebook is, but nobody else can see it.
+    It is not a violation. A process that took out its lease itself, and then set its own environment, is limited by
+    that environment, as a library in a notebook is; but no other process can see that environment.
     """
     pid = client.identity.pid
     more = exceeds(can_use(client).most, part(lease, share), memory=memory)
@@ -135,7 +137,7 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
 
 
 def share_on(lease: Lease, daemon: str) -> Share | None:
-    """Return what a lease has on the GPU of a control daemon."""
+    """Return a lease's share of the GPU of a control daemon."""
     return next((share for share in lease.shares if share.daemon == daemon), None)
 
 
@@ -143,9 +145,9 @@ def share_on(lease: Lease, daemon: str) -> Share | None:
 
 
 def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Iterator[Violation]:
-    """Judge a client, whatever it holds.
+    """Judge a client, regardless of the memory that it holds.
 
-    `denied` tells whether it is one too many without a lease, and `memory` whether the driver limits memory.
+    `denied` tells whether a client without a lease is a violation, and `memory` whether the driver limits memory.
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
@@ -161,9 +163,9 @@ def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Iter
 
 
 def _of_processes(client: Client, lease: Lease) -> Violation:
-    """Judge a client that is one too many for its lease.
+    """Judge a client that exceeds the client count of its lease.
 
-    Where a lease may have any number, others took the place, be it by leases of theirs; that ends nobody.
+    Where a lease may have any number of clients, other leases took the places; then no process is ended.
     """
     pid, most = client.identity.pid, lease.request.processes
     if most is None:
@@ -179,7 +181,7 @@ def _of_processes(client: Client, lease: Lease) -> Violation:
 
 
 def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> Iterator[Violation]:
-    """Judge a client by what it was started with, and by what was open to it; neither proves what it uses."""
+    """Judge a client by its start environment and by what was open to it; neither proves what it uses."""
     pid, variable = client.identity.pid, PINNED_DEVICE_MEM_LIMIT.variable
     text = (client.environment or {}).get(variable, "")
     entry = invisible_entry(text, client.gpu) if memory else None
@@ -207,9 +209,9 @@ def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> I
 
 
 def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) -> Violation:
-    """Judge a client whose server has been handling a fatal fault for so long.
+    """Judge a client whose server has been handling a fatal fault for this many seconds.
 
-    `proven`: its control daemon says so. A server's log is written by its clients' uids, too.
+    `proven`: its control daemon reports the fault. The clients' uids can also write the server's log.
     """
     client, pid = attached.client, attached.client.identity.pid
     because = (
@@ -217,7 +219,7 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
         f" {seconds:.0f} s ago and cannot recover until the process exits"
     )
     lease = attached.lease.id if attached.lease is not None else None
-    # Its contexts are lost already, so that no server has to be asked to end them.
+    # Its contexts are lost already, so no server has to end them.
     hint = f"end the process: kill {pid}"
     return Violation(ViolationKind.LINGERS, client.identity, lease, client.daemon, because, hint, own=proven)
 
@@ -234,9 +236,9 @@ def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
 def of_memory(
     lease: Lease, held: Mapping[ProcessIdentity, GpuProcess], share: Share, servers: Mapping[ProcessIdentity, int]
 ) -> Violation | None:
-    """Judge what the processes of a lease hold together on one of its GPUs, as far as it is known.
+    """Judge the memory that the processes of a lease hold together on one of its GPUs, as far as it is known.
 
-    `servers` has the server of those that are clients.
+    `servers` contains the server of each process that is a client.
     """
     known = {identity: each.memory.value for identity, each in held.items() if isinstance(each.memory, Known)}
     whole, allowed = sum(known.values()), share.memory.bytes
@@ -252,7 +254,7 @@ def of_memory(
 
 
 def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -> Iterator[Violation]:
-    """Judge the processes of a lease that use its GPU and are no clients of MPS."""
+    """Judge the processes of a lease that use its GPU and are not clients of MPS."""
     for identity in outside:
         because = (
             f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without limits"

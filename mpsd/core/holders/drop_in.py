@@ -1,4 +1,4 @@
-"""The drop-in that gives a unit of systemd a lease of its own. Pure.
+"""The drop-in that gives a systemd unit its own lease. Pure.
 
 Sources: systemd.unit(5) (names, specifiers), systemd.service(5) (quoting, the prefixes `+` and `-`, ExecStartPre= and
 ExecStopPost=), systemd.exec(5) (EnvironmentFile= is read before each program is started).
@@ -14,7 +14,7 @@ from typing import Final
 from mpsd.core.errors import InvalidRequestError
 
 _LONGEST: Final = 255
-"""Characters of a unit's name. Source: systemd.unit(5)."""
+"""Maximum characters of a unit's name. Source: systemd.unit(5)."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9:_.\\@-]+")
 
@@ -22,26 +22,26 @@ _HEADER: Final = "# Written by `mpsctl service wrap`; `mpsctl service unwrap` re
 
 
 class OnRestart(StrEnum):
-    """What a restart of the unit does to its lease."""
+    """The effect of a restart of the unit on its lease."""
 
     KEEP = "keep"
-    """The lease is held for the next start, for the unit's longest pause before a restart and a minute at most."""
+    """The lease is held for the next start: at most for the unit's longest pause before a restart plus a minute."""
     RENEW = "renew"
-    """The lease ends with the unit, and each start asks for another."""
+    """The lease ends with the unit, and each start requests a new one."""
 
 
 _MOST_SECONDS: Final = 1e6
-"""For how long mpsd lets a claim wait (`RequestedClaim`)."""
+"""The maximum seconds for which mpsd lets a claim wait (`RequestedClaim`)."""
 
 BETWEEN: Final = 60.0
-"""Seconds that a stopped unit's lease is held for its next start, beside the unit's own pause."""
+"""Seconds for which a stopped unit's lease is held for its next start, in addition to the unit's own pause."""
 
 
 def seconds_held(pause: float, steps: int, longest: float) -> float:
-    """Return for how long the lease of a stopped unit is held: its longest pause before a restart, and a minute.
+    """Return for how long a stopped unit's lease is held: its longest pause before a restart plus a minute.
 
-    The pause is RestartSec=; where there are RestartSteps= and a RestartMaxDelaySec=, it grows up to that. Raises
-    InvalidRequestError where that is longer than mpsd holds a lease for nobody. Source: systemd.service(5).
+    The pause is RestartSec=; with RestartSteps= and RestartMaxDelaySec=, it grows up to the latter. Raises
+    InvalidRequestError where that exceeds the maximum time of a claim. Source: systemd.service(5).
     """
     if steps and pause and longest != inf:
         pause = max(pause, longest)
@@ -70,16 +70,17 @@ def service_name(name: str) -> str:
 
 
 def is_written_here(text: str) -> bool:
-    """Tell whether a drop-in is one that `render` made."""
+    """Tell whether `render` made a drop-in."""
     return text.startswith(_HEADER)
 
 
 def render(
     program: PurePosixPath, options: Sequence[str], on_restart: OnRestart, *, end_clients: bool, start_seconds: str
 ) -> str:
-    """Return the drop-in for a service whose lease `options`, those of `mpsctl admit`, ask for.
+    """Return the drop-in for a service whose lease has `options`, those of `mpsctl admit`.
 
-    `program` is mpsctl. `start_seconds` is the unit's time to start, the time in the queue included; empty: as it is.
+    `program` is mpsctl. `start_seconds` is the unit's start timeout, which must cover the time in the queue; empty:
+    unchanged.
     """
     start = _command(program, "unit-start", "--on-restart", on_restart, "%n", *map(_literal, options))
     lines = [
@@ -101,7 +102,10 @@ def render(
 
 
 def environment_file(unit: str) -> PurePosixPath:
-    """Return where the environment of a unit's lease is; it has the lease's token, and is root's alone."""
+    """Return the path of the environment of a unit's lease.
+
+    The file has the lease's token, and only root can read it.
+    """
     return PurePosixPath("/run/mpsd-units", f"{unit}.env")
 
 
@@ -110,7 +114,7 @@ def _command(program: PurePosixPath, *words: str) -> str:
 
 
 def _literal(word: str) -> str:
-    """Return a word as systemd takes it for just that, whatever is in it. Raises InvalidRequestError."""
+    """Quote a word so that systemd takes it literally. Raises InvalidRequestError."""
     if not word.isprintable():
         raise InvalidRequestError(f"{word!r} has a control character", hint="leave it out", limit="unit")
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")

@@ -1,6 +1,7 @@
-"""What people call a control group: the unit or the container that its path names. Pure.
+"""The names that users know for a control group: the unit or the container in its path. Pure.
 
-It is for showing only. Whoever may make control groups may call them as anybody's: a name is evidence of nothing.
+The names are for output only. Any user who may make control groups can choose the names of others, so a name is no
+evidence.
 """
 
 import re
@@ -11,7 +12,7 @@ from mpsd.core.model import Holder, HoldingGroup
 _ID: Final = r"(?P<id>[0-9a-f]{64})"
 
 _SCOPE: Final = re.compile(rf"(?:[a-z0-9]+(?:-containerd)?)-{_ID}\.scope\Z")
-"""`docker-ID.scope`, `libpod-ID.scope`, `crio-ID.scope`, `cri-containerd-ID.scope`: containers that systemd knows."""
+"""`docker-ID.scope`, `libpod-ID.scope`, `crio-ID.scope`, `cri-containerd-ID.scope`: containers with systemd scopes."""
 
 _BARE: Final = re.compile(rf"(?:(?:libpod|crio)-)?{_ID}\Z")
 """A container below `docker`, `libpod_parent` or `kubepods`, whose runtime makes control groups itself."""
@@ -24,11 +25,11 @@ _UNIT: Final = re.compile(r"[A-Za-z0-9:_.\\@-]{1,250}\.(?:service|scope|slice|so
 """Source: systemd.unit(5)."""
 
 _SHORT: Final = 12
-"""Digits of a container's id that runtimes show."""
+"""The number of digits of a container's id that runtimes show."""
 
 
 class GroupName(NamedTuple):
-    """The names that the path of a control group has; each is empty where it has none."""
+    """The names in the path of a control group; each is empty where the path has none."""
 
     unit: str = ""
     container: str = ""
@@ -37,12 +38,12 @@ class GroupName(NamedTuple):
     """The uid that Kubernetes gave it."""
 
     def facts(self) -> dict[str, str]:
-        """Return those that there are, by what they are."""
+        """Return the names that are present, by their kind."""
         return {name: value for name, value in self._asdict().items() if value}
 
 
 def name_of(path: str) -> GroupName:
-    """Return the names in a path, the innermost of each kind; a unit only outside of containers."""
+    """Return the names in a path, the innermost of each kind; a unit counts only outside containers."""
     unit = container = pod = ""
     for part in path.split("/"):
         if found := _POD.match(part):
@@ -55,7 +56,7 @@ def name_of(path: str) -> GroupName:
 
 
 def facts_of(holder: Holder) -> dict[str, str]:
-    """Return what an event tells of a control group that holds a lease; nothing of any other holder."""
+    """Return the fields of an event about a control group that holds a lease; empty for any other holder."""
     if not isinstance(holder, HoldingGroup):
         return {}
     return {"cgroup": holder.group.path, **name_of(holder.group.path).facts()}

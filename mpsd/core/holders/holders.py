@@ -1,4 +1,4 @@
-"""What holds a lease: a process, a control group, or a claim that somebody is to take. Pure."""
+"""The holders of a lease: processes, control groups, or a claim that a holder will take. Pure."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -7,7 +7,7 @@ from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import Claim, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
 
 MOST: Final = 64
-"""Holders that a lease may have at a time: mpsd needs a descriptor for each."""
+"""Maximum holders of a lease at a time: mpsd needs a descriptor for each."""
 
 
 def processes(lease: Lease) -> Iterator[ProcessIdentity]:
@@ -21,13 +21,13 @@ def groups(lease: Lease) -> Iterator[HoldingGroup]:
 
 
 def claim_of(lease: Lease) -> Claim | None:
-    """Return the claim that nobody has taken yet; None where a lease has none."""
+    """Return the claim of a lease that no holder has taken yet; None where there is none."""
     first = lease.holders[0]
     return first if type(first) is Claim else None
 
 
 def said(holder: Holder) -> str:
-    """Say which holder this is, after the words "its holder"."""
+    """Describe this holder, for use after the words "its holder"."""
     match holder:
         case HoldingProcess():
             return f"pid {holder.identity.pid}"
@@ -38,7 +38,7 @@ def said(holder: Holder) -> str:
 
 
 def all_said(lease: Lease) -> str:
-    """Say who holds a lease, as a subject."""
+    """Describe the holders of a lease, as the subject of a sentence."""
     first, *others = map(said, lease.holders)
     return f"its holder, {first}" if not others else f"its holders, {', '.join((first, *others))}"
 
@@ -57,9 +57,9 @@ def are_same(one: Holder, other: Holder) -> bool:
 
 
 def with_another(lease: Lease, holder: Holder, *, replace: bool) -> tuple[Holder, ...]:
-    """Return the holders that a lease has once another one came, or took the place of all others.
+    """Return the holders of a lease after a further one was added, or has replaced all others.
 
-    Raises InvalidRequestError where it has too many.
+    Raises InvalidRequestError where there would be too many.
     """
     others = () if replace else tuple(each for each in lease.holders if not are_same(each, holder))
     if len(others) >= MOST:
@@ -72,6 +72,6 @@ def with_another(lease: Lease, holder: Holder, *, replace: bool) -> tuple[Holder
 
 
 def without(lease: Lease, gone: Holder) -> tuple[Holder, ...]:
-    """Return the holders that are left of a lease when one is gone; the last one stays, for people to see."""
+    """Return the holders of a lease without one that is gone; the last holder stays, for output."""
     left = tuple(each for each in lease.holders if not are_same(each, gone))
     return left or lease.holders

@@ -1,4 +1,4 @@
-"""Kubernetes: which devices a node offers, what a set of them comes to, and what becomes of the leases of its pods.
+"""Kubernetes: the devices of a node, the share that a set of devices stands for, and the life of pods' leases.
 
 Imported by: cli/commands, core/dra, kubernetes, kubernetes/dra.
 """

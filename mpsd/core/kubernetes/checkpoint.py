@@ -1,8 +1,8 @@
-"""kubelet's own record of which container has which devices: `device-plugins/kubelet_internal_checkpoint`. Pure.
+"""kubelet's own record of each container's devices: `device-plugins/kubelet_internal_checkpoint`. Pure.
 
-It is a file of root's, and the one place that has a pod's uid with its devices. kubelet writes it when it has allocated
-all resources of a container, before the container is created. Its form is not documented and has changed once: until
-1.19 a list of ids, since 1.20 lists by NUMA node.
+The file belongs to root, and is the only place that has a pod's uid with its devices. kubelet writes it after it has
+allocated all resources of a container, before the container is created. Its format is not documented and has changed
+once: until 1.19 a list of ids, since 1.20 lists by NUMA node.
 """
 
 import json
@@ -15,11 +15,11 @@ from mpsd.core.kubernetes.devices import KINDS, Kind, Numbers
 from mpsd.core.kubernetes.settings import Settings
 
 NAME = "device-plugins/kubelet_internal_checkpoint"
-"""Where it is, below kubelet's root directory."""
+"""Its path below kubelet's root directory."""
 
 
 class Container(NamedTuple):
-    """What a container has by kubelet's record."""
+    """The devices of a container in kubelet's record."""
 
     pod: str
     """The uid of its pod."""
@@ -27,15 +27,15 @@ class Container(NamedTuple):
     gpu: str
     numbers: Mapping[Kind, Numbers]
     answers: Mapping[Kind, str]
-    """What kubelet was answered when it allocated them: an encoded ContainerAllocateResponse, in base64."""
+    """The answer to kubelet's allocation: an encoded ContainerAllocateResponse, in base64."""
 
     def __str__(self) -> str:
-        """Name it so that a person finds it."""
+        """Name the container so that a user can find it."""
         return f"container {self.name} of pod {self.pod}"
 
 
 def parse(raw: bytes, settings: Settings) -> list[Container]:
-    """Return the containers that have devices of these resources. Raises ValueError for what is no such record."""
+    """Return the containers that have devices of these resources. Raises ValueError for a file of another form."""
     kinds = {devices.resource_name(kind, settings): kind for kind in KINDS[settings.resources]}
     found = dict[tuple[str, str], dict[Kind, tuple[list[str], str]]]()
     try:
@@ -52,7 +52,7 @@ def parse(raw: bytes, settings: Settings) -> list[Container]:
         try:
             gpus = {kind: devices.by_gpu(ids) for kind, (ids, _) in had.items()}
         except MpsdError:
-            continue  # devices of another plugin that had the name of this resource
+            continue  # devices of another plugin that had this resource name
         names = {gpu for each in gpus.values() for gpu in each}
         if len(names) == 1:
             (gpu,) = names

@@ -1,10 +1,10 @@
-"""The leases of pods, as mpsd has them, and what is next about each by what kubelet and the kernel say. Pure.
+"""The leases of pods in mpsd, and the next action for each, from the facts of kubelet and the kernel. Pure.
 
-mpsd stores each lease before it is granted, so the lease itself is the record of what a container got: its labels say
-which devices it is for, and its holder which pod. There is no second record that could say something else.
+mpsd stores each lease before it is granted, so the lease itself is the record of a container's share: its labels name
+its devices, and its holder the pod. No second record can contradict it.
 
-A label is chosen by whoever asks for a lease. So a lease counts only where an administrator alone can have made it so:
-one that is held by a claim, or by the control group of a pod.
+The requester of a lease chooses its labels. A lease therefore counts only in a form that only an administrator can have
+given it: held by a claim, or by the control group of a pod.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Claimed(NamedTuple):
     left: float
     """Seconds until the claim ends."""
     uid: int = 0
-    """Whose it is."""
+    """The uid of its owner."""
     has_clients: bool = False
 
     def overlaps(self, gpu: str, kind: Kind, numbers: Numbers) -> bool:
@@ -41,27 +41,30 @@ class Claimed(NamedTuple):
         return self.gpu == gpu and not numbers.isdisjoint(self.numbers.get(kind, frozenset()))
 
     def is_for(self, container: Container) -> bool:
-        """Tell whether it is for just what a container has."""
+        """Tell whether it is for exactly the devices of a container."""
         return self.gpu == container.gpu and self.numbers == container.numbers
 
 
 def labels(numbers: Mapping[Kind, Numbers]) -> dict[str, str]:
-    """Return the labels that say which devices a lease is for."""
+    """Return the labels that name the devices of a lease."""
     return {f"{_LABEL}{kind}": devices.encode(each) for kind, each in numbers.items()}
 
 
 ROOT: Final = 0
-"""The uid that most containers run as, and for which a lease is held until another one is seen."""
+"""The uid of most containers; a lease is held for it until another uid is seen."""
 
 
 def user_of(uids: Collection[int]) -> int:
-    """Return the user of a container's program, by those of its processes: some start as root and become another."""
+    """Return the user of a container's program, from the uids of its processes.
+
+    Some programs start as root and then become another user.
+    """
     others = {*uids} - {ROOT}
     return min(others) if len(others) == 1 or ROOT not in uids else ROOT
 
 
 class Holder(NamedTuple):
-    """What holds a lease, as far as it matters here."""
+    """The facts about a lease's holder that matter here."""
 
     kind: str
     group: str
@@ -71,7 +74,7 @@ class Holder(NamedTuple):
 def claimed(
     lease: str, gpu: str, label: Mapping[str, str], *, granted: str, holders: Sequence[Holder], now: datetime
 ) -> Claimed | None:
-    """Return a lease as one for a container; None for any other."""
+    """Return a lease as one for a container; None for any other lease."""
     numbers = {kind: devices.decode(label[f"{_LABEL}{kind}"]) for kind in Kind if f"{_LABEL}{kind}" in label}
     known = {kind: each for kind, each in numbers.items() if each}
     if not known or len(known) < len(numbers):
@@ -91,7 +94,7 @@ def claimed(
 
 
 class Release(NamedTuple):
-    """End a lease; one that is a claim only if nobody takes it first."""
+    """End a lease; if it is a claim, only if no holder takes it first."""
 
     lease: str
     is_claim: bool
@@ -99,18 +102,18 @@ class Release(NamedTuple):
 
 
 class Renew(NamedTuple):
-    """Give a claim more time."""
+    """Extend a claim."""
 
     lease: str
 
 
 class Open(NamedTuple):
-    """Have a lease taken by the pod of its container for the user of the container's program, once that runs."""
+    """Give a lease to the pod of its container, for the user of the container's program, once that runs."""
 
     lease: str
     container: Container
     uid: int | None
-    """For whom it is held by the pod already; None while it is a claim."""
+    """The uid for which the pod already holds it; None while it is a claim."""
 
 
 Action: TypeAlias = Release | Renew | Open
@@ -124,13 +127,13 @@ def next_actions(
     has_group: Callable[[str], bool],
     settings: Settings,
 ) -> list[Action]:
-    """Return what is next about each lease.
+    """Return the next action for each lease.
 
     A lease that a pod holds ends with the pod's control group, which mpsd sees by itself. It ends earlier where kubelet
-    has given the pod up, and no process of it is left: a group may outlive both for as long as a volume is being
-    unmounted. A claim lives while kubelet lists its devices for a container whose pod has a control group, from a
-    moment after it was made: the group is the first thing that a pod has, and kubelet's record still has pods that were
-    deleted.
+    has given the pod up and no process of it is left: a group may outlive both while a volume is being unmounted. A
+    claim lives while kubelet lists its devices for a container whose pod has a control group; this is checked only some
+    time after the claim was made. The group matters because it is the first thing that a pod gets, and kubelet's record
+    still lists deleted pods.
     """
     actions: list[Action] = []
     for each in leases:
@@ -149,7 +152,7 @@ def next_actions(
 def _of_claim(
     claim: Claimed, owners: Sequence[Container], has_group: Callable[[str], bool], settings: Settings
 ) -> Iterator[Action]:
-    """Yield what is next about a claim; a container of a pod has the devices of its init containers too."""
+    """Yield the next action for a claim; a container of a pod has the devices of its init containers too."""
     if claim.age > settings.orphan_grace and not any(has_group(owner.pod) for owner in owners):
         because = f"kubelet has not listed its devices for a container within {settings.orphan_grace:g} s"
         if owners:

@@ -1,7 +1,7 @@
-"""What `mpsctl cluster` shows: nodes, their GPUs, and the pods that have a share of them. Pure.
+"""The table of `mpsctl cluster`: nodes, their GPUs, and the pods that have shares. Pure.
 
-It is made of what each node's `mpsd-kubernetes` has written into the Node's annotation, and of the names of pods. What
-is written there is looked at as anything that comes from elsewhere: one node's mistake costs that node its rows.
+Its sources are the annotation that each node's `mpsd-kubernetes` writes to its Node, and the names of pods. Annotations
+are treated as untrusted input: an error in one costs only that node its rows.
 """
 
 import json
@@ -13,10 +13,10 @@ from mpsd.core.units import MIB
 
 
 class PodShare(TypedDict):
-    """What a pod has of a GPU."""
+    """The share of a pod on a GPU."""
 
     pod: str
-    """NAMESPACE/NAME; its uid where nobody could name it; empty where no pod has it."""
+    """NAMESPACE/NAME; the uid where the name is unknown; empty where no pod has the share."""
     threads: float
     memory: int
     """Bytes."""
@@ -29,7 +29,7 @@ class GpuRow(TypedDict):
     index: int
     model: str
     because: str
-    """Why nothing new may start on it; empty where it may."""
+    """Why no new work may start on it; empty where it may."""
     threads_granted: float
     memory_granted: int
     memory_total: int
@@ -41,12 +41,12 @@ class NodeRow(TypedDict):
 
     name: str
     because: str
-    """Why its GPUs are not known; empty where they are."""
+    """Why its GPUs are unknown; empty where they are known."""
     gpus: list[GpuRow]
 
 
 def pod_names(found: Iterable[object]) -> dict[str, str]:
-    """Return the names of pods by uid, of a list of Kubernetes' objects."""
+    """Return the names of pods by uid, from a list of Kubernetes objects."""
     names = {}
     for each in found:
         match each:
@@ -56,7 +56,7 @@ def pod_names(found: Iterable[object]) -> dict[str, str]:
 
 
 def nodes(found: Iterable[object], names: Mapping[str, str]) -> list[NodeRow]:
-    """Return the nodes of a list of Kubernetes' objects that have an annotation of mpsd's, by name."""
+    """Return the nodes with an annotation of mpsd's, from a list of Kubernetes objects, sorted by name."""
     rows: list[NodeRow] = []
     for each in found:
         match each:

@@ -1,7 +1,7 @@
-"""The devices that a node offers to Kubernetes, and what a set of them comes to: threads and memory of one GPU. Pure.
+"""The devices that a node offers to Kubernetes, and the threads and memory that a set of them stands for. Pure.
 
-A device is the smallest part that can be asked for, and its id names its GPU. So a set of ids says how much of which
-GPU; which ones they are beside that means nothing, but that no two containers have the same.
+A device is the smallest unit of a request, and its id names its GPU. A set of ids thus states an amount of one GPU; the
+individual numbers have no other meaning, except that no two containers have the same one.
 """
 
 import re
@@ -19,7 +19,7 @@ _WHOLE: Final = 1000
 
 
 class Kind(StrEnum):
-    """What a resource is of."""
+    """The unit of a resource."""
 
     SLICE = "slice"
     CORE = "core"
@@ -35,22 +35,22 @@ KINDS: Final = {
 
 
 class Gpu(NamedTuple):
-    """A GPU as it is offered."""
+    """A GPU that is offered."""
 
     uuid: str
     mebibytes: int
-    """What mpsd grants of it, all in all."""
+    """The total memory that mpsd grants of it."""
     daemon: str
     pipe_directory: str
     driver: int | None
-    """Branch of its driver."""
+    """The branch of its driver."""
     because: str = ""
-    """Why nothing new may start on it; empty where it may."""
+    """Why no new work may start on it; empty where it may."""
     position: int = 0
-    """Its index, as mpsd counts."""
+    """Its index in mpsd."""
     model: str = ""
     version: str = ""
-    """Of its driver."""
+    """The version of its driver."""
 
 
 class Part(NamedTuple):
@@ -70,7 +70,7 @@ Numbers = frozenset[int]
 
 
 def resource_name(kind: Kind, settings: Settings) -> str:
-    """Return what a pod asks for by."""
+    """Return the name of the resource in a pod's request."""
     names = {
         Kind.SLICE: settings.slice_resource,
         Kind.CORE: settings.core_resource,
@@ -115,7 +115,7 @@ def device_id(gpu: str, number: int) -> str:
 
 
 def by_gpu(ids: Iterable[str]) -> dict[str, Numbers]:
-    """Return the devices that ids name, by GPU. Raises InvalidRequestError for what is no id."""
+    """Return the devices that ids name, by GPU. Raises InvalidRequestError for a text that is not an id."""
     found = dict[str, set[int]]()
     for each in ids:
         match = _ID.fullmatch(each)
@@ -128,7 +128,7 @@ def by_gpu(ids: Iterable[str]) -> dict[str, Numbers]:
 
 
 def on_one_gpu(ids: Collection[str], kind: Kind, settings: Settings) -> tuple[str, Numbers]:
-    """Return the GPU and the devices of an allocation. Raises DoesNotFitError where they are of two GPUs."""
+    """Return the GPU and the devices of an allocation. Raises DoesNotFitError where they are on several GPUs."""
     found = by_gpu(ids)
     if len(found) == 1:
         ((gpu, numbers),) = found.items()
@@ -143,7 +143,7 @@ def on_one_gpu(ids: Collection[str], kind: Kind, settings: Settings) -> tuple[st
 
 
 def part_of(counts: Mapping[Kind, int], gpu: Gpu, settings: Settings) -> Part:
-    """Return what so many devices come to. Rounded down, so that all parts of a GPU fit on it together.
+    """Return the threads and memory of a number of devices, rounded down so that all parts of a GPU fit on it together.
 
     Raises InvalidRequestError for threads without memory and, where both are offered, memory without threads.
     """
@@ -176,7 +176,7 @@ def _checked(tenths: int, mebibytes: int) -> Part:
 
 
 def preferred(available: Sequence[str], must: Sequence[str], size: int) -> list[str]:
-    """Return which devices kubelet should take: all of one GPU, the fullest on which they fit; none where none does."""
+    """Return the devices that kubelet should take: all on the fullest GPU on which they fit; empty where none fits."""
     free = by_gpu([*available, *must])
     needed = by_gpu(must)
     if len(needed) > 1:
@@ -192,16 +192,16 @@ def preferred(available: Sequence[str], must: Sequence[str], size: int) -> list[
     return [device_id(gpu, number) for number in [*first, *rest][:size]]
 
 
-# -- as the label of a lease has them ----------------------------------------------------------------------------------
+# -- encoding in the label of a lease ----------------------------------------------------------------------------------
 
 
 def encode(numbers: Collection[int]) -> str:
-    """Return devices as a text of at most 128 characters: a digit for each four."""
+    """Encode devices as a text of at most 128 characters, with four devices per digit."""
     return f"{sum(1 << number for number in numbers):x}"
 
 
 def decode(text: str) -> Numbers | None:
-    """Return the devices of such a text; None for what is none."""
+    """Decode such a text; None for any other text."""
     if not re.fullmatch(r"[0-9a-f]{1,128}", text):
         return None
     bits = int(text, 16)

@@ -1,4 +1,4 @@
-"""Which devices are healthy: by mpsd's word on their GPU, and for how long mpsd has not given it. Pure."""
+"""The health of the offered devices, from mpsd's report on their GPU and from the age of that report. Pure."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
@@ -6,14 +6,14 @@ from typing import Final, NamedTuple
 from mpsd.core.kubernetes.devices import Gpu
 
 HEALTHY: Final = "ok"
-"""The health of a GPU that may be given out."""
+"""The health of a GPU that may be granted."""
 
 READY: Final = "ready"
 """The state of a control daemon in which mpsd grants leases on its GPU."""
 
 
 class Seen(NamedTuple):
-    """A GPU and its control daemon, as mpsd shows them."""
+    """A GPU and its control daemon, as mpsd reports them."""
 
     uuid: str
     mebibytes: int
@@ -30,7 +30,7 @@ class Seen(NamedTuple):
 
 
 def offered(seen: Iterable[Seen], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
-    """Return the GPUs that are offered: those that mpsd shows, and, as unhealthy, those that it showed before."""
+    """Return the GPUs to offer: those that mpsd reports now and, as unhealthy, those that it reported before."""
     now = dict[str, Gpu]()
     for each in seen:
         because = ""
@@ -56,5 +56,5 @@ def offered(seen: Iterable[Seen], before: Mapping[str, Gpu]) -> dict[str, Gpu]:
 
 
 def unreachable(before: Mapping[str, Gpu], because: str) -> dict[str, Gpu]:
-    """Return the GPUs of an mpsd that has not answered for too long: a claim would fail, so nothing new may start."""
+    """Return the GPUs of an mpsd that has not answered for too long, as unhealthy: a claim on them would fail."""
     return {uuid: gpu._replace(because=f"mpsd does not answer: {because}") for uuid, gpu in before.items()}

@@ -1,8 +1,8 @@
-"""What a cluster sees of a node: labels to select it by, and an annotation for people. Pure.
+"""The state of a node for its cluster: labels to select it by, and an annotation for users. Pure.
 
-A label changes what the scheduler looks at, so labels are coarse: what is free of a node counts in quarters of a GPU's
-threads, and in powers of two of GiB. The annotation is exact. Neither is what pods are placed by: that is the
-resources, or the ResourceSlice, which the scheduler keeps count of itself.
+A changed label makes the scheduler reconsider pods, so labels are coarse: free capacity counts in quarters of a GPU's
+threads, and in powers of two of GiB. The annotation is exact. Neither decides where pods are placed: the scheduler
+counts the resources or the ResourceSlice itself.
 """
 
 import json
@@ -14,36 +14,36 @@ PREFIX: Final = "mpsd/"
 ANNOTATION: Final = f"{PREFIX}state"
 
 _QUARTER: Final = 250
-"""Of a GPU's threads, in tenths of a percent."""
+"""A quarter of a GPU's threads, in tenths of a percent."""
 
 _GIB: Final = 1024
-"""In MiB."""
+"""A GiB in MiB."""
 
 _LONGEST: Final = 63
-"""Characters of a label's value."""
+"""Maximum characters of a label's value."""
 
 _LONGEST_REASON: Final = 200
 
 
 class ShareState(NamedTuple):
-    """What a pod has of a GPU, or whoever else has a lease of it."""
+    """The share of a pod, or of any other lease, on a GPU."""
 
     pod: str
-    """The uid of the pod; empty where it is none's."""
+    """The uid of the pod; empty for a lease that no pod has."""
     tenths: int
     mebibytes: int
 
 
 class GpuState(NamedTuple):
-    """A GPU, and who has what of it."""
+    """A GPU and the shares on it."""
 
     uuid: str
     position: int
     model: str
     because: str
-    """Why nothing new may start on it; empty where it may."""
+    """Why no new work may start on it; empty where it may."""
     mebibytes: int
-    """What mpsd grants of it, all in all."""
+    """The total memory that mpsd grants of it."""
     shares: Sequence[ShareState]
 
     @property
@@ -53,7 +53,7 @@ class GpuState(NamedTuple):
 
 
 def labels(gpus: Iterable[GpuState], offers: str, branch: int | None) -> dict[str, str | None]:
-    """Return the labels of a node; None for one that it is not to have."""
+    """Return the labels of a node; None for a label that it must not have."""
     found = list(gpus)
     usable = [each for each in found if not each.because]
     threads = max((1000 - each.granted.tenths for each in usable), default=0)
@@ -110,5 +110,5 @@ def _power_of_two(number: int) -> int:
 
 
 def _value(text: str) -> str | None:
-    """Return a text as the value of a label; None where nothing of it is left."""
+    """Return a text as the value of a label; None where no valid character is left."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:_LONGEST].strip("-_.") or None

@@ -1,15 +1,15 @@
 """The control group that kubelet makes for a pod. Pure.
 
-Source: kubelet's naming, with the drivers `cgroupfs` and `systemd`, for the classes guaranteed (without a folder of its
-own), burstable and besteffort. kubelet makes it before it creates the pod's first container, and removes it when the
-pod's last process has ended; only root makes groups there.
+Source: kubelet's naming, with the drivers `cgroupfs` and `systemd`, for the classes guaranteed (without a directory of
+its own), burstable and besteffort. kubelet makes the group before it creates the pod's first container, and removes it
+when the pod's last process has ended; only root makes groups there.
 """
 
 import re
 from typing import Final
 
 _UID: Final = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}")
-"""Of a pod from the API server, and of one from a file, which has a hash."""
+"""The uid of a pod from the API server, and of one from a file, which has a hash."""
 
 _GROUP: Final = re.compile(
     r"/(?:[^/]+/)*(?:[a-z]+-)*pod(?P<uid>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})(?:\.slice)?"
@@ -19,7 +19,7 @@ _CLASSES: Final = ("", "burstable", "besteffort")
 
 
 def groups(pod: str, root: str) -> list[str]:
-    """Return the paths at which the control group of a pod can be; none for what cannot be the uid of a pod."""
+    """Return the possible paths of a pod's control group; empty for a text that cannot be a pod's uid."""
     if not _UID.fullmatch(pod):
         return []
     parts = [part for part in root.split("/") if part]
@@ -32,6 +32,6 @@ def groups(pod: str, root: str) -> list[str]:
 
 
 def pod_of(path: str) -> str | None:
-    """Return the uid of the pod whose control group this is, itself and not one below it; None for any other."""
+    """Return the uid of the pod whose own control group this is; None for any other group, also one below it."""
     match = _GROUP.fullmatch(path)
     return None if match is None else match["uid"].replace("_", "-")

@@ -15,10 +15,10 @@ from mpsd.core.units import MIB, parse_duration, parse_size
 T = TypeVar("T")
 
 PREFIX: Final = "MPSD_KUBERNETES_"
-"""What the variable of each setting begins with."""
+"""The prefix of each setting's environment variable."""
 
 MOST_DEVICES: Final = 512
-"""Devices of one resource on one GPU: as many as the label of a lease has room for, at four to a digit."""
+"""Maximum devices of one resource on one GPU: the label of a lease has space for this many, at four per digit."""
 
 _RESOURCE: Final = re.compile(
     r"(?:[a-z0-9](?:[a-z0-9-]*[a-z0-9])?\.)*[a-z0-9-]+/[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -28,20 +28,20 @@ _RESOURCE: Final = re.compile(
 
 _DRIVER: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 _LONGEST_DRIVER: Final = 63
-"""Characters of a driver's name. Source: resource.k8s.io/v1."""
+"""Maximum characters of a driver's name. Source: resource.k8s.io/v1."""
 
 
 class Offer(StrEnum):
-    """Which resources a node offers."""
+    """The resources that a node offers."""
 
     SLICES = "slices"
-    """One: threads and memory in one number."""
+    """One resource: threads and memory in one number."""
     MEMORY = "memory"
-    """One: memory; threads come with it, in proportion."""
+    """One resource: memory, which includes threads in proportion."""
     THREADS_AND_MEMORY = "threads-and-memory"
-    """Two, which a container asks for together."""
+    """Two resources, which a container requests together."""
     DRA = "dra"
-    """None: Dynamic Resource Allocation has shares of devices in their place."""
+    """None: the node offers shares of devices through Dynamic Resource Allocation instead."""
 
 
 class GpuDevices(StrEnum):
@@ -147,7 +147,7 @@ _ONE_PROCESS: Final[int | None] = 1
 
 
 def row(default: T, parse: Callable[[object], T], text: str, shown: str = "") -> T:
-    """Give a setting its default, what reads it, and what it does; `shown` is the default as the document has it."""
+    """Declare a setting: its default, its parser and its help; `shown` is the default as documents show it."""
     return field(default=default, metadata={"parse": parse, "text": text, "shown": shown})
 
 
@@ -157,7 +157,7 @@ class Settings:
 
     socket: str = row("/run/mpsd/mpsd.sock", _path, "mpsd's socket.")
     kubelet_dir: str = row("/var/lib/kubelet", _path, "kubelet's root directory (`--root-dir`).")
-    node: str = row("", _text, "The node's name, by which the API server has it.")
+    node: str = row("", _text, "Name of the Node object of this node.")
     resources: Offer = row(
         Offer.SLICES,
         _choice(Offer),
@@ -165,37 +165,43 @@ class Settings:
         " `threads-and-memory` (two resources; on a node with one GPU only); or `dra` (`--dra`): shares by Dynamic"
         " Resource Allocation.",
     )
-    slice_resource: str = row("nvidia.com/mps-slice", _resource, "Name of the slices.")
+    slice_resource: str = row("nvidia.com/mps-slice", _resource, "Resource name of the slices.")
     slices: int = row(100, _number(1, MOST_DEVICES), "Number of slices per GPU.")
-    core_resource: str = row("nvidia.com/mps-core", _resource, "Name of the threads.")
-    core_unit: int = row(1, _number(1, 100), "Percent of the threads that one of them is.")
-    memory_resource: str = row("nvidia.com/mps-memory", _resource, "Name of the memory.")
-    memory_unit: int = row(1024, _unit, "Memory that one of them is, in whole MiB.", '"1GiB"')
+    core_resource: str = row("nvidia.com/mps-core", _resource, "Resource name of the threads.")
+    core_unit: int = row(
+        1, _number(1, 100), "Size of one unit of the threads resource, in percent of the GPU's threads."
+    )
+    memory_resource: str = row("nvidia.com/mps-memory", _resource, "Resource name of the memory.")
+    memory_unit: int = row(1024, _unit, "Size of one unit of the memory resource, in whole MiB.", '"1GiB"')
     uid: int | None = row(
         None,
         _optional_uid,
-        "The uid that all containers with a GPU run as: their leases are opened to it before they start. Absent: root,"
-        " and the uid of each container's program, once it runs.",
+        "Uid of all containers with a GPU, which gets access to their leases before they start. Absent: root, and the"
+        " uid of each container's program once it runs.",
         "absent",
     )
     processes: int | None = row(
-        _ONE_PROCESS, _processes, "How many client processes a container may have, or `any`: as mpsd's `processes`."
+        _ONE_PROCESS,
+        _processes,
+        "Maximum number of client processes of a container, or `any`: as `processes` of a lease.",
     )
     claim_deadline: float = row(
-        300.0, _seconds, "Seconds after which a claim ends that this program does not renew, when it is gone."
+        300.0,
+        _seconds,
+        "Seconds until a claim ends that this program no longer renews, for example because it has ended.",
     )
     wait: float = row(
-        10.0, _seconds, "Seconds for which a container waits for what an earlier pod is still giving back."
+        10.0, _seconds, "Seconds for which a container waits until an earlier pod has released its devices."
     )
     orphan_grace: float = row(
         20.0,
         _seconds,
-        "Seconds until a claim is released that kubelet does not list for a container.",
+        "Seconds until a claim is released if kubelet lists it for no container.",
     )
     unreachable_grace: float = row(
         15.0,
         _seconds,
-        "Seconds without an answer of mpsd after which its devices are unhealthy.",
+        "Seconds without an answer from mpsd after which its devices are reported as unhealthy.",
     )
     gpu_devices: GpuDevices = row(
         GpuDevices.ENVIRONMENT,
@@ -214,14 +220,14 @@ class Settings:
         "Whether a container gets the machine's /dev/shm: `auto` (for drivers before 580), `always` or `never`.",
     )
     driver: str = row("mpsd", _driver, "Name of the driver, in device classes and claims (`dra`).")
-    thread_step: int = row(1, _number(1, 50), "Threads are requested in multiples of so many percent (`dra`).")
-    memory_step: int = row(256, _unit, "Memory is requested in multiples of this, in whole MiB (`dra`).", '"256MiB"')
+    thread_step: int = row(1, _number(1, 50), "Step of requests for threads, in percent (`dra`).")
+    memory_step: int = row(256, _unit, "Step of requests for memory, in whole MiB (`dra`).", '"256MiB"')
     cdi_dir: str = row("/var/run/cdi", _path, "Directory that the container runtime reads CDI devices from (`dra`).")
     hook: str = row(
         "",
         _optional_path,
-        "mpsctl, as the container runtime finds it on the node: it opens a lease to its container before that starts"
-        " (`dra`). Absent: this program does, for root, and for another user once the container runs.",
+        "Path of mpsctl for the container runtime on the node. It opens a lease to its container before the container"
+        " starts (`dra`). Absent: this program opens it for root, and for another user once the container runs.",
         "absent",
     )
     api_server: str = row(
@@ -239,7 +245,9 @@ class Settings:
         "Whether the node's labels and annotation are written: `auto` (where `node` and the API server are known),"
         " `always`, or `never`.",
     )
-    report_interval: float = row(30.0, _seconds, "Seconds from one write of them to the next, at least.")
+    report_interval: float = row(
+        30.0, _seconds, "Minimum seconds from one write of the labels and the annotation to the next."
+    )
     cgroup_root: str = row("/", _path, "kubelet's `cgroupRoot`, where it has one.")
     log_format: LogFormat = row(
         LogFormat.AUTO, _choice(LogFormat), "`json`, `text`, or `auto`: text on a terminal, and JSON elsewhere."
@@ -247,7 +255,7 @@ class Settings:
 
 
 def parse(document: str, environment: Mapping[str, str], options: Mapping[str, str | None]) -> Settings:
-    """Return the settings of a TOML document, below those of the environment, below those of the command line.
+    """Return the settings. The command line overrides the environment, and the environment overrides the TOML document.
 
     Raises ConfigurationError.
     """

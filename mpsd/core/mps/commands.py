@@ -1,9 +1,9 @@
-"""The commands of the control pipe: what each is called, what it takes, what it answers, and since which driver.
+"""The commands of the control pipe: name, arguments, answer, and first driver of each.
 
-The table is data, and everything that speaks or imitates the control pipe reads it: `system/control_pipe` to talk,
-the contract suite to know what each driver answers, the simulator to answer. A command that a driver does not know is
-answered with `Unknown command "..."` and status 0 by every driver (measured: 470.256.02, 535.261.03, 550.163.01,
-555.58.02), which is how mpsd finds out, and also how it frames a conversation (see `mark`).
+The table is data for everything that uses or imitates the control pipe: `system/control_pipe` uses it for
+conversations, the contract suite for the answers of each driver, and the simulator to answer. Every driver answers an
+unknown command with `Unknown command "..."` and status 0 (measured: 470.256.02, 535.261.03, 550.163.01, 555.58.02). By
+that mpsd detects unknown commands, and also frames conversations (see `mark`).
 """
 
 import re
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Lines(StrEnum):
-    """How many lines a command answers when all is well. Answers carry no delimiter, so this decides the framing."""
+    """The number of lines in a normal answer. Answers have no delimiter, so this decides the framing."""
 
     ONE = "one"
     NONE_OR_ONE = "none or one"
@@ -32,7 +32,7 @@ class Lines(StrEnum):
 
 
 class Effect(StrEnum):
-    """Whether a command changes anything: what a stranger's hand is recognised by."""
+    """Whether a command changes anything, which shows when a command of others matters."""
 
     READS = "reads"
     CHANGES = "changes"
@@ -46,7 +46,7 @@ class CommandRow:
     grammar: str
     """Its arguments, in the words of NVIDIA's man page."""
     since: int
-    """The oldest of the measured driver branches that knows it."""
+    """The oldest of the measured driver branches that has it."""
     lines: Lines
     effect: Effect
 
@@ -72,44 +72,44 @@ ROWS: Final = (
     CommandRow("get_default_client_priority", "", 535, Lines.ONE, Effect.READS),
     CommandRow("quit", "[-t SECONDS]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
 )
-"""Which setter and getter belong to one limit, `core/mps/limits.py` says."""
+"""`core/mps/limits.py` says which setter and getter belong to one limit."""
 
 TABLE: Final = {row.name: row for row in ROWS}
 
 
 @dataclass(frozen=True, slots=True)
 class Command(Generic[T]):
-    """One line to the control daemon, and how its answer becomes a value."""
+    """One line to the control daemon, and the parser of its answer."""
 
     row: CommandRow
     arguments: tuple[str, ...]
     parse: Callable[[Sequence[str]], T]
-    """Turns the lines that came back into a value; raises ControlError for anything it does not understand."""
+    """Converts the lines of the answer to a value; raises ControlError for lines that do not parse."""
 
     @property
     def line(self) -> str:
-        """The command as it goes down the pipe, without the newline."""
+        """The command as one line, without the newline."""
         return " ".join((self.row.name, *self.arguments))
 
     @property
     def script(self) -> tuple[str, ...]:
-        """What goes down the pipe."""
+        """The lines to send."""
         return (self.line,)
 
     @property
     def expects(self) -> int | None:
-        """How many lines come back when all is well, or None when that is not certain before."""
+        """The number of lines of a normal answer, or None when it is not known in advance."""
         return 1 if self.row.lines is Lines.ONE else None
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
 _WORD: Final = re.compile(r"[^ \t\v\f\r]+")
-"""Not what `str.split` does: what only Unicode takes for space is part of a word to a control daemon (measured)."""
+"""Unlike `str.split`, this treats Unicode's further spaces as parts of a word, as a control daemon does (measured)."""
 
 
 def words(line: str) -> list[str]:
-    """Return the words of a command: what stands between spaces of any kind, also before the first (measured)."""
+    """Return the words of a command, separated by ASCII spaces of any kind, also before the first (measured)."""
     return _WORD.findall(line)
 
 
@@ -120,7 +120,7 @@ _SERVER_NOT_FOUND = re.compile(r"Server (?:[0-9]+ )?not found!?")
 
 
 def mark(nonce: str, number: int) -> str:
-    """Return a line that no control daemon knows, and that each therefore echoes back: a delimiter for answers."""
+    """Return a line that no control daemon knows, and that each therefore echoes: a delimiter for answers."""
     return f"mpsd-{nonce}-{number}"
 
 
@@ -135,12 +135,12 @@ def nonce_of(line: str) -> str:
 
 
 def echo_of(line: str) -> str:
-    """Return what a control daemon answers to a command it does not know."""
+    """Return the answer of a control daemon to an unknown command."""
     return f'Unknown command "{line}"'
 
 
 def changes_something(line: str) -> bool:
-    """Tell whether a command seen in the log can have changed anything. What nobody knows changes nothing."""
+    """Tell whether a command in the log can have changed anything. An unknown command changes nothing."""
     row = TABLE.get(next(iter(words(line)), ""))
     return row is not None and row.effect is Effect.CHANGES
 
@@ -149,7 +149,7 @@ def changes_something(line: str) -> bool:
 
 
 def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
-    """Return the error that an answer amounts to when it is one of the refusals that every command shares."""
+    """Return the error for an answer that is one of the refusals that all commands share; None otherwise."""
     if not lines:
         return None
     name = command.split(" ", 1)[0]
@@ -176,7 +176,7 @@ def garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
 
 
 def one_line(command: str, lines: Sequence[str]) -> str:
-    """Return the one line of an answer. Raises ControlError for a refusal, for silence and for more lines."""
+    """Return the single line of an answer. Raises ControlError for a refusal, for no line and for several."""
     refused = refusal(command, lines)
     if refused is not None:
         raise refused
@@ -194,7 +194,7 @@ _PID = re.compile(r" *[0-9]{1,10} *")
 
 
 def parse_pids(command: str, lines: Sequence[str]) -> tuple[int, ...]:
-    """Parse one pid a line, or none."""
+    """Parse one pid per line, or no line."""
     refused = refusal(command, lines)
     if refused is not None:
         raise refused
@@ -222,7 +222,7 @@ def _parse_nothing(command: str, lines: Sequence[str]) -> None:
 
 
 _ENDED: Final = frozenset({"0", "CUDA_SUCCESS"})
-"""What `terminate_client` answers when it is done: NVIDIA's documents have both, a number and its name."""
+"""The answers of a successful `terminate_client`: NVIDIA's documents have both, a number and its name."""
 
 
 def _parse_ended(command: str, lines: Sequence[str]) -> None:
@@ -230,7 +230,7 @@ def _parse_ended(command: str, lines: Sequence[str]) -> None:
         raise garbled(command, lines)
 
 
-# -- the commands that mpsd speaks -------------------------------------------------------------------------------------
+# -- the commands that mpsd uses ---------------------------------------------------------------------------------------
 
 
 def command(name: str, arguments: tuple[str | int, ...], parse: Callable[[str, Sequence[str]], T]) -> Command[T]:
@@ -241,30 +241,30 @@ def command(name: str, arguments: tuple[str | int, ...], parse: Callable[[str, S
 
 
 def get_server_list() -> Command[tuple[int, ...]]:
-    """Ask for the pids of the servers."""
+    """Query the pids of the servers."""
     return command("get_server_list", (), parse_pids)
 
 
 def get_server_status(server: int) -> Command[str]:
-    """Ask for a server's state word: INITIALIZING, ACTIVE or FAULT."""
+    """Query a server's state word: INITIALIZING, ACTIVE or FAULT."""
     return command("get_server_status", (server,), _parse_status)
 
 
 def get_client_list(server: int) -> Command[tuple[int, ...]]:
-    """Ask for the pids of a server's clients. A busy server answers nothing, as one without clients does."""
+    """Query the pids of a server's clients. The answer of a busy server is empty, like that of one without clients."""
     return command("get_client_list", (server,), parse_pids)
 
 
 def terminate_client(server: int, client: int) -> Command[None]:
-    """End the contexts of a client, without harm to the others of its server.
+    """End the contexts of a client without affecting the other clients of its server.
 
-    It answers 0 or CUDA_SUCCESS when that is done, once the client's outstanding work on the GPU has ended: a long
-    kernel takes as long as it does. The process itself goes on with errors. Sources: NVIDIA's man page, and
-    "Multi-Process Service", mpsv2-interface.
+    The daemon answers 0 or CUDA_SUCCESS once the client's outstanding work on the GPU has ended: a long kernel delays
+    it. The process itself continues, and its CUDA calls fail. Sources: NVIDIA's man page, and "Multi-Process Service",
+    mpsv2-interface.
     """
     return command("terminate_client", (server, client), _parse_ended)
 
 
 def quit_daemon(seconds: int | None) -> Command[None]:
-    """Stop the control daemon; with `seconds`, its servers are forced when that time is over."""
+    """Stop the control daemon; with `seconds`, it ends its servers by force after that time."""
     return command("quit", () if seconds is None else ("-t", seconds), _parse_nothing)

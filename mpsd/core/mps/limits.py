@@ -1,10 +1,11 @@
-"""The limits of MPS, one row for each: its commands, its variable, its log line, and how its value is read and written.
+"""The limits of MPS, one row for each: commands, variable, log line, and the reading and writing of its value.
 
-Everything in mpsd that sets a limit, reads it back, compares it or tells about it goes through this table. A further
-limit needs a row here (its commands stand in `core/mps/commands.py`), a field in `model.Limits` and `model.ReadBack`,
-and its place in the simulator; where a field is missing, mypy and tests/core/mps/test_limits.py say so.
+Every part of mpsd that sets a limit, reads it back, compares or reports it uses this table. A further limit needs a row
+here (its commands are in `core/mps/commands.py`), a field in `model.Limits` and `model.ReadBack`, and its place in the
+simulator; where a field is missing, mypy and tests/core/mps/test_limits.py report it.
 
-Setting is not enough: a control daemon ignores a wrong value without a word, so a limit holds once it was read back.
+Setting a limit is not enough: a control daemon silently ignores a wrong value, so a limit holds only once it was read
+back.
 """
 
 import re
@@ -20,15 +21,15 @@ from mpsd.core.units import GIB, MIB, format_size
 T = TypeVar("T")
 
 LimitValue: TypeAlias = int | None
-"""What a limit is, in its own unit: tenths of a percent, or bytes. None is no limit: wider than any number."""
+"""The value of a limit in its own unit: tenths of a percent, or bytes. None is no limit: wider than any number."""
 
 DEVICE: Final = 0
-"""The ordinal of the one GPU that a control daemon of mpsd sees, and so of the one that its clients see."""
+"""The ordinal of the one GPU that a control daemon of mpsd sees, and that its clients see."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting(Generic[T]):
-    """A value to be set: the command that sets it, the one that reads it back, and what must come back."""
+    """A value to set: the command that sets it, the one that reads it back, and the value that must come back."""
 
     limit: str
     wanted: T
@@ -37,24 +38,25 @@ class Setting(Generic[T]):
 
     @property
     def script(self) -> tuple[str, ...]:
-        """What goes down the pipe."""
+        """The lines to send."""
         return self.setter, self.getter.line
 
     @property
     def expects(self) -> int | None:
-        """How many lines come back whatever becomes of it, or None when that is not certain before.
+        """The number of lines that come back in any case, or None when it is not known in advance.
 
-        A memory limit that the daemon ignored, or never knew of, reads back as silence, or as complaints of any length.
+        A memory limit that the daemon ignored, or does not support, reads back as no line, or as error messages of any
+        length.
         """
         return 2 if self._setter_lines and self.getter.row.lines is Lines.ONE else None
 
     @property
     def _setter_lines(self) -> int:
-        """A setter echoes the value now in force, or says nothing at all."""
+        """A setter echoes the value now in force, or prints nothing at all."""
         return 1 if TABLE[self.setter.split(" ", 1)[0]].lines is Lines.ONE else 0
 
     def read_back(self, lines: Sequence[str]) -> T:
-        """Return what the getter said: the last line, after whatever the setter had to say."""
+        """Return the getter's value: the last line, after any lines of the setter."""
         refused = refusal(self.setter, lines)
         if refused is not None:
             raise refused
@@ -70,47 +72,48 @@ class Limit:
     since: int
     """The first driver branch that has it, by NVIDIA's documentation."""
 
-    # Where it stands.
+    # Its commands, variable and log line.
     default_setter: str
-    """The command that sets what the next server starts with."""
+    """The command that sets the value for the next server."""
     default_getter: str
     server_setter: str
-    """The command that sets what the next clients of a server get; connected ones keep what they have (V2)."""
+    """The command that sets the value for the next clients of a server; connected ones keep theirs (V2)."""
     server_getter: str
     of_device: bool
-    """Whether each device has its own: commands then name the device before the value, the variable does likewise."""
+    """Whether each device has its own value: commands and the variable then name the device before the value."""
     variable: str
     """The variable with which a client lowers its own limit."""
     log_line: str
-    """How a server's log tells what it gives: a regular expression, in which `value` is how much and `device` where."""
+    """The server's log line about its value: a regular expression with the group `value`, and `device` where it has
+    one."""
 
-    # What mpsd wants.
+    # The values that mpsd wants.
     wanted: Callable[[Limits], LimitValue]
-    """Return what a control daemon reports when these limits are in force."""
+    """Return the value that a control daemon reports when these limits are in force."""
     grammar: Callable[[Limits], str]
     """Write the value as commands and the variable take it."""
 
-    # What others say.
+    # The values of others.
     parse: Callable[[str, Sequence[str]], LimitValue]
-    """Parse the answer to a getter; raises ControlError for anything it does not understand."""
+    """Parse the answer to a getter; raises ControlError for an answer of another form."""
     parse_foreign: Callable[[str], LimitValue]
-    """Parse a stranger's value; None where MPS ignores it, takes it for no limit, or may."""
+    """Parse another user's value; None where MPS ignores it, takes it for no limit, or may do so."""
     parse_logged: Callable[[str], LimitValue]
-    """Parse the `value` of a log line into what a getter would report."""
+    """Parse the `value` of a log line into the value that a getter would report."""
     lowered: Callable[[LimitValue, str, str], LimitValue]
-    """Return what a client gets that is offered so much, has this text in its variable, and sees this GPU."""
+    """Return the limit of a client, from the offered value, the text of its variable, and the GPU that it sees."""
 
-    # What is known and told.
+    # Access, and output.
     found: Callable[[ReadBack], LimitValue]
-    """Take the value out of what was read back."""
+    """Return the value from a reading."""
     put: Callable[[ReadBack, LimitValue], ReadBack]
-    """Return what was read back with another value."""
+    """Return a reading with another value."""
     shown: Callable[[LimitValue], float | int | None]
     """Convert the value to the API's unit: percent, or bytes."""
     amount: Callable[[int], str]
-    """Write the value for a person."""
+    """Write the value for output."""
     resource: str
-    """What it is an amount of, for a person."""
+    """The resource that it limits, for output."""
 
     @property
     def measured(self) -> int:
@@ -118,32 +121,32 @@ class Limit:
         return TABLE[self.default_setter].since
 
     def default_setting(self, wanted: Limits) -> Setting[LimitValue]:
-        """Give the next server this limit; where none is wanted, take the limit away."""
+        """Give the next server this limit; where none is wanted, remove the limit."""
         setter = command(self.default_setter, (*self._device, self.grammar(wanted)), _parse_anything)
         return Setting(self.name, self.wanted(wanted), setter.line, self.ask_default())
 
     def ask_default(self) -> Command[LimitValue]:
-        """Ask what the next server starts with."""
+        """Query the value that the next server starts with."""
         return command(self.default_getter, self._device, self.parse)
 
     def set_on_server(self, server: int, wanted: Limits) -> Command[None]:
         """Give the next clients of a server this limit, which may be wider than the default (V2).
 
-        What a server answers is not known, and means nothing here: only `ask_server` says what came of it.
+        The answer of a server is not documented, and is ignored here: only `ask_server` shows the result.
         """
         return command(self.server_setter, (server, *self._device, self.grammar(wanted)), _parse_anything)
 
     def ask_server(self, server: int) -> Command[LimitValue]:
-        """Ask what the next clients of a server get; a busy server answers nothing."""
+        """Query the value for the next clients of a server; the answer of a busy server is empty."""
         return command(self.server_getter, (server, *self._device), self.parse)
 
     def for_client(self, wanted: Limits) -> str:
-        """Write the variable's text for a client that is to get no more than this."""
+        """Write the variable's text for a client that must not exceed these limits."""
         value = self.grammar(wanted)
         return f"{DEVICE}={value}" if self.of_device else value
 
     def foreign(self, arguments: Sequence[str]) -> LimitValue:
-        """Return what a stranger's setter sets, by its arguments after the server's pid; None is no limit, or doubt."""
+        """Return the value of another user's setter, from its arguments after the pid; None: no limit, or in doubt."""
         return self.parse_foreign(arguments[-1]) if len(arguments) == len(self._device) + 1 else None
 
     @property
@@ -152,7 +155,7 @@ class Limit:
 
 
 def _parse_anything(command: str, lines: Sequence[str]) -> None:
-    """Take whatever a setter has to say, unless it is a refusal."""
+    """Accept any answer of a setter that is not a refusal."""
     refused = refusal(command, lines)
     if refused is not None:
         raise refused
@@ -161,7 +164,7 @@ def _parse_anything(command: str, lines: Sequence[str]) -> None:
 # -- the active thread percentage --------------------------------------------------------------------------------------
 
 _WHOLE: Final = 1000
-"""All threads, in tenths of a percent: what MPS gives where no limit is set (measured)."""
+"""All threads, in tenths of a percent: the value of MPS where no limit is set (measured)."""
 
 _TENTHS: Final = re.compile(r"([0-9]{1,3})\.([0-9])")
 _PERCENT: Final = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?(?:[eE][+-]?[0-9]{1,3})?")
@@ -176,7 +179,7 @@ def parse_percentage_answer(command: str, lines: Sequence[str]) -> int:
 
 
 def parse_foreign_percentage(text: str) -> int | None:
-    """Return what a stranger's percentage is in tenths, rounded up; None for what MPS ignores, or may."""
+    """Return another user's percentage in tenths, rounded up; None for a text that MPS ignores, or may ignore."""
     value = float(text) if _PERCENT.fullmatch(text) else 0.0
     return -int(-value * 10 // 1) if 0 < value <= 100 else None  # noqa: PLR2004 - it is a percentage
 
@@ -217,14 +220,14 @@ ACTIVE_THREAD_PERCENTAGE: Final = Limit(
 # -- the pinned device memory limit ------------------------------------------------------------------------------------
 
 _LIMIT: Final = re.compile(r"([0-9]{1,20})([GM])")
-"""As many digits as the largest that is seen has, and more: `-1G` reads back as 17179869184G (measured)."""
+"""As many digits as the largest known value has, and more: `-1G` reads back as 17179869184G (measured)."""
 
 _SIZE: Final = re.compile(r"([1-9][0-9]{0,9})([GMgm])")
-"""What MPS is sure to read as these figures are meant. Ten digits of G are below 64 bits, at which it begins anew."""
+"""The form that MPS reads exactly as written. Ten digits of G stay below 64 bits, where its numbers wrap around."""
 
 
 def parse_mem_limit_answer(command: str, lines: Sequence[str]) -> int | None:
-    """Parse `8G` or `512M` into bytes; no line at all means that no limit is set."""
+    """Parse `8G` or `512M` into bytes; an empty answer means that no limit is set."""
     if not lines:
         return None
     match = _LIMIT.fullmatch(one_line(command, lines))
@@ -234,19 +237,19 @@ def parse_mem_limit_answer(command: str, lines: Sequence[str]) -> int | None:
 
 
 def parse_foreign_mem_limit(text: str) -> int | None:
-    """Return what a stranger's memory limit is in bytes; None for what is no limit to MPS, or may be none."""
+    """Return another user's memory limit in bytes; None for a text that is no limit to MPS, or may be none."""
     found = _SIZE.fullmatch(text)
     return int(found[1]) * (GIB if found[2] in "gG" else MIB) if found is not None else None
 
 
 def _parse_logged_mem_limit(text: str) -> int:
-    """Return a limit as the pipe reports it: from 1 GiB on in whole GiB, rounded down; the log has every byte."""
+    """Return a limit as the pipe reports it: from 1 GiB on in whole GiB, rounded down; the log has the exact bytes."""
     size = int(text, 16)
     return size // GIB * GIB if size >= GIB else size
 
 
 def _lowered_mem_limit(offered: LimitValue, text: str, gpu: str) -> LimitValue:
-    """Apply the entries of a client's variable, where none of them drops every limit."""
+    """Apply the entries of a client's variable, unless one of them drops every limit."""
     if invisible_entry(text, gpu) is not None:
         return None
     own = (parse_foreign_mem_limit(entry.partition("=")[2]) for entry in filter(None, text.split(",")))
@@ -254,10 +257,10 @@ def _lowered_mem_limit(offered: LimitValue, text: str, gpu: str) -> LimitValue:
 
 
 def invisible_entry(text: str, gpu: str) -> str | None:
-    """Return the entry of a client's variable for memory that names another GPU than the one it sees, if one does.
+    """Return the entry of a client's memory variable that names another GPU than the one it sees; None without one.
 
-    Such an entry has the client drop every pinned device memory limit, its server's too (mps-facts B2; NVIDIA measured
-    96,768 MiB under a limit of 10G on driver 615).
+    Such an entry makes the client drop every pinned device memory limit, including its server's (mps-facts B2; NVIDIA
+    measured 96,768 MiB under a limit of 10G on driver 615).
     """
     entries = (entry for entry in text.split(",") if entry)
     return next((entry for entry in entries if not _is_its_gpu(entry.partition("=")[0].strip(), gpu)), None)
@@ -274,7 +277,7 @@ def _wanted_mem_limit(limits: Limits) -> LimitValue:
 
 
 def _mem_limit_grammar(limits: Limits) -> str:
-    """Write `8G` or `512M`; `0` takes a limit away (measured on 535, 550 and 555)."""
+    """Write `8G` or `512M`; `0` removes a limit (measured on 535, 550 and 555)."""
     wanted = limits.pinned_device_mem_limit
     return "0" if wanted is None else wanted.grammar
 
@@ -326,24 +329,24 @@ CLIENT_PRIORITY: Final = Setting(
     "set_default_client_priority 0",
     command("get_default_client_priority", (), _parse_priority),
 )
-"""With which priority the next clients begin: 0 is normal, 1 is below it. It is a hint and not a limit; mpsd
-keeps it as it is from the start, since whoever changes it slows down everybody else's clients."""
+"""The initial priority of the next clients: 0 is normal, 1 is below it. It is a hint and not a limit; mpsd keeps it at
+0, since a change of it slows down the clients of all other users."""
 
 CLIENT_PRIORITY_VARIABLE: Final = "CUDA_MPS_CLIENT_PRIORITY"
-"""What a client has in its environment to begin with another one. Source: NVIDIA, "Multi-Process Service", environment
-variables."""
+"""The environment variable with which a client starts with another priority. Source: NVIDIA, "Multi-Process Service",
+environment variables."""
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 LIMITS: Final[tuple[Limit, ...]] = (ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT)
-"""Every limit, in the order in which mpsd sets, asks and tells them."""
+"""All limits, in the order in which mpsd sets, queries and reports them."""
 
 EVERYTHING: Final = ReadBack(_WHOLE, None)
-"""What is read back where nothing is limited."""
+"""The reading where nothing is limited."""
 
 NOTHING: Final = ReadBack(0, 0)
-"""What is narrower than anything that can be read back: where widening begins."""
+"""A reading that is narrower than any real one: the start value for widening."""
 
 
 def wider(one: LimitValue, other: LimitValue) -> LimitValue:
@@ -359,7 +362,7 @@ def narrower(one: LimitValue, other: LimitValue) -> LimitValue:
 
 
 def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
-    """Return the wider of each limit, of what was read back."""
+    """Return the wider of each limit, from two readings."""
     return ReadBack(
         max(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
         wider(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
@@ -367,7 +370,7 @@ def widest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
 
 
 def narrowest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
-    """Return the narrower of each limit, of what was read back."""
+    """Return the narrower of each limit, from two readings."""
     return ReadBack(
         min(one.active_thread_percentage_tenths, other.active_thread_percentage_tenths),
         narrower(one.pinned_device_mem_limit, other.pinned_device_mem_limit),
@@ -375,7 +378,7 @@ def narrowest_read_back(one: ReadBack, other: ReadBack) -> ReadBack:
 
 
 def widest_limits(one: Limits, other: Limits) -> Limits:
-    """Return the wider of each limit, of what is to be set. It is called for each lease that is granted."""
+    """Return the wider of each limit, from two values to set. It is called for each lease that is granted."""
     if one == other:
         return one
     memory = (one.pinned_device_mem_limit, other.pinned_device_mem_limit)
@@ -391,5 +394,5 @@ def variables(wanted: Limits) -> dict[str, str]:
 
 
 def shown(found: ReadBack) -> dict[str, float | int | None]:
-    """Return what was read back by the names and in the units of the API."""
+    """Return a reading by the names and in the units of the API."""
     return {limit.name: limit.shown(limit.found(found)) for limit in LIMITS}

@@ -1,4 +1,4 @@
-"""What the log of a control daemon, and of its servers, can tell of: one type for each kind of news.
+"""The events that the logs of a control daemon and its servers can report: one type for each kind.
 
 Sources: "measured" is 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; R580 are logs that users of that
 driver published; OLD is NVIDIA's documentation before R590. `core/mps/log_parser.py` has the lines.
@@ -12,9 +12,9 @@ from mpsd.core.mps.limits import Limit, LimitValue
 
 @dataclass(frozen=True, slots=True)
 class ForeignCommand:
-    """A command of somebody else's that can have changed something: `Cmd:...` in no conversation of mpsd's (measured).
+    """A foreign command that can have changed something: `Cmd:...` outside mpsd's conversations (measured).
 
-    It is logged before it is carried out, or refused, and so it can also have changed nothing.
+    It is logged before it is carried out or refused, so it can also have changed nothing.
     """
 
     text: str
@@ -22,10 +22,10 @@ class ForeignCommand:
 
 @dataclass(frozen=True, slots=True)
 class Unaccounted:
-    """A line of somebody else's conversation that changes nothing by its words, or a line without a stamp.
+    """A line of a foreign conversation that changes nothing by its words, or a line without a stamp.
 
-    A command that holds the end of a line is logged as two lines, of which the second has no stamp, and can be any
-    command (measured): so each of these can stand for a change that nobody sees.
+    A command that contains a line end is logged as two lines. The second has no stamp, and can be any command
+    (measured): each of these lines can therefore stand for an unseen change.
     """
 
     text: str
@@ -40,7 +40,7 @@ class DaemonStarted:
 
 @dataclass(frozen=True, slots=True)
 class ServerStarting:
-    """`Starting new server N for user U` (measured; from 550 on it is the server itself that says so)."""
+    """`Starting new server N for user U` (measured; from 550 on the server itself logs it)."""
 
     server: int
     uid: int
@@ -55,7 +55,7 @@ class ServerReady:
 
 @dataclass(frozen=True, slots=True)
 class ServerFailed:
-    """A server that could not start, in its own words, or ran into what it cannot survive (R580, OLD)."""
+    """A server that could not start, or met an error that it cannot survive, with its own words (R580, OLD)."""
 
     server: int
     words: str
@@ -71,14 +71,14 @@ class ServerExited:
 
 @dataclass(frozen=True, slots=True)
 class ServerFaulted:
-    """`Volta MPS: Server is handling a fatal GPU error.`: it takes no client until those that it has are gone (OLD)."""
+    """`Volta MPS: Server is handling a fatal GPU error.`: it accepts no client until all of its own are gone (OLD)."""
 
     server: int
 
 
 @dataclass(frozen=True, slots=True)
 class ContextsMade:
-    """`Creating server context on device N`: said at the start, and when a fatal fault is over (R580, OLD)."""
+    """`Creating server context on device N`: logged at the start, and after a fatal fault is handled (R580, OLD)."""
 
     server: int
 
@@ -87,7 +87,7 @@ class ContextsMade:
 class SharedMemoryMade:
     """`Created named shared memory region /cuda.shm.U.S.N`: uid, server in hexadecimal, and a number (OLD, R580).
 
-    Newer servers say `anonymous`, and leave nothing.
+    Newer servers log `anonymous`, and leave nothing.
     """
 
     server: int
@@ -96,17 +96,17 @@ class SharedMemoryMade:
 
 @dataclass(frozen=True, slots=True)
 class LimitGiven:
-    """What a server gives each client process at most, as the `log_line` of the limit tells (R580)."""
+    """The maximum that a server gives each client process, from the `log_line` of the limit (R580)."""
 
     server: int
     limit: Limit
     value: LimitValue
-    """As the pipe would report it."""
+    """In the form in which the pipe reports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientArrived:
-    """`NEW CLIENT P from user U: ...` (R580). The pid is 0 for one of another pid namespace (R580)."""
+    """`NEW CLIENT P from user U: ...` (R580). The pid is 0 for a client of another pid namespace (R580)."""
 
     pid: int
     uid: int
@@ -116,7 +116,7 @@ class ClientArrived:
 
 @dataclass(frozen=True, slots=True)
 class ClientConnected:
-    """`Client {PID: P, Context ID: C} connected`, said by its server (R580)."""
+    """`Client {PID: P, Context ID: C} connected`, logged by its server (R580)."""
 
     server: int
     pid: int
@@ -125,7 +125,7 @@ class ClientConnected:
 
 @dataclass(frozen=True, slots=True)
 class ClientStatus:
-    """`Status of client {P, C} is ACTIVE` (R580); INACTIVE is one that met a fatal fault (OLD)."""
+    """`Status of client {P, C} is ACTIVE` (R580); INACTIVE is a client that met a fatal fault (OLD)."""
 
     server: int
     pid: int
@@ -144,7 +144,7 @@ class ClientLeft:
 
 @dataclass(frozen=True, slots=True)
 class ClientLost:
-    """`Receive command failed, assuming client exit...`: a client's process was gone without a word (R580)."""
+    """`Receive command failed, assuming client exit...`: a client's process ended without notice (R580)."""
 
     server: int
 
@@ -184,6 +184,5 @@ REASONS_TO_ASK: Final = (
     ClientLeft,
     ClientLost,
 )
-"""Events after which limits, servers or clients may be others than before.
-
-None of them comes of a question: what mpsd asks must not be what makes it ask again."""
+"""Events after which limits, servers or clients may have changed. None of them results from a query: mpsd's own queries
+must not cause further queries."""

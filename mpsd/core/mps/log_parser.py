@@ -1,10 +1,9 @@
-"""What the log of a control daemon, and of its servers, says: lines as events, and whose commands they show.
+"""The parser of the logs of a control daemon and its servers: lines become events, and commands get their origin.
 
-The log is where a stranger's hand can be seen: each conversation stands between `NEW UI` and `UI closed`, and the
-daemon serves one at a time, so a conversation that opens with one of mpsd's marks is mpsd's and any other is somebody
-else's.
+The log shows foreign commands: each conversation stands between `NEW UI` and `UI closed`, and the daemon serves one at
+a time. A conversation that opens with one of mpsd's marks is mpsd's, and any other is foreign.
 
-A line in words that are not known here is kept and counted, so that what a new driver says is seen, and is no surprise.
+A line that is not known here is counted, and the latest are kept, so that the messages of a new driver are noticed.
 """
 
 import re
@@ -37,18 +36,18 @@ from mpsd.core.mps.log_events import (
 )
 
 _STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
-"""What stands before the text of each line."""
+"""The stamp before the text of each line."""
 
 _MOST_REMEMBERED: Final = 32
-"""Lines that nobody understood which are kept, the latest last."""
+"""Maximum number of unknown lines that are kept, the latest last."""
 
 _MOST_WORDS: Final = 200
-"""Characters of such a line that are kept: it may be anybody's."""
+"""Maximum characters of such a line that are kept: any user may have written it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One line: the daemon's local time, who wrote it (Control, Server, Other), its pid, the text."""
+    """One line: the daemon's local time, its writer (Control, Server, Other), its pid, the text."""
 
     at: str
     source: str
@@ -57,7 +56,7 @@ class LogLine:
 
 
 def parse(line: str) -> LogLine | None:
-    """Return the line as a value, or None when it has not the usual form."""
+    """Return the line as a value, or None when it does not have the usual form."""
     stamp = _STAMP.match(line)
     return None if stamp is None else _behind(stamp, line)
 
@@ -71,11 +70,11 @@ _Meaning = Callable[[LogLine, re.Match[str]], LogEvent | None]
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A line that is known."""
+    """A known line."""
 
     pattern: re.Pattern[str]
     event: _Meaning | None
-    """None where nothing follows of it for mpsd."""
+    """None where the line has no meaning for mpsd."""
 
 
 def _failed(line: LogLine, _: re.Match[str]) -> LogEvent:
@@ -87,7 +86,7 @@ def _status(line: LogLine, found: re.Match[str]) -> LogEvent:
 
 
 def _given(limit: Limit) -> _Meaning:
-    """Return the meaning of a limit's line; what it says of another device than a client's own means nothing."""
+    """Return the meaning of a limit's line; a line about another device than a client's own has none."""
 
     def event(line: LogLine, found: re.Match[str]) -> LogEvent | None:
         device = found.groupdict().get("device")
@@ -99,7 +98,7 @@ def _given(limit: Limit) -> _Meaning:
 
 
 _MEANINGS: Final[dict[str, _Meaning | None]] = {
-    # Of a control daemon; measured, but for what says otherwise.
+    # Lines of a control daemon; measured, except where a comment says otherwise.
     "Starting control daemon using socket .*": lambda line, _: DaemonStarted(line.pid),
     "Exit with status <N>": None,
     "Starting new server <N> for user <N>": lambda _, found: ServerStarting(int(found[1]), int(found[2])),
@@ -118,7 +117,7 @@ _MEANINGS: Final[dict[str, _Meaning | None]] = {
     "Using log directory: .*": None,
     "CUDA MPS Control binary version: .*": None,  # R580
     "Unable to read new connection type information": None,  # R580
-    # Of a server; R580, but for what says otherwise.
+    # Lines of a server; R580, except where a comment says otherwise.
     "Server has started": lambda line, _: ServerReady(line.pid),
     "Server encountered a fatal exception.*": _failed,
     "MPS server failed to start": _failed,
@@ -152,10 +151,8 @@ _MEANINGS: Final[dict[str, _Meaning | None]] = {
     "Exiting": None,
     "The following .*": None,  # OLD: devices, or clients with a sticky error, a number a line
 }
-"""The lines that are known, as regular expressions in which <N> is a number, and <C> a client: its pid and the number
-of one of its contexts. None: nothing follows of it for mpsd.
-
-Sources: see `core/mps/log_events.py`."""
+"""The known lines, as regular expressions in which <N> is a number, and <C> a client: its pid and the number of one of
+its contexts. None: the line has no meaning for mpsd. Sources: see `core/mps/log_events.py`."""
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
@@ -175,7 +172,7 @@ _FORMS: Final = _by_first_word()
 
 
 def _form(text: str) -> tuple[_Form, re.Match[str]] | None:
-    """Find what is known of a line, with what stands in it."""
+    """Find the known form of a line, with its match."""
     for form in _FORMS.get(text.partition(" ")[0], ()):
         found = form.pattern.fullmatch(text)
         if found is not None:
@@ -187,7 +184,7 @@ def _form(text: str) -> tuple[_Form, re.Match[str]] | None:
 
 
 class CommandOrigin(StrEnum):
-    """Whose conversation the log is in the middle of."""
+    """The origin of the conversation at the current position of the log."""
 
     NOBODYS = "nobody's"
     UNKNOWN = "unknown"
@@ -196,32 +193,35 @@ class CommandOrigin(StrEnum):
 
 
 class LogReader:
-    """Reads a log in pieces, each of which follows those before it, and says what happened.
+    """Reads a log in consecutive pieces, and returns the events in it.
 
-    Whoever can write to a control daemon can write into its log whatever mpsd writes. What it cannot write is the key,
-    with which the nonces of mpsd's marks begin.
+    Any user with access to a control daemon can write the same lines to its log as mpsd, except for the key with which
+    the nonces of mpsd's marks begin.
     """
 
     def __init__(self, key: str = "", origin: CommandOrigin = CommandOrigin.NOBODYS) -> None:
-        """`origin` is where an earlier reader stopped."""
+        """`origin` is the state in which an earlier reader stopped."""
         self.origin = origin
         self.last_nonce = ""
-        """The nonce of the conversation of mpsd's that was seen last."""
+        """The nonce of the last conversation of mpsd's in the log."""
         self.unknown = 0
-        """Lines that nobody understood."""
+        """The number of unknown lines."""
         self.latest: deque[str] = deque(maxlen=_MOST_REMEMBERED)
         """The latest of them."""
         self._keys: tuple[str, ...] = (key,)
 
     def renew(self, key: str) -> None:
-        """Take a key for a control daemon that is about to start; that of the one before it may still be in lines."""
+        """Add the key for a control daemon that is about to start.
+
+        Lines with the key of the one before it may still follow.
+        """
         self._keys = (key, *self._keys[:1])
 
     def read(self, lines: Iterable[str]) -> list[LogEvent]:
-        """Return what these lines say, in their order; most say nothing that mpsd needs to know."""
+        """Return the events of these lines, in order; most lines have none."""
         events: list[LogEvent] = []
         for line in lines:
-            # A line that is not news is no value: there are thousands of them to each that is.
+            # Most lines are no events, so a line becomes a value only when it is one.
             stamp = _STAMP.match(line)
             if stamp is None:
                 self._wonder(line)
@@ -239,7 +239,7 @@ class LogReader:
         return events
 
     def _command(self, command: str, events: list[LogEvent]) -> None:
-        """Judge a conversation by its first command. Where that was not seen, it counts as a stranger's."""
+        """Judge a conversation by its first command. Where that was not seen, the conversation counts as foreign."""
         if self.origin is CommandOrigin.UNKNOWN:
             ours = any(is_mark(command, key) for key in self._keys)
             self.origin = CommandOrigin.OURS if ours else CommandOrigin.FOREIGN
@@ -256,13 +256,13 @@ class LogReader:
             form, found = known
             event = None if form.event is None else form.event(_behind(stamp, line), found)
             if isinstance(event, DaemonStarted):
-                self.origin = CommandOrigin.NOBODYS  # whoever talked to the one before it
+                self.origin = CommandOrigin.NOBODYS  # whatever conversation the earlier daemon had
                 self._keys = self._keys[:1]
             if event is not None:
                 events.append(event)
         elif not text.isdecimal() and (self.origin is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
             self._wonder(line)
-        # What else the daemon says within a conversation is an answer, and a number is one, or one of a list.
+        # Other lines within a conversation are answers, and a number is an answer or an entry of a list.
 
     def _wonder(self, line: str) -> None:
         self.unknown += 1

@@ -1,8 +1,8 @@
-"""What an operator wants of a control daemon, and what is to be done next for it. Pure.
+"""The desired state of a control daemon, and the next step towards it. Pure.
 
-NVIDIA's `quit` stops a daemon's servers when the last of their clients is gone, however long that takes, also when the
-front-end that said it is gone by then; `quit -t SECONDS` forces them, at once or while a `quit` waits (measured, all
-versions). So whoever is patient is sure that nobody is harmed who came at the last moment.
+NVIDIA's `quit` stops a daemon's servers after the last of their clients has exited, however long that takes, even if
+the front-end that sent it is gone by then. `quit -t SECONDS` ends them by force, at once or while a `quit` waits
+(measured, all versions). A plain `quit` therefore harms no client, not even one that connected at the last moment.
 """
 
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ _RESTART: Final = (
 
 
 class Intent(StrEnum):
-    """What an operator wants of a control daemon. Each is a promise, kept across restarts of mpsd and reboots."""
+    """The intent of an operator for a control daemon. Each is a promise that survives restarts of mpsd and reboots."""
 
     promise: str
-    """What its user may rely on."""
+    """The promise to the operator."""
 
     def __new__(cls, value: str, promise: str) -> Self:
-        """Make a member of its value and its promise."""
+        """Make a member from its value and its promise."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.promise = promise
@@ -45,107 +45,107 @@ TIMEOUT: Final = (
     "After this many seconds, end what is left: the leases, and each client by terminate_client, and by SIGTERM and"
     " SIGKILL once its server has released it. Clients that cannot be ended so are ended with their servers (quit -t)."
 )
-"""What is promised of a drain or a restart with a timeout."""
+"""The promise of a drain or a restart with a timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCommand:
-    """What an operator asks for."""
+    """A command of an operator."""
 
     intent: Intent
     because: str
     operation: str = ""
     timeout: float | None = None
-    """Seconds after which those who are still there are ended; None: never."""
+    """Seconds after which the remaining leases and clients are ended; None: never."""
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredState:
-    """What the last operator who wanted something wants."""
+    """The desired state after the last command of an operator."""
 
     intent: Intent
     because: str
     since: Moment
     operation: str = ""
-    """By what the caller knows it."""
+    """The id by which the operator can query it."""
     boot: str = ""
-    """The boot in which the three that follow mean anything."""
+    """The boot in which `at`, `deadline` and `replaced` are valid."""
     at: float = 0.0
-    """Seconds since boot when it was wanted."""
+    """The time of the command, in seconds since boot."""
     deadline: float | None = None
-    """Seconds since boot, after which those who are still there are ended."""
+    """The time, in seconds since boot, after which the remaining leases and clients are ended."""
     replaced: ProcessIdentity | None = None
-    """The process that a restart is to replace; None when there was none, or none was known yet."""
+    """The process that a restart must replace; None when there was none, or none was known yet."""
     quitting: bool = False
-    """Whether that was told to quit, or is just about to be: there is no way back.
+    """Whether that process has got the command to quit, or is about to get it: this cannot be undone.
 
-    A drain whose time is over replaces the daemon, too, where somebody is left who cannot be ended otherwise.
+    A drain whose time has expired replaces the daemon, too, where a client cannot be ended otherwise.
     """
     then: Intent = Intent.RUN
-    """What is wanted once a restart is over."""
+    """The intent that follows a restart."""
     then_because: str = ""
-    """Why that is wanted, where it is not to run."""
+    """The reason for that intent, where it is not to run."""
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to wait for, and no more than a state to be in."""
+        """Whether the intent has an end to wait for, rather than being a lasting state."""
         return self.intent is Intent.DRAIN or self.intent is Intent.RESTART
 
     def is_late(self, now: float) -> bool:
-        """Tell whether nobody is waited for any more; `now` is in seconds since boot."""
+        """Tell whether the deadline has passed; `now` is in seconds since boot."""
         return self.deadline is not None and now >= self.deadline
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
+    """An object that a drain waits for: a lease, a client, or a server that outlived its control daemon."""
 
     what: str
     lease: str | None
     pid: int | None
     since: Moment
-    """Since when it is there."""
+    """Since when it exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """How it stands with a control daemon."""
+    """The observed state of a control daemon."""
 
     process: ProcessIdentity | None
     answers: bool
-    """Whether it answered when it was last asked, with every limit as wanted."""
+    """Whether it answered the last query, with every limit as wanted."""
     blockers: tuple[Blocker, ...]
     tried: bool
-    """Whether everything was tried to end those who are there."""
+    """Whether every way to end the blockers was tried."""
     now: float
     """Seconds since boot."""
 
 
 class DrainStep(StrEnum):
-    """What is to be done next."""
+    """The next step."""
 
     NOTHING = "nothing"
     WAIT = "wait"
-    """For those who are there, or for the daemon to answer."""
+    """Wait for the blockers to end, or for the daemon to answer."""
     END = "end"
-    """End those who are there: they had their time."""
+    """End the blockers: their time has expired."""
     QUIT = "quit"
-    """Nobody is there: have it quit, and wait for those who may come in this very moment."""
+    """No blocker is left: tell the daemon to quit, and wait for clients that may connect at this very moment."""
     FORCE = "force"
-    """Have it quit whoever is there: all else was tried."""
+    """Tell the daemon to end its clients by force: everything else was tried."""
     DONE = "done"
-    """What was wanted is so."""
+    """The desired state is reached."""
 
 
 def next_step(desired: DesiredState, observed: ObservedState) -> DrainStep:
-    """Return what is to be done next, however often it was asked before, and by whichever mpsd."""
+    """Return the next step; repeated calls, also by another mpsd, are safe."""
     if not desired.waits or desired.intent is Intent.DRAIN:
         return _drained(desired, observed) if desired.waits else DrainStep.NOTHING
     if desired.replaced is None or observed.process != desired.replaced:
-        # The old one is gone, by our word or its own: what is there now, or comes, is its successor.
+        # The old process is gone, by our command or by itself: any present or future process is its successor.
         return DrainStep.DONE if observed.process is not None and observed.answers else DrainStep.WAIT
     if not desired.quitting and (observed.blockers or not observed.answers):
-        # Who is there is not known of one that does not answer.
+        # The clients of a daemon that does not answer are unknown.
         return _emptied(desired, observed)
     return DrainStep.FORCE if desired.is_late(observed.now) and desired.quitting else DrainStep.QUIT
 
@@ -156,15 +156,15 @@ def _drained(desired: DesiredState, observed: ObservedState) -> DrainStep:
     if observed.answers and not observed.blockers:
         return DrainStep.DONE
     step = _emptied(desired, observed)
-    # One that does not answer is not replaced for a drain: nobody knows who is there.
+    # A daemon that does not answer is not replaced for a drain, since its clients are unknown.
     return DrainStep.WAIT if step is DrainStep.FORCE and not observed.answers else step
 
 
 def identify(desired: DesiredState, process: ProcessIdentity | None, started: float) -> DesiredState:
-    """Return a wish as it stands now that it is known which process there is, `started` so many seconds after boot.
+    """Return a desired state with the process that a restart must replace, once the process is known.
 
-    A restart may be wanted of an mpsd that has just started and not found the control daemon yet: one that ran by then
-    is the one to be replaced, and one that came later is its successor.
+    `started` is its start in seconds after boot. The command may reach an mpsd that has just started and not found the
+    control daemon yet: a process that ran by then is the one to replace, and one that started later is its successor.
     """
     if desired.intent is Intent.RESTART and desired.replaced is None and process is not None and started <= desired.at:
         return replace(desired, replaced=process)
@@ -172,24 +172,25 @@ def identify(desired: DesiredState, process: ProcessIdentity | None, started: fl
 
 
 def _emptied(desired: DesiredState, observed: ObservedState) -> DrainStep:
-    """Wait for those who are there; when they are late, end them; and force the daemon once everything was tried."""
+    """Wait for the blockers; after the deadline, end them; and force the daemon once everything was tried."""
     if not desired.is_late(observed.now):
         return DrainStep.WAIT
     return DrainStep.END if observed.blockers and not observed.tried else DrainStep.FORCE
 
 
 def take_up(desired: DesiredState, boot: str) -> DesiredState:
-    """Return a wish as it stands in this boot: of an earlier one no process is left, and no deadline matters."""
+    """Adapt a desired state to this boot: no process and no deadline of an earlier boot is valid."""
     if desired.boot == boot:
         return desired
     return replace(desired, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
 
 
 def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -> DesiredState:
-    """Return what is wanted when one thing is wanted after the other, of a daemon that is `silent` or not.
+    """Return the desired state after a second command. `silent` says whether the daemon does not answer.
 
-    The same again is the same operation, with the latest deadline; a successor that answers nobody is what it is to
-    replace now. A restart that is beyond recall goes on, and what is wanted after it holds when it is over.
+    The same command again continues the operation with the latest deadline; if the successor of the old process does
+    not answer, it becomes the process to replace. A restart that cannot be undone continues, and the second command
+    takes effect after it.
     """
     if before.intent is after.intent and before.waits and before.operation:
         again = replace(before, deadline=after.deadline, because=after.because)
@@ -208,18 +209,18 @@ def _why(desired: DesiredState) -> str:
 
 
 class Outcome(StrEnum):
-    """How an operation stands."""
+    """The state of an operation."""
 
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
     SUPERSEDED = "superseded"
-    """An operator wanted something else before it was done."""
+    """An operator gave another command before it was finished."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What an operator asked of a control daemon, and what came of it so far."""
+    """An operator's command to a control daemon, and its progress."""
 
     id: str
     daemon: str

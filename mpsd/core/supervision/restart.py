@@ -1,4 +1,4 @@
-"""The death tally: whether a control daemon that died starts at once, later, or not before an operator says so."""
+"""The death tally: whether a dead control daemon starts again at once, later, or only after an operator's reset."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,37 +7,37 @@ from enum import StrEnum
 from typing import Final
 
 _DOUBLINGS: Final = 64
-"""More than lead from any first delay to any longest one, and few enough for a float."""
+"""More doublings than any first delay needs to reach any longest delay, and few enough for a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """One death: when (seconds of a clock that does not jump), and how the process ended as far as anybody can tell."""
+    """One death: its time (seconds of a clock that does not jump), and how the process ended as far as is known."""
 
     at: float
     how: str
     uids: tuple[int, ...] = ()
-    """Who may have brought it about, as far as that is known."""
+    """The uids that may have caused it, as far as is known."""
     counts: bool = True
-    """Whether it counts towards giving up: not where others than root may have brought it about."""
+    """Whether it counts towards giving up: not where uids other than root's may have caused it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How many deaths within how many seconds are too many, and how the delay between starts grows."""
+    """The number of deaths within a window that is too many, and the growth of the delay between starts."""
 
     deaths: int = 5
-    """This many deaths within the window are too many."""
+    """Deaths within the window from which on mpsd gives up."""
     window: float = 60.0
     """Seconds for which a death counts."""
     first_delay: float = 0.5
-    """Seconds before the start that follows the second death in the window; the first is followed at once."""
+    """Seconds before the start after the second death in the window; the start after the first is immediate."""
     longest_delay: float = 15.0
-    """Seconds at most before any start."""
+    """Maximum seconds before any start."""
 
 
 class RestartVerdict(StrEnum):
-    """What to do about a death."""
+    """The reaction to a death."""
 
     AT_ONCE = "at_once"
     LATER = "later"
@@ -46,7 +46,7 @@ class RestartVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do about a death, after how many seconds, and why in one sentence."""
+    """The reaction to a death, its delay in seconds, and the reason in one sentence."""
 
     verdict: RestartVerdict
     delay: float
@@ -59,7 +59,7 @@ def recent(deaths: Sequence[Death], policy: RestartPolicy, now: float) -> tuple[
 
 
 def dated(decision: Decision, deaths: Sequence[Death], now: float, wall: datetime) -> Decision:
-    """Return a decision to give up with the times of the deaths that led to it; `now` and `wall` are one moment."""
+    """Add the times of the first and last death to a decision to give up; `now` and `wall` are the same moment."""
     if decision.verdict is not RestartVerdict.GIVE_UP or not deaths:
         return decision
     first, last = (
@@ -70,11 +70,11 @@ def dated(decision: Decision, deaths: Sequence[Death], now: float, wall: datetim
 
 
 def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: float) -> Decision:
-    """Say what follows the latest of `deaths`.
+    """Return the reaction to the latest of `deaths`.
 
-    The first death in the window is answered at once: clients wait for nobody. Each further one doubles the delay,
-    spread by `jitter` in [0, 1) over its upper half, so that eight daemons felled by one cause do not return in step.
-    Deaths that do not count towards giving up delay the start all the same.
+    After the first death in the window, the daemon starts again at once, because clients do not wait. Each further
+    death doubles the delay. `jitter` in [0, 1) spreads it over its upper half, so that eight daemons that died of one
+    cause do not start at the same time. Deaths that do not count towards giving up delay the start all the same.
     """
     counting = recent(deaths, policy, now)
     count = len(counting)

@@ -1,7 +1,7 @@
-"""Who may have crashed a control daemon, and whom mpsd shuts out for it. Pure.
+"""The uids that may have crashed a control daemon, and the uids that mpsd quarantines for it. Pure.
 
-Whoever can connect to a control daemon can crash it (measured, drivers 470 to 555), and nothing tells who did: its log
-ends. So all who were let in are suspects, and only one who was there alone can be named as the one.
+Any user who can connect to a control daemon can crash it (measured, drivers 470 to 555), and nothing shows who did: its
+log ends. All uids with pipe access are therefore suspects, and only a uid that was alone can be named as the cause.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,29 +13,29 @@ from msgspec import Struct
 from mpsd.core.model import Suspect
 
 _FAULTS: Final = frozenset({"SIGSEGV", "SIGBUS", "SIGILL", "SIGABRT", "SIGFPE", "SIGTRAP"})
-"""How a program ends by a fault of its own, as bytes on a socket can bring about. Nobody but root can send it these."""
+"""Signals that end a program by its own fault, as bytes on a socket can cause. Only root can send them to it."""
 
 
 def is_suspect(signal: str | None) -> bool:
-    """Tell whether the end of a control daemon by this signal may be the work of somebody who was let in."""
+    """Tell whether the death of a control daemon by this signal may have been caused by a uid with pipe access."""
     return signal in _FAULTS
 
 
 class LetIn(Struct, frozen=True):
-    """Who was let in to a control daemon at any time since it started, beside root and mpsd's own uid.
+    """The uids with pipe access to a control daemon at any time since it started, besides root and mpsd's own uid.
 
-    A connection outlives the access that it was made by, so whoever was let in once counts to the end.
+    A connection outlives the pipe access that it was made with, so a uid counts to the end.
     """
 
     uids: tuple[int, ...] = ()
     everybody: bool = False
-    """Whether every local user was let in, as `enforcement.unadmitted` can say: then nobody can be named."""
+    """Whether every local user had access, as `enforcement.unadmitted` can allow: then no uid can be named."""
     others: bool = False
-    """Whether there may have been more uids: the control daemon was adopted, and nobody noted them."""
+    """Whether there may have been more uids: the control daemon was adopted, and no record exists."""
 
     @property
     def anybody(self) -> bool:
-        """Whether there was, or may have been, anybody at all."""
+        """Whether any uid had, or may have had, access."""
         return bool(self.uids) or self.everybody or self.others
 
     def is_alone(self, uid: int) -> bool:
@@ -43,13 +43,13 @@ class LetIn(Struct, frozen=True):
         return self.uids == (uid,) and not self.everybody and not self.others
 
     def and_(self, uids: Collection[int] | None) -> "LetIn":
-        """Return these and more uids, None for everybody."""
+        """Return these and more uids; None adds every local user."""
         if uids is None:
             return LetIn(self.uids, everybody=True, others=self.others)
         return LetIn(tuple(sorted({*self.uids, *uids})), everybody=self.everybody, others=self.others)
 
     def __str__(self) -> str:
-        """Name them, for a sentence."""
+        """Describe them, for a sentence."""
         if self.everybody:
             return "every local user"
         named = f"uid{'s' if len(self.uids) > 1 else ''} {', '.join(map(str, self.uids))}" if self.uids else ""
@@ -57,7 +57,7 @@ class LetIn(Struct, frozen=True):
 
 
 class Crash(Struct, frozen=True):
-    """A suspect death: of which control daemon, when (seconds of the clock that does not jump), and who was let in."""
+    """A suspect death: the control daemon, the time (seconds of the clock that does not jump), and who had access."""
 
     daemon: str
     at: float
@@ -66,7 +66,7 @@ class Crash(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class QuarantinePolicy:
-    """How many crashes within how many seconds are too many for a uid that was let in at each."""
+    """The number of crashes within a window that is too many for a uid that had access at each."""
 
     crashes: int = 2
     window: float = 3600.0
@@ -78,7 +78,7 @@ def recent(crashes: Iterable[Crash], policy: QuarantinePolicy, now: float) -> tu
 
 
 def suspects(crashes: Iterable[Crash]) -> tuple[Suspect, ...]:
-    """Return each uid that was let in at one of these crashes, the one that was let in at most of them first."""
+    """Return each uid that had access at one of these crashes, those with most crashes first."""
     found: dict[int, Suspect] = {}
     for crash in crashes:
         for uid in crash.let_in.uids:
@@ -88,14 +88,14 @@ def suspects(crashes: Iterable[Crash]) -> tuple[Suspect, ...]:
 
 
 def to_quarantine(crashes: Sequence[Crash], policy: QuarantinePolicy, now: float) -> tuple[Suspect, ...]:
-    """Return the uids that are to be shut out: let in at several recent crashes, and at least at one of them alone.
+    """Return the uids to quarantine: with access at several recent crashes, and alone at one of them or more.
 
-    One that was always accompanied is never among them: the other one may have done it.
+    A uid that was never alone is not among them, because another one may have caused the crashes.
     """
     counting = suspects(recent(crashes, policy, now))
     return tuple(each for each in counting if each.crashes >= policy.crashes and each.alone)
 
 
 def without(crashes: Iterable[Crash], uids: Collection[int]) -> tuple[Crash, ...]:
-    """Return the crashes at which none of these uids was let in: the others are explained, or forgiven."""
+    """Return the crashes at which none of these uids had access: the other crashes are explained, or pardoned."""
     return tuple(each for each in crashes if not set(uids) & set(each.let_in.uids))

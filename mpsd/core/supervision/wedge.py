@@ -1,12 +1,12 @@
-"""Whether the server of a control daemon serves at all: what makes it suspect, and what canaries prove. Pure.
+"""Whether the server of a control daemon serves clients: the causes of suspicion, and the proof by canaries. Pure.
 
-A client that is killed while a kernel of its is in flight, with nobody beside it, can leave a *wedge*: the server says
-ACTIVE, lists its clients, logs nothing, and every later client hangs when it initialises CUDA, for ever. Only a new
-server clears that. Source: the package text of drain.go in kai-scheduler/gpu-fractioning, pull request 147; NVIDIA is
-said there to have confirmed it.
+When a client is killed while one of its kernels is in flight, and no other client is connected, it can leave a *wedge*:
+the server reports ACTIVE, lists its clients, logs nothing, and every later client hangs for ever when it initialises
+CUDA. Only a new server ends that. Source: the package text of drain.go in kai-scheduler/gpu-fractioning, pull request
+147, which says that NVIDIA confirmed it.
 
-No state word and no answer of the control pipe shows it. A *canary* does: a client of mpsd's own that initialises CUDA,
-makes a context, and says what came of it.
+No state word and no answer of the control pipe shows a wedge. A *canary* does: a client of mpsd's own that initialises
+CUDA, makes a context, and reports the result.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,53 +18,52 @@ from mpsd.core.model import Limits, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, Pid, PinnedDeviceMemLimit
 
 PLACES: Final = 1
-"""Client places of each GPU that are kept for a canary: without one it could not tell a full GPU from a wedged one."""
+"""Client places of each GPU that are reserved for a canary: without one it could not tell a full GPU from a wedged
+one."""
 
 LIMITS: Final = Limits(ActiveThreadPercentage(100), PinnedDeviceMemLimit(512))
-"""What a canary's context gets at most: 10 % and 512 MiB. The ceiling is opened so far for an operator's alone.
-
-One that is sent on suspicion finds the ceiling as it is: where that is closed, its context is refused with an error,
-which proves as well that CUDA answers, and nobody gets more than before because somebody has killed a client.
-
-A context takes some 300 to 500 MiB on a data centre GPU, and less with fewer threads. The memory is that of
-`admission.memory_reserve`, whose default is as much.
-"""
+"""The maximum for a canary's context: 10 % and 512 MiB. The ceiling is opened this far only for a canary that an
+operator starts. A canary that a suspicion starts uses the ceiling as it is: where the ceiling is closed, its context is
+refused with an error, which also proves that CUDA answers. This way no process gets more than before because a client
+was killed. A context takes some 300 to 500 MiB on a data centre GPU, and less with fewer threads. The memory comes from
+`admission.memory_reserve`, whose default is the same size."""
 
 FAILURES: Final = 3
-"""Canaries in a row without an answer that make a wedge. One may meet a machine that is too busy to answer in time."""
+"""Canaries in a row without an answer that prove a wedge. A single one may meet a machine that is too busy to answer in
+time."""
 
 SPACING: Final = 60.0
-"""Seconds between two examinations that one uid brings about: any user can kill its own client, as often as it likes.
-Also between two of a server that is wedged, since an answer shows that it is not."""
+"""Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
+seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
 LONG: Final = 120.0
 """Seconds for which a client may be listed without memory on the GPU before that is suspect.
 
-A program may initialise CUDA early and make its context late, so such a client is no evidence; one that hangs in CUDA's
-initialisation looks the same.
+A program may initialise CUDA early and make its context late, so such a client is no evidence; a client that hangs in
+CUDA's initialisation looks the same.
 """
 
 
 class Cause(StrEnum):
-    """What made a server suspect."""
+    """The cause of a suspicion."""
 
     LOST = "client_lost"
-    """A client ended without saying goodbye: the server noticed, and logged it."""
+    """A client ended without notice: the server detected and logged it."""
     STILL_LISTED = "client_still_listed"
     """A client ended, and its server still lists it."""
     TERMINATE = "terminate_client"
-    """`terminate_client` did not come back."""
+    """`terminate_client` did not return."""
     SILENT = "client_silent"
     """A client has been listed for long, and holds no memory on the GPU."""
     WEDGED = "wedged"
     """It was found wedged, and may serve again."""
     COMMAND = "command"
-    """An operator wants to know."""
+    """An operator requested an examination."""
 
 
 STRONG: Final = frozenset({Cause.STILL_LISTED, Cause.TERMINATE})
-"""The causes that a server which serves hardly ever shows. A daemon whose server is suspect for one of them, and which
-nobody uses, is replaced at once: that costs a moment, and harms nobody."""
+"""The causes that a working server hardly ever shows. A daemon without users whose server is suspect for one of them is
+replaced at once: that takes a moment, and harms no client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +73,16 @@ class Suspicion:
     cause: Cause
     because: str
     uid: int | None = None
-    """Whose client it was; None where that is not known, or nobody's."""
+    """The uid of the client in question; None where it is unknown, or there is no client."""
 
 
 class Proof(StrEnum):
-    """How a canary ended, by what that proves."""
+    """The result of a canary, by what it proves."""
 
     CONTEXT = "context"
     """CUDA was initialised, and a context made: the server serves."""
     ERROR = "error"
-    """A call returned an error: CUDA answers, and so it is no wedge."""
+    """A call returned an error: CUDA answers, so it is no wedge."""
     SILENCE = "silence"
     """No answer came within the deadline."""
     NOTHING = "nothing"
@@ -92,7 +91,7 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CanaryEnd:
-    """How one canary ended."""
+    """The result of one canary."""
 
     proof: Proof
     because: str
@@ -100,7 +99,7 @@ class CanaryEnd:
 
 
 class Verdict(StrEnum):
-    """What is known of a server."""
+    """The state of a server, as far as it is known."""
 
     OK = "ok"
     UNKNOWN = "unknown"
@@ -108,7 +107,7 @@ class Verdict(StrEnum):
 
 
 def verdict(ends: Sequence[CanaryEnd]) -> Verdict | None:
-    """Return what the canaries of one examination prove; None while another is to be sent."""
+    """Return what the canaries of one examination prove; None while another one is needed."""
     match ends[-1].proof:
         case Proof.CONTEXT:
             return Verdict.OK
@@ -122,15 +121,15 @@ def verdict(ends: Sequence[CanaryEnd]) -> Verdict | None:
 
 @dataclass(slots=True)
 class Suspicions:
-    """The open suspicions of one control daemon, and when they are looked into. Times are monotonic seconds."""
+    """The open suspicions of one control daemon, with the times of their examination. Times are monotonic seconds."""
 
     _open: list[tuple[float, Suspicion]] = field(default_factory=list)
-    """With the moment from which each is looked into."""
+    """Each with the time from which on it may be examined."""
     _last: dict[int | None, float] = field(default_factory=dict)
-    """By uid, when one of its was looked into last."""
+    """The time of the last examination, by the uid that caused it."""
 
     def add(self, suspicion: Suspicion, now: float) -> bool:
-        """Take in a suspicion; False where one like it is open."""
+        """Add a suspicion; False where one with the same cause and uid is open."""
         if any((each.cause, each.uid) == (suspicion.cause, suspicion.uid) for _, each in self._open):
             return False
         due = max(now, self._last[suspicion.uid] + SPACING) if suspicion.uid in self._last else now
@@ -138,18 +137,18 @@ class Suspicions:
         return True
 
     def due(self, now: float) -> Suspicion | None:
-        """Return the suspicion that is to be looked into now, if one is."""
+        """Return the suspicion to examine now; None where there is none."""
         return next((each for due, each in self._open if due <= now), None)
 
     @property
     def strong(self) -> Suspicion | None:
-        """The first open suspicion that a server which serves hardly ever shows."""
+        """The first open suspicion with a strong cause."""
         return next((each for _, each in self._open if each.cause in STRONG), None)
 
     def settle(self, now: float, *, proven: bool) -> None:
-        """Note that the server was examined: whatever was open is answered by that.
+        """Record that the server was examined, which answers all open suspicions.
 
-        Where that proved nothing, what a server that serves hardly ever shows stays open, for another time.
+        If that proved nothing, suspicions with a strong cause stay open for a later examination.
         """
         self._last = {uid: at for uid, at in self._last.items() if at + SPACING > now}
         self._last.update((each.uid, now) for due, each in self._open if due <= now)
@@ -157,13 +156,13 @@ class Suspicions:
         self._open = [(now + SPACING, each) for each in stays]
 
     def clear(self) -> None:
-        """Forget what is open: it was about a server that is gone."""
+        """Forget the open suspicions: they were about a server that is gone."""
         self._open.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A client as a server lists it."""
+    """A client in the list of a server."""
 
     server: Pid
     pid: Pid
@@ -171,28 +170,28 @@ class Listed:
 
 @dataclass(slots=True)
 class ListedClients:
-    """The clients that the servers of one control daemon list, and what of that is suspect."""
+    """The clients that the servers of one control daemon list, and the suspicions about them."""
 
     _known: dict[Listed, tuple[ProcessIdentity, int | None, float]] = field(default_factory=dict)
-    """What each was when it lived: which process, whose, and since when it is listed."""
+    """The process of each client, its uid, and since when it has been listed."""
     _suspected: set[Listed] = field(default_factory=set)
-    """Those that were suspect already: once is enough."""
+    """Clients that caused a suspicion already; one is enough."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
-        """Take note of a client that is listed and lives."""
+        """Record a listed client that lives."""
         before = self._known.get(listed)
         if before is None or before[0] != process:
             self._known[listed] = (process, uid, now)
             self._suspected.discard(listed)
 
     def keep(self, listed: Iterable[Listed]) -> None:
-        """Forget all clients but those that are still listed."""
+        """Forget all clients except those that are still listed."""
         there = {*listed}
         self._known = {each: known for each, known in self._known.items() if each in there}
         self._suspected &= there
 
     def dead(self, listed: Iterable[Listed], start_ticks: Callable[[Pid], int | None]) -> list[Listed]:
-        """Return those of the listed whose process is gone; `start_ticks` says what the kernel has for a pid now."""
+        """Return the listed clients whose process is gone; `start_ticks` returns the kernel's value for a pid now."""
         found = []
         for each in listed:
             known, ticks = self._known.get(each), start_ticks(each.pid)
@@ -201,7 +200,7 @@ class ListedClients:
         return found
 
     def still_listed(self, listed: Listed) -> Suspicion | None:
-        """Suspect the server of a client that ended and is still listed; None where that was said."""
+        """Suspect the server of a client that ended and is still listed; None where that was reported already."""
         if listed in self._suspected:
             return None
         self._suspected.add(listed)
@@ -210,7 +209,7 @@ class ListedClients:
         return Suspicion(Cause.STILL_LISTED, because, known[1] if known is not None else None)
 
     def silent(self, with_memory: Iterable[Pid], now: float) -> Suspicion | None:
-        """Suspect the server of a client that has long been listed and is none of those `with_memory` on the GPU."""
+        """Suspect the server of a long-listed client that is not among those `with_memory` on the GPU."""
         there = {*with_memory}
         for listed, (_, uid, since) in self._known.items():
             if listed.pid in there or now - since < LONG or listed in self._suspected:

@@ -1,4 +1,4 @@
-"""The API: the table of routes, what each route does, and the structs of requests and answers.
+"""The API: the table of routes, the function of each route, and the structs of requests and answers.
 
 Imported by: daemon.
 """

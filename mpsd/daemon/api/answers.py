@@ -1,7 +1,7 @@
 """The kinds of answer that a route can give: JSON of a struct, text, raw bytes, a stream of lines, or none.
 
-A kind is one column of the route table. It holds what the API's document says of an answer, and the encoder that turns
-what a handler returns into what the connection sends.
+A kind is one column of the route table. It holds the description of the answer in the API's document, and the encoder
+that turns the result of a handler into the data that the connection sends.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -22,7 +22,7 @@ LINES: Final = "application/x-ndjson"
 
 
 class Stream(NamedTuple):
-    """An answer of status 200 that is sent piece by piece, as long as the pieces come."""
+    """An answer of status 200 that is sent in pieces, for as long as there are pieces."""
 
     media_type: str
     pieces: AsyncIterator[bytes]
@@ -33,7 +33,7 @@ Encoder: TypeAlias = Callable[[A], Answer | Stream]
 
 @dataclass(frozen=True, slots=True)
 class AnswerKind(Generic[A]):
-    """A kind of answer. `A` is what the handler returns."""
+    """A kind of answer. `A` is the type that the handler returns."""
 
     encode: Encoder[A]
     statuses: tuple[int, ...]
@@ -41,9 +41,9 @@ class AnswerKind(Generic[A]):
     media_type: str = ""
     """Empty where the answer has no body."""
     schema: type[Struct] | Mapping[str, object] | None = None
-    """What the body is: a struct, or a JSON schema."""
+    """The type of the body: a struct, or a JSON schema."""
     line: type[Struct] | None = None
-    """What each line of the body is, where the body is a stream of JSON objects."""
+    """The type of each line of the body, where the body is a stream of JSON objects."""
     description: str = ""
     """The sentence about the answer in the API's document; empty for the name of the status."""
 
@@ -71,7 +71,7 @@ def json(kind: type[S], status: int | StatusBy = 200) -> AnswerKind[S]:
 
 
 def text(media_type: str, description: str) -> AnswerKind[str]:
-    """Return the kind that answers with text, in UTF-8; the media type is sent as it stands here."""
+    """Return the kind that answers with text, in UTF-8; the media type is sent unchanged."""
     return AnswerKind(
         lambda answer: Answer(200, answer.encode(), media_type),
         (200,),

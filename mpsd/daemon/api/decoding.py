@@ -1,4 +1,4 @@
-"""What a request brings, as typed values: its JSON body, and its query parameters.
+"""The content of a request as typed values: its JSON body, and its query parameters.
 
 The dispatcher makes one decoder for each row of the route table when mpsd starts, so that a request only calls it.
 """
@@ -27,7 +27,8 @@ _REPEATED: Final = 40
 _SHORT: Final = 10
 
 _NOTHING: Final = (b"", b"null")
-"""What is sent for no body; the second by Go clients that OpenAPI Generator makes, beyond what the document allows."""
+"""The two forms of an absent body; Go clients of OpenAPI Generator send the second, which the document does not
+allow."""
 
 
 def body_decoder(kind: type[B]) -> Callable[[bytes | bytearray], B]:
@@ -87,11 +88,11 @@ _WORDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]
     (_UNKNOWN, lambda found: f"has the unknown field {briefly(found['name'])}"),
     (re.compile(r"(.*)", re.DOTALL), lambda found: f"is not valid: {found[1]}"),
 )
-"""What msgspec says of a value, and the same in words that follow the name of its field."""
+"""The messages of msgspec about a value, and the same in words that follow the name of its field."""
 
 
 def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
-    """Return what msgspec says of a body in words that name the field; its own are for programmers."""
+    """Return msgspec's message about a body in words that name the field; the original is for programmers."""
     place = _PLACE.fullmatch(message)
     what, field = (place["what"], place["field"]) if place is not None else (message, None)
     subject = field or "the request body"
@@ -120,7 +121,7 @@ def parameter(
     at_least: int | None = None,
     at_most: int | None = None,
 ) -> Meta:
-    """Return the annotation of a RequestQuery's field: its sentence in the API's document, and what a refusal says.
+    """Return the annotation of a RequestQuery's field: its sentence in the API's document, and the text of a refusal.
 
     A refusal reads "NAME='TEXT' REFUSAL". An integer needs both of its bounds.
     """
@@ -128,12 +129,12 @@ def parameter(
 
 
 def text_parameter(description: str, *, pattern: str, refusal: str, hint: str) -> Meta:
-    """Return the same for a text that a pattern allows."""
+    """Return the same for a text that matches a pattern."""
     return Meta(description=description, pattern=pattern, extra={"refusal": refusal, "hint": hint})
 
 
 class _Parameter(NamedTuple):
-    """One query parameter: what parses its text or raises ValueError, and how it is refused."""
+    """One query parameter: the parser of its text, which raises ValueError, and the refusal of an invalid one."""
 
     parse: Callable[[str], int | str]
     refusal: str
@@ -141,10 +142,10 @@ class _Parameter(NamedTuple):
 
 
 def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
-    """Return the function that decodes a query string into this type, or for None takes none.
+    """Return the function that decodes a query string into this type; for None it accepts no parameters.
 
-    The function raises InvalidRequestError, also for a parameter that the type does not have, and for one that is there
-    twice. This function raises TypeError for a type that cannot be decoded, when the table is read.
+    The function raises InvalidRequestError, also for a parameter that the type does not have, and for a repeated one.
+    `query_decoder` itself raises TypeError for a type that cannot be decoded, when the table is read.
     """
     struct = type_info(kind or RequestQuery)
     assert isinstance(struct, StructType)  # noqa: S101 - every RequestQuery is one
@@ -179,7 +180,7 @@ def _no_parameter(name: str, known: Collection[str]) -> InvalidRequestError:
 
 
 def _parameter(field: Field) -> _Parameter:
-    """Return a field of a RequestQuery as the decoder uses it. Raises TypeError for a field that it cannot use."""
+    """Return a field of a RequestQuery as the decoder uses it. Raises TypeError for an unusable field."""
     match field:
         case Field(
             name=name,
@@ -204,7 +205,7 @@ def _parser(name: str, kind: BoolType | IntType | StrType) -> Callable[[str], in
 
 
 def _text(name: str, kind: StrType) -> Callable[[str], str]:
-    """Return the parser of a text that its pattern allows."""
+    """Return the parser of a text that matches its pattern."""
     if kind.pattern is None:
         raise TypeError(f"{name}: a text parameter has a pattern")
     pattern = re.compile(kind.pattern)

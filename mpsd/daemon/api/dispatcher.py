@@ -1,8 +1,8 @@
 """Answers requests from one table of routes, in small steps: find the row, authorise, count, read, handle, encode.
 
-The dispatcher checks the caller's role before any handler is on the stack, so that no handler can forget to. Whoever
-has no role gets 403 from every route, also from those that do not exist. What goes wrong is answered by a problem
-document, which daemon/http/problems renders.
+The dispatcher checks the caller's role before it calls any handler, so that no handler can forget the check. A caller
+without a role gets 403 from every path, also from those that do not exist. Errors are answered with a problem document,
+which daemon/http/problems renders.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from mpsd.system import descriptors
 H = TypeVar("H")
 
 _MOST_DEFECTS: Final = 16
-"""Defects that are logged in a minute, each with its traceback: a request that meets one can be repeated."""
+"""Defects that are logged in a minute, each with its traceback: a caller can repeat a request that meets one."""
 
 _MOST_PATH: Final = 200
-"""Characters of a path that are worth repeating."""
+"""Maximum characters of a path in the log."""
 
 
 class _Endpoint(NamedTuple):
-    """A row of the table, ready for requests: its handler is bound, its decoders and its encoder are made."""
+    """A row of the table, ready for requests, with its bound handler, its decoders and its encoder."""
 
     role: Role
     query: Callable[[str], RequestQuery | None]
     without_query: RequestQuery | None
-    """What that is where a request brings none."""
+    """The query of a request without parameters."""
     body: Callable[[bytes | bytearray], RequestBody] | None
     handle: Callable[[Request], Awaitable[Any]]
     encode: Encoder[Any]
 
     @classmethod
     def of(cls, route: Route[H, Any], handlers: H) -> "_Endpoint":
-        """Make it from the row."""
+        """Make an endpoint from a row."""
         return cls(
             role=route.role,
             query=query_decoder(route.query),
@@ -60,7 +60,7 @@ class Dispatcher(Generic[H]):
     """Answers requests from one table of routes, with one object that has the handlers."""
 
     def __init__(self, routes: Iterable[Route[H, Any]], handlers: H, settings: LiveSettings, log: Logger) -> None:
-        """Make every row ready."""
+        """Prepare every row."""
         self._settings = settings
         self._in_flight = RequestsInFlight()
         self._refusal_log = RefusalLog(log)
@@ -70,7 +70,7 @@ class Dispatcher(Generic[H]):
             self._table.add(route.method, route.path, _Endpoint.of(route, handlers))
 
     async def receive(self, message: Message) -> None:
-        """Answer a request. Raises ConnectionResetError when its caller has hung up."""
+        """Answer a request. Raises ConnectionResetError when the caller has closed the connection."""
         connection = message.connection
         uid, counted = connection.peer.uid, False
         try:
@@ -78,7 +78,7 @@ class Dispatcher(Generic[H]):
             endpoint = None if message.trouble else methods.get(message.method)
             settings = self._settings.current
             principal = connection.peer.principal(settings)
-            # What matches no route needs a role too: a stranger learns nothing, not even what exists.
+            # A path without a route needs a role too, so that a caller without one cannot find out which paths exist.
             needed = Role.OBSERVER if endpoint is None else endpoint.role
             require(principal.role, needed, contained=principal.contained)
             self._in_flight.begin(uid, settings.api.requests_per_uid)
@@ -110,9 +110,9 @@ class Dispatcher(Generic[H]):
                 self._in_flight.end(uid)
 
     async def _arrival(self, message: Message) -> bool:
-        """Wait for the rest of a request's body, and tell whether it can be read: most bodies came with their request.
+        """Wait for the rest of a request's body, and tell whether it can be read.
 
-        Raises InvalidRequestError when the body does not come in time.
+        Most bodies arrive with their request. Raises InvalidRequestError when the body does not arrive in time.
         """
         seconds = self._settings.current.api.header_deadline
         try:
@@ -127,13 +127,13 @@ class Dispatcher(Generic[H]):
         return not message.trouble
 
     def _note_refusal(self, error: MpsdError, message: Message) -> None:
-        """Log who asked for what it may not have."""
+        """Log the caller of a request without the necessary permission."""
         if isinstance(error, NotPermittedError):
             credentials = message.connection.peer.credentials
             self._refusal_log.record(credentials, f"{message.method} {message.path}".strip(), error.detail)
 
     def _defect(self, error: Exception, path: str) -> Answer:
-        """Log a defect, so many times a minute, and return the answer to its request, which tells nothing of it."""
+        """Log a defect, a limited number per minute, and return the answer to its request, without details."""
         self._defects.defect(EventName.API_DEFECT, error, path=path[:_MOST_PATH])
         return problem_answer(
             InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")
@@ -141,7 +141,7 @@ class Dispatcher(Generic[H]):
 
 
 def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
-    """Return a request as its handler gets it. Raises InvalidRequestError, and BodyTooLargeError."""
+    """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
     query = endpoint.query(message.query) if message.query else endpoint.without_query
     body = None
     if endpoint.body is not None:

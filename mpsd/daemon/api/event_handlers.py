@@ -30,24 +30,24 @@ _TIME: Final = r"([0-9]{1,10}|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{5,15}(Z|[+-][0-
 
 
 class Event(Struct):
-    """A decision of mpsd: a line of its log with its number. What else it has depends on the event.
+    """A decision of mpsd: a line of its log, with its number. Its further fields depend on the event.
 
-    A line whose event is `heartbeat` is none: it has the number of the last one, and comes only where asked for.
+    A line whose event is `heartbeat` is not an event: it has the number of the last one, and is sent only on request.
     """
 
     seq: int
-    """Its number, one more than that of the event before."""
+    """Its number, one more than that of the previous event."""
     at: Moment
     """When it happened."""
     level: Annotated[str, Meta(extra_json_schema={"enum": ["info", "warning", "error"]})]
     event: Annotated[str, words(EventName, more=True)]
     """Its name."""
     because: str | None = None
-    """Why, in a sentence."""
+    """Why it happened, in a sentence."""
 
 
 class EventsQuery(RequestQuery, frozen=True):
-    """Which events a caller asks for."""
+    """The events that a caller requests."""
 
     after: Annotated[
         str,
@@ -81,22 +81,22 @@ class EventsQuery(RequestQuery, frozen=True):
 
 
 class EventHandlers:
-    """The handlers of the events of one node."""
+    """The handler of the events of one node."""
 
     def __init__(self, node: Node, events: Events) -> None:
         self._node = node
         self._events = events
 
     async def events(self, request: Request) -> AsyncIterator[bytes]:
-        """Return the kept events after a number, and with `follow` those that come, as lines.
+        """Return the stored events after a number as lines, and with `follow` later ones too.
 
-        A follower that cannot keep up is dropped, and comes back with the last number that it has. Raises
-        InvalidRequestError for a number that is not kept any more, instead of a gap, and for one that is yet to come.
+        A follower that is too slow is disconnected, and can continue with the last number that it has. Raises
+        InvalidRequestError for a number that is no longer stored, instead of leaving a gap, and for a future one.
         """
         query, events = request.query, self._events
         assert isinstance(query, EventsQuery)  # noqa: S101 - the route table says so
         self._node.leases.publish()
-        events.flush()  # what has no number yet may take the place of what is asked for
+        events.flush()  # numbering the pending events may delete the oldest stored ones
         return _lines(events, _position(events, query), query)
 
 
@@ -120,13 +120,13 @@ def _position(events: Events, query: EventsQuery) -> int:
 
 
 async def _lines(events: Events, after: int, query: EventsQuery) -> AsyncIterator[bytes]:
-    """Yield the lines of the events after a number, and heartbeats where none came for long enough."""
+    """Yield the lines of the events after a number, and heartbeats after long enough without one."""
     async for lines in events.read(after, follow=query.follow, patience=query.heartbeat or inf):
         yield lines or _heartbeat(events)
 
 
 def _heartbeat(events: Events) -> bytes:
-    """Return a line that says no more than that mpsd is there: it has the number of the last event, and none itself."""
+    """Return a heartbeat line: it has the number of the last event, and is not an event itself."""
     line = {"seq": events.latest, "at": clock.now(), "level": "info", "event": "heartbeat"}
     return to_json(line) + b"\n"
 

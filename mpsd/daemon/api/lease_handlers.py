@@ -1,4 +1,4 @@
-"""What the routes of the leases do: who may see and change which lease, and who holds a new one."""
+"""The handlers of the lease routes: which callers may see and change a lease, and which holder a new one has."""
 
 from collections.abc import Awaitable, Collection
 from datetime import timedelta
@@ -22,20 +22,20 @@ from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
 
 _LARGEST: Final = 3
-"""Leases that a refusal names."""
+"""Maximum leases that a refusal names."""
 
 _NAME: Final = 40
-"""Characters of a lease's name that it repeats."""
+"""Maximum characters of a lease's name in a refusal."""
 
 
 class LeasesQuery(RequestQuery, frozen=True):
-    """Which leases a caller asks for."""
+    """The leases that a caller requests."""
 
     ended: Annotated[bool, parameter("Whether leases that ended not long ago are listed too, at most 256.")] = False
 
 
 class CdiQuery(RequestQuery, frozen=True):
-    """What a container gets beside its lease's pipe directory."""
+    """The contents of a container's CDI document beside its lease's pipe directory."""
 
     shared_memory: Annotated[
         bool, parameter("Whether the container gets the machine's /dev/shm, as drivers before 580 need it.")
@@ -43,7 +43,7 @@ class CdiQuery(RequestQuery, frozen=True):
 
 
 class ReleaseQuery(RequestQuery, frozen=True):
-    """Which lease is released."""
+    """The condition of a release."""
 
     untaken: Annotated[
         bool, parameter("Whether it is released only while it is a claim that was not taken; 409 otherwise.")
@@ -57,7 +57,7 @@ class LeaseHandlers:
         self._node = node
 
     async def leases(self, request: Request) -> lease_schema.LeasesOut:
-        """Return the leases that the caller may see, those that ended too if it asks for them, and sums of the rest."""
+        """Return the leases that the caller may see, ended ones on request, and the sums of the others."""
         query = request.query
         assert isinstance(query, LeasesQuery)  # noqa: S101 - the route table says so
         ledger = self._node.leases.ledger
@@ -80,7 +80,7 @@ class LeaseHandlers:
         return answer
 
     def _with_holders(self, answer: lease_schema.LeaseOut, lease: Lease) -> lease_schema.LeaseOut:
-        """Return a lease with which of its holders live, and what keeps it where none does."""
+        """Return a lease with the state of its holders, and the processes that keep it where all holders are gone."""
         if lease.state is LeaseState.ENDED:
             return answer
         for holder, said in zip(lease.holders, answer.holders, strict=True):
@@ -95,7 +95,7 @@ class LeaseHandlers:
         return answer
 
     def _judged(self, leases: list[lease_schema.LeaseOut]) -> list[lease_schema.LeaseOut]:
-        """Return leases with what was found wrong with their processes last, and what was not known of them."""
+        """Return leases with the last known violations and doubts of their processes."""
         by_id = {each.id: each for each in leases}
         for violation in self._node.violation_monitor.violations:
             if violation.lease in by_id:
@@ -109,7 +109,10 @@ class LeaseHandlers:
         return self._node.settings.current.api.open or _is_own(request, lease)
 
     def _theirs(self, request: Request, *, act: bool) -> Lease:
-        """Return the lease that the path names. Raises NotFoundError, NotPermittedError when it is another user's."""
+        """Return the lease that the path names.
+
+        Raises NotFoundError, and NotPermittedError for that of another user.
+        """
         lease = self._node.leases.find(request.names["id"])
         allowed = _is_own(request, lease) if act else self._may_see(request, lease)
         if not allowed:
@@ -165,7 +168,7 @@ class LeaseHandlers:
         )
 
     def _holding(self, request: Request, error: DoesNotFitError) -> str:
-        """Say which leases hold most of what a request lacks: each that its caller may see, and the others' sum."""
+        """Say which leases hold most of what a request lacks: those that its caller may see, and the others' sum."""
         found = [
             (lease, share)
             for lease in self._node.leases.ledger.all()
@@ -187,7 +190,7 @@ class LeaseHandlers:
         return f"; {', '.join(said)}" if said else ""
 
     async def hold(self, request: Request) -> lease_schema.LeaseOut:
-        """Have a lease held by another holder, or its claim taken, and answer once that is stored and open to it."""
+        """Add or replace the holder of a lease, or take its claim; answer when that is stored and the limits open."""
         assert isinstance(request.body, lease_schema.HolderRequest)  # noqa: S101 - the route table says so
         body, lease = request.body, self._node.leases.find(request.names["id"])
         if body.token is not None and not naming.is_token(body.token, lease):
@@ -212,10 +215,10 @@ class LeaseHandlers:
         return _lease_out(lease)
 
     async def release(self, request: Request) -> None:
-        """End a lease; one that has ended already is fine.
+        """End a lease; a lease that has ended already is no error.
 
-        Raises AlreadyClaimedError for one that was taken and is to be released only if it was not: that is decided in
-        the same turn of the loop.
+        Raises AlreadyClaimedError for a lease that was taken, where the caller wants to release it only if it was not.
+        That is decided in the same turn of the loop.
         """
         assert isinstance(request.query, ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
@@ -225,19 +228,19 @@ class LeaseHandlers:
         await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 
     async def end(self, request: Request) -> lease_schema.LeaseOut:
-        """End the clients of a lease, and then the lease; stored before it is answered."""
+        """End the clients of a lease, and then the lease; stored before the answer."""
         lease = self._theirs(request, act=True)
         await self._see_clients(lease)
         await self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
         return _lease_out(self._node.leases.find(lease.id), None)
 
     async def _see_clients(self, lease: Lease) -> None:
-        """Have a client that has just attached be known as one of the lease."""
+        """Find the clients of a lease that have just attached."""
         if lease.shares and lease.state is not LeaseState.ENDED:
             await self._node.refresh(lease)
 
     async def renew(self, request: Request) -> lease_schema.LeaseOut:
-        """Give a lease more time."""
+        """Extend a lease."""
         assert isinstance(request.body, lease_schema.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
@@ -245,13 +248,13 @@ class LeaseHandlers:
         return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl))
 
     async def attach(self, request: Request) -> lease_schema.LeaseOut:
-        """Open a lease's limits for those of its processes that are still to come, and answer when they are open."""
+        """Open a lease's limits for its further processes, and answer when they are open."""
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
         return _lease_out(await self._node.leases.clients.attach(lease.id))
 
     async def cdi(self, request: Request) -> bytes:
-        """Return the CDI document of a lease that is claimed and not taken, whose hook runs mpsd's own mpsctl.
+        """Return the CDI document of a claimed lease that nobody has taken; its hook runs mpsd's own mpsctl.
 
         Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
         """
@@ -298,12 +301,12 @@ def _amount(shares: Collection[Share]) -> str:
 
 
 def _is_own(request: Request, lease: Lease) -> bool:
-    """Tell whether a lease is the caller's own, or the caller an administrator."""
+    """Tell whether a lease belongs to the caller, or the caller is an administrator."""
     return request.admin or lease.owner.uid == request.credentials.uid
 
 
 def _lease_out(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True) -> lease_schema.LeaseOut:
-    """Return a lease as the wire has it, with the end of its time on the wall clock, where people look for it.
+    """Return a lease in its wire form, with the end of its time on the wall clock, for display.
 
     `secret`: whether the answer is about this lease alone, and for its owner or an administrator.
     """
@@ -313,7 +316,7 @@ def _lease_out(lease: Lease, place: QueuePlace | None = None, *, secret: bool = 
     return lease_schema.LeaseOut.of(lease, expires=expires, place=place, secret=secret)
 
 
-# Most ask for as much as somebody has asked for before.
+# Most requests ask for the same amount as an earlier one.
 _threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
 _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
 
@@ -321,7 +324,7 @@ _STOPS: Final = {each.value: each for each in model.Stop}
 
 
 def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
-    """Turn what came over the wire into the value that is decided upon. Raises InvalidRequestError."""
+    """Convert a request from its wire form. Raises InvalidRequestError."""
     return model.LeaseRequest(
         threads=None if body.threads is None else _threads(body.threads),
         memory=None if body.memory is None else _memory(body.memory),

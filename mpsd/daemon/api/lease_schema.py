@@ -1,4 +1,4 @@
-"""What goes over the API's wire about leases: the requests that are taken, and the answers that are given.
+"""The wire format of leases in the API: requests and answers.
 
 These types are the API's document too, as those of `schema` are.
 """
@@ -35,7 +35,7 @@ AnyNumber = Annotated[str, Meta(pattern=r"^any\Z", extra_json_schema={"enum": ["
 Text = Annotated[str, Meta(max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]
 Labels = Annotated[dict[Label, Text], Meta(max_length=32)]
 
-# What the document says of these, and the units' own parsers check, whose errors name the limit and say what to write.
+# The document describes these types; the units' parsers check them, and their errors name the limit and the remedy.
 Percent = Annotated[float, Meta(extra_json_schema={"minimum": 0.1, "maximum": 100})]
 Fraction = Annotated[float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})]
 SizeText = Annotated[
@@ -47,7 +47,7 @@ Uid = Annotated[int, Meta(ge=0, le=2**32 - 2)]
 
 
 class RequestedOwner(Struct, forbid_unknown_fields=True):
-    """Whose a lease is to be: a uid, a gid, and the groups that it is in besides, by which its quota is found."""
+    """The requested owner of a lease: a uid, a gid, and further groups, by which its quota is found."""
 
     uid: Uid
     gid: Uid
@@ -64,19 +64,19 @@ class RequestedClaim(Struct, forbid_unknown_fields=True):
     """A lease that nobody holds yet: the first holder that is named with its token takes it."""
 
     uid: Uid | None = None
-    """Whose processes alone can take it; null: anybody's, and until then it counts as the caller's."""
+    """The uid whose processes alone can take it; null: any uid, and until then the claim counts as the caller's."""
     gid: Uid | None = None
     deadline: Annotated[float, Meta(gt=0, le=1e6)] | None = None
     """Seconds from the grant after which it ends unless it was taken; null: admission.claim_deadline."""
 
 
 class RequestedHolder(Struct, forbid_unknown_fields=True):
-    """What is to hold a lease, where that is no process: just one of `cgroup`, `unit` and `claim`."""
+    """The holder of a lease, where that is no process: exactly one of `cgroup`, `unit` and `claim`."""
 
     cgroup: GroupPath | None = None
     """The path of a control group, as in /proc/PID/cgroup on the host, or with its mount point in front."""
     unit: UnitName | None = None
-    """The name of a systemd unit that runs: of the system, or, for a user, of the user's own manager."""
+    """The name of a running systemd unit: of the system, or, for a user, of the user's own manager."""
     life: While = field(default="populated", name="while")
     """`populated`: it holds the lease while it has processes, from the first one on. `exists`: until it is removed."""
     claim: RequestedClaim | None = None
@@ -84,7 +84,7 @@ class RequestedHolder(Struct, forbid_unknown_fields=True):
 
 
 class LeaseRequest(RequestBody, kw_only=True):
-    """What a caller asks for: threads and memory, or a fraction of one GPU."""
+    """A request for a lease: threads and memory, or a fraction of one GPU."""
 
     forms: ClassVar = {"LeaseOfThreads": ("threads", "memory"), "LeaseOfFraction": ("fraction",)}
 
@@ -93,41 +93,41 @@ class LeaseRequest(RequestBody, kw_only=True):
     memory: SizeText | SizeBytes | None = None
     """Device memory, as `8GiB` or in bytes; granted in whole MiB."""
     fraction: Fraction | None = None
-    """That part of one GPU's threads and memory, from 0.001 to 1."""
+    """The part of one GPU's threads and memory, from 0.001 to 1."""
     gpu: Text = "any"
     """`any`, an index, a UUID, or a unique prefix of one."""
     gpus: Annotated[int, Meta(ge=1, le=64)] = 1
-    """On how many GPUs, all or nothing; the lease has as much on each."""
+    """Number of GPUs, all or nothing; the lease has the same amount on each."""
     processes: Annotated[int, Meta(ge=1, le=1000)] | AnyNumber = 1
-    """How many client processes it may have, 1 by default; threads and memory are the sum over them.
+    """Maximum client processes, 1 by default; threads and memory are the sum over them.
 
-    `any`: any number; each may use all of it, and what NVML says of their memory is held against the sum.
+    `any`: any number. Then each process may use the whole, and NVML's figures of their memory count against the sum.
     """
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    """Higher goes first; above 0 only with a quota that allows it."""
+    """A higher priority goes first; above 0 only with a quota that allows it."""
     wait: Annotated[float, Meta(ge=0, le=1e9)] | None = 0.0
-    """Seconds to wait for what is not free now; null: for ever."""
+    """Seconds to wait for what is not free now; null: without end."""
     ttl: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    """Seconds after which the lease ends unless it is renewed; null: no such time."""
+    """Seconds after which the lease ends unless it is renewed; null: it has no such time."""
     name: Text = ""
     labels: Labels = field(default_factory=dict)
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     """The process that the lease is tied to; the caller's own by default."""
     holder: RequestedHolder | None = None
-    """What the lease is tied to instead of a process."""
+    """The holder to which the lease is tied, instead of a process."""
     owner: RequestedOwner | None = None
-    """Whose the lease is, where that is not the process's user; for administrators only."""
+    """The owner of the lease, where that is not the process's user; for administrators only."""
     request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
-    """Makes a retry return the same lease; another request with it is refused."""
+    """Makes a retry return the same lease; a different request with the same id is refused."""
     client_priority: Annotated[int, Meta(ge=0, le=1)] | None = None
-    """What MPS calls the priority of its clients: 0 is normal, 1 below normal; a hint. Driver 535 and newer."""
+    """The client priority of MPS: 0 is normal, 1 below normal; a hint. Driver 535 and newer."""
     stop: Annotated[str, Meta(pattern=r"^(terminate|sigterm)\Z"), words(Stop)] = Stop.TERMINATE.value
-    """How mpsd ends its clients, if it does: with `terminate` their server ends their work on the GPU before they get a
-    signal; `sigterm` is for programs that finish that work on SIGTERM, which comes first then."""
+    """How mpsd ends the lease's clients: with `terminate` their server ends their work on the GPU before they get a
+    signal; `sigterm` is for programs that finish that work on SIGTERM, which then comes first."""
 
 
 class RenewRequest(RequestBody):
-    """How long a lease is to live from now on."""
+    """The new time to live of a lease."""
 
     ttl: Annotated[float, Meta(gt=0, le=1e9)]
     """Seconds."""
@@ -143,17 +143,17 @@ class HolderRequest(RequestBody, kw_only=True):
     unit: UnitName | None = None
     life: While = field(default="populated", name="while")
     claim: RequestedClaim | None = None
-    """For administrators, with `replace`: the lease outlives its holders, for its owner to take, or for another uid."""
+    """For administrators, with `replace`: the lease outlives its holders, until its owner or another uid takes it."""
     token: Annotated[str, Meta(max_length=256)] | None = None
-    """The lease's token: it takes a claim, which one holder can."""
+    """The lease's token: with it, one holder can take a claim."""
     replace: bool = False
-    """Whether it takes the place of all other holders."""
+    """Whether it replaces all other holders."""
     owner: RequestedOwner | None = None
-    """Whose the lease is from now on, where that is not the process's user; for administrators who take a claim."""
+    """The owner of the lease from now on, where that is not the process's user; for administrators who take a claim."""
 
 
 class HolderOut(Struct, omit_defaults=True):
-    """What holds a lease: a `process`, a `cgroup`, or a `claim` that nobody has taken yet."""
+    """A holder of a lease: a `process`, a `cgroup`, or a `claim` that nobody has taken yet."""
 
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["process", "cgroup", "claim"]})]
     pid: int | None = None
@@ -161,15 +161,15 @@ class HolderOut(Struct, omit_defaults=True):
     cgroup: str | None = None
     life: Annotated[str, words(GroupLife)] | None = field(default=None, name="while")
     unit: str | None = None
-    """The unit that the path of the control group names; it is for showing only, as are `container` and `pod`."""
+    """The unit that the path of the control group names; it is for display only, as are `container` and `pod`."""
     container: str | None = None
     pod: str | None = None
     uid: int | None = None
-    """Whose processes alone can take the claim."""
+    """The uid whose processes alone can take the claim."""
     deadline: Moment | None = None
     """When the claim ends."""
     gone: bool = False
-    """Whether the process or control group is no more, and its lease lives for others."""
+    """Whether the process or control group is gone, and the lease lives for other processes."""
 
     @classmethod
     def of(cls, holder: Holder) -> "HolderOut":
@@ -187,7 +187,7 @@ class HolderOut(Struct, omit_defaults=True):
 
 
 class OwnerOut(Struct):
-    """Whose a lease is, as the kernel said, and the process that holds it; pid 0 where no process does."""
+    """The owner of a lease, as the kernel reported it, and the process that holds it; pid 0 where no process does."""
 
     uid: int
     gid: int
@@ -196,7 +196,7 @@ class OwnerOut(Struct):
 
 
 class ShareOut(Struct):
-    """What a lease has on one GPU, and what each of its client processes there must have in its environment."""
+    """A lease's share of one GPU, and the environment that each of its client processes there needs."""
 
     gpu: str
     daemon: str
@@ -206,7 +206,7 @@ class ShareOut(Struct):
 
     @classmethod
     def of(cls, share: Share, own: Mapping[str, str]) -> "ShareOut":
-        """Make it from the value; `own` are the variables of its lease."""
+        """Make it from the value; `own` contains the variables of its lease."""
         return cls(share.gpu, share.daemon, share.threads.tenths / 10, share.memory.bytes, {**share.env, **own})
 
 
@@ -216,11 +216,11 @@ class KeeperOut(Struct):
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["client", "bearer"]})]
     pid: int
     name: str
-    """Its command, as it calls itself."""
+    """Its command, as reported by the process."""
 
 
 class WaitOut(Struct):
-    """Where a waiting lease stands: its position from 1, and the limit that it waits for."""
+    """The place of a waiting lease: its position from 1, and the limit that it waits for."""
 
     position: int
     waits_for: str
@@ -236,6 +236,7 @@ class LeaseOut(Struct):
 
     Percentage, memory and environment are those on the first of its GPUs; `shares` has each. Null or empty: not yet.
     `processes` is 0 where it may have any number of them.
+
     The environment has the lease's token, MPSD_LEASE_TOKEN, in answers about this lease alone to its owner and to
     administrators.
     """
@@ -247,14 +248,14 @@ class LeaseOut(Struct):
     daemon: str | None
     owner: OwnerOut
     holders: list[HolderOut]
-    """What it is tied to: it lives while any of them does, any of its clients or any of its bearers."""
+    """The holders to which it is tied: it lives while any holder, any of its clients or any of its bearers lives."""
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: Mapping[str, str]
     shares: list[ShareOut]
     clients: list[int]
     bearers: list[int]
-    """Processes outside its holder's family that are its own by the token in their environment; they keep it."""
+    """Processes outside its holder's family that belong to it by the token in their environment; they keep it."""
     processes: int
     priority: int
     client_priority: int | None
@@ -270,13 +271,13 @@ class LeaseOut(Struct):
     violations: list[ViolationOut] = []
     """The open violations of its processes."""
     unknown: list[str] = []
-    """What is not known of the limits of its processes; that is no violation."""
+    """The unknown facts about the limits of its processes; they are no violation."""
     keepers: list[KeeperOut] = []
-    """Where all of its holders are gone: the processes for which it lives."""
+    """Where all of its holders are gone: the processes that keep it."""
 
     @classmethod
     def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None, secret: bool) -> "LeaseOut":
-        """Make it from the value. `secret`: whether it is for somebody who may have the lease's token."""
+        """Make it from the value. `secret`: whether the recipient may have the lease's token."""
         own = {LEASE: lease.id, TOKEN: lease.token} if secret and lease.token else {LEASE: lease.id}
         request, owner, shares = lease.request, lease.owner, [ShareOut.of(share, own) for share in lease.shares]
         first = shares[0] if shares else None
@@ -319,7 +320,7 @@ def _bytes(memory: PinnedDeviceMemLimit | None) -> int | None:
 
 
 class OthersOut(Struct):
-    """What all others have together, for a caller who may see no more of them."""
+    """The sums over all other users, for a caller who may see no more of their leases."""
 
     leases: int
     waiting: int
@@ -328,7 +329,7 @@ class OthersOut(Struct):
 
 
 class LeasesOut(Struct):
-    """The leases that have not ended: the caller's own, or everybody's where the caller may see them."""
+    """The leases that have not ended: the caller's own, or all leases where the caller may see them."""
 
     leases: list[LeaseOut]
     others: OthersOut
@@ -337,9 +338,9 @@ class LeasesOut(Struct):
 class ProcessOut(Struct):
     """A process of a lease on one GPU: whether it is under MPS, what it was granted, and what it can really use.
 
-    `mps` is null for the holder of a lease that was not seen on the GPU. `limits_in_force` is the most that it can use,
-    and `limits_at_least` the least that it has, by what was open to it and by the environment it was started with; null
-    where that is not known.
+    `mps` is null for the holder of a lease that was not seen on the GPU. `limits_in_force` is the maximum that it can
+    use, and `limits_at_least` the minimum that it has, by what was open to it and by the environment it was started
+    with; null where that is unknown.
     """
 
     pid: int
@@ -391,4 +392,4 @@ class VerifyOut(Struct):
     processes: list[ProcessOut]
     violations: list[str]
     unknown: list[str]
-    """What is not known; that is no violation."""
+    """The unknown facts; they are no violation."""

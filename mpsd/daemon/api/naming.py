@@ -1,4 +1,4 @@
-"""Who holds a lease, and whose it is, by what a request names: as the kernel has it, and held fast until it is tied."""
+"""The holder and the owner that a request names, as the kernel reports them; the holder is watched until it is tied."""
 
 import hmac
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.process import Process
 
 Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
-"""Whose a lease is, the same for finding the quota, and what holds it."""
+"""The owner of a lease, the same user for its quota, and the holder."""
 
 _ONE: Final = "name one holder"
 
 
 def of_peer(request: Request) -> Named:
-    """Return who holds a lease, and whose it is, where a request names nothing: the process that connected.
+    """Return the owner and the holder of a request that names neither: the process that connected.
 
-    Its connection has that open, and closes it. Raises PeerUnknownError.
+    The connection watches that process, and stops doing so when it closes. Raises PeerUnknownError.
     """
     living, credentials = _connected(request), request.credentials
     started = living.started
@@ -38,7 +38,7 @@ def of_peer(request: Request) -> Named:
 
 @contextmanager
 def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[Named]:
-    """Give what a request for a lease names.
+    """Yield the owner and the holder that a lease request names.
 
     Raises InvalidRequestError, NotPermittedError, PeerUnknownError and QuotaError.
     """
@@ -65,7 +65,7 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iter
 
 @contextmanager
 def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: bool) -> Iterator[Named]:
-    """Give what a request names as another holder of a lease; `is_claim` tells whether it is to take the lease.
+    """Yield the owner and the holder of a request for another holder; `is_claim`: whether it is to take the lease.
 
     Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
     """
@@ -84,7 +84,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 return
             group = named_groups.of_process(living.pid)
             try:
-                held = NamedHolder.group(group, life)  # before the look: then the process was seen in its group
+                held = NamedHolder.group(group, life)  # before the check: then the process was seen in its group
                 if living.is_gone():
                     raise _no_process(living.pid)
                 _check_group(request, group, is_bounded=is_bounded)
@@ -106,7 +106,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
 
 
 def check_holders(request: Request, lease: Lease) -> None:
-    """Refuse to change the holders of a lease that a group holds which is not the caller's to name: a container's.
+    """Refuse to change the holders of a lease that is held by a group which the caller may not name: a container's.
 
     Raises NotPermittedError, and OSError without descriptors.
     """
@@ -128,11 +128,11 @@ def check_holders(request: Request, lease: Lease) -> None:
 
 
 def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
-    """Return for how long a lease is to be held by a claim. Raises NotPermittedError and InvalidRequestError.
+    """Return for how long a claim is to hold a lease. Raises NotPermittedError and InvalidRequestError.
 
     The claim is for the owner of the lease, or for the uid that it names.
     """
-    assert body.claim is not None  # noqa: S101 - that is what it is called for
+    assert body.claim is not None  # noqa: S101 - the caller has checked it
     if not request.admin:
         raise NotPermittedError("only an administrator can have a claim hold a lease", hint="hand it to a process")
     named = (body.pid, body.cgroup, body.unit, body.token, body.owner, body.claim.gid)
@@ -146,14 +146,14 @@ def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> 
 
 
 def is_token(token: str, lease: Lease) -> bool:
-    """Tell whether this is the token of a lease; how long that takes tells nothing of the token."""
+    """Tell whether this is the token of a lease, in a time that does not depend on the token."""
     return bool(lease.token) and hmac.compare_digest(token.encode(errors="replace"), lease.token.encode())
 
 
 def _owner(
     request: Request, wanted: RequestedOwner | None, uid: int, gid: int, holder: Process | None
 ) -> tuple[Owner, UserIdentity]:
-    """Return whose a lease is, by an administrator's word or the kernel's."""
+    """Return the owner of a lease: the one that an administrator named, or the user of the process."""
     pid, started = (0, None) if holder is None else (holder.pid, holder.started)
     if wanted is not None:
         user = UserIdentity(wanted.uid, frozenset((wanted.gid, *wanted.groups)))
@@ -162,7 +162,7 @@ def _owner(
 
 
 def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
-    """Return a user as quotas know it: the caller with all its groups, and another by what is known of its process."""
+    """Return a user as quotas know it: the caller with all its groups, another one as far as its process shows."""
     return request.user if uid == request.user.uid else UserIdentity(uid, frozenset((gid,)))
 
 
@@ -192,7 +192,7 @@ def _group(request: Request, path: str | None, unit: str | None) -> OpenGroup:
 
 
 def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> None:
-    """Refuse a control group that is not the caller's to name. Raises NotPermittedError and InvalidRequestError."""
+    """Refuse a control group that the caller may not name. Raises NotPermittedError and InvalidRequestError."""
     uid = request.credentials.uid
     if request.admin:
         return
@@ -212,7 +212,7 @@ def _check_group(request: Request, group: OpenGroup, *, is_bounded: bool) -> Non
 
 
 def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | None) -> tuple[int, int]:
-    """Return whose the processes of a group are. Raises InvalidRequestError where nobody can tell."""
+    """Return the uid and gid of the processes of a group. Raises InvalidRequestError where they are unknown."""
     if wanted is not None:
         return wanted.uid, wanted.gid
     if not request.admin:
@@ -233,7 +233,7 @@ def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | 
 
 @contextmanager
 def _process(request: Request, pid: int | None) -> Iterator[tuple[Process, int, int]]:
-    """Give a process that a caller named, or the caller's own, with its uid and gid."""
+    """Yield the process that a caller named, or the caller's own, with its uid and gid."""
     if pid is None or pid == request.credentials.pid:
         yield _connected(request), request.credentials.uid, request.credentials.gid
         return
@@ -245,7 +245,7 @@ def _process(request: Request, pid: int | None) -> Iterator[tuple[Process, int, 
 
 
 def _connected(request: Request) -> Process:
-    """Return the process that called. Raises PeerUnknownError when the kernel does not show it."""
+    """Return the calling process. Raises PeerUnknownError when the kernel does not show it."""
     connected = request.process()
     if connected is None:
         unseen = request.credentials.pid == 0
@@ -264,7 +264,7 @@ def _connected(request: Request) -> Process:
 
 
 def _named(request: Request, pid: int) -> Process:
-    """Watch the process that a caller named by its pid. Raises InvalidRequestError when it is none."""
+    """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
     if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from another pid namespace, where this pid means another process",
@@ -282,13 +282,13 @@ def _named(request: Request, pid: int) -> Process:
 
 
 def _user_of(request: Request, named: Process) -> tuple[int, int]:
-    """Return the uid and gid of a process that a caller named: one of its own, or anybody's for an administrator.
+    """Return the uid and gid of a process that a caller named: one of its own, or for an administrator any.
 
-    The lease is that user's, whose uid is the one that MPS sees. Raises InvalidRequestError when it is gone by now, and
-    NotPermittedError when it is another user's.
+    The lease belongs to that user, whose uid is the one that MPS sees. Raises InvalidRequestError when the process is
+    gone by now, and NotPermittedError when it belongs to another user.
     """
     user = process_table.user_of(named.pid)
-    # What was looked up by pid is about this process only if it is there still: its pid was its own all the while.
+    # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)
     if user[0] != request.credentials.uid and not request.admin:

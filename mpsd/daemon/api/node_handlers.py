@@ -1,4 +1,4 @@
-"""What the routes of the node do: a request's value in, an answer's value out. The dispatcher checks roles before."""
+"""The handlers of the node routes: a request's value in, an answer's value out. The dispatcher has checked the role."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from mpsd.system import process_table
 
 
 class NodeHandlers:
-    """The handlers of what one node is: its health, its GPUs, control daemons and clients, and its settings."""
+    """The handlers of the state of one node: its health, GPUs, control daemons and clients, and its settings."""
 
     def __init__(self, node: Node, accountant: Accountant) -> None:
         self._node = node
@@ -58,7 +58,7 @@ class NodeHandlers:
         )
 
     def _notes(self, daemons: Iterable[model.Daemon]) -> list[str]:
-        """Return what is not wrong and should be known."""
+        """Return facts that are no fault but that an operator should know."""
         notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
         notes += filter(None, (roles.unknown_names(self._node.settings.current.names),))
         notes += self._node.gpus.notes()
@@ -139,14 +139,14 @@ class NodeHandlers:
         )
 
     def _judged(self) -> dict[tuple[str, int], tuple[Verdict, str]]:
-        """Return those clients, by control daemon and pid, that are not known to be well, and why."""
+        """Return the clients with a violation or a doubt, by control daemon and pid, and why."""
         monitor = self._node.violation_monitor
         found = {(each.daemon, each.process.pid): (Verdict.UNKNOWN, each.because) for each in monitor.doubts}
         broken = {(each.daemon, each.process.pid): (Verdict.VIOLATION, each.because) for each in monitor.violations}
         return {**found, **broken}
 
     async def quarantines(self, _: Request) -> schema.QuarantinesOut:
-        """Return the uids that are quarantined, and those that were let in at recent crashes of control daemons."""
+        """Return the quarantined uids, and those that were admitted at recent crashes of control daemons."""
         found = self._node.quarantine
         return schema.QuarantinesOut(
             [schema.QuarantineOut(each.uid, each.since, each.because) for each in found.quarantined],

@@ -1,4 +1,4 @@
-"""The API's own document, made from the route table and the schemas alone, so that it cannot say anything else."""
+"""The API's own document. It is made from the route table and the schemas alone, so that it cannot differ from them."""
 
 import ast
 import http
@@ -28,10 +28,10 @@ _ALWAYS: Final = (400, 403, 422, 429, 500)
 """Statuses that every route can answer: 400 is for what is not HTTP/1.1 at all, 422 for unknown query parameters."""
 
 _NAMED: Final = (404,)
-"""Those of a route whose path names something."""
+"""Statuses of a route whose path has a name."""
 
 _BODY: Final = (413,)
-"""Those of a route that takes a body."""
+"""Statuses of a route that takes a body."""
 
 _TAGS: Final = {
     "node": "The node: whether it is well, its GPUs, its clients and its settings.",
@@ -42,7 +42,7 @@ _TAGS: Final = {
 
 _TAG_OF: Final = {"leases": "leases", "daemons": "daemons", "operations": "daemons", "quarantines": "daemons",
                   "events": "events"}  # fmt: skip
-"""By what is in a path; all else is about the node."""
+"""The tag by a part of the path; all other paths are about the node."""
 
 _DESCRIPTION: Final = (
     "NVIDIA MPS on one node, over a unix socket: `curl --unix-socket /run/mpsd/mpsd.sock"
@@ -65,7 +65,8 @@ class OpenApiHandlers:
 
     @cached_property
     def _encoded(self) -> bytes:
-        # Made for the first caller: it takes two fifths of the processor time of a start, and few callers want it.
+        # It is made for the first caller: it takes two fifths of the processor time of a start, and few callers need
+        # it.
         return msgspec.json.encode(document(self._routes))
 
 
@@ -105,7 +106,7 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
 
 
 def _all_structs(types: Iterable[type[msgspec.Struct]]) -> dict[str, type[msgspec.Struct]]:
-    """Return these structs and those that are in them, by name."""
+    """Return these structs and those that they contain, by name."""
     found: dict[str, type[msgspec.Struct]] = {}
     for each in types:
         if each.__name__ not in found:
@@ -123,7 +124,7 @@ def _structs_in(hint: object) -> Iterable[type[msgspec.Struct]]:
 
 
 def _explain(schema: dict[str, Any], struct: type[msgspec.Struct], source: ast.ClassDef) -> None:
-    """Add what the source says of each field in the sentence below it, and have it as plain text."""
+    """Add the sentence below each field in the source to its schema, and make the description plain text."""
     schema["description"] = inspect.cleandoc(schema["description"])
     names = {each.name: each.encode_name for each in msgspec.structs.fields(struct)}
     for line, below in pairwise(source.body):
@@ -134,9 +135,9 @@ def _explain(schema: dict[str, Any], struct: type[msgspec.Struct], source: ast.C
 
 
 def _in_forms(schema: dict[str, Any], body: type[RequestBody]) -> dict[str, Any]:
-    """Return the schemas of a body that comes in several forms: one for each, without the fields of the others.
+    """Return the schemas of a body that has several forms: one for each form, without the fields of the others.
 
-    Generators make a type of each, and nothing useful of an object that has to have one of several sets of fields.
+    Generators make a type of each form, but nothing useful of an object that must have one of several sets of fields.
     """
     about = {key: schema[key] for key in ("title", "description")}
     schemas: dict[str, Any] = {body.__name__: {**about, "oneOf": [_ref(name) for name in body.forms]}}
@@ -149,18 +150,19 @@ def _in_forms(schema: dict[str, Any], body: type[RequestBody]) -> dict[str, Any]
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a field that is there."""
+    """Return the schema of a field that is present."""
     about = {key: value for key, value in schema.items() if key not in {"anyOf", "default"}}
     kinds = [each for each in schema["anyOf"] if each != _NULL]
     return {**about, **kinds[0]} if len(kinds) == 1 else {**about, "oneOf": kinds}
 
 
 def _portable(value: object) -> object:
-    r"""Return a value that means everywhere what it means here.
+    r"""Return a schema value that means the same everywhere.
 
-    The end of a text is `\Z` to Python, whose `$` also stands before a last newline, and `$` to JSON Schema; a list of
-    words needs no pattern. Numbers get the format that holds them: an integer without one has 32 bits in the clients
-    that many generators make. Where there is a choice of types, no default is named, whose type they would mistake.
+    Python writes the end of a text as `\Z`, and its `$` also matches before a last newline; JSON Schema writes `$`. A
+    list of words needs no pattern. Numbers get the format that holds them: many generators make 32-bit clients of an
+    integer without one. Where there is a choice of types, no default is named, because generators would mistake its
+    type.
     """
     match value:
         case dict():
@@ -179,7 +181,7 @@ def _portable(value: object) -> object:
 
 
 def _with_choices(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose choice of types generators understand: null is another type where there is one besides."""
+    """Return a schema whose choice of types generators understand: null is an additional type beside a single one."""
     kinds = [each for each in schema.get("anyOf", ()) if each != _NULL]
     rest = {key: value for key, value in schema.items() if key != "anyOf"}
     if len(kinds) > 1:
@@ -192,7 +194,7 @@ def _with_choices(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _structs(route: Route[Any, Any]) -> Iterable[type[msgspec.Struct]]:
-    """Give the structs that a route answers with, by lines too, and takes as its body."""
+    """Yield the structs that a route answers with, also in lines, and the one that it takes as its body."""
     if route.answer.line is not None:
         yield route.answer.line
     if isinstance(route.answer.schema, type):
@@ -231,7 +233,7 @@ def _names(route: Route[Any, Any]) -> list[str]:
 
 
 def _errors(route: Route[Any, Any]) -> set[int]:
-    """Return the statuses of every error that a route can answer."""
+    """Return the statuses of all errors that a route can answer."""
     return {
         *_ALWAYS,
         *route.errors,
@@ -245,7 +247,7 @@ def _in_path(name: str) -> dict[str, Any]:
 
 
 def _in_query(query: type[RequestQuery]) -> Iterable[dict[str, Any]]:
-    """Give the parameter of each field; its sentence and its schema come from the field's annotation."""
+    """Yield the parameter of each field; its sentence and its schema come from the field's annotation."""
     _, schemas = msgspec.json.schema_components([query])
     for name, schema in schemas[query.__name__]["properties"].items():
         description = schema.pop("description")
@@ -257,7 +259,7 @@ def _problem(status: int) -> dict[str, Any]:
 
 
 def _answer(status: int, route: Route[Any, Any]) -> dict[str, Any]:
-    """Return the answer that a route gives with this status when nothing goes wrong."""
+    """Return the successful answer of a route with this status."""
     kind = route.answer
     answer: dict[str, Any] = {"description": kind.description or http.HTTPStatus(status).phrase}
     if kind.schema is not None:

@@ -1,4 +1,4 @@
-"""What an operator's routes take and do: what is asked of a control daemon is stored, and told until it is over."""
+"""The operator routes. An order to a control daemon is stored, and can be queried until it is done."""
 
 import secrets
 from collections import OrderedDict
@@ -19,19 +19,19 @@ from mpsd.daemon.node.node import Node
 from mpsd.system import clock
 
 _MOST_DIGITS: Final = 10
-"""Digits of the largest uid there is."""
+"""Digits of the largest uid."""
 
 _MOST_DONE: Final = 256
-"""Operations that were done at once, and still can be asked for."""
+"""Completed operations that can still be queried."""
 
 
 class ReloadOut(msgspec.Struct):
-    """What a reload of the configuration came to."""
+    """The result of reloading the configuration."""
 
     applied: list[str]
-    """Settings that changed, and hold from now on."""
+    """Settings that changed and are now in force."""
     needs_restart: list[str]
-    """Settings that changed, and will hold once mpsd is restarted."""
+    """Settings that changed and take effect at the next start of mpsd."""
     unknown: str
     """Which names of users and groups are unknown; empty where none is."""
 
@@ -43,23 +43,25 @@ class HoldRequest(RequestBody):
     """Why admission is stopped."""
 
     reason: _Reason | None = None
-    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
+    """In the operator's words, for users whose requests are refused because of it; one line without control
+    characters."""
 
 
 class DrainRequest(RequestBody):
-    """How long those who are there have, and why."""
+    """How long the present clients have, and why."""
 
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Seconds, after which they are ended; null: as long as they like."""
+    """Seconds after which they are ended; null: no limit."""
     reason: _Reason | None = None
-    """In the operator's words, for whoever is refused because of it; on one line, without control characters."""
+    """In the operator's words, for users whose requests are refused because of it; one line without control
+    characters."""
 
 
 class OperatorHandlers:
-    """The handlers of an operator's routes, on one node."""
+    """The handlers of the operator routes, on one node."""
 
     def __init__(self, node: Node, reload: Callable[[], ReloadResult]) -> None:
-        """`reload` reads the configuration again. Raises ConfigurationError."""
+        """Take `reload`, which reads the configuration again and raises ConfigurationError."""
         self._node = node
         self._reload = reload
         self._operations: OrderedDict[str, schema.OperationOut] = OrderedDict()
@@ -70,14 +72,14 @@ class OperatorHandlers:
         return ReloadOut(list(done.applied), list(done.needs_restart), done.unknown)
 
     async def reset(self, request: Request) -> schema.OperationOut:
-        """Forget a control daemon's deaths, what its GPU reported, and who changed its mode; try again."""
+        """Clear a control daemon's deaths, its GPU's reports, and who changed the GPU's mode; then try again."""
         supervisor = self._node.supervisor(request.names["name"])
         supervisor.reset()
         self._node.gpus.reset(supervisor.gpu.uuid)
         return self._done(request, supervisor, "reset", "reset")
 
     async def hold(self, request: Request) -> schema.OperationOut:
-        """Let nobody in on a control daemon until it is resumed; stored before it is answered."""
+        """Stop admission to a control daemon until it is resumed; stored before the answer."""
         assert isinstance(request.body, HoldRequest)  # noqa: S101 - the route table says so
         supervisor = self._node.supervisor(request.names["name"])
         because = f"uid {request.credentials.uid} holds it{_quoted(request.body.reason)}"
@@ -85,21 +87,21 @@ class OperatorHandlers:
         return self._done(request, supervisor, "hold", "holds")
 
     async def resume(self, request: Request) -> schema.OperationOut:
-        """Let people in again; stored before it is answered."""
+        """Resume admission; stored before the answer."""
         supervisor = self._node.supervisor(request.names["name"])
         self._node.resume(supervisor, f"uid {request.credentials.uid} resumed it")
         return self._done(request, supervisor, "resume", "resumed")
 
     async def drain(self, request: Request) -> schema.OperationOut:
-        """Let nobody in, and wait until nobody is left; stored before it is answered."""
+        """Stop admission, and wait until no client or lease is left; stored before the answer."""
         return self._begun(request, Intent.DRAIN, "drains it")
 
     async def restart(self, request: Request) -> schema.OperationOut:
-        """Replace a control daemon when nobody is left; stored before it is answered."""
+        """Replace a control daemon when no client or lease is left; stored before the answer."""
         return self._begun(request, Intent.RESTART, "restarts it")
 
     def _begun(self, request: Request, intent: Intent, does: str) -> schema.OperationOut:
-        """Begin what takes its time, or join what is begun already, and return it."""
+        """Begin a long operation, or join one that has begun already, and return it."""
         assert isinstance(request.body, DrainRequest)  # noqa: S101 - the route table says so
         supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
         if timeout is not None and not request.admin:
@@ -114,7 +116,7 @@ class OperatorHandlers:
         operation = supervisor.drainer.operation(
             supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout))
         )
-        assert operation is not None  # noqa: S101 - it was kept just now
+        assert operation is not None  # noqa: S101 - it was stored just now
         return schema.OperationOut.of(operation)
 
     def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> schema.OperationOut:
@@ -128,13 +130,13 @@ class OperatorHandlers:
         return done
 
     async def canary(self, request: Request) -> schema.CanaryOut:
-        """Send canaries to a control daemon until they prove something, or join those that are out."""
+        """Send canaries to a control daemon until they prove something, or join the running ones."""
         supervisor = self._node.supervisor(request.names["name"])
         reason = Suspicion(Cause.COMMAND, f"uid {request.credentials.uid} wants to know whether it serves")
         return schema.CanaryOut.of(supervisor.name, await self._node.server_watches.examine(supervisor, reason))
 
     async def pardon(self, request: Request) -> None:
-        """Let a uid in again that was quarantined; stored before it is answered."""
+        """Lift the quarantine of a uid; stored before the answer."""
         uid = request.names["uid"]
         if not (uid.isascii() and uid.isdecimal() and len(uid) <= _MOST_DIGITS):
             raise NotFoundError(f"{uid!r} is not a uid", hint="those that are quarantined: mpsctl status")
@@ -156,7 +158,7 @@ class OperatorHandlers:
 
 
 def _quoted(reason: str | None) -> str:
-    """Return an operator's reason as sentences have it. Raises InvalidRequestError for one that is not a line."""
+    """Return an operator's reason in the form for sentences. Raises InvalidRequestError for more than one line."""
     words = "" if reason is None else reason.strip()
     if not words.isprintable():
         raise InvalidRequestError(

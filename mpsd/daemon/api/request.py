@@ -1,4 +1,4 @@
-"""What a handler gets of a request, and the base classes of the two values that a request may bring."""
+"""The form in which a handler gets a request, and the base classes of the two values that a request may contain."""
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -14,7 +14,8 @@ class RequestBody(Struct, forbid_unknown_fields=True):
     """The base of each type that a route takes as its JSON body; an unknown field is refused."""
 
     forms: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """Where a body has to have one of several sets of fields: each by the name of its schema in the API's document."""
+    """For a body that must have one of several sets of fields: each set by the name of its schema in the API's
+    document."""
 
 
 class RequestQuery(Struct, frozen=True):
@@ -22,7 +23,7 @@ class RequestQuery(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """A request as a handler gets it: who calls, what the path names, and the typed query and body.
+    """A request as its handler gets it: the caller, the names in the path, and the typed query and body.
 
     `query` and `body` have the types that the route's row names, and are None where it names none.
     """
@@ -34,7 +35,7 @@ class Request(Struct, frozen=True):
     """Whether it may hold, drain and resume control daemons, as an administrator may too."""
     role: Role
     process: Callable[[], Process | None]
-    """Watches the process that connected, for as long as its connection is open; None where it is not to be seen."""
+    """Watches the process that connected, while its connection is open; returns None where it is not visible."""
     has_left: Callable[[], bool]
     """Tells whether nobody waits for the answer any more."""
     names: Mapping[str, str]

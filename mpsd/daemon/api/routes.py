@@ -1,7 +1,7 @@
 """The rows of the API: every path that mpsd serves, in one place.
 
 The dispatcher serves these rows, and the API's document is made from them. To add a route, add a row here, a method to
-a class of handlers, and the structs that the method takes and returns. Nothing else knows of single routes.
+a class of handlers, and the structs that the method takes and returns. Nothing else depends on single routes.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def _row(
     body: type[RequestBody] | None = None,
     errors: tuple[int, ...] = (),
 ) -> Route[Handlers, Any]:
-    """Return a row. The type checker holds the handler to the answer that the row names."""
+    """Return a row. The type checker ensures that the handler returns the answer that the row names."""
     return Route(method, path, role, handler, answer, query, body, errors, name, summary)
 
 
@@ -80,7 +80,7 @@ def _operation(
     role: Role = Role.OPERATOR,
     body: type[RequestBody] | None = None,
 ) -> Route[Handlers, Any]:
-    """Return the row of what an operator can have done to a control daemon."""
+    """Return the row of an operation on a control daemon."""
     path, answer = f"/v1/daemons/{{name}}/{verb}", answers.json(schema.OperationOut, 202)
     name = f"{verb}Daemon"
     return _row("POST", path, role, handler, answer, name=name, summary=summary, body=body, errors=errors)

@@ -1,4 +1,4 @@
-"""What goes over the API's wire about the node; what is about leases is in `lease_schema`.
+"""The wire format of the node in the API; that of leases is in `lease_schema`.
 
 These types are the API's document too (`/v1/openapi.json` is made from them), so their docstrings are for its readers.
 Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an object with one array.
@@ -23,7 +23,7 @@ from mpsd.daemon.canary.watch import Examination
 
 
 def words(kind: type[StrEnum], *, more: bool = False) -> Meta:
-    """Return the annotation of a text that is one of these words; `more`: later releases may have further ones."""
+    """Return the annotation of a text that is one of these words; `more`: later releases may add further ones."""
     return Meta(extra_json_schema={"x-extensible-enum" if more else "enum": [each.value for each in kind]})
 
 
@@ -37,23 +37,24 @@ class PrincipalOut(Struct):
 
 
 class LimitsOut(Struct):
-    """Limits in percent and bytes; null means that there is no such limit, or that it is not known."""
+    """Limits in percent and bytes; null means that there is no such limit, or that it is unknown."""
 
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
 
     @classmethod
     def of(cls, found: ReadBack | None) -> "LimitsOut":
-        """Make it from what was read back, if anything was."""
+        """Make it from the limits that were read back; None: none were."""
         if found is None:
             return cls(None, None)
         return cls(found.active_thread_percentage_tenths / 10, found.pinned_device_mem_limit)
 
 
 class DriftOut(Struct):
-    """A limit that is not what mpsd set, since when, and whose command did it, where the log names it.
+    """A limit that is not what mpsd set, since when, and the command that changed it, where the log names it.
 
-    `server` is the server whose limit it is, null for the default of the daemon; `undone` is when mpsd put it back.
+    `server` is the server whose limit it is, null for the default of the daemon; `undone` is when mpsd restored the
+    limit.
     """
 
     limit: str
@@ -82,14 +83,14 @@ class DriftOut(Struct):
 
 
 class ServerOut(Struct):
-    """An MPS server; an orphan's control daemon is dead."""
+    """An MPS server; the control daemon of an orphan is dead."""
 
     pid: int
     status: str | None
     clients: list[int]
     orphan: bool
     limits: LimitsOut
-    """What its next client gets at most; nulls while it does not say."""
+    """The maximum of its next client; nulls while it does not report it."""
 
     @classmethod
     def of(cls, server: Server) -> "ServerOut":
@@ -98,51 +99,51 @@ class ServerOut(Struct):
 
 
 class DaemonOut(Struct):
-    """A control daemon: what it is doing and why, which process it is, and the limits that it reports."""
+    """A control daemon: its state and the reason for it, its process, and the limits that it reports."""
 
     name: str
     gpu: str
     state: Annotated[str, words(State)]
     because: str
     hint: str | None
-    """What the reader can do about it: an operator's command is for operators."""
+    """The remedy for the reader; commands of operators are shown to operators only."""
     pid: int | None
     start_time: Moment | None
     pipe_directory: str
     since: Moment
     ready_since: Moment | None
     limits: LimitsOut
-    """As read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
+    """The limits read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
     limits_wanted: LimitsOut
-    """What its next client is to get at most."""
+    """The maximum that its next client is to get."""
     verified: bool
-    """Whether it is certain that the next client gets no more; false while they are being changed, or not known."""
+    """Whether it is certain that the next client gets no more; false while the limits change, or are unknown."""
     drift: list[DriftOut]
-    """What others changed and is not put back."""
+    """The limits that others changed and that are not restored."""
     undone: list[DriftOut]
-    """What they changed and mpsd put back: the latest few."""
+    """The latest few limits that others changed and mpsd restored."""
     servers: list[ServerOut]
     version: str | None
-    """The driver's."""
+    """The version of the driver."""
     log_silent_since: Moment | None
     """Since when its log has shown nothing, not even the conversations of mpsd."""
     unknown_lines: int
-    """Lines of its log in words that mpsd does not know, since mpsd started."""
+    """Lines of its log that mpsd does not recognise, since mpsd started."""
     latest_unknown_lines: list[str]
     operation: str | None
-    """What an operator wants of it that is not done yet, and what that waits for."""
+    """The operation on it that is not done yet, and what that waits for."""
     restart_for: list[str]
-    """The settings that it was not started with: a restart brings them."""
+    """The changed settings that take effect when it is restarted."""
     unserved: str | None
-    """The evidence that its server serves nobody, or may not; null where there is none."""
+    """The evidence that its server serves no client, or may not; null where there is none."""
     wedged: bool
-    """Whether that proves it: nobody is admitted, and it is replaced when nobody is left."""
+    """Whether the evidence is proof: admission is stopped, and mpsd replaces it when no client or lease is left."""
     drained: bool
     """Whether a drain of it is done: in the state `draining`, it has no leases and no clients left."""
 
     @classmethod
     def of(cls, daemon: Daemon, *, operator: bool) -> "DaemonOut":
-        """Make it from the value, for a reader who is an operator or not."""
+        """Make it from the value; `operator` tells whether the reader is an operator."""
         memory = daemon.wanted.pinned_device_mem_limit
         return cls(
             name=daemon.name,
@@ -180,13 +181,16 @@ class DaemonsOut(Struct):
 
 
 class CanaryOut(Struct):
-    """What canaries prove of a control daemon: mpsd's own clients, which initialise CUDA and make a context."""
+    """The result of canaries on a control daemon.
+
+    Canaries are clients of mpsd's own, which initialise CUDA and make a context.
+    """
 
     daemon: str
     verdict: Annotated[str, words(wedge.Verdict)]
     """`ok`: clients are served. `wedged`: three canaries in a row got no answer. `unknown`: neither was proven."""
     because: str
-    """The evidence: what came of each canary."""
+    """The evidence: the outcome of each canary."""
     canaries: int
     """How many were sent."""
     at: Moment
@@ -198,9 +202,9 @@ class CanaryOut(Struct):
 
 
 class GpuOut(Struct):
-    """A GPU: what it has, what was granted of it, and what is really held; null stands for what could not be read.
+    """A GPU: its capacity, what was granted of it, and what is really held; null stands for what could not be read.
 
-    `clients` is how many clients the leases may have. What is `unleased` is what clients use that no lease has, by the
+    `clients` is the maximum of client processes of the leases. `unleased` is what clients without a lease use, by the
     threads that their environment names and the memory that they hold: it is granted to nobody.
     """
 
@@ -221,7 +225,7 @@ class GpuOut(Struct):
     health: Annotated[str, words(Health)]
     because: str
     hint: str | None
-    """What the reader can do about it: an operator's command is for operators."""
+    """The remedy for the reader; commands of operators are shown to operators only."""
     refused: str | None
     """Why requests for it are refused now, whatever is left of it; null where they are not."""
 
@@ -233,7 +237,7 @@ class GpusOut(Struct):
 
 
 class ViolationOut(Struct):
-    """A violation that is open: a process that breaks a lease, or has less than its lease."""
+    """An open violation: a process that breaches a lease, or has less than its lease."""
 
     kind: Annotated[str, words(ViolationKind, more=True)]
     pid: int
@@ -241,7 +245,7 @@ class ViolationOut(Struct):
     daemon: str
     because: str
     hint: str
-    """What its user can do about it."""
+    """The remedy for the user of the process."""
 
     @classmethod
     def of(cls, each: Violation) -> "ViolationOut":
@@ -260,12 +264,12 @@ class ClientOut(Struct):
     server: int
     lease: str | None
     memory_held: int | None
-    """Bytes of the GPU that it held when NVML was asked last; None where NVML does not tell."""
+    """Bytes of the GPU that it held at the last reading of NVML; None where NVML does not report them."""
     sm_activity: int | None
-    """Percent of the time, shortly before NVML was asked last, in which it kept the SMs busy; None where NVML does not
-    tell, as of a process that used nothing."""
+    """Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; None where NVML does
+    not report it, for example for a process that used nothing."""
     verdict: Annotated[str, words(Verdict)]
-    """`violation` where one of it is open, `unknown` where its limits are not known, and `ok`."""
+    """`violation` where it has an open one, `unknown` where its limits are unknown, otherwise `ok`."""
     because: str
     """Why it is not ok; empty where it is."""
 
@@ -277,7 +281,7 @@ class ClientsOut(Struct):
 
 
 class ReasonOut(Struct):
-    """One thing that is not well, and what to do about it; of a GPU (`GPU 0`), a daemon, `leases` or the `node`."""
+    """One fault and its remedy; its subject is a GPU (`GPU 0`), a daemon, `leases` or the `node`."""
 
     kind: Annotated[str, words(Kind, more=True)]
     subject: str
@@ -286,7 +290,7 @@ class ReasonOut(Struct):
 
     @classmethod
     def of(cls, reason: Reason, *, operator: bool) -> "ReasonOut":
-        """Make it from the value, for a reader who is an operator or not."""
+        """Make it from the value; `operator` tells whether the reader is an operator."""
         return cls(reason.kind, reason.subject, reason.because, reason.hint_for(operator=operator))
 
 
@@ -295,13 +299,13 @@ class StatusOut(Struct):
 
     healthy: bool
     because: str
-    """The sentences of all reasons; for a healthy node, that it is."""
+    """The sentences of all reasons; for a healthy node, a sentence that says so."""
     headline: str
-    """All that matters in one line: whether it is healthy, whether it is closed, and the open violations."""
+    """The essentials in one line: whether the node is healthy, whether it is closed, and the open violations."""
     reasons: list[ReasonOut]
     """Why the node is not healthy, the gravest first; empty for a healthy node."""
     warnings: list[ReasonOut]
-    """What needs attention on a node that is healthy all the same."""
+    """Faults that need attention although the node is healthy."""
     violations: list[ViolationOut]
     """The open violations. They do not make the node unhealthy: any user can cause one."""
     version: str
@@ -315,11 +319,11 @@ class StatusOut(Struct):
     waiting: int
     clients: int
     notes: list[str]
-    """What is not wrong and should be known."""
+    """Facts that are no fault but that an operator should know."""
 
 
 class QuarantineOut(Struct):
-    """A uid that is shut out of all control daemons, and gets no lease, until an administrator pardons it."""
+    """A uid that may use no control daemon, and gets no lease, until an administrator pardons it."""
 
     uid: int
     since: Moment
@@ -327,7 +331,7 @@ class QuarantineOut(Struct):
 
 
 class SuspectOut(Struct):
-    """A uid that was let in when control daemons crashed lately: at how many crashes, and at how many of them alone."""
+    """A uid with pipe access at recent crashes of control daemons: at how many, and at how many as the only one."""
 
     uid: int
     crashes: int
@@ -335,7 +339,10 @@ class SuspectOut(Struct):
 
 
 class QuarantinesOut(Struct):
-    """Who is shut out, and who may be the next: nobody can tell who did it, as long as another was let in."""
+    """The quarantined uids, and those that may follow.
+
+    While several uids have access to a control daemon, nobody can tell which of them crashed it.
+    """
 
     quarantines: list[QuarantineOut]
     suspects: list[SuspectOut]
@@ -348,7 +355,7 @@ class ConfigOut(Struct):
 
 
 class BlockerOut(Struct):
-    """Somebody who is waited for: a lease, a client, or a server that outlived its control daemon."""
+    """A subject that an operation waits for: a lease, a client, or a server that outlived its control daemon."""
 
     what: str
     lease: str | None
@@ -357,7 +364,7 @@ class BlockerOut(Struct):
 
 
 class OperationOut(Struct):
-    """What an operator asked of a control daemon, and what came of it."""
+    """An operator's order to a control daemon, and its result."""
 
     id: str
     daemon: str
@@ -367,7 +374,7 @@ class OperationOut(Struct):
     started: Moment
     ended: Moment | None
     waits_for: list[BlockerOut]
-    """Those who are there, while it goes on."""
+    """The leases, clients and servers that are left, while it is in progress."""
 
     @classmethod
     def of(cls, operation: Operation) -> "OperationOut":
@@ -385,7 +392,7 @@ class OperationOut(Struct):
 
 
 class HealthOut(Struct):
-    """Whether mpsd itself answers, or whether the node is ready to admit anybody."""
+    """Whether mpsd itself answers, or whether the node is ready to grant leases."""
 
     ok: bool
     because: str

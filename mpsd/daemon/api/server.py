@@ -1,4 +1,4 @@
-"""The API of one node: HTTP/1.1 on a unix socket, from the route table; when it opens, and how it ends."""
+"""The API of one node: HTTP/1.1 on a unix socket, from the route table; when it opens, and how it closes."""
 
 import asyncio
 import socket
@@ -16,13 +16,13 @@ from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
 
 _SHUTDOWN: Final = 1.0
-"""Seconds that answers may take that are on their way when mpsd ends."""
+"""Seconds that the answers in progress may take when mpsd ends."""
 
 _LAST_WORDS: Final = 1.0
-"""Seconds that those who are connected have for a request, when the next mpsd will answer everybody else."""
+"""Seconds that open connections have for a request, when the next mpsd will answer all others."""
 
 _PAUSE: Final = 0.1
-"""Seconds after which a connection is idle, and not just between two requests."""
+"""Seconds without a request after which a connection is idle, and not just between two requests."""
 
 
 class Api:
@@ -45,7 +45,7 @@ class Api:
             group.create_task(self._listener.sweep())
 
     async def leave(self) -> None:
-        """Stop accepting, and answer those who are connected: whoever comes now waits for the next mpsd.
+        """Stop accepting, and answer the open connections; new callers wait for the next mpsd.
 
         It is for a socket that outlives mpsd, so that no caller misses anything.
         """
@@ -57,7 +57,7 @@ class Api:
                     await self._listener.wait_for_requests()
 
     async def close(self) -> None:
-        """Finish what is being answered, and stop; a second call does nothing."""
+        """Finish the answers in progress, and stop; a second call does nothing."""
         listener, self._listener = self._listener, None
         if listener is not None:
             await listener.empty(_SHUTDOWN)

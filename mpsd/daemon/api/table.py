@@ -1,4 +1,7 @@
-"""The form of the route table: what a row holds, and how a request finds its row. `routes` has the rows themselves."""
+"""The form of the route table: the columns of a row, and how a request finds its row.
+
+`routes` has the rows themselves.
+"""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -18,11 +21,11 @@ Handler: TypeAlias = Callable[[Request], Awaitable[A]]
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[H, A]):
-    """One row of the API. `H` has the handlers, and `A` is what this row's handler returns."""
+    """One row of the API. `H` has the handlers, and `A` is the type that this row's handler returns."""
 
     method: str
     path: str
-    """A name in braces stands for the whole of what is between two slashes."""
+    """A name in braces stands for everything between two slashes."""
     role: Role
     """The least role that may use the route."""
     handler: Callable[[H], Handler[A]]
@@ -34,20 +37,20 @@ class Route(Generic[H, A]):
     errors: tuple[int, ...] = ()
     """Statuses of errors beyond those that every route of this form can answer (see `openapi`)."""
     name: str = ""
-    """What clients that are generated call it: the `operationId`, which stays; empty for one made of its path."""
+    """The `operationId`, which names the method of generated clients and stays; empty for one made of the path."""
     summary: str = ""
-    """What it does, in a few words for lists."""
+    """A short description of the route for lists."""
 
 
 class Table(Generic[T]):
-    """Finds by its path what a request is for, and what stands in the place of the path's {names}."""
+    """Finds a row by its path, and the values of the {names} in that path."""
 
     def __init__(self) -> None:
         self._plain: dict[str, dict[str, T]] = {}
         self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
 
     def add(self, method: str, path: str, what: T) -> None:
-        """Add a row, for HEAD too where it is for GET. A name stands for the whole of what is between two slashes."""
+        """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes."""
         if "{" not in path:
             methods = self._plain.setdefault(path, {})
         else:
@@ -58,7 +61,7 @@ class Table(Generic[T]):
             methods["HEAD"] = what
 
     def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
-        """Return what there is on a path, by method, and the names in it; nothing where there is no such path."""
+        """Return the rows of a path, by method, and the names in it; nothing where there is no such path."""
         plain = self._plain.get(path)
         if plain is not None:
             return plain, {}

@@ -1,4 +1,4 @@
-"""Whether the servers of the control daemons serve at all: what is suspect about them, and canaries that find it out.
+"""Whether the servers of the control daemons serve clients: suspicions about them, and canaries that examine them.
 
 Imported by: daemon, daemon/api, daemon/node.
 """

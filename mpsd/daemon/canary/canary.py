@@ -1,9 +1,8 @@
-"""Sends a canary to a control daemon: a client of mpsd's own, as the user whose server is there, within a deadline.
+"""Sends a canary to a control daemon: a client of mpsd's own, as the user whose server runs, within a deadline.
 
-It has a place of its own among the clients of a GPU, and, for as long as it is out, its uid has pipe access: that uid
-has had a lease there, or its server would not be there. One that an operator sends has limits of its own, which are
-opened for it as for a lease. It launches no kernel, so one that does not come back is killed, and nobody is harmed by
-that (mps-facts B4.3).
+A place among the clients of a GPU is reserved for it. While it runs, its uid has pipe access: that uid has had a lease
+there, otherwise its server would not run. For a canary of an operator, limits are opened as for a lease. It launches no
+kernel, so mpsd may kill one that does not return, without harm to any client (mps-facts B4.3).
 """
 
 import asyncio
@@ -34,11 +33,11 @@ _BECOME_A_USER: Final = frozenset({Capability.SETUID, Capability.SETGID})
 _MOST_OUTPUT: Final = 65536
 
 _LOOK: Final = 0.05
-"""Seconds between two looks at whether a canary is stopped, about."""
+"""The average seconds between two checks whether a canary is stopped."""
 
 
 class Canaries:
-    """The canaries of a node; one at a time is out on each control daemon."""
+    """The canaries of a node; each control daemon has at most one at a time."""
 
     def __init__(
         self, program: CanaryProgram, control: ControlProgram, gates: LimitGates, pipe_access: NodePipeAccess
@@ -49,9 +48,9 @@ class Canaries:
         self._pipe_access = pipe_access
 
     async def send(self, supervisor: Supervisor, seconds: float, *, opened: bool) -> CanaryEnd:
-        """Send one, and return what came of it, after so many seconds at the latest from when it can connect.
+        """Send one, and return its result, at the latest this many seconds after it can connect.
 
-        `opened` has the ceiling opened for it.
+        With `opened`, the ceiling is opened for it.
         """
         daemon = supervisor.snapshot()
         server = next((each for each in daemon.servers if not each.orphan), None)
@@ -72,7 +71,7 @@ class Canaries:
 
     @staticmethod
     def _user(daemon: Daemon, server: Server | None) -> int:
-        """Return the user whose server is there, or who may have one: another's client would wait for it to go."""
+        """Return the user of the running server, or the user who may get one; a canary of another user would wait."""
         uid = proc.real_uid(server.pid) if server is not None else None
         if uid is not None:
             return uid
@@ -106,7 +105,7 @@ class Canaries:
 
     @staticmethod
     async def _end(supervisor: Supervisor, canary: Process) -> None:
-        """Kill a canary that is left, and count its pid as anybody's once it is the kernel's to give again."""
+        """Kill a remaining canary, and release its pid once the kernel may reuse it."""
         canary.signal(signal.SIGKILL)
         try:
             await canary.wait()
@@ -124,14 +123,14 @@ class Canaries:
 
 
 async def _watched(canary: Process, seconds: float) -> tuple[bool, bool]:
-    """Wait for the end of a canary for so long; return whether it came, and whether it was seen stopped before.
+    """Wait this long for the end of a canary; return whether it ended, and whether it was seen stopped before.
 
-    It runs as a user who can stop it, and have it go on a moment before its time is over: so it is looked at again and
-    again, at moments that nobody knows.
+    Its user can stop it, and resume it just before its time is over. The checks for that therefore come at random
+    moments.
     """
     end, was_stopped = clock.monotonic() + seconds, False
     while (left := end - clock.monotonic()) > 0:
-        if await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK)):  # noqa: S311 - a user cannot see it
+        if await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK)):  # noqa: S311 - users cannot see it
             return True, False
         was_stopped = was_stopped or proc.is_stopped(canary.pid)
     return False, was_stopped
@@ -139,7 +138,7 @@ async def _watched(canary: Process, seconds: float) -> tuple[bool, bool]:
 
 @contextlib.contextmanager
 def _output() -> Iterator[int]:
-    """Make a file in memory for what a program prints."""
+    """Make a file in memory for a program's output."""
     sink = os.memfd_create("canary")
     try:
         yield sink
@@ -148,7 +147,7 @@ def _output() -> Iterator[int]:
 
 
 def _stopped_server(daemon: Daemon) -> str | None:
-    """Say which server is stopped, as its user may do to it; None when none is."""
+    """Return which server is stopped, as its user can do; None when none is."""
     for each in daemon.servers:
         if proc.is_stopped(each.pid):
             return f"server {each.pid} is stopped (SIGSTOP), so that it answers no client"
@@ -160,7 +159,7 @@ def _nothing(because: str) -> CanaryEnd:
 
 
 def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
-    """Return what the canary's own words prove, if it said anything."""
+    """Return what the canary's output proves, if it has any."""
     who = f"canary {pid} (uid {uid})"
     try:
         said: dict[str, Any] = json.loads(output.decode().splitlines()[-1])

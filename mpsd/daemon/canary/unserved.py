@@ -1,7 +1,7 @@
-"""The evidence against a server that serves nobody, or may not, on disk: the next mpsd admits nobody to it either.
+"""The evidence on disk against a server that serves no client, or may serve none; the next mpsd refuses it too.
 
-It is about one server of one control daemon, by pid, start time and boot: where one of them is gone, it counts for
-nothing.
+It concerns one server of one control daemon, by pid, start time and boot: once one of them is gone, the evidence is
+void.
 """
 
 from pathlib import Path
@@ -15,18 +15,18 @@ from mpsd.system import atomic_file, clock, proc
 
 
 class Unserved(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is known of a server that does not answer canaries."""
+    """The facts about a server that does not answer canaries."""
 
     daemon: ProcessIdentity
     server: ProcessIdentity | None
-    """None for a control daemon that had no server, and would not serve who started one."""
+    """None for a control daemon that had no server, and did not serve the client that started one."""
     because: str
     wedged: bool
     """Whether that is proven."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether the control daemon, or the server, is gone."""
+        """Whether the control daemon or the server is gone."""
         about = (self.daemon,) if self.server is None else (self.daemon, self.server)
         return any(proc.start_ticks(each.pid) != each.start_ticks for each in about)
 
@@ -37,16 +37,16 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 class UnservedRecord:
-    """The file of one control daemon; there is none while nothing speaks against its server."""
+    """The file of one control daemon; it exists only while there is evidence against the daemon's server."""
 
     def __init__(self, path: Path, log: Logger) -> None:
         self._path = path
         self._log = log
 
     def load(self) -> Unserved | None:
-        """Return what an earlier mpsd noted of a server that is still there.
+        """Return the evidence of an earlier mpsd against a server that still runs.
 
-        A file that is damaged is logged, and counts as none: a server that serves nobody becomes suspect again.
+        A damaged file is logged, and counts as absent: a server that serves no client becomes suspect again.
         """
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
@@ -56,7 +56,7 @@ class UnservedRecord:
         return None
 
     def keep(self, unserved: Unserved | None) -> None:
-        """Store what is known now; where it cannot be, it holds all the same for as long as mpsd lives."""
+        """Store the present evidence; where that fails, mpsd still applies it for its own lifetime."""
         try:
             if unserved is None:
                 self._path.unlink(missing_ok=True)

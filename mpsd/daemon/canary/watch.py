@@ -1,7 +1,7 @@
-"""Watches one control daemon for what makes its server suspect, and examines it by canaries, on suspicion or command.
+"""Watches one control daemon for signs of a bad server, and examines the server by canaries, on suspicion or command.
 
-A suspicion closes nothing. A canary that gets no answer closes the GPU until the next ones decide, and those follow at
-once. A server that is proven to serve nobody is replaced with its daemon, once nobody is left.
+A suspicion alone closes nothing. A canary without an answer closes the GPU until the next ones decide, which follow at
+once. A server that is proven to serve no client is replaced with its daemon, once no lease and no client is left.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc
 
 _TICK: Final = 1.0
-"""Seconds between two looks at a control daemon."""
+"""Seconds between two checks of a control daemon."""
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What came of the canaries that were sent for one reason."""
+    """The result of the canaries that were sent for one reason."""
 
     verdict: Verdict
     reason: Suspicion
@@ -46,12 +46,12 @@ class Examination:
 
     @property
     def evidence(self) -> str:
-        """Everything that speaks for the verdict, in one line."""
+        """All evidence for the verdict, in one line."""
         return "; ".join([*(each.because for each in self.ends)])
 
 
 class ServerWatch:
-    """The watch over the server of one control daemon."""
+    """The watch of one control daemon's server."""
 
     def __init__(
         self,
@@ -75,34 +75,37 @@ class ServerWatch:
         self._suspicions = Suspicions()
         self._listed = ListedClients()
         self._is_answered: Callable[[], bool] | None = None
-        """Tells whether the daemon was asked since a client that it lists was found to have ended."""
+        """Returns whether the daemon has answered since one of its listed clients was found to have ended."""
         self._lost = supervisor.lost_clients
         self._process: ProcessIdentity | None = None
         self._server: ProcessIdentity | None = None
         self._unserved = record.load()
-        """What speaks against the server; what an earlier mpsd knew holds until it was examined again."""
+        """The evidence against the server; that of an earlier mpsd is valid until the next examination."""
         self._again = 0.0
-        """When a server that serves nobody is examined again."""
+        """The time of the next examination of a server that serves no client."""
         self._examining: asyncio.Task[Examination] | None = None
 
-    # -- what others may ask and say ----------------------------------------------------------------------------------
+    # -- interface ----------------------------------------------------------------------------------------------------
 
     def applied(self, daemon: Daemon) -> Daemon:
-        """Return a snapshot of the daemon with what is known of its server."""
+        """Return a snapshot of the daemon with the evidence about its server."""
         known = self._unserved
         if known is None or daemon.process is None or daemon.process.identity != known.daemon:
             return daemon
         return replace(daemon, unserved=known.because, wedged=known.wedged)
 
     def suspect(self, suspicion: Suspicion) -> None:
-        """Take in a suspicion from elsewhere, such as an end that did not come about."""
+        """Add a suspicion from another part of mpsd, such as an ending that failed."""
         if self._suspicions.add(suspicion, clock.monotonic()):
             self._log.warning(
                 EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because
             )
 
     async def examine(self, reason: Suspicion) -> Examination:
-        """Send canaries until they prove something, or join whoever does so already, unless that proves too little."""
+        """Send canaries until they prove something, or join a running examination.
+
+        A command starts a new examination if the one that it joined proved nothing.
+        """
         if self._examining is not None and not self._examining.done():
             found = await asyncio.shield(self._examining)
             if found.verdict is not Verdict.UNKNOWN or reason.cause is not Cause.COMMAND:
@@ -127,7 +130,7 @@ class ServerWatch:
                 self._examining.cancel()
 
     def _due(self, state: State) -> Suspicion | None:
-        """Return what the server is to be examined for now, while the daemon is in this state."""
+        """Return the reason for an examination that is due now, while the daemon is in this state."""
         if state not in ANSWERED:
             return None
         now = clock.monotonic()
@@ -157,14 +160,14 @@ class ServerWatch:
             self._supervisor.distrust(strong.because if strong is not None else None)
 
     def _is_gone(self) -> bool:
-        """Tell whether the daemon, or the server, of which something is known is gone."""
+        """Tell whether the daemon or the server that the evidence concerns is gone."""
         known = [each for each in (self._process, self._server) if each is not None]
         if any(proc.start_ticks(each.pid) != each.start_ticks for each in known):
             return True
         return self._unserved is not None and self._unserved.is_gone
 
     def _forget(self) -> None:
-        """Forget what is known: it was about a server that is gone."""
+        """Forget the evidence: it concerned a server that is gone."""
         self._suspicions.clear()
         self._listed = ListedClients()
         self._is_answered = None
@@ -185,7 +188,7 @@ class ServerWatch:
         if not dead:
             self._is_answered = None
         elif self._is_answered is None:
-            self._is_answered = self._supervisor.ask()  # what is listed may be what was so before it ended
+            self._is_answered = self._supervisor.ask()  # the list may be older than the client's end
         elif self._is_answered():
             for each in dead:
                 if (suspicion := self._listed.still_listed(each)) is not None:
@@ -215,7 +218,7 @@ class ServerWatch:
         return found
 
     async def _clients_with_memory(self) -> set[int]:
-        """Return the processes that have a context on the GPU by way of MPS, as NVML says now."""
+        """Return the processes that have a context on the GPU through MPS, by a new reading of NVML."""
         await self._gpus.read()
         usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
         processes = usage.value.processes if isinstance(usage, Known) else {}
@@ -241,20 +244,20 @@ class ServerWatch:
         return self._unserved is not None and self._unserved.wedged
 
     def _against(self, because: str, *, wedged: bool) -> Unserved | None:
-        """Return what speaks against the server that is there now; None where its control daemon has gone meanwhile."""
+        """Return evidence against the present server; None where its control daemon is gone."""
         daemon = self._supervisor.snapshot()
         if daemon.process is None:
             return None
         return Unserved(daemon.process.identity, _server_of(daemon), because, wedged)
 
     def _conclude(self, unserved: Unserved | None) -> None:
-        self._record.keep(unserved)  # before anybody hears of it
+        self._record.keep(unserved)  # before any caller sees it
         self._unserved = unserved
         self._changed()
 
 
 def _server_of(daemon: Daemon) -> ProcessIdentity | None:
-    """Return the server of a control daemon, if one is there."""
+    """Return the server of a control daemon; None where there is none."""
     for each in daemon.servers:
         ticks = None if each.orphan else proc.start_ticks(each.pid)
         if ticks is not None:

@@ -1,4 +1,4 @@
-"""The watches over the servers of all control daemons of a node."""
+"""The watches of the servers of all control daemons of a node."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,12 @@ from mpsd.system.rundir import DaemonPaths
 
 
 class ServerWatches:
-    """Who watches which server, by the name of its control daemon."""
+    """The watch of each server, by the name of its control daemon."""
 
     def __init__(
         self, canaries: Canaries, paths: Callable[[str], DaemonPaths], settings: LiveSettings, log: Logger
     ) -> None:
-        """`paths` returns where the control daemon of a name has its files."""
+        """`paths` returns the paths of the control daemon with a name."""
         self._canaries = canaries
         self._paths = paths
         self._settings = settings
@@ -28,7 +28,7 @@ class ServerWatches:
         self._watches: dict[str, ServerWatch] = {}
 
     def add(self, supervisor: Supervisor, gpus: Gpus, changed: Callable[[], None]) -> ServerWatch:
-        """Return the watch over the server of a control daemon; `changed` is called with each verdict."""
+        """Return the watch of a control daemon's server; `changed` is called with each verdict."""
         watch = self._watches[supervisor.name] = ServerWatch(
             supervisor,
             self._canaries,
@@ -41,12 +41,12 @@ class ServerWatches:
         return watch
 
     def applied(self, daemon: Daemon) -> Daemon:
-        """Return a snapshot of a control daemon with what is known of its server."""
+        """Return a snapshot of a control daemon with the evidence about its server."""
         watch = self._watches.get(daemon.name)
         return daemon if watch is None else watch.applied(daemon)
 
     def suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
-        """Take in that the end of a client of a server of this daemon did not come about as it should."""
+        """Add the suspicion that a server of this daemon failed to end a client as it should."""
         if (watch := self._watches.get(daemon)) is not None:
             watch.suspect(Suspicion(Cause.TERMINATE, f"server {server}: {because}", uid))
 

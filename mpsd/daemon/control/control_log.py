@@ -1,4 +1,4 @@
-"""The log of one control daemon and of its servers: followed as it is written, understood, told, and kept small."""
+"""The log of one control daemon and of its servers: followed as it is written, parsed, reported, and kept small."""
 
 import asyncio
 import contextlib
@@ -32,23 +32,24 @@ from mpsd.system.log_file import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
 
 _BREATH: Final = 0.002
-"""Seconds between two readings when there is more than one takes: whoever else runs in mpsd has its turn."""
+"""Seconds between two readings when there is more than one reading takes, so that other tasks of mpsd get their
+turn."""
 
 _MOST_WORDS: Final = 200
-"""Characters of a last line that are worth repeating."""
+"""Maximum characters of a last line in a sentence."""
 
 _MOST_COMMANDS: Final = 64
-"""Strangers' commands that are remembered until mpsd can ask what came of them; the latest count."""
+"""Foreign commands that are remembered until mpsd can ask for their effect; the latest count."""
 
 _MOST_LOGGED: Final = 16
-"""Things of one kind, in one reading of the log, that are told one by one: nobody may fill mpsd's own log with them."""
+"""Log entries of one kind, in one reading of the log, that are reported one by one: nobody may fill mpsd's own log."""
 
 
 _OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose"}):
-    """What the next mpsd needs in order to go on with the reading. The key in it is for nobody else."""
+    """The data with which the next mpsd continues the reading. The key in it is secret."""
 
     key: str
     origin: CommandOrigin
@@ -58,7 +59,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose
 
 
 class ControlLog:
-    """Reads what is written within a moment of its being written, whatever else mpsd is doing."""
+    """Reads the log within a moment after it is written, whatever else mpsd is doing."""
 
     def __init__(
         self,
@@ -70,63 +71,66 @@ class ControlLog:
         changed: Callable[[], None],
         suspects: Callable[[], LetIn],
     ) -> None:
-        """`woken` is called when the log has something for which the daemon is to be asked at once.
+        """Take the paths and the callbacks.
 
-        `changed` is called when its servers serve otherwise than before; `suspects` returns who could have ended it.
+        `woken` is called when the log has an entry for which mpsd has to query the daemon at once. `changed` is called
+        when the health of its servers changes. `suspects` returns the uids that could have ended the daemon.
         """
         stored = _stored_position(paths, log)
         self.size = size
-        """Bytes that each of the two files may keep."""
+        """Maximum bytes of each of the two files."""
         self.key = stored.key if stored else secrets.token_hex(8)
-        """By what mpsd's own conversations with this daemon are known in the log: those of the mpsd before as well."""
+        """The key that identifies mpsd's own conversations with this daemon in the log, including those of the previous
+        mpsd."""
         self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
         self.foreign = 0
-        """Commands of others, so far."""
+        """The number of foreign commands so far."""
         self.unexplained: tuple[str, ...] = ()
-        """Those of them of which is not known yet what they did."""
+        """The foreign commands whose effect is unknown yet."""
         self._settled = 0
-        """How many of them are known to have come to nothing more."""
+        """The number of foreign commands whose effect is known."""
         self.is_unaccounted = False
-        """Whether others said anything, since it was asked what came of that, which can have been any command."""
+        """Whether others said anything since the last query for its effect; that can have been any command."""
         self._daemon = 0
-        """The pid of the control daemon that runs."""
+        """The pid of the running control daemon."""
         self._seen: dict[int, int] = {}
         """The servers of this daemon that the kernel, or the daemon itself, has shown: each with its start time."""
         self._reaped: int | None = None
-        """What the kernel had counted for the daemon's dead children when one was last told."""
+        """The kernel's counter for the daemon's dead children at the last reported end of one."""
         self._paths = paths
         self._log = log
         self._bounded = BoundedLog(log)
-        """For what whoever is let in can write into the log in a loop."""
+        """For entries that a user with pipe access can write into the log in a loop."""
         self._woken = woken
         self._changed = changed
         self._watch = DirectoryWatch(paths.log_directory, self._look_now)
         self._control = LogFollower(paths.control_log, stored.control if stored else None)
-        # How a server opens its log is not known, and one that does not append to it must not have it cut.
+        # It is unknown how a server opens its log, and a server that does not append to it must not have the log
+        # shortened.
         self._server = LogFollower(paths.server_log, stored.server if stored else None, collapses=False)
         self._reader = LogReader(self.key, stored.origin if stored else CommandOrigin.NOBODYS)
         self._server_reader = LogReader()
         self._again: asyncio.TimerHandle | None = None
         self._has_reason_to_ask = False
-        """Whether there was anything since the last glance for which the daemon is to be asked."""
+        """Whether the log had anything since the last check for which the daemon has to be queried."""
         self._last_line = ""
         self._complaints: dict[EventName, str] = {}
         self.serving = stored.serving if stored else ServerHealth()
         """Whether the servers serve."""
 
-    # -- what was seen ------------------------------------------------------------------------------------------------
+    # -- findings -----------------------------------------------------------------------------------------------------
 
     @property
     def unknown(self) -> UnknownLines:
-        """The lines that nobody understood, since mpsd started: the daemon's, and then those of its servers."""
+        """The lines that mpsd did not recognise since its start: the daemon's, and then those of its servers."""
         readers = (self._reader, self._server_reader)
         latest = tuple(line for reader in readers for line in reader.latest)
         return UnknownLines(sum(reader.unknown for reader in readers), latest)
 
     def check(self, *, awake: bool) -> bool:
-        """Look, and tell whether a stranger, a server or a client did something since the last glance, or may have.
+        """Read the log, and tell whether a foreign front-end, a server or a client did something since the last check.
 
-        `awake` tells that the daemon is not stopped.
+        Also returns True where one may have. `awake` tells that the daemon is not stopped.
         """
         self.look()
         self._bounded.settle()
@@ -134,19 +138,19 @@ class ControlLog:
         return self.silence.check(awake=awake) or has_reason_to_ask
 
     def expect(self, nonce: str) -> None:
-        """Note that a conversation of mpsd's has ended: it shows in the log, or did before its front-end had ended."""
+        """Note that a conversation of mpsd has ended: it shows in the log, or did before its front-end had ended."""
         self.silence.expect(nonce)
         self.silence.shown(self._reader.last_nonce)
 
     def begin(self) -> None:
-        """Draw a key for a control daemon that is about to start: who knows that of the one before has no use of it."""
+        """Choose a key for a control daemon that is about to start: a stolen key of the previous one is useless."""
         self.key = secrets.token_hex(8)
         self._reader.renew(self.key)
         self.serving.forget_failures()
         self._keep()
 
     def follow(self, daemon: ProcessIdentity) -> None:
-        """Note which process the control daemon is from now on."""
+        """Note the process of the control daemon from now on."""
         self._daemon, self._reaped = daemon.pid, proc.faults_of_children(daemon.pid)
         self.silence.forget()
 
@@ -156,39 +160,39 @@ class ControlLog:
         return proc.descriptors_used_up(self._daemon) if self._daemon else None
 
     def see(self, servers: Iterable[ProcessIdentity]) -> None:
-        """Note servers that the daemon itself has named: what the log says of any other is not believed."""
+        """Note the servers that the daemon itself has named: log entries about any other server are not believed."""
         self._seen = {each.pid: each.start_ticks for each in servers}
 
     def last_words(self) -> str:
-        """Return the last thing that the daemon wrote, or nothing; for right after its death."""
-        with contextlib.suppress(OSError):  # they are told for a person, and what follows of the death must follow
+        """Return the last line that the daemon wrote, or nothing; for use right after its death."""
+        with contextlib.suppress(OSError):  # they are only for display, and must not delay the handling of the death
             self.look()
         line = parse(self._last_line)
         return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
 
     @property
     def has_forgotten(self) -> bool:
-        """Whether there were more of those than are remembered: they may have been anything."""
+        """Whether there were more foreign commands than mpsd remembers: those may have been anything."""
         return self.foreign - self._settled > _MOST_COMMANDS
 
     def settle(self, foreign: int) -> None:
-        """What the first so many commands of others did is known now; those that came later may have come too late."""
+        """Note that the effect of the first `foreign` commands is known; later ones may have come too late."""
         self.is_unaccounted = False
         self._settled, late = foreign, self.foreign - foreign
         self.unexplained = self.unexplained[-late:] if late else ()
 
     def forget(self) -> None:
-        """The daemon is gone, and what it said last are not the words of the next one."""
+        """Forget a daemon that is gone: its last lines are not those of the next one."""
         self._last_line, self._daemon = "", 0
         self.silence.forget()
 
     def remove_leftovers(self, clear: Callable[[Iterable[str]], None]) -> None:
-        """Have that cleared which servers left, all of which are gone."""
+        """Clear what the servers left, all of which are gone."""
         clear(self.serving.shared_memory)
         self.serving.shared_memory.clear()
 
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int]) -> None:
-        """Take in the state words that the servers have said, and which of those that had a fault have no clients."""
+        """Process the state words of the servers, and which of those with a fault have no clients."""
         before = self.serving.state
         self.serving.statuses(words, idle, clock.now())
         self._compare(before)
@@ -197,10 +201,10 @@ class ControlLog:
         if self.serving.state != before:
             self._changed()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     def _renew(self) -> None:
-        """Have the kernel tell when something is written. Where it cannot, the log is read when somebody looks."""
+        """Let the kernel report new data. Where it cannot, the log is read at the next check."""
         try:
             self._watch.renew()
         except OSError as error:
@@ -209,24 +213,24 @@ class ControlLog:
             self._complaints.pop(EventName.LOG_NOT_WATCHED, None)
 
     def close(self) -> None:
-        """Stop watching; the next mpsd goes on from here."""
+        """Stop watching; the next mpsd continues from here."""
         self._watch.close()
         self.silence.close()
         if self._again is not None:
             self._again.cancel()
 
     def look(self) -> None:
-        """Read what was added, tell what there is to tell, note how far that was, and give up what takes too much.
+        """Read the added lines, report them, store the position, and remove the oldest lines beyond the size.
 
-        It is for any moment and never waits: some system calls, and nothing for the daemon. What is told is noted as
-        read afterwards: an mpsd that is killed between the two tells it again, and none leaves it out. Raises OSError
-        when the machine has no descriptor left to read it by.
+        It may be called at any moment and never waits: it takes some system calls, and none of the daemon's time. Lines
+        are marked as read after they are reported: an mpsd that is killed between the two reports them again, and none
+        leaves them out. Raises OSError when the machine has no descriptor left to read the log by.
         """
         self._renew()
         lines, servers = self._control.read(), self._server.read()
         if lines or servers:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
-            # A server's log has nobody's commands: whatever looks like one there is not.
+            # A server's log has no commands: an entry there that looks like one is not.
             said = [each for each in self._server_reader.read(servers) if not isinstance(each, _OF_CONVERSATIONS)]
             self._note_events([*self._reader.read(lines), *said])
             self.silence.shown(self._reader.last_nonce)
@@ -236,9 +240,9 @@ class ControlLog:
         self._shorten()
 
     def _look_now(self) -> None:
-        """Look by itself; an error waits for who looks next, and can say what follows of it.
+        """Read by itself; an error waits for the next caller, which can report its consequences.
 
-        Nobody is woken by what it saw itself: else a storm of lines would leave it no pause.
+        No caller is woken by what it read itself: otherwise a storm of lines would leave it no pause.
         """
         if self._again is not None:
             self._again.cancel()
@@ -249,7 +253,7 @@ class ControlLog:
             self._woken()
 
     def _note_events(self, events: Sequence[LogEvent]) -> None:
-        believed = [*self._believed(events)]  # first: the kernel may have counted more by the time that all is told
+        believed = [*self._believed(events)]  # first: the kernel may have counted more once all is reported
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
         self.foreign += len(foreign)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
@@ -267,10 +271,10 @@ class ControlLog:
         self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
 
     def _believed(self, events: Sequence[LogEvent]) -> Iterator[LogEvent]:
-        """Yield what the log says of servers that are the daemon's, as the kernel or the daemon itself has shown.
+        """Yield the log entries about servers that the kernel or the daemon itself has shown to be the daemon's.
 
-        Whoever may write to the FIFO can have the log say anything. A server that could not start may be gone before
-        mpsd looks: the ends of such are believed where the kernel has counted a child that ended since the last.
+        A process that may write to the FIFO can put anything into the log. A server that could not start may be gone
+        before mpsd looks: its end is believed where the kernel has counted a child that ended since the last report.
         """
         reaped = proc.faults_of_children(self._daemon)
         has_ended = reaped is not None and reaped != self._reaped
@@ -302,10 +306,10 @@ class ControlLog:
         if len(each) > _MOST_LOGGED:
             self._bounded.warning(event, **each[-1], left_out=len(each) - _MOST_LOGGED - 1)
 
-    # -- keeping ------------------------------------------------------------------------------------------------------
+    # -- storing ------------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Note how far the log was read, and what follows of that: nobody will read it again."""
+        """Store the position in the log, and what follows from the entries: nobody will read them again."""
         file = _File(self.key, self._reader.origin, self._control.position, self._server.position, self.serving)
         try:
             atomic_file.write(self._paths.reading, encoding.to_json(file))
@@ -315,7 +319,7 @@ class ControlLog:
             self._complaints.pop(EventName.LOG_POSITION_NOT_STORED, None)
 
     def _shorten(self) -> None:
-        """Keep both files within their size; lines that were not read yet are never given up."""
+        """Keep both files within their size; unread lines are never removed."""
         try:
             given_up = self._control.keep_within(self.size) + self._server.keep_within(self.size)
         except OSError as error:
@@ -327,7 +331,7 @@ class ControlLog:
             self._log.info(EventName.LOG_SHORTENED, bytes=given_up)
 
     def _complain(self, event: EventName, error: OSError) -> None:
-        """Tell what does not work, once: it is tried again all the time."""
+        """Log a failure once, because it is retried all the time."""
         because = str(error)
         if self._complaints.get(event) != because:
             self._complaints[event] = because
@@ -335,7 +339,7 @@ class ControlLog:
 
 
 def _stored_position(paths: DaemonPaths, log: Logger) -> _File | None:
-    """Return what an earlier mpsd noted; one that is damaged is told of, and counts as none."""
+    """Return what an earlier mpsd stored; a damaged file is logged, and counts as none."""
     found = encoding.load(paths.reading, _File)
     if isinstance(found, Unknown):
         log.warning(EventName.FILE_DAMAGED, because=found.reason)

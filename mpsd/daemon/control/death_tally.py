@@ -1,4 +1,4 @@
-"""The deaths of one control daemon, and who was let in to it, on disk: no restart of mpsd forgives or forgets."""
+"""The deaths of one control daemon, and its uids with pipe access, on disk: no restart of mpsd clears them."""
 
 import random
 from collections.abc import Callable, Collection
@@ -33,10 +33,10 @@ class _LetInFile(Struct, forbid_unknown_fields=True):
 
 
 class LetInRecord:
-    """Who was let in to the control daemon that runs, at any time since it started."""
+    """The uids with pipe access to the running control daemon, at any time since it started."""
 
     def __init__(self, paths: DaemonPaths, crashed: Callable[[Crash], Collection[int]], log: Logger) -> None:
-        """`crashed` takes note of a crash, and returns the uids that are shut out for it."""
+        """Take the paths; `crashed` records a crash, and returns the uids that are quarantined for it."""
         self._paths = paths
         self._crashed = crashed
         self._log = log
@@ -44,14 +44,14 @@ class LetInRecord:
         self.let_in = LetIn()
 
     def begin(self, process: ProcessIdentity) -> None:
-        """Write down that a control daemon was started, to which nobody was let in yet, for the next mpsd to know."""
+        """Store that a control daemon was started to which no uid has pipe access yet, for the next mpsd."""
         self._process, self.let_in = process, LetIn()
         self._write()
 
     def resume(self, process: ProcessIdentity) -> None:
-        """Take up what an earlier mpsd noted of a control daemon that is adopted, and who is let in by its access list.
+        """Restore an earlier mpsd's record of an adopted control daemon, and add the uids in its access list.
 
-        Where it noted nothing, or that cannot be read, there may have been others.
+        Where there is no readable record, there may have been other uids.
         """
         noted = self._read(process)
         try:
@@ -64,13 +64,13 @@ class LetInRecord:
         self._write()
 
     def note(self, uids: frozenset[int] | None) -> None:
-        """Take note of who is let in from now on, None for everybody; before that is so."""
+        """Record the uids that have pipe access from now on, None for all; call it before that takes effect."""
         if (uids is None and not self.let_in.everybody) or (uids is not None and not uids <= {*self.let_in.uids}):
             self.let_in = self.let_in.and_(uids)
             self._write()
 
     def crashed(self, at: float) -> frozenset[int]:
-        """Report a crash with who was let in; return the uids that are shut out for it."""
+        """Report a crash with the uids that had pipe access; return the uids that are quarantined for it."""
         return frozenset(self._crashed(Crash(self._paths.pipe_directory.name, at, self.let_in)))
 
     def _read(self, process: ProcessIdentity) -> LetIn | None:
@@ -84,7 +84,7 @@ class LetInRecord:
         return file.let_in
 
     def _write(self) -> None:
-        """Store it; when it cannot be, it is known all the same, and that is told."""
+        """Store the record; where that fails, mpsd still knows it, and logs the failure."""
         if self._process is None:
             return
         file = _LetInFile(clock.boot_id(), self._process, self.let_in)
@@ -113,8 +113,8 @@ class DeathTally:
     def load(self) -> None:
         """Read what an earlier mpsd noted in this boot; deaths before a reboot are forgiven.
 
-        A file that is damaged is told of, and counts as none: it is mpsd's own, in its runtime directory, and forgiving
-        a death harms nobody.
+        A damaged file is logged, and counts as none: it is mpsd's own, in its runtime directory, and forgiving a death
+        harms nobody.
         """
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
@@ -123,10 +123,11 @@ class DeathTally:
             self._deaths, self.failed = tuple(found.value.deaths), found.value.failed
 
     def count(self, ended: Ended, settings: ControlDaemon) -> Decision:
-        """Note a death, and say what follows from it and those before it.
+        """Note a death, and return the decision that follows from it and the earlier ones.
 
-        One that others than root may have brought about names them, and does not count towards giving up: the GPU is
-        not theirs to take. Once a uid is shut out for it, the deaths at which that was let in are forgotten.
+        A death that other users than root may have caused names them, and does not count towards giving up: they must
+        not be able to disable the GPU. After a uid is quarantined for it, the deaths with that uid's access are
+        forgotten.
         """
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
         jitter = random.random()  # noqa: S311 - it is no secret
@@ -151,11 +152,11 @@ class DeathTally:
         return decision
 
     def forget(self) -> None:
-        """Forget the deaths, at an operator's word."""
+        """Forget the deaths, at the order of an operator."""
         self._note((), None)
 
     def _note(self, deaths: tuple[Death, ...], decision: Decision | None) -> None:
-        """Replace what is known; when it cannot be written, it is known all the same, and that is told."""
+        """Replace the record; where it cannot be written, mpsd still knows it, and logs the failure."""
         gives_up = decision is not None and decision.verdict is RestartVerdict.GIVE_UP
         failed = decision.because if decision is not None and gives_up else None
         self._deaths, self.failed = deaths, failed

@@ -1,13 +1,13 @@
-"""Which control daemon has a pipe directory, and whether it is ours: by what mpsd wrote down, and what the kernel says.
+"""Which control daemon has a pipe directory, and whether it is mpsd's: by mpsd's own record, and by the kernel.
 
-What mpsd starts, it writes into a file that nobody else can write: before the start a token, which goes into the
-daemon's environment, and right after it the pid and the start time. An mpsd that is killed between the two finds the
-process by the token, which nobody else knows. Without that record (it was lost, or an earlier release started the
-daemon), one is ours that listens on the directory's socket, as the kernel has it, runs the control program's own inode
-under root's real uid or mpsd's, and has just the CUDA environment that mpsd would give it.
+mpsd records its control daemon in a file that nobody else can write: before the start a token, which goes into the
+daemon's environment, and right after it the pid and the start time. If mpsd is killed between the two, the next mpsd
+finds the process by the token, which nobody else knows. Without that record (it was lost, or an earlier release started
+the daemon), a daemon is mpsd's if it listens on the directory's socket, according to the kernel, runs the control
+program's own inode under root's real uid or mpsd's, and has exactly the CUDA environment that mpsd would give it.
 
-Nobody else's process is evidence of anything, whatever it is called: a stranger's in the disguise of a control daemon
-or of a server is not looked at here at all.
+The process of another user proves nothing, whatever its name: one that poses as a control daemon or a server is not
+considered here at all.
 """
 
 import os
@@ -32,7 +32,7 @@ from mpsd.system.process_table import ProcessDetails
 from mpsd.system.rundir import DaemonPaths
 
 START: Final = "MPSD_START"
-"""The variable of a control daemon's environment that has the token of its start."""
+"""The variable in a control daemon's environment that has the token of its start."""
 
 _MOST_LEADERS: Final = 64
 """Dead control daemons whose servers may live on, and that are remembered; the latest count."""
@@ -40,19 +40,19 @@ _MOST_LEADERS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredProcesses:
-    """What was found on a pipe directory: our control daemon if it runs, and servers whose control daemon is dead."""
+    """The processes found on a pipe directory: mpsd's control daemon if it runs, and servers of a dead one."""
 
     daemon: DaemonProcess | None
     orphans: tuple[ProcessIdentity, ...]
     finished: frozenset[ProcessIdentity]
-    """Dead control daemons of which no server is left."""
+    """Dead control daemons without a remaining server."""
 
 
 class _Start(msgspec.Struct, forbid_unknown_fields=True):
-    """What mpsd wrote down of a control daemon."""
+    """mpsd's record of a control daemon."""
 
     token: str
-    """What its environment has of it; empty for one that this record found running."""
+    """The token in its environment; empty for a daemon that this record found running."""
     executable: str
     variables: dict[str, str]
     """The CUDA_* environment that it was given."""
@@ -66,11 +66,11 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     boot_id: str
     start: _Start | None = None
     dead: list[ProcessIdentity] = msgspec.field(default_factory=list)
-    """Those before it whose servers may live on, in the sessions that they began."""
+    """The earlier daemons whose servers may live on, in the sessions that they began."""
 
 
 class DaemonRecord:
-    """What is written down of the process of one control daemon, and of those before it. One writer: its supervisor."""
+    """The stored processes of one control daemon and of its predecessors. Only its supervisor writes it."""
 
     def __init__(self, paths: DaemonPaths, log: Logger) -> None:
         self._path = paths.record
@@ -79,7 +79,7 @@ class DaemonRecord:
         self._file = _File(clock.boot_id())
 
     def load(self) -> None:
-        """Read what an earlier mpsd of this boot wrote. One that is damaged is told of, and counts as none."""
+        """Read the record of an earlier mpsd of this boot. A damaged one is logged, and counts as none."""
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
@@ -87,14 +87,14 @@ class DaemonRecord:
             self._file = found.value
 
     def begin(self, executable: str, variables: Mapping[str, str], *, many_users: bool) -> str:
-        """Write down that a control daemon is about to be started, and return the token for its environment."""
+        """Record that a control daemon is about to be started, and return the token for its environment."""
         token = secrets.token_hex(16)
         start = _Start(token, executable, cuda_variables(variables), many_users, clock.now())
         self._write(start, self.leaders)
         return token
 
     def note(self, daemon: DaemonProcess, variables: Mapping[str, str]) -> None:
-        """Write down which process it is."""
+        """Record the process of the daemon."""
         token = self._file.start.token if self._file.start is not None else ""
         start = _Start(
             token, daemon.executable, cuda_variables(variables), daemon.many_users, daemon.started, daemon.identity
@@ -102,14 +102,14 @@ class DaemonRecord:
         self._write(start, self.leaders)
 
     def forget(self, leaders: Collection[ProcessIdentity]) -> None:
-        """Strike out dead control daemons of which no server is left: another process may get their pids now."""
+        """Remove dead control daemons without a remaining server: another process may get their pids now."""
         left = [each for each in self._file.dead if each not in leaders]
         if left != self._file.dead:
             self._write(self._file.start, left)
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """The CUDA_* environment of the one that was started last."""
+        """The CUDA_* environment of the daemon that was started last."""
         return self._file.start.variables if self._file.start is not None else {}
 
     @property
@@ -122,13 +122,13 @@ class DaemonRecord:
         return dead[-_MOST_LEADERS:]
 
     def find(self) -> DaemonProcess | None:
-        """Return the control daemon that mpsd wrote down, if it runs."""
+        """Return the recorded control daemon, if it runs."""
         start = self._file.start
         if start is None:
             return None
         identity = start.process
         if identity is None:
-            # The mpsd that started it was killed before it could say which process it is.
+            # The mpsd that started it was killed before it could record the process.
             pid = process_table.leader_with(START, start.token) if start.token else None
             ticks = proc.start_ticks(pid) if pid is not None else None
             identity = ProcessIdentity(pid, ticks) if pid is not None and ticks is not None else None
@@ -137,7 +137,7 @@ class DaemonRecord:
         return DaemonProcess(identity, start.executable, self._pipe_directory, start.started, start.many_users)
 
     def _write(self, start: _Start | None, dead: list[ProcessIdentity]) -> None:
-        """Replace what is known; where it cannot be written, a daemon is found by what the kernel says of it."""
+        """Replace the record; where it cannot be written, the next mpsd finds the daemon by what the kernel reports."""
         self._file = _File(clock.boot_id(), start, dead)
         try:
             atomic_file.write(self._path, encoding.to_json(self._file))
@@ -146,13 +146,13 @@ class DaemonRecord:
 
 
 def _is_alive(identity: ProcessIdentity) -> bool:
-    """Tell whether a process runs; one that has ended is dead, whether somebody has waited for it or not."""
+    """Tell whether a process runs; one that has ended is dead, whether its parent has waited for it or not."""
     stat = proc.stat_of(identity.pid)
     return stat is not None and stat.start_ticks == identity.start_ticks and not stat.is_zombie
 
 
 def cuda_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of an environment that MPS looks at."""
+    """Return the part of an environment that MPS reads."""
     return {name: value for name, value in environment.items() if name.startswith("CUDA_")}
 
 
@@ -161,9 +161,9 @@ def look(
 ) -> DiscoveredProcesses:
     """Look for the control daemon of a pipe directory, and for servers that dead ones left. It changes nothing.
 
-    Whether it serves many users is as it was configured when it was started. Raises ForeignDaemonError for one of
-    root's or of mpsd's uid that mpsd did not start with its present configuration: mpsd would fight it for the
-    directory, and lose.
+    Whether the daemon serves many users follows from the configuration at its start. Raises ForeignDaemonError for a
+    daemon of root's or of mpsd's uid that mpsd did not start with its present configuration: mpsd would fight it for
+    the directory, and lose.
     """
     wanted = cuda_variables(environment)
     daemon = record.find()
@@ -175,9 +175,9 @@ def look(
 
 
 def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozenset[ProcessIdentity]]:
-    """Return the servers of control daemons that are dead, and the dead ones that have none left.
+    """Return the servers of dead control daemons, and the dead ones that have none left.
 
-    These servers are whoever is in the sessions that the dead ones began.
+    These servers are the processes in the sessions that the dead daemons began.
     """
     leaders = record.leaders
     found = process_table.in_sessions(leaders)
@@ -185,7 +185,7 @@ def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozense
 
 
 def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:
-    """Return a control daemon of ours that is not written down; None where nobody who counts has the directory."""
+    """Return mpsd's own control daemon that is not recorded; None where no trusted process has the directory."""
     found = [each for each in map(process_table.details, _listeners(paths)) if each is not None]
     trusted = [each for each in found if process_table.is_trusted(each.uid)]
     for each in trusted:
@@ -199,9 +199,10 @@ def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str
 
 
 def _listeners(paths: DaemonPaths) -> list[int]:
-    """Return the pids of those who listen on the directory's socket. NVIDIA's daemon leaves it to none of its servers.
+    """Return the pids of the listeners on the directory's socket. NVIDIA's daemon does not pass it on to its servers.
 
-    Raises ForeignDaemonError where the kernel does not say, and OSError when the machine has no descriptor left.
+    Raises ForeignDaemonError where the kernel does not report them, and OSError when the machine has no descriptor
+    left.
     """
     try:
         return process_table.holding(unix_sockets.listening(paths.control_socket))

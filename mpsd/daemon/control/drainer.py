@@ -1,7 +1,7 @@
-"""Works towards what an operator wants of one control daemon: waits for who is there, or ends them when they are late.
+"""Executes an operator's order to one control daemon: waits for its leases and clients, or ends the late ones.
 
-`mpsd/core/supervision/drain.py` decides the next step from what is on disk and what is observed, never from what this
-mpsd remembers: the next mpsd continues from the same place.
+`mpsd/core/supervision/drain.py` decides the next step from the state on disk and the observations, never from the
+memory of this mpsd: the next mpsd continues from the same place.
 """
 
 import asyncio
@@ -31,25 +31,25 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc
 
 _NAMED: Final = 3
-"""Of those who are waited for, how many are named in a sentence."""
+"""The maximum of blockers that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonLeases:
-    """The leases of a node, as far as whoever empties a control daemon needs to know."""
+    """The leases of a node, as far as the drain of a control daemon needs them."""
 
     on: Callable[[str], Iterable[Lease]]
-    """Those that hold something of a control daemon."""
+    """Returns the leases that hold a share of a control daemon."""
     end: Callable[[str, str], Awaitable[None]]
-    """Ends a lease, and says why. Raises StorageError when that could not be stored."""
+    """Ends a lease for a reason. Raises StorageError when that could not be stored."""
     unrestored: Callable[[str], tuple[str, ...]]
     """By the UUID of a GPU, why it is held for leases of an earlier mpsd that could not be restored."""
     stop: Callable[[ProcessIdentity], Stop]
-    """How a client is ended, as its lease says."""
+    """How a client is ended, as its lease requests."""
 
 
 class Drainer:
-    """What is wanted of one control daemon, and how far it is."""
+    """The desired state of one control daemon, and the progress towards it."""
 
     def __init__(self, name: str, path: Path, *, leases: DaemonLeases, endings: Endings, log: Logger) -> None:
         self._name = name
@@ -59,25 +59,25 @@ class Drainer:
         self._log = log
         self._blockers: tuple[Blocker, ...] = ()
         self._present: dict[ProcessIdentity, int | None] = {}
-        """Which processes are there: clients, each with its server, and servers that outlived a control daemon."""
+        """The present processes: clients, each with its server, and servers that outlived a control daemon."""
         self._unidentified: tuple[datetime, ...] = ()
-        """Since when clients are there of whom mpsd sees no process."""
+        """Since when the daemon has clients whose processes mpsd does not see."""
         self._tried: set[str] = set()
-        """The leases that everything was done to end."""
+        """The leases for whose end everything was tried."""
         self._ending: asyncio.Task[None] | None = None
-        """The end of leases."""
+        """The task that ends leases."""
         self._leaving: DesiredState | None = None
-        """A wish of this mpsd only: it is to go, and its control daemons with it."""
+        """A desired state of this mpsd alone: it is to exit, and its control daemons with it."""
 
-    # -- what is wanted -----------------------------------------------------------------------------------------------
+    # -- the desired state --------------------------------------------------------------------------------------------
 
     @property
     def desired(self) -> DesiredState:
-        """What is wanted now."""
+        """The present desired state."""
         return self._leaving or self._stored.desired
 
     def load(self) -> None:
-        """Take up what an earlier mpsd was told, and say so: it may have died before it could say that it was."""
+        """Restore the order that an earlier mpsd got, and log it: that mpsd may have died before it could answer."""
         self._stored.load()
         desired = self._stored.desired
         if desired.operation:
@@ -85,9 +85,9 @@ class Drainer:
             self._log.info(EventName.OPERATION_RESUMED, **facts)
 
     def want(self, command: OperatorCommand, there: ProcessIdentity | None, *, silent: bool) -> str:
-        """Want something from now on, of a daemon that is this process; return the operation that it is part of now.
+        """Set the desired state of a daemon that is this process; return the operation that it now belongs to.
 
-        `silent` tells whether that answers nobody. Raises StorageError, and then nothing has changed.
+        `silent` tells whether the daemon answers nobody. Raises StorageError; nothing has changed then.
         """
         before, now = self._stored.desired, clock.since_boot()
         after = DesiredState(
@@ -115,7 +115,7 @@ class Drainer:
         return revised.operation
 
     def leave(self, there: ProcessIdentity | None) -> None:
-        """Have this process go when nobody is left, until mpsd ends; that is not kept."""
+        """Make this process exit when no client or lease is left, until mpsd ends; that is not stored."""
         self._leaving = DesiredState(
             Intent.RESTART,
             "mpsd is stopping, and stops the control daemons as well",
@@ -132,7 +132,10 @@ class Drainer:
             self._stored.keep(desired)
 
     def _done(self, there: ProcessIdentity | None) -> None:
-        """Note that what was wanted is so, of the daemon that is this process now. Raises StorageError: not yet."""
+        """Note that the desired state is reached, for the daemon that is now this process.
+
+        Raises StorageError: not yet.
+        """
         desired, pid = self._stored.desired, there.pid if there is not None else None
         if desired.intent is Intent.DRAIN:
             so = f"{self._name} has no leases and no clients left"
@@ -143,7 +146,7 @@ class Drainer:
         self._finish(desired, Outcome.DONE, f"{so}: {desired.because}")
 
     def fail(self, because: str) -> None:
-        """Note that what was begun came to a daemon that cannot work. Raises StorageError: not yet."""
+        """Note that the operation in progress failed, because the daemon cannot work. Raises StorageError: not yet."""
         if self._stored.desired.operation:
             self._finish(self._stored.desired, Outcome.FAILED, because)
 
@@ -155,12 +158,12 @@ class Drainer:
         )
         self._stop_ending()
         ended = self._ended(desired, outcome, because)
-        # Its time to leave was for those who were there then, and not for whoever comes one day.
+        # The timeout was for the clients of that time, not for later ones.
         self._stored.keep(replace(then, operation="", deadline=None, quitting=False, replaced=None), ended)
         self._log_end(ended)
 
     def operation(self, operation: str) -> Operation | None:
-        """Return an operation on this daemon, if it goes on, or is one of those that ended last."""
+        """Return an operation on this daemon, if it is in progress, or is among the last completed ones."""
         desired = self._stored.desired
         if desired.operation == operation:
             return Operation(
@@ -183,11 +186,11 @@ class Drainer:
     def _ended(self, desired: DesiredState, outcome: Outcome, because: str) -> Operation:
         return Operation(desired.operation, self._name, desired.intent, outcome, because, desired.since, clock.now())
 
-    # -- what is so ---------------------------------------------------------------------------------------------------
+    # -- the actual state ---------------------------------------------------------------------------------------------
 
     @property
     def summary(self) -> str:
-        """What is wanted, since when, and what that waits for."""
+        """The desired state, since when, and what it waits for."""
         desired = self.desired
         words = f"{desired.because}, at {desired.since.isoformat(timespec='seconds')}"
         if desired.operation:
@@ -203,12 +206,12 @@ class Drainer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether what is wanted is a drain that is done."""
+        """Whether the desired state is a drain that is done."""
         return self.desired.intent is Intent.DRAIN and not self.desired.operation
 
     @property
     def hint(self) -> str | None:
-        """How an operator takes back what is wanted, if he can."""
+        """How an operator can withdraw the order, where that is possible."""
         if self._leaving is not None:
             return "to keep it running: systemctl start mpsd; without systemd, send mpsd SIGTERM once more"
         return f"resume admission: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
@@ -221,11 +224,11 @@ class Drainer:
         answers: bool,
         unidentified: int = 0,
     ) -> bool:
-        """See who is there, and do what is next; tell whether the daemon, which is `there`, is to quit now.
+        """Observe the present processes, and take the next step; tell whether the daemon `there` is to quit now.
 
         `present` are its clients, each with its server, and the servers that outlived a control daemon, with None;
-        `unidentified` is how many clients it has beside them whose processes mpsd does not see.
-        Raises StorageError: what is next has to be on disk before it is done.
+        `unidentified` is the number of further clients whose processes mpsd does not see. Raises StorageError: a step
+        has to be on disk before it is taken.
         """
         self._observe(present, unidentified)
         desired = self._register(there)
@@ -247,9 +250,10 @@ class Drainer:
         return False
 
     def _register(self, there: ProcessIdentity | None) -> DesiredState:
-        """Return what is wanted, of the daemon that is there."""
+        """Return the desired state, which names the present daemon."""
         desired = self.desired
-        # A clock tick later than it began at the latest: in doubt it is the successor, and not replaced once more.
+        # The real start is one clock tick earlier at most: in doubt the daemon is the successor, and not replaced
+        # again.
         identified = (
             desired if there is None else drain.identify(desired, there, clock.since_boot(there.start_ticks + 1))
         )
@@ -258,7 +262,7 @@ class Drainer:
         return identified
 
     def has_to_force(self, there: ProcessIdentity | None) -> bool:
-        """Tell whether a daemon that is to quit has to be made to: an operator's word, or those left had their time."""
+        """Tell whether a daemon that is to quit must be forced: by an operator's order, or after a timeout."""
         return not self.desired.quitting or self._next(there, answers=False) is DrainStep.FORCE
 
     def _observe(self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0) -> None:
@@ -286,9 +290,9 @@ class Drainer:
         return drain.next_step(self.desired, ObservedState(there, answers, self._blockers, tried, clock.since_boot()))
 
     def is_clear(self, orphans: Collection[ProcessIdentity]) -> bool:
-        """Tell whether a successor may start: of the daemon that was told to quit no server is left.
+        """Tell whether a successor may start: no server of the daemon that is quitting is left.
 
-        Those that are late are ended.
+        Servers that are late are ended.
         """
         desired = self.desired
         if not (desired.intent is Intent.RESTART and desired.quitting and orphans):
@@ -306,17 +310,20 @@ class Drainer:
 
     @property
     def _cause(self) -> str:
-        """What the causes of its ends are known by."""
+        """The name of the drain among the causes of its endings."""
         return f"drain of {self._name}"
 
     def _is_tried(self, process: ProcessIdentity) -> bool:
-        """Tell whether all that can be done to end a process is done, and it stays."""
+        """Tell whether everything was tried to end a process, and it stays."""
         return bool(self._endings.stays(process)) and self._endings.is_wanted(process, self._cause)
 
     def _end_all(self) -> None:
-        """End those who are there, each once: they had their time. Raises StorageError: not all of them, then."""
+        """End the present leases and processes, each once: their timeout has expired.
+
+        Raises StorageError: not all of them.
+        """
         because = f"{self._name}: {self.desired.because}, and the timeout has expired"
-        # First, since their leases say how.
+        # First the clients, because their leases say how.
         for identity, server in self._present.items():
             self._endings.end(
                 identity,
@@ -331,12 +338,12 @@ class Drainer:
         self._ending = asyncio.get_running_loop().create_task(self._end(leases, because))
 
     def close(self) -> None:
-        """Do no more about anybody; ends that have begun go on."""
+        """Take no further steps; endings that have begun continue."""
         if self._ending is not None:
             self._ending.cancel()
 
     def _stop_ending(self) -> None:
-        """End nobody any more; an end that has begun goes on."""
+        """Start no further endings; one that has begun continues."""
         self.close()
         self._ending = None
         self._tried.clear()

@@ -1,4 +1,4 @@
-"""The one process of a control daemon at a time: started or adopted, watched to its end, and buried."""
+"""The single process of a control daemon: started or adopted, watched to its end, and cleaned up."""
 
 import asyncio
 import signal
@@ -18,60 +18,60 @@ from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.process import Process
 
 LISTEN_POLL: Final = 0.0005
-"""Seconds between two looks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured).
+"""Seconds between two checks for the socket of a daemon that starts: it appears 2 to 7 ms after exec (measured).
 
-The loop's timers make some 1.5 ms of it.
+The loop's timers make this about 1.5 ms.
 """
 
 _QUIT_INTERVAL: Final = 30.0
-"""Seconds between two times that a control daemon is told to quit, while it waits for clients."""
+"""Seconds between two quit commands to a control daemon that waits for clients."""
 
 
 class Instance:
     """The process of one control daemon, while there is one."""
 
     def __init__(self, launcher: Launcher, observer: Observer, log: Logger, ended: Callable[[], None]) -> None:
-        """`ended` is called once a process has ended."""
+        """Take the parts; `ended` is called once a process has ended."""
         self._launcher = launcher
         self._observer = observer
         self._log = log
         self._ended = ended
         self._watching: asyncio.Task[None] | None = None
         self._returncode: tuple[int | None] | None = None
-        """What was noted when the process ended: its return code, or None in it where nobody knows."""
+        """The result of the process when it ended: its return code, or None in the tuple where that is unknown."""
         self._quit_at: float | None = None
-        """When it was told to quit last."""
+        """The time of the last quit command."""
         self._looked = False
-        """Whether servers of dead daemons were looked for since the last death."""
+        """Whether the servers of dead daemons were searched since the last death."""
         self.process: Process | None = None
         self.evidence: DaemonProcess | None = None
         self.is_fresh = True
-        """Whether it was started by this mpsd, and has not answered yet: it has no history."""
+        """Whether this mpsd started it, and it has not answered yet: then it has no history."""
 
     @property
     def identity(self) -> ProcessIdentity | None:
-        """Which process it is."""
+        """The identity of the process."""
         return self.process.identity if self.process is not None else None
 
     @property
     def pid(self) -> int | None:
-        """Its pid."""
+        """The pid of the process."""
         return self.process.pid if self.process is not None else None
 
     def outdated(self, settings: Settings) -> tuple[str, ...]:
-        """Name the settings that it was not started with."""
+        """Name the changed settings that need a new start of the daemon."""
         many_users = settings.daemon.users is Users.MANY
         return () if self.evidence is None or self.evidence.many_users is many_users else ("daemon.users",)
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has ended, and is not buried yet."""
+        """Whether the process has ended, and is not cleaned up yet."""
         return self._returncode is not None
 
     async def adopt(self) -> DiscoveredProcesses:
-        """Look for one of ours that runs, and adopt it; return what was found.
+        """Look for a running daemon of mpsd's, and adopt it; return what was found.
 
-        Raises ConfigurationError, and ForeignDaemonError when somebody else's daemon has the pipe directory.
+        Raises ConfigurationError, and ForeignDaemonError when a foreign daemon has the pipe directory.
         """
         found = await self._launcher.look()
         self._observer.orphaned(found.orphans)
@@ -83,14 +83,14 @@ class Instance:
         return found
 
     def start(self, settings: ControlDaemon) -> None:
-        """Start one. Raises ConfigurationError, PipeAccessError and OSError."""
+        """Start the daemon. Raises ConfigurationError, PipeAccessError and OSError."""
         self._observer.begin()
         self._watch(*self._launcher.start(settings), fresh=True)
 
     async def find_orphans(self) -> None:
-        """Look for servers that a dead daemon left, unless that was done: it may have started one in its last second.
+        """Search for servers that a dead daemon left, once after a death: it may have started one in its last second.
 
-        That takes its time, so it waits until clients have a daemon again.
+        The search takes a while, so it waits until clients have a daemon again.
         """
         if self._looked:
             return
@@ -98,7 +98,7 @@ class Instance:
         self._observer.found_orphans(await self._launcher.orphans())
 
     async def listens_by(self, moment: float) -> bool:
-        """Wait until one that was started listens, until it is dead, or until then; tell whether it does."""
+        """Wait until a started daemon listens, until it is dead, or until `moment`; tell whether it listens."""
         while not self._launcher.listens:
             if self.is_dead or clock.monotonic() > moment:
                 return False
@@ -106,9 +106,10 @@ class Instance:
         return True
 
     async def quit(self, pipe: ControlPipe, *, force: bool) -> None:
-        """Have it quit when its last client has gone, or at once, by force. Raises ControlError when it cannot be told.
+        """Make the daemon quit when its last client has exited, or at once, by force. Raises ControlError on failure.
 
-        It may have been stopped when it was told, or busy with a stranger, and so it is told again now and then.
+        The daemon may have been stopped when it got the command, or busy with a foreign front-end, so the command is
+        repeated periodically.
         """
         assert self.process is not None  # noqa: S101 - there is one that is to quit
         if force:
@@ -118,11 +119,11 @@ class Instance:
             self._quit_at = clock.monotonic()
 
     def give_up(self) -> bool:
-        """Kill one that was started and never listened: it can have no clients. False when it is dead already."""
+        """Kill a started daemon that never listened: it can have no clients. Return False when it is dead already."""
         return not self.is_dead and self.process is not None and self.process.signal(signal.SIGKILL)
 
     def take_exit(self) -> Ended | None:
-        """Settle what a process leaves behind that has ended, and return how it ended; None when none has."""
+        """Clean up after an ended process, and return how it ended; None when none has."""
         if self.process is None or self._returncode is None:
             return None
         how = f"pid {self.process.pid} {exit_status.describe(*self._returncode)}"
@@ -137,7 +138,7 @@ class Instance:
         return Ended(how, signal_name)
 
     def close(self) -> None:
-        """Watch it no more; that does nothing to it."""
+        """Stop watching; the process is not affected."""
         if self._watching is not None:
             self._watching.cancel()
         if self.process is not None:

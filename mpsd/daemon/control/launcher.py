@@ -1,4 +1,4 @@
-"""How the process of a control daemon comes to be: what it is started with, and by what it is found again."""
+"""How a control daemon is started: with which environment and privileges, and by which record it is found again."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from mpsd.system.process import Process
 
 
 class Launcher:
-    """Starts the control daemon of one GPU, finds one that runs, and tells whether it listens."""
+    """Starts the control daemon of one GPU, finds a running one, and tells whether it listens."""
 
     def __init__(self, gpu: Gpu, program: ControlProgram, pipe_access: PipeAccess, log: Logger) -> None:
         self._gpu = gpu
@@ -28,7 +28,7 @@ class Launcher:
         self._record = DaemonRecord(pipe_access.paths, log)
         self._paths = pipe_access.paths
         self._its_socket: tuple[ProcessIdentity, int] | None = None
-        """The inode of the socket of the daemon that runs, as it was seen first."""
+        """The inode of the running daemon's socket, as seen first."""
 
     def pipe(self, deadline: float, key: str) -> ControlPipe:
         """Return the control pipe to the daemon; the log shows each of its conversations with this key."""
@@ -40,13 +40,13 @@ class Launcher:
         self._record.load()
 
     async def orphans(self) -> tuple[ProcessIdentity, ...]:
-        """Look for servers that dead control daemons left, in all of /proc, beside the loop: it takes its time."""
+        """Search all of /proc for servers that dead control daemons left, beside the loop, because it takes a while."""
         found, finished = await asyncio.to_thread(discovery.orphans, self._record)
         self._record.forget(finished)
         return found
 
     async def look(self) -> DiscoveredProcesses:
-        """Look for a control daemon of ours, and for servers that a dead one left, as `orphans` does.
+        """Look for mpsd's own control daemon, and for servers that a dead one left, as `orphans` does.
 
         Raises ForeignDaemonError when another daemon has the pipe directory, and OSError.
         """
@@ -62,9 +62,10 @@ class Launcher:
         many_users = settings.users is Users.MANY
         allowed = self._program.capabilities
         if allowed is not None:
-            # One server of root for all users may need what none has that is its user's: that takes a GPU to see.
+            # One server of root for all users may need more than a server of one user: only a test on a GPU can show
+            # that.
             allowed = None if many_users else allowed | capabilities.parse(settings.capabilities)
-        # Also after a death: somebody may have removed them, and MPS would make one that everybody may write to.
+        # Also after a death: another process may have removed them, and MPS would make one that all users may write to.
         self._paths.create()
         self._paths.clear()
         self._paths.check()
@@ -86,24 +87,24 @@ class Launcher:
         return started, proof
 
     def lock_holder(self) -> str | None:
-        """Say who holds the lock that a control daemon needs to start; None when nobody does."""
+        """Name the holder of the lock that a control daemon needs to start; None when nobody holds it."""
         for each in file_locks.holders(self._paths.control_lock):
             return f"pid {each.pid} (uid {process_table.uid_of(each.pid)}) holds {self._paths.control_lock}"
         return None
 
     def adopted(self, daemon: DaemonProcess) -> None:
-        """Take up a daemon that an earlier mpsd started, and who was let in to it."""
+        """Adopt a daemon that an earlier mpsd started, with its record of pipe access."""
         self._pipe_access.adopted(daemon)
 
     def remove_leftovers(self, shared_memory: Iterable[str]) -> None:
-        """Clear what a control daemon leaves that is gone, with all its servers: sockets, lock, FIFO, shared memory."""
+        """Clear what a gone control daemon and its gone servers left: sockets, lock, FIFO, shared memory."""
         self._paths.clear()
         for name in shared_memory:
             rundir.remove_shared_memory(name)
 
     @property
     def listens(self) -> bool:
-        """Whether the one that was started has bound its socket: that of a dead one was removed before."""
+        """Whether the started daemon has bound its socket: that of a dead one was removed before."""
         return self._socket() is not None
 
     @property
@@ -112,9 +113,10 @@ class Launcher:
         return self._socket() is None
 
     def check_socket(self, daemon: Process) -> None:
-        """Refuse a daemon whose socket is gone, or has another in its place. Raises ControlUnreachableError.
+        """Refuse a daemon whose socket is gone or was replaced. Raises ControlUnreachableError.
 
-        mpsd's own front-ends would not notice: root's reach the daemon by another socket too (measured, all versions).
+        mpsd's own front-ends would not notice: those of root can also use another socket of the daemon (measured, all
+        versions).
         """
         there = self._socket()
         if there is not None and (self._its_socket is None or self._its_socket[0] != daemon.identity):
@@ -128,7 +130,7 @@ class Launcher:
             )
 
     def _environment(self) -> dict[str, str]:
-        """Return the environment that the daemon gets: an allow-list, its directories, and its one GPU by UUID."""
+        """Return the environment of the daemon: an allow-list, its directories, and its one GPU by UUID."""
         extra = variables(self._paths.pipe_directory, self._paths.log_directory)
         return process.environment(
             {**extra, "CUDA_VISIBLE_DEVICES": self._gpu.uuid},
@@ -137,7 +139,7 @@ class Launcher:
         )
 
     def _socket(self) -> tuple[int, int] | None:
-        """Return what tells one control socket from the next."""
+        """Return what distinguishes one control socket from the next."""
         try:
             found = self._paths.control_socket.stat()
         except FileNotFoundError:

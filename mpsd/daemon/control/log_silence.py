@@ -1,9 +1,10 @@
-"""Notices that a control daemon's log says nothing when it should, since that is where the hands of others are seen.
+"""Notices that a control daemon's log is silent when it should not be, because that log shows the commands of others.
 
-The daemon writes its log through a FIFO, to which its servers write as well, and with one user at a time these run as
-the user: one byte of his there ends the log for good, and nothing else about the daemon changes (measured, 470.256.02
-to 555.58.02). Two things tell: a conversation of mpsd's does not show, and what the daemon would have said stays in
-the FIFO, until it is full and the daemon waits for itself. mpsd then moves it into the log, again and again.
+The daemon writes its log through a FIFO, to which its servers write as well. With one user at a time, these run as the
+user: one byte that the user writes there ends the log for good, and nothing else about the daemon changes (measured,
+470.256.02 to 555.58.02). There are two signs: a conversation of mpsd does not show, and the daemon's output stays in
+the FIFO, until the FIFO is full and the daemon waits for itself. mpsd then moves that output into the log, again and
+again.
 """
 
 import asyncio
@@ -21,18 +22,19 @@ _LATE: Final = 1.0
 """Seconds after which a conversation that does not show is missing: it shows within 3 ms (measured, all versions)."""
 
 _PAUSE: Final = 0.05
-"""Seconds between two looks into a FIFO that nobody reads."""
+"""Seconds between two checks of a FIFO that nobody reads."""
 
 
 class LogSilence:
-    """Whether the log of one control daemon says what it should."""
+    """Whether the log of one control daemon shows what it should."""
 
     def __init__(
         self, paths: DaemonPaths, log: Logger, *, changed: Callable[[], None], suspects: Callable[[], LetIn]
     ) -> None:
-        """`changed` is called when the log falls silent, and when it shows something again.
+        """Take the paths and the callbacks.
 
-        `suspects` returns who could have brought that about.
+        `changed` is called when the log falls silent, and when it shows something again. `suspects` returns the uids
+        that could have caused it.
         """
         self.since: datetime | None = None
         """Since when it is known to be silent; None where it is not."""
@@ -44,29 +46,29 @@ class LogSilence:
         self._missing_since: float | None = None
         """When the first conversation ended that has not shown yet."""
         self._unread_since: tuple[float, int] | None = None
-        """Since when the FIFO has held something while the log did not grow, and what the log held then."""
+        """Since when the FIFO has held something while the log did not grow, and the size of the log then."""
         self._moving: asyncio.TimerHandle | None = None
-        """The next look into a FIFO that nobody reads."""
+        """The next check of a FIFO that nobody reads."""
 
     def forget(self) -> None:
-        """It is another daemon from now on, or none."""
+        """Forget the present daemon: another one follows, or none."""
         self._nonce, self._missing_since, self._unread_since, self.since = "", None, None, None
         self.close()
 
     def close(self) -> None:
-        """Look no more by itself."""
+        """Stop the periodic checks."""
         if self._moving is not None:
             self._moving.cancel()
         self._moving = None
 
     def expect(self, nonce: str) -> None:
-        """Note that a conversation with this nonce has ended, and is to show."""
+        """Note that a conversation with this nonce has ended, and must show."""
         self._nonce = nonce
         if self._missing_since is None:
             self._missing_since = clock.monotonic()
 
     def shown(self, nonce: str) -> None:
-        """Note which conversation of mpsd's has shown last; what mpsd itself moved into the log does not count."""
+        """Note the last conversation of mpsd in the log; what mpsd itself moved into the log does not count."""
         if self._nonce != nonce or self._moving is not None:
             return
         self._missing_since = None
@@ -76,9 +78,9 @@ class LogSilence:
             self._changed()
 
     def check(self, *, awake: bool) -> bool:
-        """Look whether the daemon says what it should, and tell whether there is reason to ask it.
+        """Check whether the log shows what it should, and tell whether there is a reason to query the daemon.
 
-        `awake` tells that it is not stopped: one that is stopped reads its FIFO when it continues. Raises OSError.
+        `awake` tells that the daemon is not stopped: a stopped one reads its FIFO when it continues. Raises OSError.
         """
         if self._missing_since is not None and clock.monotonic() > self._missing_since + _LATE:
             self._note(
@@ -101,7 +103,7 @@ class LogSilence:
             self._changed()
 
     def _unread(self, *, awake: bool) -> bool:
-        """Tell whether anything waits in the FIFO to be read, and note since when nothing of it is."""
+        """Tell whether unread data is in the FIFO, and note since when it has not been read."""
         try:
             held, size = log_file.unread(self._paths.log_fifo), self._paths.control_log.stat().st_size
         except FileNotFoundError:
@@ -113,9 +115,9 @@ class LogSilence:
         return bool(held)
 
     def _move(self) -> None:
-        """Move what waits in the FIFO, unless the log has grown since the last look: the daemon reads it after all."""
+        """Move the data of the FIFO, unless the log has grown since the last check: then the daemon does read it."""
         self._moving = asyncio.get_running_loop().call_later(_PAUSE, self._move)
-        with contextlib.suppress(OSError):  # whoever looks next can say what follows of it
+        with contextlib.suppress(OSError):  # the next caller can report its consequences
             before = self._unread_since
             if self._unread(awake=True) and self._unread_since == before:
                 log_file.move(self._paths.log_fifo, self._paths.control_log)

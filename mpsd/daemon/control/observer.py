@@ -1,4 +1,4 @@
-"""What is known of one control daemon by talking to it and by reading its log: limits, drift, servers, orphans."""
+"""The knowledge about one control daemon from its answers and its log: limits, drift, servers, orphans."""
 
 import asyncio
 import contextlib
@@ -37,19 +37,19 @@ from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
 
 _MOST_NAMED: Final = 8
-"""Processes that are connected to a daemon, and that are named in a sentence."""
+"""Maximum connected processes that a sentence names."""
 
 _MOST_UNDONE: Final = 8
-"""Changes of others that mpsd put back and still can tell about; its events have all of them."""
+"""Changes of others that mpsd restored and can still report; its events have all of them."""
 
 
 class _Questions:
-    """What one server is asked in a conversation, after it was told its limits if it is to have any."""
+    """The questions to one server in a conversation, after its limits are set if they are to be."""
 
     def __init__(
         self, talk: Conversation, identity: ProcessIdentity, wanted: Limits | None, limits: Iterable[Limit]
     ) -> None:
-        """`limits` are those that the driver has."""
+        """Send the questions; `limits` are those that the driver has."""
         self.identity = identity
         pid = identity.pid
         if wanted is not None:
@@ -60,14 +60,14 @@ class _Questions:
         self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
 
     def server(self, canaries: Collection[int]) -> Server | None:
-        """Return what it said, less the canaries; None when it is gone, as one is that went between two questions."""
+        """Return what the server reported, less the canaries; None when it is gone, or went between two questions."""
         if proc.start_ticks(self.identity.pid) != self.identity.start_ticks:
             return None
         status: str | None = None
         with contextlib.suppress(ControlError):  # drivers before 550 have no word for it
             status = self._status.answer
         limits: ReadBack | None = None
-        with contextlib.suppress(ControlError):  # a busy server says nothing, and so nothing is known
+        with contextlib.suppress(ControlError):  # a busy server does not answer, so its limits are unknown
             limits = _read_back({limit: pending.answer for limit, pending in self._limits.items()})
         with contextlib.suppress(ControlError):
             clients = tuple(each for each in self._clients.answer if each not in canaries)
@@ -85,37 +85,37 @@ class Observer:
         self.pipe = pipe
         self.read_back: ReadBack | None = None
         self.drift: tuple[Drift, ...] = ()
-        """What others changed and is not put back yet."""
+        """The limits that others changed and that are not restored yet."""
         self.undone: tuple[Drift, ...] = ()
-        """What they changed and mpsd put back, the latest last."""
+        """The limits that others changed and mpsd restored, the latest last."""
         self.canaries: set[int] = set()
-        """The pids of mpsd's own clients that are out now."""
+        """The pids of mpsd's own running canaries."""
         self._priority: int | None = None
-        """The default priority of clients, as it was read last; None where it was not, or the driver has none."""
+        """The default priority of clients, as read last; None where it was not read, or the driver has none."""
         self.has_client_priority = True
-        """Whether the driver has one, as far as is known."""
+        """Whether the driver has a client priority, as far as known."""
         self._limits: tuple[Limit, ...] = LIMITS
-        """Those that the driver has, as far as is known."""
+        """The limits that the driver has, as far as known."""
         self._paths = paths
         self._let_in = let_in
         self._log = log
         self._bounded = BoundedLog(log)
-        """For what a lease holder can cause in a loop."""
+        """For entries that a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
-        """By server, also one that says nothing for a while, what was open to each of its clients."""
+        """By server, also one that does not answer for a while, what was open to each of its clients."""
         self._held_since = 0.0
-        """Since when, in seconds since boot, the defaults are what they are: a server started later has got them."""
+        """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
     @property
     def has_mem_limit(self) -> bool:
-        """Whether the driver has a pinned device memory limit, as far as is known."""
+        """Whether the driver has a pinned device memory limit, as far as known."""
         return PINNED_DEVICE_MEM_LIMIT in self._limits
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """The servers of this daemon, and those of dead ones before it that live on."""
+        """The servers of this daemon, and living servers of its dead predecessors."""
         faults = self.control_log.serving.faults
         return (
             *(replace(each, faulted=faults.get(each.pid)) for each in self._servers.values()),
@@ -124,9 +124,9 @@ class Observer:
 
     @property
     def present(self) -> dict[ProcessIdentity, int | None]:
-        """Who uses the GPU by way of MPS: each client, with its server; and the servers of dead daemons, with None.
+        """The processes that use the GPU through MPS: each client, with its server; each orphaned server, with None.
 
-        Of those nobody can ask who their clients are, so each stands for some.
+        Nobody can ask an orphaned server for its clients, so it stands for some.
         """
         clients = {client: server.pid for server in self._servers.values() for client in server.opened}
         return {**clients, **dict.fromkeys(self._orphans)}
@@ -136,13 +136,13 @@ class Observer:
         """Why the servers of this daemon do not start, if they do not."""
         return self.control_log.serving.cannot_start(clock.now())
 
-    # -- talking ------------------------------------------------------------------------------------------------------
+    # -- conversations ------------------------------------------------------------------------------------------------
 
     async def set(self, wanted: Limits) -> None:
         """Set every limit, the daemon's defaults and those of its servers, and read it back.
 
-        What others had changed is undone by that, and told. Raises ControlError as `ControlPipe.hold` does,
-        LimitNotHeldError when a limit did not take, and ControlUnknownCommandError when the driver has no such limit.
+        That undoes the changes of others, and logs them. Raises ControlError as `ControlPipe.hold` does,
+        LimitNotHeldError when a limit was not set, and ControlUnknownCommandError when the driver has no such limit.
         """
         foreign = self.control_log.foreign
         await self._converse(wanted, apply=True)
@@ -158,9 +158,9 @@ class Observer:
         self.control_log.settle(foreign)
 
     async def read(self, wanted: Limits, own: Collection[ReadBack]) -> bool:
-        """Read every limit back, tell of what others changed, and return whether all are as wanted.
+        """Read every limit back, log the changes of others, and return whether all are as wanted.
 
-        `own` is what mpsd itself set. Raises ControlError as `ControlPipe.hold` does.
+        `own` contains what mpsd itself set. Raises ControlError as `ControlPipe.hold` does.
         """
         known, foreign = tuple(self._servers), self.control_log.foreign
         found = await self._converse(wanted, apply=False)
@@ -171,7 +171,7 @@ class Observer:
 
     @property
     def starting(self) -> list[int]:
-        """The servers that do not say yet what their clients will get, and may have started under other limits."""
+        """The servers that do not report the limits of their clients yet, and may have started under other limits."""
         return [
             server.pid
             for identity, server in self._servers.items()
@@ -193,7 +193,7 @@ class Observer:
             self._held_since = clock.since_boot()
         registered = await self._register(pids.answer, known, limits)
         if any(not self._lists_only_known_clients(identity, server) for identity, server in registered.items()):
-            self.control_log.look()  # what others did to limits while somebody connected counts for that client
+            self.control_log.look()  # limit changes by others while a client connected count for that client
         self._servers = {
             identity: self._with_opened(identity, registered[identity], before, found) for identity in registered
         }
@@ -207,7 +207,7 @@ class Observer:
         return found
 
     def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
-        """Ask for the default priority of clients, once it is put back if others changed it; None before driver 535."""
+        """Ask for the default priority of clients, after restoring it if others changed it; None before driver 535."""
         if not self.has_client_priority:
             return None
         return talk.set(CLIENT_PRIORITY) if apply and self._priority else talk.ask(CLIENT_PRIORITY.getter)
@@ -219,15 +219,15 @@ class Observer:
             self._priority, self.has_client_priority = None, False
 
     def _default(self, talk: Conversation, limit: Limit, wanted: Limits, *, apply: bool) -> Pending[LimitValue]:
-        """Ask for a default of the daemon, after it is set if it is to be."""
-        # A limit that nobody wants is taken away only where there is one: an older driver does not know the command.
+        """Ask for a default of the daemon, after setting it if required."""
+        # A limit that is not wanted is removed only where there is one: an older driver does not know the command.
         there = self.read_back is not None and limit.found(self.read_back) is not None
         if apply and (there or limit.wanted(wanted) is not None):
             return talk.set(limit.default_setting(wanted))
         return talk.ask(limit.ask_default())
 
     def _found(self, defaults: Mapping[Limit, Pending[LimitValue]], wanted: Limits) -> ReadBack:
-        """Return the defaults; a driver without the commands has no such limit, which is fine where none is wanted."""
+        """Return the defaults; a driver without the commands has no such limit: no fault where none is wanted."""
         found = dict[Limit, LimitValue]()
         for limit, pending in defaults.items():
             try:
@@ -245,7 +245,7 @@ class Observer:
             self.control_log.expect(self.pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
             if most := self.control_log.descriptors_used_up:
-                # Whoever waits to be heard is connected as well, and has no part in it.
+                # A process that waits for the seat is connected as well, but has no part in it.
                 error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.let_in}"
                 name = self._paths.pipe_directory.name
                 error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
@@ -257,16 +257,16 @@ class Observer:
             raise
 
     async def connected(self) -> dict[int, int | None]:
-        """Return the processes that are connected to the daemon, as the kernel has it, each with its real uid.
+        """Return the processes that are connected to the daemon, according to the kernel, each with its real uid.
 
-        One of them has its only seat. One that mpsd cannot see is there as process 0. Raises OSError.
+        One of them has the daemon's only seat. A process that mpsd cannot see is returned as process 0. Raises OSError.
         """
         return await asyncio.to_thread(_connected, self._paths.control_sockets)
 
     async def _register(
         self, pids: tuple[int, ...], known: "list[_Questions]", limits: Limits | None
     ) -> dict[ProcessIdentity, Server]:
-        """Take in what the servers said of themselves; those that nobody knew of yet are asked now."""
+        """Process the answers of the servers; servers that are new are queried now."""
         talk, ours = Conversation(), {each.identity.pid for each in known}
         for pid in pids:
             ticks = proc.start_ticks(pid)
@@ -279,13 +279,13 @@ class Observer:
         return {identity: server for identity, server in servers if server is not None}
 
     def _lists_only_known_clients(self, server: ProcessIdentity, found: Server) -> bool:
-        """Tell whether a server lists nobody but clients that it listed before."""
+        """Tell whether a server lists only clients that it listed before."""
         return {*found.clients} <= {each.pid for each in self._opened.get(server, ())}
 
     def _with_opened(
         self, identity: ProcessIdentity, server: Server, before: ReadBack | None, found: ReadBack
     ) -> Server:
-        """Note what was open to its clients: those that are new connected between the last conversation and this one.
+        """Note what was open to a server's clients: new ones connected between the last conversation and this one.
 
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
@@ -295,12 +295,12 @@ class Observer:
         meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
         if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
-            # The log of an honest server is the proof of what is applied; whether this one is, nobody knows.
+            # The log of an honest server proves which limits apply; whether this server is honest, nobody knows.
             facts = {"command": shown(meanwhile.most), "given": shown(given)}
             self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
             meanwhile = None
         if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
-            meanwhile = None  # whoever came meanwhile may have got anything; nobody is to blame for that
+            meanwhile = None  # new clients may have got anything, and no other user is to blame
         known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
@@ -311,9 +311,9 @@ class Observer:
     def _compare(
         self, wanted: Limits, found: ReadBack, known: tuple[ProcessIdentity, ...], own: Collection[ReadBack]
     ) -> None:
-        """Keep what others changed, and tell of it when it comes and when it goes.
+        """Store the changes of others, and log their beginning and end.
 
-        A server that was not known before may have started under other limits: that is nobody's hand.
+        A server that was not known before may have started under other limits: that is no change by others.
         """
         servers = tuple(self._servers[each] for each in known if each in self._servers)
         before, foreign, now = self.drift, self.control_log.unexplained, clock.now()
@@ -330,7 +330,7 @@ class Observer:
             self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
 
     def _undo(self) -> None:
-        """Note that what others had changed is as wanted again."""
+        """Note that the changes of others are undone."""
         now = clock.now()
         self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
         if self.drift:
@@ -338,19 +338,19 @@ class Observer:
             self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
         self.drift = ()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Take a new key for a control daemon that is about to start."""
+        """Use a new key for a control daemon that is about to start."""
         self.control_log.begin()
         self.pipe.key = self.control_log.key
 
     def follow(self, daemon: ProcessIdentity) -> None:
-        """Note which process the control daemon is from now on."""
+        """Note the process of the control daemon from now on."""
         self.control_log.follow(daemon)
 
     def check(self, *, awake: bool) -> bool:
-        """Look at the log, and which orphans are left; tell whether there is reason to ask the daemon at once.
+        """Check the log and the orphans; tell whether there is a reason to query the daemon at once.
 
         `awake` tells that the daemon is not stopped.
         """
@@ -359,7 +359,7 @@ class Observer:
         return self.control_log.check(awake=awake)
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
-        """The daemon is gone: nothing that it said holds any more, and those of its servers that live are orphans."""
+        """Note that the daemon is gone: its answers no longer hold, and its living servers are orphans."""
         self.found_orphans((*self._servers, *found))
         self.read_back, self.drift, self._servers = None, (), {}
         self._priority = None
@@ -367,14 +367,14 @@ class Observer:
         self._held_since = 0.0
 
     def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:
-        """Take in servers whose control daemon is dead, those that still live, and tell of each once."""
+        """Add living servers whose control daemon is dead, and log each once."""
         for each in {*found} - {*self._orphans}:
             if proc.start_ticks(each.pid) == each.start_ticks:
                 self._orphans += (each,)
                 self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
 
     def forget_dead_orphans(self) -> bool:
-        """Forget the orphans that are gone; tell whether any is left."""
+        """Remove the orphans that are gone; tell whether any is left."""
         self._orphans = tuple(each for each in self._orphans if proc.start_ticks(each.pid) == each.start_ticks)
         return bool(self._orphans)
 
@@ -386,14 +386,14 @@ def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
 
 
 def _named(connected: Mapping[int, int | None]) -> str:
-    """Name who is connected, for the end of a sentence."""
+    """Name the connected processes, for the end of a sentence."""
     named = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid]
     unseen = ["a process that mpsd cannot see, as in another pid namespace"]
     return f"; connected to it: {', '.join(named[:_MOST_NAMED] or unseen)}" if connected else ""
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:
-    """Put together what was read back; a limit that the driver does not have limits nothing."""
+    """Combine the limits that were read back; a limit that the driver does not have is unlimited."""
     result = EVERYTHING
     for limit, value in values.items():
         result = limit.put(result, value)

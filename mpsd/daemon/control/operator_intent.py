@@ -1,4 +1,4 @@
-"""What an operator wants of one control daemon, kept on disk: no restart of mpsd and no reboot undoes it."""
+"""The desired state of one control daemon, stored on disk: no restart of mpsd and no reboot undoes it."""
 
 from pathlib import Path
 from typing import Final
@@ -12,7 +12,7 @@ from mpsd.daemon.record import encoding
 from mpsd.system import atomic_file, clock
 
 _MOST_ENDED: Final = 16
-"""Operations that are over, and can still be asked for."""
+"""Completed operations that can still be queried."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"desired": "wish"}):
@@ -21,26 +21,29 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"desired": "wish
 
 
 class OperatorIntent:
-    """The wish of the last operator who had one; without any, it is to run."""
+    """The last order of an operator; without one, the daemon is to run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stored = _File(DesiredState(Intent.RUN, "no operator holds it", clock.now(), boot=clock.boot_id()))
         self.damaged = ""
-        """Why what an earlier mpsd kept could not be understood, if so."""
+        """Why the file of an earlier mpsd could not be decoded; empty where it could."""
 
     @property
     def desired(self) -> DesiredState:
-        """What is wanted."""
+        """The desired state."""
         return self._stored.desired
 
     @property
     def ended(self) -> tuple[Operation, ...]:
-        """The operations that ended last, the latest last."""
+        """The last completed operations, the latest last."""
         return self._stored.ended
 
     def load(self) -> None:
-        """Read what an earlier mpsd was told. A file that cannot be understood may have said `hold`, and so it does."""
+        """Read the order that an earlier mpsd got.
+
+        A file that cannot be decoded counts as `hold`, which it may have said.
+        """
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self.damaged = found.reason
@@ -51,7 +54,10 @@ class OperatorIntent:
             self._stored = _File(take_up(stored.desired, clock.boot_id()), stored.ended)
 
     def keep(self, desired: DesiredState, *ended: Operation) -> None:
-        """Want this from now on, and note what has ended by that. Raises StorageError: nothing has changed, then."""
+        """Store a new desired state, with the operations that it ended.
+
+        Raises StorageError; nothing has changed then.
+        """
         stored = _File(desired, (*self._stored.ended, *ended)[-_MOST_ENDED:])
         try:
             atomic_file.write(self._path, encoding.to_json(stored), lasting=True)

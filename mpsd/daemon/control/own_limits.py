@@ -1,7 +1,7 @@
-"""The limits that mpsd itself gave one control daemon, on disk before they are set: they are no stranger's change.
+"""The limits that mpsd itself gave one control daemon, on disk before they are set: they are no change by others.
 
-An mpsd that is killed leaves what it had set, or a part of what it was about to set, and the next one may want others:
-a lease has ended meanwhile, or ended while the control daemon's one seat was taken.
+An mpsd that is killed leaves what it had set, or a part of what it was about to set. The next mpsd may want other
+limits: a lease may have ended meanwhile, or while the control daemon's one seat was taken.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ from mpsd.system import atomic_file, clock
 from mpsd.system.rundir import DaemonPaths
 
 _MOST: Final = 8
-"""Limits that are remembered while none of them is known to have taken: the first of them, and the latest."""
+"""Maximum remembered limits while none of them is known to have taken effect: the first of them, and the latest."""
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -26,7 +26,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 class OwnLimits:
-    """What each limit of a control daemon may be by mpsd's own doing, as it reads back."""
+    """The values that mpsd itself may have given each limit of a control daemon, as they read back."""
 
     def __init__(self, paths: DaemonPaths, log: Logger) -> None:
         self._path = paths.own_limits
@@ -35,12 +35,12 @@ class OwnLimits:
         self.limits: tuple[ReadBack, ...] = ()
         """The latest last."""
         self._stored: tuple[ReadBack, ...] = ()
-        """Those on disk, at least these: leases that come and go mostly bring the same two."""
+        """Limits on disk, at least these: leases that come and go mostly cause the same two."""
 
     def follow(self, daemon: ProcessIdentity) -> None:
-        """Take up what an earlier mpsd gave this process, where it is another than before.
+        """Load what an earlier mpsd gave this process, where the process has changed.
 
-        A damaged file is logged and counts as none: what it had is reported as drift then, and set right all the same.
+        A damaged file is logged and counts as none: its limits are then reported as drift, and corrected nevertheless.
         """
         if daemon == self._process:
             return
@@ -52,7 +52,7 @@ class OwnLimits:
             self.limits = self._stored = found.value.limits
 
     def note(self, wanted: Limits) -> None:
-        """Note what is about to be set; where that cannot be stored, this mpsd knows it all the same."""
+        """Note limits that are about to be set; where they cannot be stored, this mpsd still knows them."""
         limits = (*(each for each in self.limits if each != _as_read_back(wanted)), _as_read_back(wanted))
         self.limits = limits if len(limits) <= _MOST else (limits[0], *limits[1 - _MOST :])
         if self._process is None or {*self.limits} <= {*self._stored}:
@@ -65,7 +65,7 @@ class OwnLimits:
             self._stored = self.limits
 
     def settle(self, wanted: Limits) -> None:
-        """Note that every limit read back as wanted: whatever else it is from now on is somebody else's doing."""
+        """Note that every limit read back as wanted: any later difference is a change by others."""
         self.limits = (_as_read_back(wanted),)
 
 

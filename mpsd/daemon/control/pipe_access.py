@@ -1,14 +1,14 @@
-"""Who can reach which control daemon, as the leases say: opened before a grant is told, closed when the last one ends.
+"""Pipe access to each control daemon, by the leases: opened before a grant is answered, closed with the last lease.
 
 Any local user who can connect to a control daemon's socket can be its client, and take its only seat; drivers 470 and
-535 obey any of them (from 550 on others may not change defaults). So the way there is what is guarded: the pipe
-directory, and the socket too, since a process that has opened the socket with O_PATH can connect to it later, however
+535 obey any such user (from 550 on other users may not change defaults). mpsd therefore guards the way there: the pipe
+directory, and the socket too, because a process that has opened the socket with O_PATH can connect to it later, however
 closed the directory is by then (both measured: docs/enforcement.md).
 
-What else it makes there it opens to everybody: the lock that its successor needs, its pid file, and the FIFO `log` that
-carries its own log and that of its servers. Whoever reads the FIFO takes lines away, and one byte that is written to it
-ends the log (measured, all versions). A server runs as its client's uid and writes there; with many users it runs as
-root.
+The control daemon opens its other files there to all users: the lock that its successor needs, its pid file, and the
+FIFO `log` that carries its own log and that of its servers. A process that reads the FIFO takes lines away, and one
+byte that is written to it ends the log (measured, all versions). A server runs as its client's uid and writes there;
+with many users it runs as root.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from mpsd.system.rundir import DaemonPaths
 
 
 class PipeAccess:
-    """The way to one control daemon: who is let in there is decided by `wanted`, and written here and nowhere else."""
+    """The access to one control daemon: `wanted` decides which uids have it, and only this class writes it."""
 
     def __init__(
         self,
@@ -39,9 +39,10 @@ class PipeAccess:
         crashed: Callable[[Crash], Collection[int]],
         log: Logger,
     ) -> None:
-        """`wanted` returns the uids to be let in now, beside root's and mpsd's own, or None for everybody.
+        """Take the paths and the callbacks.
 
-        `crashed` is told of each suspect death, and returns the uids that are shut out for it.
+        `wanted` returns the uids to admit now, beside root's and mpsd's own, or None for all. `crashed` gets each
+        suspect death, and returns the uids that are quarantined for it.
         """
         self.paths = paths
         self.let_in = LetInRecord(paths, crashed, log)
@@ -50,22 +51,22 @@ class PipeAccess:
         self._admitted = wanted
         self._log = log
         self._latest: tuple[object, tuple[tuple[Path, Acl], ...]] = None, ()
-        """What `_acls` returned last, since it is asked for every second, and for what."""
+        """The last result of `_acls` with its arguments, because it is needed every second."""
         self._is_shut = self._was_shut()
         self._sure = False
         """Whether `_held` was written and read back, and nothing has failed since."""
         self._held: frozenset[int] | None = frozenset()
 
     def _was_shut(self) -> bool:
-        """Tell whether an earlier mpsd let nobody in, as until the limits hold: it may have died before that."""
+        """Tell whether an earlier mpsd admitted no uid, as until the limits hold: it may have died before that."""
         path, closed = self._acls(frozenset())[0]
         try:
             return acl.read(path) == closed
         except OSError:
-            return False  # there is nothing yet, or nothing that can be read: a start, or a look, says so
+            return False  # nothing exists yet or is readable: a start, or a check, reports it
 
     def shut(self, *, many_users: bool) -> None:
-        """Let nobody in until `admit`: a control daemon that starts has no limits yet, and makes its lock.
+        """Admit no uid until `admit`: a control daemon that starts has no limits yet, and makes its lock.
 
         `many_users` tells whether it is to serve many users. Raises PipeAccessError.
         """
@@ -73,12 +74,12 @@ class PipeAccess:
         self.hold()
 
     def adopted(self, daemon: DaemonProcess) -> None:
-        """Take up who was let in to a control daemon that an earlier mpsd started."""
+        """Restore the record of pipe access to a control daemon that an earlier mpsd started."""
         self._sure, self._many_users = False, daemon.many_users
         self.let_in.resume(daemon.identity)
 
     def admit(self) -> None:
-        """Let those in who are wanted, now that the limits hold. Raises PipeAccessError."""
+        """Admit the wanted uids, now that the limits hold. Raises PipeAccessError."""
         self._is_shut = False
         self.hold()
 
@@ -87,15 +88,15 @@ class PipeAccess:
 
     @property
     def users(self) -> frozenset[int] | None:
-        """The uids that a control daemon which serves one user at a time has let in; None where it may be anybody."""
+        """The uids that a control daemon for one user at a time has admitted; None where it may be any."""
         let_in = self.let_in.let_in
         is_known = self._many_users is False and not let_in.everybody and not let_in.others
         return frozenset(let_in.uids) if is_known and let_in.uids else None
 
     def was_anothers(self, uid: int) -> bool:
-        """Tell whether the control daemon, which serves one user at a time, has let in another uid before this one.
+        """Tell whether the control daemon, which serves one user at a time, has admitted another uid before this one.
 
-        Where it serves many, or is open to everybody, it is all of theirs at any time.
+        Where it serves many users, or is open to all, it never belongs to one of them.
         """
         let_in = self.let_in.let_in
         if self._many_users is not False or let_in.everybody:
@@ -103,12 +104,12 @@ class PipeAccess:
         return let_in.others or let_in.uids not in {(), (uid,)}
 
     def are_last_users(self, uids: Collection[int | None]) -> bool:
-        """Tell whether all of these are uids that a control daemon let in which serves one user at a time."""
+        """Tell whether the control daemon serves one user at a time, and has admitted all of these uids."""
         let_in = self.let_in.let_in
         return self._many_users is False and not let_in.everybody and bool(uids) and {*uids} <= {*let_in.uids}
 
     def open(self, uid: int) -> None:
-        """Let a uid in that is wanted by now. Raises PipeAccessError."""
+        """Admit a uid that is wanted by now. Raises PipeAccessError."""
         if self._sure and (self._held is None or uid in self._held):
             return
         if not self.hold():
@@ -119,7 +120,7 @@ class PipeAccess:
             )
 
     def close(self) -> None:
-        """Let nobody in any more who is not wanted. What fails is told, and tried again at the next look."""
+        """Remove the access of uids that are no longer wanted. A failure is logged, and retried at the next check."""
         if self._many_users is None or (self._sure and self._held == self._wanted()):
             return
         try:
@@ -128,7 +129,7 @@ class PipeAccess:
             self._log.error(EventName.PIPE_ACCESS_NOT_HELD, because=error.detail)
 
     def hold(self) -> bool:
-        """Let in just those who are wanted, and read it back; False where there is nothing yet to be let in to.
+        """Admit exactly the wanted uids, and read that back; False where there are no files yet.
 
         Raises PipeAccessError.
         """
@@ -138,7 +139,7 @@ class PipeAccess:
         self._sure, self._held = False, wanted
         for path, meant in self._acls(wanted):
             try:
-                # Where others are let in so far than are wanted now, there is no use in asking first.
+                # Where the present access differs from the wanted one, there is no use in reading it first.
                 found = None if before.get(path, meant) != meant else acl.read(path)
                 if found != meant:
                     acl.write(path, meant)
@@ -146,7 +147,7 @@ class PipeAccess:
             except FileNotFoundError:
                 if path in {self.paths.pipe_directory, self.paths.control_socket}:
                     return False
-                continue  # nobody can open what is not there, and older drivers make no pid file
+                continue  # nobody can open a missing file, and older drivers make no pid file
             except OSError as error:
                 raise self._failed(path, meant, error.strerror or str(error)) from error
             if found != meant:
@@ -155,7 +156,7 @@ class PipeAccess:
         return True
 
     def look(self) -> bool:
-        """See whether somebody else has changed who is let in, and put it back; False when that failed."""
+        """Check whether another process has changed the access, and restore it; False when that failed."""
         try:
             if not (self._sure and self._held == self._wanted() and self._is_unchanged()):
                 self.hold()
@@ -180,7 +181,7 @@ class PipeAccess:
         return is_unchanged
 
     def _acls(self, uids: frozenset[int] | None) -> tuple[tuple[Path, Acl], ...]:
-        """Return what each file is to have: what its owner may do with it, and what those may who are let in."""
+        """Return the access list of each file: the rights of its owner, and those of the admitted uids."""
         if self._latest[0] != (uids, self._many_users):
             servers_write = frozenset() if self._many_users else uids
             acls = tuple(
@@ -206,18 +207,18 @@ class PipeAccess:
 
 
 class Quarantine(Protocol):
-    """Who is shut out of all control daemons, and who takes note of crashes."""
+    """The quarantined uids, and the record of crashes."""
 
     @property
     def uids(self) -> Collection[int]:
         """The uids that are quarantined."""
 
     def crashed(self, crash: Crash) -> Collection[int]:
-        """Take note of a crash; return the uids that are quarantined for it."""
+        """Record a crash; return the uids that are quarantined for it."""
 
 
 class NodePipeAccess:
-    """Who may reach each control daemon of the node."""
+    """The pipe access to each control daemon of the node."""
 
     def __init__(
         self,
@@ -228,7 +229,7 @@ class NodePipeAccess:
         settings: LiveSettings,
         log: Logger,
     ) -> None:
-        """`paths` returns where a daemon's files are, `holders` the uids that hold a lease on a GPU now."""
+        """Take the parts; `paths` returns the files of a daemon, `holders` the uids that hold a lease on a GPU now."""
         self._paths = paths
         self._holders = holders
         self._quarantine = quarantine
@@ -236,7 +237,7 @@ class NodePipeAccess:
         self._log = log
         self._accesses: dict[str, PipeAccess] = {}
         self._canaries: dict[str, int] = {}
-        """By GPU, the uid of a canary that is out."""
+        """By GPU, the uid of a running canary."""
         settings.follow(lambda _: self.apply())
 
     def of(self, name: str, gpu: str) -> PipeAccess:
@@ -253,7 +254,7 @@ class NodePipeAccess:
 
     @contextlib.contextmanager
     def opened_for_canary(self, name: str, gpu: str, uid: int) -> Iterator[None]:
-        """Let a canary of this uid in, whose server is there, until this is left. Raises PipeAccessError."""
+        """Admit a canary of this uid, which has a server, until the context is left. Raises PipeAccessError."""
         self._canaries[gpu] = uid
         try:
             if not _is_let_in(uid):
@@ -264,14 +265,14 @@ class NodePipeAccess:
             self._accesses[name].close()
 
     def open(self, lease: Lease) -> None:
-        """Let a lease's uid in wherever it was granted something. Raises PipeAccessError."""
+        """Admit a lease's uid on each of its GPUs. Raises PipeAccessError."""
         if _is_let_in(lease.owner.uid):
             return
         for share in lease.shares:
             self._accesses[share.daemon].open(lease.owner.uid)
 
     def close(self, lease: Lease) -> None:
-        """Let the uid of a lease that has ended in no more, unless it has another lease there."""
+        """Remove the access of an ended lease's uid, unless it has another lease there."""
         if _is_let_in(lease.owner.uid):
             return
         for share in lease.shares:
@@ -285,5 +286,5 @@ class NodePipeAccess:
 
 
 def _is_let_in(uid: int) -> bool:
-    """Tell whether a uid is let in whatever it holds: root's, or mpsd's own."""
+    """Tell whether a uid always has access: root's, or mpsd's own."""
     return uid in {0, process_table.own_uid()}

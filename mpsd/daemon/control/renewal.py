@@ -1,6 +1,6 @@
-"""The replacement of a control daemon for its next user, or because its server may serve nobody; once nobody is left.
+"""The replacement of an unused control daemon for its next user, or because its server may serve no client.
 
-What its last user still has open is nothing to the next.
+Files and connections that its last user still has open do not lead to the next daemon.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from mpsd.system import proc
 
 
 class Renewal:
-    """Whether one control daemon is to be replaced for its next user, and whether that is under way."""
+    """Whether one control daemon is to be replaced for its next user, and whether that is in progress."""
 
     def __init__(
         self,
@@ -32,31 +32,31 @@ class Renewal:
         self._lifecycle, self._pipe_access, self._leases = lifecycle, pipe_access, leases
         self._observer, self._control_log = observer, control_log
         self._next_user: tuple[int, Callable[[], bool]] | None = None
-        """For whom it is to be replaced, and whether it was asked since who is there."""
+        """The next user, and whether the daemon was asked for its clients since."""
         self._distrusted: str | None = None
-        """Why its server may serve nobody, while there is reason to believe that."""
+        """Why its server may serve no client, while there is reason to believe that."""
         self._is_answered: Callable[[], bool] | None = None
-        """Tells whether it was asked who is there since nobody was left."""
+        """Tells whether the daemon was asked for its clients since none was left."""
         self.is_running = False
-        """Whether it is being replaced."""
+        """Whether the daemon is being replaced."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is to be replaced, and was not asked yet who is there."""
+        """Whether the daemon is to be replaced, and was not asked for its clients yet."""
         return self._next_user is not None
 
     @property
     def _is_used(self) -> bool:
-        """Whether anybody is a client, those included that mpsd cannot see: their pid is 0."""
+        """Whether the daemon has any client, including those that mpsd cannot see: their pid is 0."""
         return bool(self._observer.present) or any(0 in server.clients for server in self._observer.servers)
 
     def want(self, uid: int, ask: Callable[[], Callable[[], bool]]) -> None:
-        """Replace the daemon, whose user was another until now, for this uid, where nobody is left of the other.
+        """Request a replacement for this uid of a daemon that had another user, where no client of that user is left.
 
-        `ask` has the daemon asked who is there, and returns what tells whether that was done.
+        `ask` queries the daemon for its clients, and returns a function that tells whether that was done.
         """
         if self._lifecycle.state is State.READY and not self._is_used and self._next_user is None:
-            # Its last user cannot connect any more: whoever is a client is named by the answer to this question.
+            # Its last user cannot connect any more, so the answer to this question names every client.
             self._next_user = uid, ask()
 
     def begin(self) -> int | None:
@@ -65,21 +65,21 @@ class Renewal:
             return None
         (uid, _), self._next_user = self._next_user, None
         if self._lifecycle.state is not State.READY or self._is_used:
-            self._lifecycle.notify_changed()  # it stays, and whoever waits for another may go on
+            self._lifecycle.notify_changed()  # it stays, and callers that wait for another one continue
             return None
         self.is_running = True
         return uid
 
     def distrust(self, because: str | None) -> bool:
-        """Have the daemon replaced as soon as nobody is left, or no more; tell whether that is new."""
+        """Request a replacement as soon as the daemon is unused, or withdraw the request; tell whether that is new."""
         before, self._distrusted = self._distrusted, because
         return before != because
 
     def begin_distrusted(self, ask: Callable[[], Callable[[], bool]]) -> str | None:
-        """Begin once nobody is left on a daemon that is not trusted, and return why; None when it is not replaced now.
+        """Begin once a distrusted daemon is unused, and return why; None when it is not replaced now.
 
-        Who is there is judged by the processes that live, and not by the server's list; and `ask` has the daemon asked
-        once more, since somebody may have come meanwhile.
+        Its use is judged by the living processes, and not by the server's list. `ask` queries the daemon once more,
+        because a client may have connected meanwhile.
         """
         if self._distrusted is None or self._lifecycle.state not in ANSWERED or not self.is_deserted:
             self._is_answered = None
@@ -93,9 +93,9 @@ class Renewal:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether no lease and no living process is left on the daemon.
+        """Whether the daemon has no lease and no living process left.
 
-        A client of another pid namespace is listed as pid 0 (R580), and whether that lives nobody can see.
+        A client of another pid namespace is listed as pid 0 (R580), and nobody can see whether that process lives.
         """
         unseen = any(0 in each.clients for each in self._observer.servers)
         return not any(self._leases.on(self._name)) and not unseen and not self.present
@@ -107,20 +107,20 @@ class Renewal:
 
     @property
     def has_to_force(self) -> bool:
-        """Whether a daemon that is to quit has to be made to: a wedged server never goes, and nobody is left in it."""
+        """Whether a daemon must be forced to quit: a wedged server never exits, and it has no client left."""
         unseen = any(0 in each.clients for each in self._observer.servers)
         return self._distrusted is not None and not unseen and not self.present
 
     def follow(self, state: State) -> None:
-        """Note that the daemon's state is this one now."""
+        """Follow the state of the daemon."""
         self.is_running = self.is_running and state in {State.STOPPING, State.DOWN, State.STARTING}
         if state is not State.READY:
             self._next_user = None
 
     async def is_blocked_by_last_user(self) -> bool:
-        """Tell whether a daemon answers nobody for what its last user did, and nobody is there.
+        """Tell whether a daemon answers nobody because of its last user, and has no client.
 
-        That user has its one seat, or has used up the daemon's descriptors: nobody can have become a client since.
+        That user has its one seat, or has used up the daemon's descriptors: no process can have become a client since.
         """
         if any(0 in server.clients for server in self._observer.servers):
             return False

@@ -1,6 +1,6 @@
 """The state of a control daemon, with its one writer, and the heartbeat of its supervisor.
 
-The heartbeat promises, before the supervisor does or waits for something, by when it will be back.
+The heartbeat is a promise that the supervisor gives before each action and each wait: when it will be back.
 mpsd/daemon/service_manager.py feeds the watchdog only while no supervisor has broken its promise.
 """
 
@@ -16,60 +16,63 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 
 _GRACE: Final = 10.0
-"""Seconds that a busy machine may keep a loop from its turn before it is late."""
+"""Seconds that a busy machine may delay a loop before the loop is late."""
 
 _CONVERSATIONS: Final = 20
-"""As many with a control daemon are never needed in one round; each has its deadline."""
+"""More conversations with a control daemon than one round ever needs; each has its deadline."""
 
 
 class Lifecycle:
     """The state of one control daemon, since when, and why."""
 
     def __init__(self, log: Logger, changed: Callable[[], None]) -> None:
-        """`changed` is called whenever something about the daemon may be otherwise than before."""
+        """Take the log, and `changed`, which is called whenever something about the daemon may have changed."""
         self._state = State.DOWN
         self.because = "mpsd has not started it yet"
         self.hint: str | None = None
         self.since = clock.now()
         self.ready_since: datetime | None = None
         self.questions = 0
-        """How often somebody asked that the daemon be talked to."""
+        """How many queries of the daemon were requested."""
         self._answered = 0
         self.answered = asyncio.Event()
-        """Set, and replaced, whenever the daemon was talked to."""
+        """Set, and replaced, after every conversation with the daemon."""
         self._log = log
         self.notify_changed = changed
-        """Notes that something about the daemon may be otherwise than before."""
+        """Notes that something about the daemon may have changed."""
 
     @property
     def state(self) -> State:
-        """What the daemon is to mpsd at this moment."""
+        """The present state of the daemon."""
         return self._state
 
     @property
     def is_silent(self) -> bool:
-        """Whether it answers nobody, though it runs."""
+        """Whether the daemon answers nobody, although it runs."""
         return self.state is State.UNRESPONSIVE
 
     def ask(self) -> Callable[[], bool]:
-        """Note that somebody wants the daemon to be talked to; return what tells whether that was begun and ended."""
+        """Request a conversation with the daemon; return a function that tells whether one has ended since.
+
+        A conversation that had begun before the request does not count.
+        """
         self.questions += 1
         question = self.questions
         return lambda: self._answered >= question
 
     def answer(self, questions: int) -> None:
-        """Note that the daemon was talked to, and that so many had asked for it when that began."""
+        """Note a finished conversation, and how many had been requested when it began."""
         self._answered = questions
         self.answered.set()
         self.answered = asyncio.Event()
         self.notify_changed()
 
     def explain(self, because: str, hint: str | None) -> None:
-        """Say why it is still in this state."""
+        """Say why the daemon is still in this state."""
         self.because, self.hint = because, hint
 
     def move(self, event: Event, because: str, hint: str | None, pid: int | None) -> None:
-        """Apply an event that happened to the daemon, which is this process, if any."""
+        """Apply an event of the daemon, which is this process, if any."""
         target = step(self._state, event)
         if target is None:
             return
@@ -81,19 +84,19 @@ class Lifecycle:
             self.ready_since = None
         elif self.ready_since is None:
             self.ready_since = self.since
-        # As the journal's priorities have it: what an operator has to mend, and what he may have to.
+        # As the journal's priorities define: what an operator must correct, and what an operator may have to.
         write = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
         write(EventName.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
 
 
 class Heartbeat:
-    """The sign of life of one loop."""
+    """The heartbeat of one loop."""
 
     def __init__(self) -> None:
         self._until = inf
 
     def back_in(self, seconds: float | None) -> None:
-        """Promise to call this again within so many seconds; None is for a wait that only news can end."""
+        """Promise to call this again within this many seconds; None is for a wait that only news can end."""
         self._until = inf if seconds is None else clock.monotonic() + seconds + _GRACE
 
     @property

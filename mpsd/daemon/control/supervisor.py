@@ -1,7 +1,7 @@
-"""One supervisor for one control daemon: it starts or adopts it, proves it, watches it, and brings it back.
+"""The supervisor of one control daemon: it starts or adopts it, proves it, watches it, and restarts it.
 
-The loop asks the state what there is to do, and does it. What happens meanwhile (a death, an operator's word, new
-settings) is noted and wakes the loop. The state has one writer, `_move`, which stamps it, says why, and tells the log.
+The loop takes the action that the state requires. Events in the meantime (a death, an operator's order, new settings)
+are noted and wake the loop. The state has one writer, `_move`, which stamps it, gives the reason, and logs it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from mpsd.system import clock, proc, process
 from mpsd.system.control_pipe import ControlProgram
 
 _TICK: Final = 1.0
-"""Seconds between two looks at the process."""
+"""Seconds between two checks of the process."""
 
 _EVENTS: Final = {
     Intent.RUN: Event.RESUME,
@@ -41,7 +41,7 @@ _EVENTS: Final = {
     Intent.DRAIN: Event.DRAIN,
     Intent.RESTART: Event.DRAIN,
 }
-"""What happens to a daemon that answers when an operator wants something."""
+"""The events of an answering daemon by the desired state."""
 
 
 class Supervisor:
@@ -60,7 +60,7 @@ class Supervisor:
         log: Logger,
         changed: Callable[[], None],
     ) -> None:
-        """`changed` is called whenever a snapshot might come out different."""
+        """Take the parts; `changed` is called whenever a snapshot might differ."""
         self.name = name
         self.gpu = gpu
         self._pipe_access = pipe_access
@@ -99,13 +99,13 @@ class Supervisor:
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
         self._due = 0.0
-        """When the next thing is due: the end of a delay, the deadline of a start, or the next proof of life."""
+        """When the next action is due: the end of a delay, the deadline of a start, or the next proof of life."""
         settings.follow(self._apply)
 
-    # -- what others may ask and say ----------------------------------------------------------------------------------
+    # -- the interface to other rooms ---------------------------------------------------------------------------------
 
     def snapshot(self) -> Daemon:
-        """Return everything there is to say about this control daemon at this moment."""
+        """Return everything that is known about this control daemon at this moment."""
         evidence, desired = self._instance.evidence, self.drainer.desired
         return Daemon(
             name=self.name,
@@ -139,14 +139,14 @@ class Supervisor:
         )
 
     def reset(self) -> None:
-        """Forget the deaths and try again, at an operator's word; a daemon that runs is not touched."""
+        """Forget the deaths and try again, at the order of an operator; a running daemon is not affected."""
         self._wanted = True
         self._death_tally.forget()
         self._move(Event.RESET, "an operator reset it")
         self._wake.set()
 
     def _apply(self, settings: Settings) -> None:
-        """Apply settings. Limits that differ are set and verified at the next look, for servers that start later."""
+        """Apply settings. Limits that differ are set and verified at the next check, for servers that start later."""
         self.pipe.deadline, self._control_log.size = settings.daemon.answer_deadline, settings.daemon.log_size
         if self._wanted_limits.configure(settings):
             self.ask()
@@ -154,12 +154,12 @@ class Supervisor:
         self._wake.set()
 
     def limit(self, limits: Limits) -> None:
-        """Have these limits hold from now on for whoever becomes a client: set, read back, and kept."""
+        """Hold these limits from now on for new clients: set, read back, and kept."""
         if self._wanted_limits.want(limits):
             self.ask()
 
     def ask(self) -> Callable[[], bool]:
-        """Talk to the daemon soon; return what tells whether that was done, from the first word on."""
+        """Query the daemon soon; return a function that tells whether a conversation has begun and ended since."""
         if self._lifecycle.state not in {State.STARTING, State.COOLING}:  # there it bounds a start, or a delay
             self._due = 0.0
         self._wake.set()
@@ -167,19 +167,19 @@ class Supervisor:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Its servers with their clients, as they were when it was asked last; orphans included."""
+        """Its servers with their clients, by its last answer; orphans included."""
         return self._observer.servers
 
     async def servers_now(self) -> tuple[Server, ...] | None:
-        """Ask it anew, and return them; None where it does not answer, and nothing is known."""
+        """Query the servers again, and return them; None where the daemon does not answer, and nothing is known."""
         if self._lifecycle.state is State.COOLING or self._death_tally.failed is not None:
-            await self._instance.find_orphans()  # it is dead, and its servers are all that there can be
+            await self._instance.find_orphans()  # it is dead, and can have no servers but these
             return self._observer.servers
         done, patience = self.ask(), 2 * self._settings.current.daemon.answer_deadline
         until = clock.monotonic() + patience
         while not done() or self._lifecycle.state in {State.DOWN, State.STARTING}:
             if self.pipe.waits_for:
-                until = clock.monotonic() + patience  # the end of another client has its seat
+                until = clock.monotonic() + patience  # the ending of another client has its seat
             elif clock.monotonic() >= until:
                 return None
             with contextlib.suppress(TimeoutError):
@@ -188,47 +188,48 @@ class Supervisor:
         return self._observer.servers if self._lifecycle.state in ANSWERED else None
 
     def _seat_changed(self) -> None:
-        """Note that a long command has taken the daemon's only seat, or left it."""
+        """Note that a long command has taken the daemon's only seat, or released it."""
         self._lifecycle.notify_changed()
         self._wake.set()
 
     @property
     def trouble(self) -> str:
-        """Why it is not certain that the limits that are wanted hold for its next client; empty when it is."""
+        """Why it is not certain that the wanted limits hold for its next client; empty when it is."""
         if self.pipe.waits_for:
-            return self.pipe.waits_for  # whoever connects meanwhile may be turned away (NVIDIA: error 807)
+            return self.pipe.waits_for  # a process that connects meanwhile may be refused (NVIDIA: error 807)
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
         return "it is about to be replaced for its next user" if self._renewal.is_due else self._wanted_limits.trouble
 
     def renew_for(self, uid: int) -> bool:
-        """Replace the daemon where its user was another until now, and nobody is left of that; tell whether it is so.
+        """Request a replacement where the last user was another one, and is gone; tell whether one is in progress.
 
-        Whatever such a one still has open, the log's FIFO or a connection, is nothing to the daemon of the next user.
+        Whatever such a user still has open, the log's FIFO or a connection, does not lead to the daemon of the next
+        user. A replacement that is only due counts as in progress, too.
         """
         if self._pipe_access.was_anothers(uid) and not self.drainer.desired.waits:
             self._renewal.want(uid, self.ask)
         return self._renewal.is_running or self._renewal.is_due
 
     def distrust(self, because: str | None) -> None:
-        """Have the daemon replaced as soon as nobody is left, since its server may serve nobody; None: no more."""
+        """Replace the daemon as soon as it is unused, because its server may serve no client; None withdraws that."""
         if self._renewal.distrust(because):
             self._wake.set()
 
     @property
     def lost_clients(self) -> int:
-        """How many clients its servers have lost without a word, as their log says."""
+        """How many clients its servers have lost without notice, according to their log."""
         return self._control_log.serving.lost
 
     @property
     def canaries(self) -> set[int]:
-        """The pids of the canaries that are out, which count as nobody's clients."""
+        """The pids of the running canaries, which do not count as clients."""
         return self._observer.canaries
 
     def intend(self, command: OperatorCommand) -> str:
-        """Do what an operator wants, from now on; return the operation that it is part of now, if it is one.
+        """Execute an operator's order, from now on; return the operation that it now belongs to, if there is one.
 
-        Raises StorageError, and then nothing has changed.
+        Raises StorageError; nothing has changed then.
         """
         operation = self.drainer.want(command, self._instance.identity, silent=self._lifecycle.is_silent)
         if command.intent is Intent.RESTART and self._instance.process is None:
@@ -238,7 +239,7 @@ class Supervisor:
         return operation
 
     async def stop(self, *, force: bool) -> None:
-        """Stop the daemon when nobody is left, or by force and its clients with it; return when it is gone."""
+        """Stop the daemon when it is unused, or by force together with its clients; return when it is gone."""
         self._wanted = False
         self.drainer.leave(self._instance.identity)
         if force:
@@ -252,7 +253,7 @@ class Supervisor:
             self._launcher.remove_leftovers(())
 
     async def run(self) -> None:
-        """Supervise until cancelled, and then leave the daemon running: its clients must not notice."""
+        """Supervise until cancelled, and leave the daemon running: its clients must not notice."""
         self._death_tally.load()
         self._launcher.load()
         self.drainer.load()
@@ -266,7 +267,8 @@ class Supervisor:
                 except OSError as error:
                     await self._wait_for_resources(error)
                 except StorageError as error:
-                    # What must be on disk before the next step is not: nothing is lost, and nothing goes on.
+                    # The state that must be on disk before the next step is not: nothing is lost, and the supervisor
+                    # waits.
                     self._lifecycle.explain(error.detail, error.hint)
                     await self._sleep(_TICK)
         finally:
@@ -284,7 +286,7 @@ class Supervisor:
                 await self._instance.find_orphans()
                 if self._wanted and self._lifecycle.state is State.FAILED:
                     self.drainer.fail(self._lifecycle.because)
-                # Nothing happens here by itself, but that orphans go.
+                # Nothing happens here by itself, except that orphans exit.
                 await self._sleep(_TICK if self._observer.forget_dead_orphans() else None)
             case State.STARTING:
                 await self._prove()
@@ -298,7 +300,7 @@ class Supervisor:
                 self._move(Event.COOLED, "the delay after its death has elapsed")
 
     async def _wait_for_resources(self, error: OSError) -> None:
-        """The machine had no descriptor, memory, process or disk: what cannot be looked at is not known to be well."""
+        """Handle a lack of descriptors, memory, processes or disk: an unchecked daemon does not count as healthy."""
         lacks = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         hint = "find out which resource the machine has run out of, or which disk failed; mpsd retries by itself"
         if self._lifecycle.state in RUNNING:
@@ -324,11 +326,11 @@ class Supervisor:
             self._down.set()
 
     def _apply_desired_state(self) -> None:
-        """Let nobody in where an operator wants that, and everybody where he does no more."""
+        """Stop admission where an operator wants that, and resume it where no operator does."""
         if self._lifecycle.state in ANSWERED:
             self._move(_EVENTS[self.drainer.desired.intent], self.drainer.summary, self.drainer.hint)
         if self._lifecycle.state in {State.HELD, State.DRAINING}:
-            self._lifecycle.explain(self.drainer.summary, self.drainer.hint)  # the same again, for another reason
+            self._lifecycle.explain(self.drainer.summary, self.drainer.hint)  # the same state, for another reason
             self._lifecycle.notify_changed()
 
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
@@ -360,7 +362,7 @@ class Supervisor:
             return
         except OSError as error:
             if error.errno in process.SHORTAGES:
-                raise  # that is nobody's death: it is tried until the machine has what it takes
+                raise  # this is not a death of the daemon: the start is retried until the machine has the resources
             self._record_death(Ended(f"it could not be started: {error}"))
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
@@ -383,11 +385,11 @@ class Supervisor:
             return
         reached = await self._probe()
         if self._lifecycle.state is State.STARTING:
-            # It may have bound its socket and not listen yet, a moment that a busy machine makes long.
+            # It may have bound its socket without listening yet, a moment that a busy machine makes long.
             await self._sleep(self._settings.current.daemon.probe_interval if reached else LISTEN_POLL)
 
     async def _watch(self) -> None:
-        """Look once a second, and at news in the log; talk to the daemon where there is reason to, or it is time."""
+        """Check once a second, and at news in the log; query the daemon where there is a reason, or when it is due."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
         await self._instance.find_orphans()
         desired = self.drainer.desired
@@ -398,16 +400,17 @@ class Supervisor:
             self._move(Event.STOP, f"it is replaced, since its last user keeps it from answering: {because}")
             return
         if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), stopped and is_unresponsive)):
-            # There is reason to ask at once; one that is known to be stopped cannot answer before it goes on.
+            # There is a reason to query it at once; a daemon that is known to be stopped cannot answer before it
+            # continues.
             self._due = 0.0
         if stopped:
             due = not is_unresponsive
         else:
-            # Whoever waits for people to leave asks every time who is left.
+            # A drain asks every time which clients are left.
             waits = self._lifecycle.state is State.DRAINING
             due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
         if self.pipe.waits_for:
-            # Its one seat is taken by a front-end of mpsd's own, so that nobody is heard, and nothing can be asked.
+            # A front-end of mpsd has its one seat, so no other process is heard, and nothing can be asked.
             await self._sleep(_TICK)
             return
         if due:
@@ -419,19 +422,19 @@ class Supervisor:
         if distrusted is not None:
             self._move(Event.STOP, f"it is replaced, since it may not serve clients: {distrusted}")
             return
-        # Who is there was asked since it was wanted, or it is asked now.
+        # The daemon was asked for its clients since the order, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
 
     async def _probe(self) -> bool:
-        """Talk to the daemon, and let the state be what comes of it; tell whether it could be reached at all."""
+        """Query the daemon, and set the state by the result; tell whether it could be reached at all."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
         starting = self._lifecycle.state is State.STARTING and clock.monotonic() < self._due
         questions = self._lifecycle.questions
         async with self.pipe.whole:
             found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
-            return False  # one that was just started has its time to be
+            return False  # a daemon that was just started has until its deadline
         if found.event is Event.VERIFIED:
             self._instance.is_fresh = False
         if not (found.event is Event.SILENT and self._instance.is_dead):
@@ -439,10 +442,10 @@ class Supervisor:
         if found.event is Event.UNPROVEN or self._lifecycle.state is State.READY:
             self._lifecycle.explain(found.because, found.hint)
         self._apply_desired_state()
-        # A socket that is gone is looked for all the time, and asked as soon as it is back.
+        # A missing socket is checked all the time, and the daemon is queried as soon as the socket is back.
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.current.daemon.probe_interval
-        # Who asked while it was talked to may want to know of what came later.
+        # Requests during the conversation may concern what came later.
         self._due = 0.0 if gone or questions < self._lifecycle.questions else clock.monotonic() + pause
         self._lifecycle.answer(questions)
         return not gone
@@ -450,7 +453,7 @@ class Supervisor:
     # -- draining and ending ------------------------------------------------------------------------------------------
 
     def _drain(self) -> bool:
-        """Do what is next of what an operator wants; tell whether there is more to do at once."""
+        """Take the next step of an operator's order; tell whether there is more to do at once."""
         state, desired = self._lifecycle.state, self.drainer.desired
         if not desired.waits:
             return False
@@ -469,7 +472,7 @@ class Supervisor:
         return quits
 
     async def _quit_or_force(self) -> None:
-        """Have the daemon quit, and wait for whoever it waits for; or, when that has to be, by force."""
+        """Make the daemon quit, and wait for its clients; where necessary, by force."""
         force = self.drainer.has_to_force(self._instance.identity) or self._renewal.has_to_force
         try:
             if force or not self.pipe.waits_for:
@@ -479,26 +482,26 @@ class Supervisor:
         await self._sleep(_TICK)
 
     def _handle_exit(self) -> None:
-        """Settle what a process leaves behind that is gone, as the kernel said."""
+        """Handle the end of a process, as the kernel reported it."""
         if (ended := self._instance.take_exit()) is None:
             return
         if self._lifecycle.state is State.STOPPING:
             self._move(Event.DIED, ended.how)
         elif self._lifecycle.state is State.STARTING and (holder := self._launcher.lock_holder()) is not None:
-            # That is nobody's death: whoever holds the lock keeps each one from starting, and may be gone soon.
+            # This is not a death: the holder of the lock prevents every start, and may be gone soon.
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:
             self._record_death(ended)
 
     def _record_death(self, ended: Ended) -> None:
-        """Note a death, and do what the tally says."""
+        """Note a death, and do what the tally decides."""
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)
         if decision.verdict is RestartVerdict.GIVE_UP:
             self._move(Event.GAVE_UP, decision.because, self._reset_hint)
         elif decision.verdict is RestartVerdict.AT_ONCE and self._wanted:
-            # The kernel has just proved that ours is gone, so nobody needs to be looked for: clients wait for nothing.
+            # The kernel has just proved that the daemon is gone, so no search is necessary: clients wait for nothing.
             self._move(Event.COOLED, decision.because)
             self._start()

@@ -1,4 +1,4 @@
-"""Which limits a control daemon is to hold, and the conversation that has it hold them and says how it is."""
+"""The limits that a control daemon is to hold, and the conversation that sets them and reports its state."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -24,42 +24,42 @@ from mpsd.system import clock
 from mpsd.system.process import Process
 
 _MOMENT: Final = 0.2
-"""Seconds for which limits that were read back are known to hold where the log does not show who changes them."""
+"""Seconds for which limits that were read back count as in force where the log does not show who changes them."""
 
 
 class WantedLimits:
-    """The limits that the next clients of one control daemon are to get at most."""
+    """The maximum limits of the next clients of one control daemon."""
 
     def __init__(self, observer: Observer, own: OwnLimits, settings: Settings, log: Logger) -> None:
         self._observer = observer
         self._own = own
         self._log = log
-        self._limits = settings.default_limits  # until it is said what clients need
+        self._limits = settings.default_limits  # until the needs of clients are known
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
-        """Whether an operator asked for a memory limit, so that a driver without one will not do."""
+        """Whether an operator requires a memory limit, so that a driver without one is not acceptable."""
         self.proved = False
         """Whether the limits that are wanted now were set, or found set, and read back from this process."""
         self._proved_at = 0.0
-        """When they were read back last, in seconds of the clock that does not jump."""
+        """When they were read back last, in seconds of the monotonic clock."""
         self._others = False
-        """Whether others are wanted than before, so that there is no use in asking first whether they hold."""
+        """Whether the wanted limits have changed, so that a check before setting them is useless."""
 
     @property
     def limits(self) -> Limits:
-        """The limits to be held; a memory limit that no operator asked for is left out where the driver has none."""
+        """The limits to hold, without a memory limit that no operator requires and that the driver does not have."""
         if self._observer.has_mem_limit or self._has_to:
             return self._limits
         return structs.replace(self._limits, pinned_device_mem_limit=None)
 
     def want(self, limits: Limits) -> bool:
-        """Have these limits held from now on; tell whether that is anything new."""
+        """Hold these limits from now on; tell whether they are new."""
         if limits == self._limits:
             return False
         self._limits, self.proved, self._others = limits, False, True
         return True
 
     def configure(self, settings: Settings) -> bool:
-        """Take what an operator says of limits; tell whether others are to be held for that."""
+        """Apply the operator's settings of limits; tell whether the wanted limits change."""
         before = self.limits
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
         if self.limits == before:
@@ -81,14 +81,14 @@ class WantedLimits:
         return ""
 
     def forget(self) -> None:
-        """It is another process now, or it does not hold what it held."""
+        """Forget the proof: the process is another one, or does not hold what it held."""
         self.proved = self._others = False
 
     async def hold(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
-        """Read every limit back, put back what others changed, and set what is not as wanted.
+        """Read every limit back, restore what others changed, and set what is not as wanted.
 
-        A `fresh` daemon is told at once; one that is adopted is asked first, and told only if something differs. Raises
-        as `Observer.set` does.
+        A `fresh` daemon gets its limits at once; an adopted one is queried first, and gets them only if something
+        differs. Raises as `Observer.set` does.
         """
         self._own.follow(daemon)
         while True:
@@ -118,17 +118,17 @@ class WantedLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What came of talking to a control daemon."""
+    """The result of a conversation with a control daemon."""
 
     event: Event
     because: str
     hint: str | None
     reached: bool = True
-    """Whether anybody listened."""
+    """Whether any process listened."""
 
 
 class Prober:
-    """Talks to one control daemon to see how it is."""
+    """Talks to one control daemon to determine its state."""
 
     def __init__(self, launcher: Launcher, wanted_limits: WantedLimits, pipe_access: PipeAccess, log: Logger) -> None:
         self._launcher = launcher
@@ -137,15 +137,17 @@ class Prober:
         self._log = log
 
     async def probe(self, daemon: Process, *, fresh: bool) -> ProbeResult:
-        """Have the daemon hold every limit that is wanted; `fresh` tells whether it was just started."""
+        """Make the daemon hold every wanted limit; `fresh` tells whether it was just started."""
         try:
             self._launcher.check_socket(daemon)
             await self._wanted_limits.hold(daemon.identity, fresh=fresh)
-            # Only now: one that was just started gives everything to whoever comes before its limits are set. And its
-            # socket too: it gives that to everybody a moment after it made it (measured, all versions).
+            # Only now, because a daemon that was just started gives everything to any client before its limits are set.
+            # Its socket is included: the daemon opens it to all users a moment after it made it (measured, all
+            # versions).
             self._pipe_access.admit()
         except (LimitNotHeldError, ControlUnknownCommandError, PipeAccessError) as error:
-            # It is not silent; but a limit that does not hold opens no door, nor does a way that strangers may go.
+            # The daemon is not silent; but mpsd admits nobody while a limit does not hold, or while others have pipe
+            # access.
             self._wanted_limits.forget()
             event = EventName.PIPE_ACCESS_NOT_HELD if isinstance(error, PipeAccessError) else EventName.LIMITS_NOT_HELD
             self._log.error(event, because=error.detail)

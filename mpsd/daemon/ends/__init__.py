@@ -1,4 +1,4 @@
-"""How clients of MPS and control daemons are ended: one ladder for all, each end on disk, one for each process.
+"""The endings of MPS clients and control daemons: the same steps for all, recorded on disk, and once per process.
 
 Imported by: daemon, daemon/control, daemon/leases, daemon/node.
 """

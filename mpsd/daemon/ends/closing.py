@@ -1,7 +1,7 @@
-"""Leases that end with their clients: each client is ended first, and the lease when the last of them is gone.
+"""Leases that end with their clients: mpsd ends each client first, and the lease after the last of them.
 
-So what a lease holds is not granted to others while its clients still use it. That a lease is closing is stored with
-it, before anybody hears of it, and the next mpsd goes on from there.
+The shares of such a lease are thus not granted to others while its clients still use them. The closing state is stored
+with the lease before any caller sees it, and the next mpsd continues from there.
 """
 
 from collections.abc import Callable
@@ -16,17 +16,17 @@ from mpsd.daemon.record.log import EventName, Logger
 
 
 class LeaseCommit(Protocol):
-    """What stores leases."""
+    """Stores leases."""
 
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
-        """Have a lease stored as it is now, and then tell what happened to it."""
+        """Store the lease in its present state, and then publish the event."""
 
     async def stored(self, lease_id: str) -> None:
         """Return once a lease is stored. Raises StorageError."""
 
 
 class Closing:
-    """Ends the clients of leases that are closing, and then the leases."""
+    """Ends the clients of closing leases, and then the leases."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Closing:
         end: Callable[[str, str], None],
         log: Logger,
     ) -> None:
-        """`follow` opens limits for a lease as it is now, or no longer; `end` ends a lease, and says why."""
+        """`follow` updates the open limits for a lease; `end` ends a lease with a reason."""
         self._ledger = ledger
         self._commit = commit
         self._follow = follow
@@ -49,20 +49,20 @@ class Closing:
         self._closing: set[str] = set()
 
     def take_up(self, lease: Lease) -> None:
-        """Go on with a lease of an earlier mpsd, if it was closing."""
+        """Continue with a lease of an earlier mpsd, if it was closing."""
         if lease.closing:
             self._closing.add(lease.id)
 
     async def close(self, lease_id: str, because: str) -> None:
-        """Have a lease end with its clients, and return when that is stored. Raises StorageError.
+        """End a lease with its clients, and return when that is stored.
 
-        It has begun then all the same, but mpsd's death would undo it.
+        Raises StorageError; the ending has begun nevertheless, but would not survive mpsd's death.
         """
         self.begin(lease_id, because)
         await self._commit.stored(lease_id)
 
     def begin(self, lease_id: str, because: str) -> None:
-        """Have a lease end with its clients. One without clients ends at once, as one does that waits."""
+        """Begin to end a lease with its clients. A lease without clients, or one that waits, ends at once."""
         lease = self._ledger.leases.get(lease_id)
         if lease is None or not lease.clients:
             self._end(lease_id, because)
@@ -74,7 +74,7 @@ class Closing:
             self._end_clients(lease)
 
     def look(self) -> None:
-        """See which leases have no clients left, and have those ended that others still have."""
+        """End the closing leases without clients, and the clients of the others."""
         for lease_id in tuple(self._closing):
             lease = self._ledger.leases.get(lease_id)
             if lease is None:

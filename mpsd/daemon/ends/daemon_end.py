@@ -1,4 +1,4 @@
-"""How a control daemon is ended: step by step, each with its time, and never the last step first."""
+"""The ending of a control daemon, step by step with a time for each; force comes last."""
 
 import signal
 from typing import Final
@@ -9,11 +9,11 @@ from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.process import Process
 
 _STEP: Final = 5
-"""Seconds for each step of ending a control daemon."""
+"""Seconds for each step of the ending of a control daemon."""
 
 
 async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
-    """End a control daemon by `quit`, SIGTERM and SIGKILL; its pidfd says when it is gone."""
+    """End a control daemon by `quit`, SIGTERM and SIGKILL; its pidfd reports when it is gone."""
     try:
         await pipe.give_up()
         await pipe.quit(_STEP)

@@ -1,7 +1,7 @@
-"""How far the end of each process is, on disk: what has begun is finished or taken up by the next mpsd.
+"""The progress of each process's ending, on disk: the next mpsd continues an ending that has begun.
 
-Each has a file of its own in the runtime directory, since no process outlives the boot, and beside it the file that a
-front-end prints the server's answer into.
+Each ending has its own file in the runtime directory, since no process outlives the boot. Beside it is the file into
+which a front-end prints the server's answer.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from mpsd.system import atomic_file
 
 
 class EndStore:
-    """The files of the ends that are under way."""
+    """The files of the endings in progress."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def load(self) -> Iterator[Ending | Unknown]:
-        """Yield what an earlier mpsd left; `Unknown` is for a file that is damaged, and is removed."""
+        """Yield the endings that an earlier mpsd left; `Unknown` stands for a damaged file, which is removed."""
         for path in sorted(each for each in self._directory.glob("*.json") if each.is_file()):
             found = encoding.load(path, Ending)
             if isinstance(found, Known) and path != self._path(found.value.process, "json"):
@@ -33,7 +33,7 @@ class EndStore:
                 yield found.value
 
     def keep(self, ending: Ending) -> None:
-        """Store how far an end is. Raises StorageError: nothing has changed, then."""
+        """Store the progress of an ending. Raises StorageError and then changes nothing."""
         path = self._path(ending.process, "json")
         try:
             atomic_file.write(path, encoding.to_json(ending))
@@ -45,12 +45,12 @@ class EndStore:
             ) from error
 
     def forget(self, process: ProcessIdentity) -> None:
-        """Remove what there is of an end that is over."""
+        """Remove the files of a finished ending."""
         self._path(process, "json").unlink(missing_ok=True)
         self._path(process, "answer").unlink(missing_ok=True)
 
     def answer_to(self, process: ProcessIdentity) -> Path:
-        """Return the file for the answer of the server that is asked about a process."""
+        """Return the file for the server's answer about a process."""
         return self._path(process, "answer")
 
     def _path(self, process: ProcessIdentity, suffix: str) -> Path:

@@ -1,7 +1,7 @@
-"""The registry of ends: whoever wants a process ended asks here, and it is ended once, whoever asks and however often.
+"""The registry of endings: it ends each process once, whichever parts of mpsd request that.
 
-An end is on disk before it begins and before each of its steps. The next mpsd takes it up where it is, also where a
-server was asked to end contexts and has not answered yet: the front-end that waits for that answer outlives mpsd.
+An ending is on disk before it begins and before each of its steps. The next mpsd continues it from there, even if a
+server has a command to end contexts and has not answered yet: the front-end that waits for the answer outlives mpsd.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from mpsd.system import clock, proc, process, process_table
 from mpsd.system.process import Process
 
 VIOLATION: Final = "violation"
-"""What the causes of violations begin with. The next mpsd finds for itself whether there is one still."""
+"""The prefix of causes that are violations. The next mpsd detects for itself whether a violation still exists."""
 
 
 class Endings:
-    """The ends of processes that are under way."""
+    """The endings in progress."""
 
     def __init__(self, store: EndStore, settings: LiveSettings, log: Logger) -> None:
         self._store = store
@@ -36,20 +36,19 @@ class Endings:
         self._tasks: dict[ProcessIdentity, asyncio.Task[None]] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._left_alone = set[ProcessIdentity]()
-        """The processes of other users than their leases', which are not ended."""
+        """Processes that are not ended because they belong to other users than their leases'."""
         self.suspect: Callable[[str, int, int, str], None] = lambda *_: None
-        """Called with control daemon, server, uid and why, where a server may serve nobody from now on.
-
-        It has not ended the contexts of its only client, which was ended all the same, or it did not come back from
-        ending contexts.
+        """Called with control daemon, server, uid and reason, where a server may serve no client from now on. It did
+        not end the contexts of its only client, which was ended nevertheless, or it did not return from ending
+        contexts.
         """
 
     def add(self, daemon: DaemonOfClients) -> None:
-        """Take in a control daemon."""
+        """Add a control daemon."""
         self._daemons[daemon.name] = daemon
 
     def load(self) -> None:
-        """Take up what an earlier mpsd has begun; call it before any control daemon is asked anything."""
+        """Continue the endings that an earlier mpsd began; call it before any control daemon gets a command."""
         for found in self._store.load():
             if isinstance(found, Unknown):
                 self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
@@ -75,12 +74,12 @@ class Endings:
         lost: bool = False,
         uid: int | None = None,
     ) -> None:
-        """Have a process ended, unless it is gone: from now on its end goes on by itself.
+        """End a process, unless it is gone; the ending then proceeds by itself.
 
-        `uid` is whose process it has to be by its real uid: a client can become another user's, as by a setuid program,
-        and is then left alone. None: anybody's. `daemons` are those of which it may be a client, beside those that list
-        it. `lost` tells that it has no contexts to be ended. A process that is being ended already is ended once, for
-        both causes. Raises StorageError: nothing has begun, then.
+        `uid` is the real uid that the process must have. A client can become another user's, for example by a setuid
+        program, and is then left alone. None: any uid. `daemons` are the control daemons of which it may be a client,
+        besides those that list it. `lost` says that it has no contexts to end. A process that is being ended already is
+        ended once, for both causes. Raises StorageError and then begins nothing.
         """
         steps = self._steps.get(target)
         if steps is not None:
@@ -124,7 +123,10 @@ class Endings:
             self._log.warning(EventName.CLIENT_NOT_ENDED, pid=target.pid, because=f"{why}; {cause.because}")
 
     def let_go(self, target: ProcessIdentity, by: str) -> None:
-        """Take back a cause. Where nothing was done to the process yet and nobody else wants it ended, it is let go."""
+        """Withdraw a cause.
+
+        The ending is cancelled if it has not acted on the process yet and no other cause remains.
+        """
         steps = self._steps.get(target)
         if steps is None:
             return
@@ -132,7 +134,7 @@ class Endings:
         if left is steps.ending:
             return
         if left is not None:
-            steps.ending = left  # it is ended all the same, and stored with its next step
+            steps.ending = left  # the ending continues; the next step stores this
             return
         self._log.info(EventName.CLIENT_LET_GO, pid=target.pid, because=steps.ending.because)
         self._store.forget(target)
@@ -140,7 +142,7 @@ class Endings:
         self._tasks.pop(target).cancel()
 
     def let_all_go(self, by: str) -> None:
-        """Take back a cause of every end."""
+        """Withdraw a cause from every ending."""
         for target in tuple(self._steps):
             self.let_go(target, by)
 
@@ -150,7 +152,7 @@ class Endings:
         return steps is not None and any(each.by == by for each in steps.ending.causes)
 
     def stays(self, target: ProcessIdentity) -> str:
-        """Say why nothing can be done now about a process that is to be ended; empty where something can."""
+        """Return why an ending cannot proceed now; empty where it can."""
         steps = self._steps.get(target)
         return steps.stays if steps is not None else ""
 
@@ -167,7 +169,8 @@ class Endings:
         )
         self._steps[ending.process] = steps
         task = self._tasks[ending.process] = asyncio.get_running_loop().create_task(self._run(steps))
-        # A task that is cancelled before its first step runs none of it, not even what closes the process.
+        # A task that is cancelled before it first runs executes none of its code, so it cannot close the process
+        # itself.
         task.add_done_callback(lambda _: steps.close())
 
     async def _run(self, steps: EndSteps) -> None:
@@ -182,6 +185,6 @@ class Endings:
         self.suspect(daemon, server, uid, because)
 
     def close(self) -> None:
-        """Do no more; the next mpsd takes up what has begun, and the front-ends that wait go on."""
+        """Stop here; the next mpsd continues the endings, and the front-ends that wait keep running."""
         for task in self._tasks.values():
             task.cancel()

@@ -1,4 +1,4 @@
-"""The end of one process, step by step: `mpsd/core/enforcement/ending.py` decides each, and here it is done."""
+"""The ending of one process, step by step: `mpsd/core/enforcement/ending.py` decides, and this module acts."""
 
 import asyncio
 import signal
@@ -38,25 +38,25 @@ _STEPS: Final = {
 
 _FIRST_LOOK: Final = 0.5
 _LAST_LOOK: Final = 5.0
-"""Seconds between two looks whether a client that has to stay can be ended now: twice as long each time."""
+"""Seconds between two checks whether a client that had to stay can be ended now; the interval doubles each time."""
 
 
 class DaemonOfClients(Protocol):
-    """A control daemon, as whoever ends its clients needs it."""
+    """A control daemon, as far as the ending of its clients needs it."""
 
     name: str
     pipe: ControlPipe
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """Its servers with their clients, as they were when it was asked last; orphans included."""
+        """Its servers with their clients at the last query; orphans included."""
 
     async def servers_now(self) -> tuple[Server, ...] | None:
-        """Ask it anew, and return them; None where it does not answer, and nothing is known."""
+        """Query the servers now, and return them; None where the daemon does not answer."""
 
 
 class EndSteps:
-    """The end of one process. `ending` is what is on disk of it."""
+    """The ending of one process. `ending` is the state on disk."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class EndSteps:
         """`locks` returns the lock of a control daemon, which ends its clients one at a time."""
         self.ending = ending
         self.stays = ""
-        """Why nothing can be done about it now; empty while something can."""
+        """Why the ending cannot proceed now; empty while it can."""
         self._living = living
         self._daemons = daemons
         self._locks = locks
@@ -83,7 +83,7 @@ class EndSteps:
         self._log = log
         self._killed = False
         self._powerless = ""
-        """Why no signal of mpsd reaches it, if so."""
+        """Why mpsd cannot send it signals, if so."""
         self._pause = _FIRST_LOOK
 
     @property
@@ -96,12 +96,12 @@ class EndSteps:
         return self._living is None or self._living.is_gone()
 
     async def run(self) -> None:
-        """Take one step after the other until the process is gone."""
+        """Take steps until the process is gone."""
         while (move := endings.next_move(self.ending, await self._see())).act is not Act.DONE:
             try:
                 await self._take(move)
             except StorageError as error:
-                await self._stay(error.detail)  # what is not on disk is not done
+                await self._stay(error.detail)  # a step that is not on disk must not happen
             except PermissionError as error:
                 self._powerless = f"mpsd has no permission to signal it: {error.strerror} (CAP_KILL)"
                 self._forced("none", failed=self._powerless)
@@ -110,7 +110,7 @@ class EndSteps:
         self._report_suspects()
 
     def close(self) -> None:
-        """Watch the process no more."""
+        """Stop watching the process."""
         if self._living is not None:
             self._living.close()
 
@@ -127,12 +127,12 @@ class EndSteps:
             case Act.STAY:
                 await self._stay(move.because)
             case Act.SIGKILL if self._killed:
-                await self._gone_within(_LAST_LOOK)  # the kernel has not let go of it yet
+                await self._gone_within(_LAST_LOOK)  # the kernel has not released it yet
             case act:
                 self._signal(act, move.suspects)
 
     def change(self, ending: Ending) -> None:
-        """Take a change of what is on disk. Raises StorageError: nothing has changed, then."""
+        """Store a change of the ending. Raises StorageError and then changes nothing."""
         self._store.keep(ending)
         self.ending = ending
 
@@ -141,7 +141,7 @@ class EndSteps:
             await self._living.gone_within(seconds)
 
     async def _stay(self, because: str) -> None:
-        """Report once why it stays, and look again after a while."""
+        """Report once why the process stays, and check again after a while."""
         if self.stays != because:
             self.stays = because
             self._log.warning(
@@ -154,10 +154,10 @@ class EndSteps:
         self.stays, self._pause = "", _FIRST_LOOK
         self._log.warning(EventName.CLIENT_FORCED, step=step, pid=self.pid, because=self.ending.because, **facts)
 
-    # -- seeing -------------------------------------------------------------------------------------------------------
+    # -- observing ----------------------------------------------------------------------------------------------------
 
     async def _see(self) -> Seen:
-        """Find out whose client it is, where what is next depends on that."""
+        """Find the servers that list it as a client, where the next step depends on that."""
         now = clock.since_boot()
         seen = Seen(self._is_gone, (), "", now)
         act = endings.next_move(self.ending, seen._replace(unknown="not asked yet")).act
@@ -181,7 +181,7 @@ class EndSteps:
         ]
 
     async def _places_on(self, daemon: DaemonOfClients) -> tuple[list[Place], str]:
-        """Ask a control daemon whose client the process is, or return why that is not known."""
+        """Query whether the process is a client of a control daemon; return why that is unknown, if it is."""
         servers = await daemon.servers_now()
         if servers is None:
             return [], f"{daemon.name} does not answer, so that it is not known whose client process {self.pid} is"
@@ -195,16 +195,16 @@ class EndSteps:
         for server in servers:
             ticks = proc.start_ticks(server.pid)
             if self.pid in server.clients and ticks is not None:
-                # Pid 0 is somebody whom mpsd cannot see; who is listed and gone cannot be harmed.
+                # Pid 0 is a process that mpsd cannot see; a listed process that is gone cannot be harmed.
                 others = {each for each in server.clients if each == 0 or proc.start_ticks(each) is not None}
                 alone = others <= {self.pid}
                 places.append(Place(daemon.name, ProcessIdentity(server.pid, ticks), alone))
         return places, ""
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- ending contexts ----------------------------------------------------------------------------------------------
 
     async def _ask(self, place: Place) -> None:
-        """Have a server end its contexts, when it is its turn and that is still what is next."""
+        """Tell a server to end the contexts, after those of earlier clients, if that is still the next step."""
         async with self._locks(place.daemon):
             move = endings.next_move(self.ending, await self._see())
             if move.act is not Act.ASK or move.place is None or move.place.server != place.server:
@@ -217,12 +217,12 @@ class EndSteps:
             await self._settle(place.server, place.daemon, lambda: pipe.ask_long(long, note))
 
     async def _await_answer(self) -> None:
-        """Wait for the answer that an earlier mpsd asked for."""
+        """Wait for the answer to the command of an earlier mpsd."""
         pending = self.ending.pending
-        assert pending is not None  # noqa: S101 - that is what is next
+        assert pending is not None  # noqa: S101 - the next step is to wait for it
         daemon = self._daemons.get(pending.daemon)
         if daemon is None:
-            await asyncio.sleep(_FIRST_LOOK)  # its GPU is not there yet
+            await asyncio.sleep(_FIRST_LOOK)  # its GPU is not available yet
             return
         pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
         earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)
@@ -238,11 +238,11 @@ class EndSteps:
         return LongCommand(commands.terminate_client(server.pid, self.pid), answer, because, seconds)
 
     async def _settle(self, server: ProcessIdentity, daemon: str, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask a server, and store what came of it."""
+        """Send a command to a server, and store the result."""
         try:
             await ask()
         except (ControlBusyError, ControlUnreachableError, ControlBrokenError) as error:
-            # That says nothing about the server: it was not asked, or the control daemon went away.
+            # This is no evidence about the server: it got no command, or the control daemon died.
             self.change(endings.unheard(self.ending))
             await self._stay(error.detail)
         except ControlError as error:
@@ -271,7 +271,7 @@ class EndSteps:
     # -- signals ------------------------------------------------------------------------------------------------------
 
     def _signal(self, act: Act, suspects: tuple[Place, ...]) -> None:
-        """Send a signal, once that is on disk; but no second SIGTERM to a program that was asked to stop gracefully."""
+        """Send a signal, after recording it; a program that was to stop gracefully on SIGTERM gets no second one."""
         if self.ending.uid >= 0 and proc.real_uid(self.pid) not in {self.ending.uid, None}:
             self._powerless = "it runs as another user than when its end began, and mpsd signals no process of others"
             self._forced("none", failed=self._powerless)

@@ -1,4 +1,4 @@
-"""The compute modes of the GPUs: set where the settings ask for it, written down before, and given back. See step()."""
+"""The compute modes of the GPUs: recorded, then set where the settings require it, and restored later. See step()."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -18,7 +18,7 @@ _NO_ROOM: Final = "free space on the file system of paths.state_dir, then: mpsct
 
 
 class ComputeModes:
-    """What becomes of each GPU's compute mode. Its `settle` is called with each reading, one at a time."""
+    """The compute mode of each GPU. `settle` is called with each reading, one at a time."""
 
     def __init__(self, source: GpuSource, found: SavedComputeModes, log: Logger) -> None:
         self._source = source
@@ -27,14 +27,16 @@ class ComputeModes:
         self._wanted = False
         self._because = ""
         self._held: set[str] = set()
-        """GPUs seen in exclusive-process since it is wanted, since they are there, and since an operator reset them."""
+        """GPUs seen in exclusive-process mode since the setting required it, they were found, and an operator last
+        reset them."""
         self._refused: dict[str, tuple[str, str]] = {}
-        """Why a GPU's mode could not be changed, and what to do about it. It is not tried again before an occasion."""
+        """Why a GPU's mode could not be changed, with a remedy. mpsd does not retry before an event that may change
+        that."""
         self._logged: dict[str, str] = {}
-        """What was last told of each GPU's trouble."""
+        """The last logged problem of each GPU."""
 
     def load(self) -> None:
-        """Read what an earlier mpsd wrote down. What cannot be understood is set aside, and told."""
+        """Read the record of an earlier mpsd. A record that does not parse is set aside and logged."""
         try:
             try:
                 self._saved.load()
@@ -45,7 +47,7 @@ class ComputeModes:
             self._log_not_stored(f"{self._saved.path} cannot be read: {error.strerror}")
 
     def want(self, wanted: WantedComputeMode, because: str) -> None:
-        """Want a mode from now on, or none in particular: then what was found is given back, with this `because`."""
+        """Set the wanted mode from now on. With `leave`, the saved modes are restored, with `because` as the reason."""
         exclusive = wanted is WantedComputeMode.EXCLUSIVE_PROCESS
         if exclusive != self._wanted:
             self._held.clear()
@@ -53,14 +55,14 @@ class ComputeModes:
         self._refused.clear()
 
     def reset(self, gpu: str) -> None:
-        """Try again on this GPU, at an operator's word."""
+        """Try again on this GPU, on an operator's command."""
         self._held.discard(gpu)
         self._refused.pop(gpu, None)
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------------------
 
     def trouble(self, gpu: Gpu, now: ComputeMode | None) -> tuple[str, str] | None:
-        """Say why nobody can be let in on this GPU, in this mode, and what to do about it; None where they can."""
+        """Return why this mode keeps a GPU from being granted, with a remedy; None where it does not."""
         wanted, held = self._wanted_on(gpu), gpu.uuid in self._held
         trouble = compute_mode.trouble(index=gpu.index, wanted=wanted, now=now, held=held)
         if trouble is None or now is ComputeMode.PROHIBITED:
@@ -68,11 +70,11 @@ class ComputeModes:
         return self._refused.get(gpu.uuid, trouble)
 
     def left_behind(self, gpu: Gpu) -> tuple[str, str] | None:
-        """Say why a GPU has not its own mode back, though nobody wants another, and what to do about it."""
+        """Return why a GPU's own mode is not restored although no other is wanted, with a remedy; None otherwise."""
         return None if self._wanted_on(gpu) else self._refused.get(gpu.uuid)
 
     def notes(self, there: Collection[str]) -> list[str]:
-        """Return what should be known of the modes of the GPUs that are not `there`, by UUID."""
+        """Return notes about the modes of the GPUs that are not `there`, by UUID."""
         found = self._saved.by_gpu
         return [
             f"{gpu} cannot be read now; mpsd has changed its compute mode, and will restore {found[gpu]}"
@@ -85,9 +87,9 @@ class ComputeModes:
     # -- settling -----------------------------------------------------------------------------------------------------
 
     async def settle(self, gpu: Gpu, usage: Reading[GpuUsage]) -> Reading[GpuUsage]:
-        """Do what there is to do about a GPU that was just read, and return the reading as it is then."""
+        """Take the next step for a GPU that was just read, and return the reading after it."""
         if isinstance(usage, Unknown):
-            self.reset(gpu.uuid)  # once it is back it may have been reset, and its mode with it
+            self.reset(gpu.uuid)  # when it is back, it may have been reset, together with its mode
             return usage
         now = usage.value.compute_mode
         if now is _EXCLUSIVE:
@@ -114,7 +116,7 @@ class ComputeModes:
         return Known(replace(usage.value, compute_mode=reading.value))
 
     async def _take(self, gpu: Gpu, now: ComputeMode) -> Reading[ComputeMode | None]:
-        """Write down what is there, and only then change it. Raises ComputeModeError, and then it is as it was."""
+        """Record the present mode, and only then change it. Raises ComputeModeError; the mode is then unchanged."""
         try:
             self._saved.note(gpu.uuid, now)
         except OSError as error:
@@ -126,7 +128,7 @@ class ComputeModes:
         try:
             reading = await change_compute_mode(self._source, gpu, _EXCLUSIVE)
         except ComputeModeError:
-            self._forget(gpu)  # it is not what mpsd set, whoever sets it next
+            self._forget(gpu)  # whatever sets the mode next, it is not mpsd
             raise
         if isinstance(reading, Known):
             self._held.add(gpu.uuid)
@@ -135,7 +137,7 @@ class ComputeModes:
         return reading
 
     async def _give_back(self, gpu: Gpu, found: ComputeMode) -> Reading[ComputeMode | None]:
-        """Set what was written down, and only then strike it out. Raises ComputeModeError, and then it stands there."""
+        """Set the recorded mode, and only then delete the record. Raises ComputeModeError; the record then stays."""
         reading = await change_compute_mode(self._source, gpu, found)
         if isinstance(reading, Known):
             self._held.discard(gpu.uuid)
@@ -151,7 +153,7 @@ class ComputeModes:
             self._log_not_stored(f"GPU {gpu.index} cannot be removed from {self._saved.path}: {error.strerror}")
 
     def _log_trouble(self, gpu: Gpu, now: ComputeMode | None) -> None:
-        """Log what is wrong with a GPU's mode, once."""
+        """Log a problem with a GPU's mode, once."""
         because, _ = self.trouble(gpu, now) or self.left_behind(gpu) or ("", "")
         if because and because != self._logged.get(gpu.uuid):
             self._log.error(EventName.COMPUTE_MODE_TROUBLE, **_of(gpu), mode=now, because=because)

@@ -1,4 +1,4 @@
-"""The GPUs of the node: found, read every now and then, and listened to."""
+"""The GPUs of the node: found, read periodically, and watched for faults."""
 
 import asyncio
 import contextlib
@@ -16,16 +16,16 @@ from mpsd.system import clock
 from mpsd.system.gpu import GpuSource
 
 _INTERVAL: Final = 10.0
-"""Seconds between two readings of the GPUs, and between two tries to listen to them where that fails."""
+"""Seconds between two readings of the GPUs, and between two attempts to watch for faults where that fails."""
 
 _LOOK: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
 
 
 class Gpus:
-    """What is known of every GPU."""
+    """The state of every GPU."""
 
     def __init__(self, source: GpuSource, modes: ComputeModes, log: Logger, changed: Callable[[], None]) -> None:
-        """`changed` is called when a GPU is another than before."""
+        """`changed` is called when the state of a GPU changes."""
         self.by_index: dict[int, Gpu] = {}
         self.modes = modes
         self._source = source
@@ -33,33 +33,33 @@ class Gpus:
         self._changed = changed
         self._usage: dict[int, Reading[GpuUsage]] = {}
         self._began: dict[int, datetime] = {}
-        """When each of these readings began: what a GPU reported later is not in it."""
+        """The start of each of these readings: a reading does not cover later reports."""
         self._unread: Mapping[int, Unknown] = {}
         self._reported: dict[str, tuple[int, datetime]] = {}
-        """By UUID, the Xid that a GPU reported, and when: the latest, or the one that condemns it."""
+        """The Xid that a GPU reported, and when, by UUID: the latest, or one that makes the GPU faulty."""
         self._reading = asyncio.Lock()
-        """What a GPU's mode is, and what is done about it, belong together."""
+        """Held while a GPU's mode is read and changed, which must not interleave."""
         self._soon = asyncio.Event()
-        """Set where the GPUs are to be read before it is time."""
+        """Set to read the GPUs before the next period."""
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     async def follow(self, read: Callable[[], None]) -> None:
-        """Read the GPUs every now and then, and look for those that could not be read; call `read` after each time."""
+        """Read the GPUs periodically, and search for those that could not be read; call `read` after each time."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_INTERVAL):
                     await self._soon.wait()
             self._soon.clear()
             if self._unread:
-                # What is not even countable stays as unread as it was.
+                # If the inventory fails, the unread GPUs stay unread.
                 with contextlib.suppress(GpuError):
                     await self.take(await self._source.inventory())
             await self.read()
             read()
 
     async def listen(self) -> None:
-        """Take in what GPUs report of themselves, for ever."""
+        """Record the faults that GPUs report, for ever."""
         while True:
             reading = await self._source.faults()
             if isinstance(reading, Unknown):
@@ -69,7 +69,7 @@ class Gpus:
                 self._note(fault)
 
     async def take(self, inventory: Inventory) -> None:
-        """Take in the GPUs that were found."""
+        """Add the GPUs that were found."""
         for gpu in inventory.gpus:
             if gpu.index not in self.by_index:
                 self._log.info(EventName.GPU_FOUND, index=gpu.index, uuid=gpu.uuid, name=gpu.name)
@@ -78,7 +78,7 @@ class Gpus:
         await self.read()
 
     async def read(self) -> None:
-        """Read what is in use, and do what there is to do about the compute modes."""
+        """Read what is in use, and take the next steps for the compute modes."""
         for index, gpu in self.by_index.items():
             async with self._reading:
                 began = clock.now()
@@ -90,54 +90,57 @@ class Gpus:
                 self._log.info(EventName.GPU_HEALTH, index=index, uuid=gpu.uuid, health=Health.OK)
             earlier, self._usage[index], self._began[index] = self._began.get(index, began), now, began
             _, at = self._reported.get(gpu.uuid, (0, None))
-            if now != before or (at is not None and at >= earlier):  # what was reported since may be decided now
+            if now != before or (at is not None and at >= earlier):  # reports since the last reading may be decided now
                 self._changed()
 
     def _note(self, fault: GpuFault) -> None:
-        """Take in what a GPU reported: what condemns it is not covered by what a program did later."""
+        """Record a report of a GPU.
+
+        A later Xid that a program can cause does not replace one that makes the GPU faulty.
+        """
         self._log.error(EventName.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=gpus.describe_xid(fault.xid))
         before = self._reported.get(fault.gpu)
         if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())
-            self._soon.set()  # it may say itself what it needs
+            self._soon.set()  # the reading may have a recovery action
             self._changed()
 
     def read_soon(self) -> None:
-        """Read the GPUs before it is time."""
+        """Read the GPUs before the next period."""
         self._soon.set()
 
     def want(self, mode: WantedComputeMode, because: str) -> None:
-        """Have the GPUs in another compute mode, or in their own, soon."""
+        """Request a compute mode for the GPUs, or their own, to be set soon."""
         self.modes.want(mode, because)
         self._soon.set()
         self._changed()
 
     async def release(self, because: str) -> None:
-        """Give back what was changed about the GPUs, now: no control daemon of mpsd's is on them any more."""
+        """Restore all changes to the GPUs now: no control daemon of mpsd uses them any more."""
         self.modes.want(WantedComputeMode.LEAVE, because)
         await self.read()
 
     def reset(self, uuid: str) -> None:
-        """Forget what a GPU reported, and what became of its compute mode, at an operator's word."""
+        """Forget a GPU's reports and the state of its compute mode, on an operator's command."""
         self.modes.reset(uuid)
         self._reported.pop(uuid, None)
         self._soon.set()
         self._changed()
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------------------
 
     @property
     def usages(self) -> dict[str, Reading[GpuUsage]]:
-        """What is in use on each GPU, by UUID."""
+        """The usage of each GPU, by UUID."""
         return {gpu.uuid: self._usage[index] for index, gpu in self.by_index.items() if index in self._usage}
 
     def held(self, uuid: str, pid: int) -> int | None:
-        """Return how many bytes of a GPU a process held at the last look; None where NVML did not tell."""
+        """Return how many bytes of a GPU a process held at the last reading; None where NVML did not report it."""
         process = self._process(uuid, pid)
         return process.memory.value if process is not None and isinstance(process.memory, Known) else None
 
     def sm_activity(self, uuid: str, pid: int) -> int | None:
-        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not tell."""
+        """Return the percentage for which a process kept a GPU's SMs busy; None where NVML did not report it."""
         process = self._process(uuid, pid)
         return None if process is None else process.sm_activity
 
@@ -146,7 +149,7 @@ class Gpus:
         return usage.value.processes.get(pid) if isinstance(usage, Known) else None
 
     def views(self) -> Iterator[GpuView]:
-        """Yield the GPUs by index, those included that could not be read."""
+        """Yield the GPUs by index, including those that could not be read."""
         for index in sorted(self.by_index.keys() | self._unread.keys()):
             if index in self.by_index:
                 yield self.view(index)
@@ -155,7 +158,7 @@ class Gpus:
                 yield GpuView(index, None, unknown, Health.UNKNOWN, unknown.reason, _LOOK)
 
     def view(self, index: int) -> GpuView:
-        """Return what there is to say about a GPU that was found."""
+        """Return the view of a GPU that was found."""
         gpu = self.by_index[index]
         usage = self._unread.get(index) or self._usage.get(index, Unknown("it was not read yet"))
         refused = gpus.unsupported(gpu)
@@ -169,7 +172,7 @@ class Gpus:
         if needs is not None:
             because, hint = needs
             return GpuView(index, gpu, usage, Health.FAULTY, "; ".join(filter(None, (because, report))), hint)
-        # Where it says itself what it needs, that decides, once it was asked after the report.
+        # A recovery action decides, if it was read after the report.
         is_late = usage.value.recovery is not None and at < self._began[index]
         if reported and gpus.condemns(reported) and not is_late:
             hint = f"look it up in NVIDIA's list of XID errors, repair or reset the GPU, then: mpsctl reset gpu{index}"
@@ -182,5 +185,5 @@ class Gpus:
         return GpuView(index, gpu, usage, Health.OK, because, left and left[1])
 
     def notes(self) -> list[str]:
-        """Return what is not wrong with the GPUs and should be known."""
+        """Return facts about the GPUs that are worth knowing, although nothing is wrong."""
         return self.modes.notes({gpu for gpu, each in self.usages.items() if isinstance(each, Known)})

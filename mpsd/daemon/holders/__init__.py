@@ -1,4 +1,4 @@
-"""What holds a lease: processes and control groups, each known for certain, and watched until it is gone.
+"""The holders of leases: processes and control groups, identified with certainty and watched until they are gone.
 
 Imported by: daemon/api, daemon/leases, daemon/node.
 """

@@ -1,4 +1,4 @@
-"""Which control groups keep which lease alive: each is asked, again and again, whether it has processes, or exists."""
+"""The control groups that keep leases alive: mpsd polls whether each has processes, or exists."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,38 +14,36 @@ from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
 from mpsd.system.descriptors import Purpose
 
 _MOST_SECONDS: Final = 0.02
-"""For how long groups are asked at one tick; where there are more, the others have their turn at the next.
-
-One of version 2 answers within microseconds. Of version 1, all groups below it are looked into, of which its user may
-have made as many as mpsd looks at: 12 ms (measured).
-"""
+"""Seconds for which groups are polled at one tick; the remaining ones are polled at the next. A group of version 2
+answers within microseconds. For one of version 1, all groups below it are searched, of which its user may have made as
+many as mpsd searches: 12 ms (measured)."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A control group that leases are tied to."""
+    """A watched control group, and the leases that it holds."""
 
     group: OpenGroup
     holds: dict[str, HoldingGroup] = field(default_factory=dict)
-    """By lease, how it holds it."""
+    """The holder entry of each lease."""
 
 
 class GroupWatch:
-    """The ties between leases and control groups; one descriptor is enough for all leases of a group."""
+    """The control groups that hold leases; one descriptor serves all leases of a group."""
 
     def __init__(
         self, over: Callable[[str, HoldingGroup, str], None], populated: Callable[[str, HoldingGroup], None]
     ) -> None:
-        """`over` is called with a lease, its group that holds it no more, the tie cut already, and why that is so.
+        """`over` is called with a lease, a group that no longer holds it, and the reason, after the watch has ended.
 
-        `populated` is called with a lease and its group, as it is now, when processes were seen in it first.
+        `populated` is called with a lease and its group in its present state when processes are first seen in it.
         """
         self._over = over
         self._populated = populated
         self._watched: dict[tuple[str, int], _Watched] = {}
         """By hierarchy and inode."""
         self._at: dict[tuple[str, str], list[_Watched]] = {}
-        """By hierarchy and path, which a group that was removed may have left to another."""
+        """By hierarchy and path, which a removed group may have left to another one."""
         self._of: dict[str, tuple[HoldingGroup, ...]] = {}
         self._order: deque[_Watched] = deque()
         self._hierarchies: list[Hierarchy] = []
@@ -55,7 +53,7 @@ class GroupWatch:
         return self._of.get(lease_id, ())
 
     def watch(self, lease_id: str, holder: HoldingGroup, group: OpenGroup, purpose: Purpose | None = None) -> None:
-        """Tie a lease to a control group that somebody else has open, too. Raises as `descriptors.duplicate`."""
+        """Watch a control group, open elsewhere too, for a lease. Raises the errors of `descriptors.duplicate`."""
         key = (group.group.hierarchy, group.group.inode)
         watched = self._watched.get(key)
         if watched is None:
@@ -68,9 +66,9 @@ class GroupWatch:
         self._of[lease_id] = (*(each for each in self.of(lease_id) if each != before), holder)
 
     def reopen(self, lease_id: str, holder: HoldingGroup) -> bool:
-        """Tie a lease to the group that this was; False when it was removed, or is empty by now.
+        """Watch the group that `holder` identifies for a lease; False when it was removed, or is empty by now.
 
-        Raises UnseenHierarchyError, and OSError, where nobody can tell.
+        Raises UnseenHierarchyError, and OSError, where that is unknown.
         """
         group = control_groups.reopen(holder.group)
         if group is None:
@@ -84,12 +82,12 @@ class GroupWatch:
         return True
 
     def unwatch(self, lease_id: str) -> None:
-        """Cut every tie of a lease."""
+        """End all watches for a lease."""
         for holder in self._of.get(lease_id, ()):
             self.cut(lease_id, holder)
 
     def cut(self, lease_id: str, holder: HoldingGroup) -> None:
-        """Cut the tie of a lease to one of its groups, if there is one."""
+        """End the watch of one of a lease's groups, if there is one."""
         key = (holder.group.hierarchy, holder.group.inode)
         watched = self._watched.get(key)
         if watched is None or lease_id not in watched.holds:
@@ -113,14 +111,14 @@ class GroupWatch:
         watched.group.close()
 
     def look(self) -> None:
-        """Ask the groups, as many as there is time for, whether they hold their leases still."""
+        """Poll the groups, as many as time allows, whether they still hold their leases."""
         until = clock.monotonic() + _MOST_SECONDS
         for _ in range(len(self._order)):
             if not self._order or clock.monotonic() >= until:
                 return
             self._order.rotate(-1)
             watched = self._order[-1]
-            with suppress(OSError):  # what is not known ends no lease; it is asked again
+            with suppress(OSError):  # an unknown state ends no lease; the next tick polls again
                 self._look_at(watched)
 
     def _look_at(self, watched: _Watched) -> None:
@@ -134,7 +132,7 @@ class GroupWatch:
                 self.watch(lease_id, now, watched.group)
                 self._populated(lease_id, now)
 
-    # -- whose a process is -------------------------------------------------------------------------------------------
+    # -- the leases of a process --------------------------------------------------------------------------------------
 
     def around(self, pid: int) -> Iterator["tuple[str, ...]"]:
         """Yield the leases of each watched group that a process is in, those of the innermost group first."""
@@ -148,7 +146,7 @@ class GroupWatch:
         for hierarchy in self._hierarchies:
             for path in membership.groups(hierarchy.name):
                 for watched in self._at.get((hierarchy.name, path), ()):
-                    if not watched.group.is_removed():  # or another has its name
+                    if not watched.group.is_removed():  # otherwise another group has its name
                         yield watched
 
     def contains(self, lease_id: str, pid: int) -> bool:
@@ -156,7 +154,7 @@ class GroupWatch:
         return lease_id in self._of and any(lease_id in each.holds for each in self._around(pid))
 
     def close(self) -> None:
-        """Watch no group any more; that does nothing to it."""
+        """End all watches, which does not affect the groups."""
         for watched in self._watched.values():
             watched.group.close()
         self._watched.clear()
@@ -164,7 +162,7 @@ class GroupWatch:
 
 
 def _why_over(group: OpenGroup, holder: HoldingGroup) -> str:
-    """Say why a group holds a lease no more; nothing while it does."""
+    """Return why a group no longer holds a lease; empty while it does."""
     if group.is_removed():
         return "was removed"
     if holder.life is GroupLife.POPULATED and _had_processes(group, holder) and not group.is_populated():
@@ -173,7 +171,7 @@ def _why_over(group: OpenGroup, holder: HoldingGroup) -> str:
 
 
 def _had_processes(group: OpenGroup, holder: HoldingGroup) -> bool:
-    """Tell whether a process was in a group since it was named, also one that came and went between two looks."""
+    """Tell whether a group had a process since it was named, even one that came and went between two polls."""
     if holder.populated or holder.cpu_time is None:
         return holder.populated
     now = group.cpu_time()

@@ -1,4 +1,4 @@
-"""What keeps which lease alive: processes and control groups that are watched, and claims that wait to be taken."""
+"""The holders that keep leases alive: watched processes and control groups, and claims that wait for a holder."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ from mpsd.system.process import Process
 
 
 class HolderWatch:
-    """The ties of all leases, by what they are tied to."""
+    """The watched holders of all leases."""
 
     def __init__(
         self,
@@ -22,12 +22,12 @@ class HolderWatch:
         group_over: Callable[[str, HoldingGroup, str], None],
         group_populated: Callable[[str, HoldingGroup], None],
     ) -> None:
-        """They are called as `ProcessWatch` and `GroupWatch` say."""
+        """The arguments are those of `ProcessWatch` and `GroupWatch`."""
         self.processes = ProcessWatch(process_gone)
         self.groups = GroupWatch(group_over, group_populated)
 
     def watch(self, lease_id: str, named: NamedHolder, purpose: Purpose) -> None:
-        """Tie a lease to a holder that somebody has named. Raises as `descriptors.duplicate`."""
+        """Watch a named holder for a lease. Raises the errors of `descriptors.duplicate`."""
         match named.holder, named.watched:
             case HoldingProcess(), Process() as living:
                 self.processes.watch(lease_id, living, purpose)
@@ -35,9 +35,9 @@ class HolderWatch:
                 self.groups.watch(lease_id, holder, group, purpose)
 
     def restore(self, lease: Lease) -> None:
-        """Tie a lease of an earlier mpsd to its holders, clients and bearers, those that live.
+        """Watch the living holders, clients and bearers of a lease of an earlier mpsd.
 
-        Raises UnseenHierarchyError, and OSError, where nobody can tell whether a control group does.
+        Raises UnseenHierarchyError, and OSError, where it is unknown whether a control group exists.
         """
         for holder in lease.holders:
             if isinstance(holder, HoldingGroup):
@@ -48,7 +48,7 @@ class HolderWatch:
             self.processes.watch_identity(lease.id, identity)
 
     def live(self, lease: Lease) -> bool:
-        """Tell whether anything keeps a lease alive."""
+        """Tell whether any holder keeps a lease alive."""
         return bool(self.processes.of(lease.id) or self.groups.of(lease.id)) or claim_of(lease) is not None
 
     def holds(self, lease_id: str, holder: Holder) -> bool:
@@ -58,22 +58,22 @@ class HolderWatch:
         return isinstance(holder, HoldingProcess) and holder.identity in self.processes.of(lease_id)
 
     def cut(self, lease: Lease, holder: Holder) -> None:
-        """Cut the tie to a holder that a lease has no more; as its client or bearer a process stays tied."""
+        """End the watch of a former holder; a process that is also a client or bearer stays watched."""
         if isinstance(holder, HoldingGroup):
             self.groups.cut(lease.id, holder)
         elif isinstance(holder, HoldingProcess) and holder.identity not in {*lease.clients, *lease.bearers}:
             self.processes.cut(lease.id, holder.identity)
 
     def unwatch(self, lease_id: str) -> None:
-        """Cut every tie of a lease."""
+        """End all watches for a lease."""
         self.processes.unwatch(lease_id)
         self.groups.unwatch(lease_id)
 
     def around(self, pid: int) -> Iterator[tuple[str, ...]]:
-        """Yield the leases that a process has by each of its family and of its control groups, the nearest first.
+        """Yield the leases that a process has through its ancestors and its control groups, the nearest first.
 
-        A control group comes after those of the family that are in it, and before the others: what took out a lease
-        within a container has it for itself, and who started the container has no part in that one's.
+        A control group comes after those ancestors that are in it, and before the others: a process that requested a
+        lease within a container has the lease for itself, and the process that started the container has no part in it.
         """
         groups = [*self.groups.around(pid)]
         for ancestor in proc.ancestors(pid):
@@ -85,11 +85,11 @@ class HolderWatch:
         yield from groups
 
     def look(self) -> None:
-        """See which control groups hold their leases still, and let go of processes without one."""
+        """Poll which control groups still hold their leases, and stop watching processes without a lease."""
         self.groups.look()
         self.processes.let_go()
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """End all watches."""
         self.processes.close()
         self.groups.close()

@@ -1,4 +1,4 @@
-"""A holder that somebody has named, held fast until leases are tied to it: no pid or path can be reused meanwhile."""
+"""A named holder, held open until leases are bound to it, so that its pid or path cannot be reused meanwhile."""
 
 from msgspec import Struct
 
@@ -8,20 +8,20 @@ from mpsd.system.process import Process
 
 
 class NamedHolder(Struct, frozen=True):
-    """A process, by its pidfd, a control group, by its descriptor, or a claim, which nobody holds."""
+    """A process with its pidfd, a control group with its descriptor, or a claim, which has no holder yet."""
 
     holder: Holder
     watched: Process | OpenGroup | None = None
 
     @classmethod
     def process(cls, watched: Process, uid: int | None = None) -> "NamedHolder":
-        """Return a process; `uid` is its real uid where an administrator said whose the lease is."""
+        """Return a process; `uid` is its real uid where an administrator named the owner of the lease."""
         return cls(HoldingProcess(watched.identity, watched.started, uid), watched)
 
     @classmethod
     def group(cls, watched: OpenGroup, life: GroupLife) -> "NamedHolder":
-        """Return a control group, and whether it has processes already. Raises OSError where nobody can tell."""
-        cpu_time = watched.cpu_time()  # first: whatever runs from now on is one of its processes
+        """Return a control group, and whether it has processes already. Raises OSError where that is unknown."""
+        cpu_time = watched.cpu_time()  # read first: all later CPU time belongs to its processes
         return cls(HoldingGroup(watched.group, life, watched.is_populated(), cpu_time), watched)
 
     @classmethod
@@ -30,6 +30,6 @@ class NamedHolder(Struct, frozen=True):
         return cls(claim)
 
     def close(self) -> None:
-        """Let go of it; what is tied to it keeps a descriptor of its own."""
+        """Close it; watches of it have their own descriptors."""
         if self.watched is not None:
             self.watched.close()

@@ -1,4 +1,4 @@
-"""Which processes keep which lease alive: each is watched through a pidfd, which no process with its pid can fool."""
+"""The processes that keep leases alive: each is watched through a pidfd, which a reused pid cannot deceive."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -12,39 +12,42 @@ from mpsd.system.process import Process
 
 @dataclass(slots=True)
 class _Watched:
-    """A process that leases are tied to, as holder or client; without any, it is let go of at the next tick."""
+    """A watched process that leases are bound to, as holder or client.
+
+    Without a lease, its watch ends at the next tick.
+    """
 
     process: Process
     leases: set[str] = field(default_factory=set)
 
 
 class ProcessWatch:
-    """The ties between leases and processes; one descriptor is enough for all leases of a process."""
+    """The processes that leases are bound to; one descriptor serves all leases of a process."""
 
     def __init__(self, gone: Callable[[str, ProcessIdentity], None]) -> None:
-        """`gone` is called from the running loop with a lease and its process that is gone, the tie cut already."""
+        """`gone` is called from the running loop with a lease and its dead process, after the watch has ended."""
         self._gone = gone
         self._watched: dict[ProcessIdentity, _Watched] = {}
         self._of: dict[str, tuple[ProcessIdentity, ...]] = {}
         self._loose: set[ProcessIdentity] = set()
-        """Watched processes whose last lease ended: often they ask for another one at once."""
+        """Watched processes whose last lease ended: such a process often requests another lease at once."""
 
     def of(self, lease_id: str) -> tuple[ProcessIdentity, ...]:
-        """Return the living processes that a lease is tied to."""
+        """Return the living processes that a lease is bound to."""
         return self._of.get(lease_id, ())
 
     def leases_of(self, identity: ProcessIdentity) -> Collection[str]:
-        """Return the leases that a process is tied to."""
+        """Return the leases that are bound to a process."""
         watched = self._watched.get(identity)
         return watched.leases if watched is not None else ()
 
     def watch(self, lease_id: str, living: Process, purpose: Purpose) -> None:
-        """Tie a lease to a process that somebody else watches, too. Raises as `descriptors.duplicate`."""
+        """Watch a process, watched elsewhere too, for a lease. Raises the errors of `descriptors.duplicate`."""
         watched = self._watched.get(living.identity)
         self._add(lease_id, watched if watched is not None else self._watch(living.duplicate(purpose)))
 
     def watch_identity(self, lease_id: str, identity: ProcessIdentity) -> bool:
-        """Tie a lease to the process that this was; False when it is gone, or its pid belongs to another by now."""
+        """Watch the process with this identity for a lease; False when it is gone, or another process has its pid."""
         watched = self._watched.get(identity)
         if watched is not None:
             self._add(lease_id, watched)
@@ -56,7 +59,7 @@ class ProcessWatch:
         return True
 
     def _watch(self, living: Process) -> _Watched:
-        """Watch a process, which is taken over."""
+        """Watch a process, and take over the object."""
         watched = self._watched[living.identity] = _Watched(living)
         living.when_gone(partial(self._process_ended, watched))
         return watched
@@ -70,12 +73,12 @@ class ProcessWatch:
             self._of[lease_id] = (*others, identity)
 
     def unwatch(self, lease_id: str) -> None:
-        """Cut every tie of a lease."""
+        """End all watches for a lease."""
         for identity in self._of.pop(lease_id, ()):
             self._loosen(lease_id, identity)
 
     def cut(self, lease_id: str, identity: ProcessIdentity) -> None:
-        """Cut the tie of a lease to one of its processes, if there is one."""
+        """End the watch of one of a lease's processes, if there is one."""
         others = self._of.get(lease_id, ())
         if identity in others:
             self._of[lease_id] = tuple(each for each in others if each != identity)
@@ -88,13 +91,13 @@ class ProcessWatch:
             self._loose.add(identity)
 
     def let_go(self) -> None:
-        """Watch no more those processes that have had no lease since the last time."""
+        """Stop watching the processes that have had no lease since the last call."""
         for identity in self._loose:
             self._watched.pop(identity).process.close()
         self._loose.clear()
 
     def close(self) -> None:
-        """Watch nobody any more; that does nothing to the processes."""
+        """End all watches, which does not affect the processes."""
         for watched in self._watched.values():
             watched.process.close()
 

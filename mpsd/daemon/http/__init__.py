@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a unix socket: connections, who is connected, and errors as answers. It knows no node.
+"""HTTP/1.1 on a unix socket: connections, their peers, and errors as answers. It does not depend on the node.
 
 Imported by: daemon/api, mpsd/__main__.py.
 """

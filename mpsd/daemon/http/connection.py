@@ -1,7 +1,7 @@
-"""HTTP/1.1 on one connection: httptools reads what comes in, and its requests are answered one after the other.
+"""HTTP/1.1 on one connection: httptools parses the requests, and they are answered one after the other.
 
-What mpsd has no use for is not there: nothing is decompressed, no other protocol is spoken, and what comes behind a
-request waits, unread, until that is answered. Whoever is connected costs a few KiB, whatever it sends and however fast.
+Only what mpsd needs is implemented: nothing is decompressed, no other protocol is spoken, and data behind a request
+stays unread until that request is answered. A connection costs a few KiB, whatever the peer sends and however fast.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ from mpsd.daemon.http.peer import Peer
 from mpsd.system import clock
 
 _LONGEST_HEAD: Final = 16 * 1024
-"""Bytes of a request before its body."""
+"""Maximum bytes of a request before its body."""
 
 _LARGEST: Final = 1024 * 1024
-"""Bytes of a request in all, with what frames the chunks of a body, and follows them.
+"""Maximum bytes of a request in all, including chunk framing and trailers.
 
-What exceeds `MAXIMUM_BODY` is read so far and dropped, for its caller to get as far as reading why it was refused: one
-that is cut off while it sends gets an error of its own (ECONNRESET, EPIPE) instead.
+Bytes beyond `MAXIMUM_BODY` are read up to this limit and dropped, so that the caller can read why its request was
+refused: a caller whose connection is closed while it sends gets an error of its own (ECONNRESET, EPIPE) instead.
 """
 
 _BUFFER: Final = memoryview(bytearray(8 * 1024))
-"""What was received last, on whichever connection: it is taken from here before anything else is received."""
+"""The last received data, of any connection: it is consumed before anything else is received."""
 
 _KEEP_ALIVE: Final = 75.0
-"""Seconds for which a connection may idle between two requests, or take to send the next one."""
+"""Seconds for which a connection may be idle between two requests, or may take to send the next one."""
 
 _SLOW: Final = 5.0
-"""Seconds that a caller may take for what was sent to it."""
+"""Seconds that a caller may take to receive what was sent to it."""
 
 _VERSIONS: Final = {"1.0", "1.1"}
 
@@ -45,7 +45,7 @@ _NO_CONTENT: Final = int(http.HTTPStatus.NO_CONTENT)
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One connection, and who is at the other end."""
+    """One connection and its peer."""
 
     def __init__(
         self,
@@ -54,22 +54,22 @@ class Connection(asyncio.BufferedProtocol):
         inside: "set[Connection]",
         patience: float,
     ) -> None:
-        """Begin. `patience` is how many seconds the first request may take to come.
+        """Create a connection whose first request may take `patience` seconds to arrive.
 
-        `serve` answers a request, through `send` or `stream`, and is cancelled when nobody waits for the answer any
-        more. While it lasts, the connection is `inside`.
+        `serve` answers a request through `send` or `stream`, and is cancelled when nobody waits for the answer any
+        more. `inside` contains the connection while it is open.
         """
         self.peer = peer
         self.deadline = clock.monotonic() + patience
-        """When to hang up, for want of a request."""
+        """When to close the connection if no request has arrived."""
         self.spoken = asyncio.get_running_loop().create_future()
-        """Done when a first request has come, or will not."""
+        """Done when a first request has arrived, or will not arrive."""
         self.task: asyncio.Task[None] | None = None
-        """Answers its requests, for as long as it lasts."""
+        """The task that answers the requests of this connection while it is open."""
         self.is_answering = False
-        """Whether a request is in hand."""
+        """Whether a request is being answered."""
         self._in_hand: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        """The request that is, or the next one that will be."""
+        """The request that is being answered, or the next one."""
         self._serve = serve
         self._inside = inside
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -80,33 +80,33 @@ class Connection(asyncio.BufferedProtocol):
         self._head = b""
         """The head of a request that offers another protocol, without the offer."""
         self._size = 0
-        """Bytes that have come of the request that is being received."""
+        """Bytes received of the current request."""
         self._coming: Message | None = None
-        """The request of which the body is being received."""
+        """The request whose body is being received."""
         self._next: deque[Message] = deque()
-        """Requests to be answered; those behind the first came with it, in as many bytes as are read at a time."""
+        """The requests to answer next; those behind the first arrived in the same read."""
         self._later = bytearray()
-        """What came behind them."""
+        """The unread data behind them."""
         self._last = False
-        """Whether nothing more is answered."""
+        """Whether no further request is answered."""
         self._ended = False
-        """Whether its caller sends nothing more, and may be there to read all the same."""
+        """Whether the caller has closed its sending side; it may still read."""
         self.parting = False
-        """Whether the next answer is the last, since somebody else answers soon."""
+        """Whether the next answer is the last one, because another process will answer soon."""
         self._taken: asyncio.Future[None] | None = None
-        """For as long as something was sent that the kernel could not take yet: done when it has."""
+        """Present while the kernel has not taken all sent data; done when it has."""
 
-    # -- what comes in -------------------------------------------------------------------------------------------------
+    # -- receiving -----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin to listen."""
-        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's own are no subclasses of it
+        """Start to read."""
+        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's are not subclasses of it
         self.task = asyncio.get_running_loop().create_task(self._live())
         self._inside.add(self)
-        transport.set_write_buffer_limits(0)  # what the kernel does not take is waited for
+        transport.set_write_buffer_limits(0)  # wait for what the kernel does not take
 
     def connection_lost(self, _: Exception | None) -> None:
-        """Stop: its caller has hung up, or mpsd has."""
+        """Stop: the caller or mpsd has closed the connection."""
         self._transport, self._parser = None, None
         self._next.clear()
         if self.task is not None:
@@ -117,11 +117,11 @@ class Connection(asyncio.BufferedProtocol):
         self.peer.close()
 
     def get_buffer(self, _: int) -> memoryview:
-        """Say where to put what comes in."""
+        """Return the buffer for received data."""
         return _BUFFER
 
     def buffer_updated(self, size: int) -> None:
-        """Read what has come in, unless something else is to be answered before."""
+        """Parse the received data, or keep it while another request has to be answered first."""
         data = _BUFFER[:size]
         if self._listens():
             self._read(data)
@@ -132,7 +132,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
 
     def eof_received(self) -> bool:
-        """Answer what has come all the same, unless nobody is left to read it; return whether anybody is."""
+        """Answer the received requests unless the peer has left; return whether it is still there."""
         if self.peer.has_left():
             return False
         self._ended = True
@@ -140,7 +140,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _listens(self) -> bool:
-        """Tell whether what comes in now is a next request, or the rest of the one in hand."""
+        """Tell whether received data belongs to the next request, or to the rest of the current one."""
         return self._parser is not None and not self._next and (not self.is_answering or self._coming is not None)
 
     def _read(self, data: memoryview | bytearray) -> None:
@@ -159,14 +159,14 @@ class Connection(asyncio.BufferedProtocol):
                 self._cannot_read("it is too long")
 
     def _decline(self, parser: httptools.HttpRequestParser, data: memoryview | bytearray) -> None:
-        """Have a request that offers another protocol read without the offer, and what comes behind its head.
+        """Parse a request that offers another protocol without the offer, and then the data behind its head.
 
         See `on_headers_complete`.
         """
         while True:
             head, self._head = self._head, b""
             if not head:
-                self._parser = None  # CONNECT: what follows is for somebody else
+                self._parser = None  # CONNECT: the following data is for another server
                 return
             parser.feed_data(head)
             if not data:
@@ -179,25 +179,25 @@ class Connection(asyncio.BufferedProtocol):
                 return
 
     def _cannot_read(self, because: str) -> None:
-        """Listen no more; why is said once what came before is answered."""
+        """Stop parsing; the reason is answered after the previous requests."""
         self._parser = None
         message, self._coming = self._coming, None
         if message is None:
             message = Message(self, "", b"")
             self._next.append(message)
         message.close = True
-        if len(message.body) <= MAXIMUM_BODY:  # or that is what is wrong with it
+        if len(message.body) <= MAXIMUM_BODY:  # otherwise its size is the error
             message.trouble = message.trouble or because
         message.wake()
 
     def on_url(self, url: bytes) -> None:
-        """Take up what a request is for, or some of it."""
+        """Collect a part of the request target."""
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take up a header, or a trailer.
+        """Collect a header or a trailer.
 
-        One header alone matters: httptools knows how long a body is, and what ends a connection.
+        Only one header matters here: httptools handles the length of a body and the end of a connection.
         """
         if self._coming is None:
             self._headers.append((name, value))
@@ -205,13 +205,13 @@ class Connection(asyncio.BufferedProtocol):
                 self._expects = True
 
     def on_headers_complete(self) -> None:
-        """Take up a request.
+        """Begin a request.
 
-        httptools does not read the body of one that offers another protocol, since that may be spoken from there on.
-        It is not, here; so the same head is read again without the offer.
+        httptools does not parse the body of a request that offers another protocol, because that protocol may follow.
+        mpsd speaks no other protocol, so the same head is parsed again without the offer.
         """
         parser = self._parser
-        assert parser is not None  # noqa: S101 - it is calling
+        assert parser is not None  # noqa: S101 - the parser calls this
         method, version = parser.get_method(), parser.get_http_version()
         if parser.should_upgrade() and method != b"CONNECT":
             left = [b"%b: %b\r\n" % each for each in self._headers if each[0].lower() != b"upgrade"]
@@ -224,7 +224,7 @@ class Connection(asyncio.BufferedProtocol):
     def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
         message = self._coming = Message(self, method, self._target)
         message.old = version == "1.0"
-        message.expects = self._expects and not message.old  # which knows of no such word
+        message.expects = self._expects and not message.old  # HTTP/1.0 has no such header
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:
             message.trouble, message.close = f"it is HTTP/{version}", True
@@ -233,24 +233,24 @@ class Connection(asyncio.BufferedProtocol):
         self._next.append(message)
 
     def on_body(self, body: bytes) -> None:
-        """Take up some of a body."""
+        """Collect a part of a body."""
         if self._coming is not None and not self._coming.trouble:
             self._coming.take(body)
 
     def on_message_complete(self) -> None:
-        """Take note that a request has come to its end."""
+        """Note the end of a request."""
         if self._head:
-            return  # it is about to be read again
+            return  # it is about to be parsed again
         message, self._coming, self._size = self._coming, None, 0
         if message is not None:
             message.complete = True
-            if self.is_answering:  # or nobody waits for its body yet
+            if self.is_answering:  # otherwise nobody waits for its body yet
                 message.wake()
 
-    # -- what is answered ----------------------------------------------------------------------------------------------
+    # -- answering -----------------------------------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Answer the next request, or listen for it, or for the rest of the one in hand."""
+        """Answer the next request, or read it, or read the rest of the current one."""
         while self._transport is not None:
             if not self.is_answering and self._next and not self._last:
                 self.is_answering, self.deadline = True, inf
@@ -281,25 +281,25 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 await self._serve(message)
             except ConnectionResetError:
-                pass  # it has hung up, which is how followers leave, or it was too slow, and is not waited for
+                pass  # the caller closed the connection, as followers do, or was too slow
             finally:
                 self.is_answering, self.deadline = False, clock.monotonic() + _KEEP_ALIVE
                 self._last = self._last or self.parting or message.close
                 self._go_on()
             if self._in_hand.done():
-                await asyncio.sleep(0)  # the next one came with it; all others are asked first
+                await asyncio.sleep(0)  # the next one arrived with it; all other connections come first
 
     def leave(self) -> None:
-        """Answer what is in hand, if anything is, and close."""
+        """Answer the current request, if there is one, and close."""
         self._last = True
         self._go_on()
 
     def was_left(self) -> bool:
-        """Tell whether its caller has hung up where the loop does not notice, since nothing is read at the moment."""
+        """Tell whether the caller has closed the connection unnoticed, because the loop reads nothing at the moment."""
         return self._transport is not None and not self._transport.is_reading() and self.peer.has_left()
 
     def abort(self) -> None:
-        """Hang up."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -313,14 +313,14 @@ class Connection(asyncio.BufferedProtocol):
         else:
             body = b"" if message.method == "HEAD" else answer.body
             self._put(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(answer.body), body))
-        if self._taken is not None:  # hardly ever
+        if self._taken is not None:  # rare
             await self._drain()
 
     async def stream(self, message: Message, kind: str, pieces: AsyncIterator[bytes]) -> None:
-        """Send an answer piece by piece, none before the kernel has the last. Raises ConnectionResetError."""
+        """Send an answer in pieces, each after the kernel has taken the previous one. Raises ConnectionResetError."""
         framing = b"" if message.old else b"Transfer-Encoding: chunked\r\n"
         with ExitStack() as on_failure:
-            on_failure.callback(self.abort)  # half of an answer is on its way, which nothing else can follow
+            on_failure.callback(self.abort)  # a part of an answer was sent, and no other answer can follow it
             head = _head(200, kind, clock.second(), message.close or self.parting or self._last)
             await self._write(b"%b%b\r\n" % (head, framing))
             if message.method != "HEAD":
@@ -334,7 +334,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._write(b"0\r\n\r\n")
 
     async def bid_continue(self) -> None:
-        """Have a caller send the body that it holds back. Raises ConnectionResetError."""
+        """Tell a caller to send the body that it holds back. Raises ConnectionResetError."""
         await self._write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     async def _write(self, data: bytes) -> None:
@@ -357,19 +357,19 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectionResetError(f"the peer has not read what was sent to it for {_SLOW:g} s") from None
 
     def pause_writing(self) -> None:
-        """Have whoever sends wait: the kernel takes no more."""
+        """Let senders wait: the kernel takes no more."""
         self._taken = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:
-        """Go on: it has taken all."""
+        """Let senders continue: the kernel has taken all."""
         taken, self._taken = self._taken, None
         if taken is not None and not taken.done():
             taken.set_result(None)
 
 
 @lru_cache(64)
-def _head(status: int, kind: str, second: int, last: bool) -> bytes:  # noqa: FBT001 - a cache takes no names for free
-    """Return how an answer in this second begins; `last` tells whether nothing comes behind it."""
+def _head(status: int, kind: str, second: int, last: bool) -> bytes:  # noqa: FBT001 - keywords slow a cache
+    """Return the head of an answer in this second; `last` tells whether the connection ends after it."""
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(second))
     media = "" if status == _NO_CONTENT else f"Content-Type: {kind}\r\n"
     close = "Connection: close\r\n" if last else ""

@@ -1,4 +1,4 @@
-"""The door of the API: connections are counted by uid before anything is read from them, and silence has a deadline."""
+"""The listener of the API: it counts connections by uid before it reads from them, and closes silent ones."""
 
 import asyncio
 import socket
@@ -22,30 +22,30 @@ _BREATH: Final = 0.1
 """Seconds to wait when no descriptor is left for another connection."""
 
 _BATCH: Final = 128
-"""Those who are turned away one after the other before those who are in have their turn."""
+"""Refusals in a row before the accepted connections get their turn."""
 
 _ANSWERED: Final = 32
-"""Of one process's connections beyond its uid's limit, in a second, those that are told why they are turned away: to
-tell takes longer than to close, and meanwhile everybody else waits at the door behind them."""
+"""Of one process's connections beyond its uid's limit, the number per second that get an answer with the reason: an
+answer takes longer than a close, and delays all connections that wait behind it."""
 
 _SWEEP: Final = 1.0
-"""Seconds between two looks for connections that said nothing."""
+"""Seconds between two checks for silent connections."""
 
 
 class _Inside(set[Connection]):
-    """The connections that there are, counted by uid."""
+    """The open connections, counted by uid."""
 
     def __init__(self) -> None:
         super().__init__()
         self.by_uid = Counter[int]()
 
     def add(self, connection: Connection, /) -> None:
-        """Take one in."""
+        """Add a connection."""
         super().add(connection)
         self.by_uid[connection.peer.uid] += 1
 
     def discard(self, connection: object, /) -> None:
-        """Let one go."""
+        """Remove a connection."""
         if connection in self and isinstance(connection, Connection):
             super().discard(connection)
             self.by_uid[connection.peer.uid] -= 1
@@ -54,23 +54,23 @@ class _Inside(set[Connection]):
 
 
 class Listener:
-    """Accepts connections, and knows which there are."""
+    """Accepts connections, and keeps the open ones."""
 
     def __init__(self, serve: Callable[[Message], Awaitable[None]], listener: socket.socket, log: Logger) -> None:
-        """`serve` answers requests: see `Connection`."""
+        """Take `serve`, which answers requests (see `Connection`)."""
         self._serve = serve
         self._listener = listener
         self._log = log
         self._connections = _Inside()
         self._answered = Counter[PeerCredentials]()
-        """By peer, those that were told in this second why they are turned away."""
+        """By peer, the refusals that were answered in this second."""
         self._shut = False
         self._arrival: asyncio.Future[None] | None = None
         self._stuck = False
-        """Whether no descriptor was left for the last one who came: that is told once, not ten times a second."""
+        """Whether no descriptor was left at the last attempt: that is logged once, not ten times a second."""
 
     async def accept(self, settings: LiveSettings) -> None:
-        """Accept until the door is shut; whoever has too many connections is turned away, and told so."""
+        """Accept connections until the listener is shut; refuse those beyond the limit, with the reason."""
         loop = asyncio.get_running_loop()
         rejected = 0
         while not self._shut:
@@ -80,7 +80,7 @@ class Listener:
                 await self._wait()
                 continue
             except OSError as error:
-                # Out of descriptors: those that wait at the door keep waiting there, and nobody inside notices.
+                # Out of descriptors: new connections wait in the backlog, and open ones are not affected.
                 self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
@@ -89,7 +89,7 @@ class Listener:
                 self._reject(accepted, who, most)
                 rejected += 1
                 if rejected % _BATCH == 0:
-                    await asyncio.sleep(0)  # those who are in have their turn, however many are turned away
+                    await asyncio.sleep(0)  # open connections get their turn, however many are refused
                 continue
             self._stuck = False
             peer = Peer(accepted)
@@ -97,7 +97,7 @@ class Listener:
             await loop.connect_accepted_socket(make, accepted)
 
     def _reject(self, connection: socket.socket, who: PeerCredentials, most: int) -> None:
-        """Close a connection that is one too many, and say why, unless its process was told so often enough."""
+        """Close a connection beyond the limit, with the reason unless its process got that often enough."""
         if self._answered[who] >= _ANSWERED:
             connection.close()
             return
@@ -112,7 +112,7 @@ class Listener:
         _refuse(connection, refused)
 
     async def _wait(self) -> None:
-        """Wait until somebody is at the door, or it is shut; nobody who came in can get lost on the way."""
+        """Wait for a connection, or until the listener is shut; no accepted connection can be lost."""
         loop = asyncio.get_running_loop()
         self._arrival = arrival = loop.create_future()
         loop.add_reader(self._listener, _settle, arrival)
@@ -123,7 +123,7 @@ class Listener:
             loop.remove_reader(self._listener)
 
     def shut(self) -> None:
-        """Let nobody else in: they wait outside, for whoever opens next, as those who are in are told to."""
+        """Accept nobody any more, and announce the end to the open connections: new ones wait for the next listener."""
         self._shut = True
         for each in self._connections:
             each.parting = True
@@ -131,12 +131,12 @@ class Listener:
             _settle(self._arrival)
 
     async def wait_for_requests(self) -> None:
-        """Return once everybody who is in has said what it wants, or left."""
+        """Return when each open connection has sent a request or is closed."""
         for each in tuple(self._connections):
             await each.spoken
 
     async def empty(self, seconds: float) -> None:
-        """Have everybody leave: who is being answered has so many seconds for that, and everybody else goes at once."""
+        """Close all connections: those with a request in progress within this many seconds, all others at once."""
         answering = [each.task for each in self._connections if each.is_answering and each.task is not None]
         for each in tuple(self._connections):
             each.leave()
@@ -155,7 +155,7 @@ class Listener:
         self._stuck = True
 
     async def sweep(self) -> None:
-        """Close what connected and then said nothing, or was left meanwhile, until cancelled."""
+        """Close the connections that are silent too long, or whose peer has left, until cancelled."""
         while True:
             await asyncio.sleep(clock.until_next(_SWEEP))
             now = clock.monotonic()

@@ -1,4 +1,4 @@
-"""A request as it comes in on a connection, and an answer as it goes out."""
+"""A request as it arrives on a connection, and an answer as it is sent."""
 
 import asyncio
 import re
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from mpsd.daemon.http.connection import Connection
 
 MAXIMUM_BODY: Final = 64 * 1024
-"""Bytes of a request's body."""
+"""Maximum bytes of a request's body."""
 
 _ORIGIN: Final = re.compile(r"https?://[^/]*", re.IGNORECASE)
 
 
 class Answer(Struct, frozen=True):
-    """What is answered: a status, a body and its media type, and for a wrong method those that are right."""
+    """An answer: a status, a body and its media type, and for a wrong method the allowed ones."""
 
     status: int
     body: bytes = b""
@@ -26,7 +26,7 @@ class Answer(Struct, frozen=True):
 
 
 class Message:
-    """A request, its head read; its body may still be on its way."""
+    """A request whose head was read; its body may still be arriving."""
 
     __slots__ = ("_arrived", "body", "close", "complete", "connection", "expects", "method", "old", "path", "query",
                  "trouble")  # fmt: skip
@@ -36,21 +36,21 @@ class Message:
         self.method = method
         path, _, self.query = target.decode(errors="replace").partition("?")
         if not path.startswith("/"):
-            path = _ORIGIN.sub("", path)  # as one sends it to a proxy: with scheme and host
+            path = _ORIGIN.sub("", path)  # the form for proxies: with scheme and host
         self.path = unquote(path) if "%" in path else path
-        """What it is for, decoded; and, in `query`, what is asked about that."""
+        """The decoded path of the request target; `query` has its query."""
         self.body = bytearray()
-        """As much as has come of it; of one that is too large, not much more than shows that it is."""
+        """The received part; of a body that is too large, only slightly more than the maximum."""
         self.expects = False
-        """Whether its caller waits for a word before it sends the body."""
+        """Whether the caller waits for permission before it sends the body."""
         self.old = False
-        """Whether it is HTTP/1.0, which knows no chunks."""
+        """Whether it is HTTP/1.0, which has no chunks."""
         self.close = False
-        """Whether nothing comes after its answer."""
+        """Whether the connection is closed after its answer."""
         self.trouble = ""
-        """Why the rest of what was sent cannot be read, if so."""
+        """Why the rest of the data cannot be parsed; empty where it can."""
         self.complete = False
-        """Whether there is no more of it to come."""
+        """Whether the body is complete."""
         self._arrived: asyncio.Future[None] | None = None
 
     def take(self, data: bytes) -> None:
@@ -61,12 +61,12 @@ class Message:
             self.wake()
 
     def wake(self) -> None:
-        """Let go on whoever waits for the body."""
+        """Wake the task that waits for the body."""
         if self._arrived is not None and not self._arrived.done():
             self._arrived.set_result(None)
 
     async def arrival(self) -> None:
-        """Wait for the body: until it is complete, or too large, or cannot be read. Raises ConnectionResetError."""
+        """Wait until the body is complete, is too large, or cannot be read. Raises ConnectionResetError."""
         if self.expects:
             await self.connection.bid_continue()
         if not (self.complete or self.trouble or len(self.body) > MAXIMUM_BODY):

@@ -1,4 +1,4 @@
-"""Who is connected to the API, as the kernel says, and how many requests one uid may have in flight."""
+"""The peer of an API connection, as the kernel reports it, and how many requests one uid may have in flight."""
 
 import select
 import socket
@@ -15,24 +15,24 @@ from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, p
 from mpsd.system.process import Process
 
 _MOST_LOGGED: Final = 16
-"""Refusals for want of a right that are told of one uid in a minute."""
+"""Refusals for a missing permission that are logged for one uid in a minute."""
 
 _MOST_WORDS: Final = 200
-"""Characters of what was asked that are worth repeating."""
+"""Maximum characters of a request in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A peer with the user that it is and its role; a role of None allows nothing."""
+    """A peer with its user and its role; the role None allows nothing."""
 
     credentials: PeerCredentials
     user: UserIdentity
     role: Role | None
     contained: bool = False
-    """Whether it would be an administrator, were it not in a container."""
+    """Whether it would be an administrator outside its container."""
     admin: bool = False
     operator: bool = False
-    """Whether it may hold, drain and resume control daemons, as an administrator may too."""
+    """Whether the peer may hold, drain and resume control daemons; an administrator may, too."""
 
 
 class Peer:
@@ -41,20 +41,20 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.credentials = peer_credentials(connection)
         self.uid = self.credentials.uid
-        """The uid that connected."""
+        """The uid of the peer."""
         self._connection = connection
         self._accepted = clock.since_boot()
         self._process: Process | None = None
         self._principal: Principal | None = None
         self._settings: Settings | None = None
         self._hang_up = select.poll()
-        self._hang_up.register(connection, 0)  # which leaves that it was hung up, and nothing else
+        self._hang_up.register(connection, 0)  # reports only that the peer closed the connection
 
     def principal(self, settings: Settings) -> Principal:
-        """Return who it is, and which role that is, by uid and groups; other settings may give it another.
+        """Return the user and the role of the peer, by uid and groups; changed settings may change the role.
 
-        An administrator is one only in the node's own user and pid namespaces: the root of a container is uid 0 to the
-        kernel, too. Raises NotPermittedError where its groups cannot be read.
+        An administrator must be in the node's own user and pid namespaces: the kernel also reports the root of a
+        container as uid 0. Raises NotPermittedError where its groups cannot be read.
         """
         if self._principal is None or self._settings is not settings:
             user = UserIdentity(self.uid, groups(self._connection, self.credentials))
@@ -68,35 +68,38 @@ class Peer:
         return self._principal
 
     def _is_contained(self) -> bool:
-        """Tell whether its process is in a container, or is not to be seen, or is gone: nobody could tell then."""
+        """Tell whether the peer's process is in a container, is invisible, or is gone, because then nobody can tell."""
         found = self.process()
-        # The look at the process comes last: while it lives, what was looked up by its pid was its own.
+        # The check of the process comes last: while it lives, what was looked up by its pid was its own.
         return found is None or host_environment.is_contained(found.pid) or found.is_gone()
 
     def process(self) -> Process | None:
-        """Watch the process that connected; None when it is gone, or not visible. It stays the visitor's."""
+        """Watch the process that connected; None when it is gone or not visible.
+
+        The peer keeps ownership of the process.
+        """
         if self._process is None:
             self._process = process_of(self._connection, self.credentials, self._accepted)
         return None if self._process is None or self._process.is_gone() else self._process
 
     def has_left(self) -> bool:
-        """Tell whether it has closed its end; the kernel knows, also while what it sent before is not read."""
+        """Tell whether the peer has closed its end; the kernel knows that also while earlier data is unread."""
         return bool(self._hang_up.poll(0))
 
     def close(self) -> None:
-        """Stop watching its process: the connection is closed."""
+        """Stop watching the process: the connection is closed."""
         if self._process is not None:
             self._process.close()
 
 
 class RequestsInFlight:
-    """The requests that are in flight, by the uid whose they are."""
+    """The requests in flight, by uid."""
 
     def __init__(self) -> None:
         self._requests: dict[int, int] = {}
 
     def begin(self, uid: int, most: int) -> None:
-        """Count a request, until it `went`. Raises TooManyRequestsError, and then it is not counted."""
+        """Count a request until `end`. Raises TooManyRequestsError, and then does not count it."""
         here = self._requests.get(uid, 0)
         if here >= most:
             raise TooManyRequestsError(
@@ -107,21 +110,21 @@ class RequestsInFlight:
         self._requests[uid] = here + 1
 
     def end(self, uid: int) -> None:
-        """Count a request no more: it was answered."""
+        """Stop counting a request: it was answered."""
         left = self._requests.pop(uid) - 1
         if left:
             self._requests[uid] = left
 
 
 class RefusalLog:
-    """Tells who asked for what it may not have, so many times a minute for each uid: anybody can go on asking."""
+    """Logs requests without the necessary permission, a limited number per minute and uid: any user can repeat them."""
 
     def __init__(self, log: Logger) -> None:
         self._log = log
         self._shares = LineShares(log, lambda: _MOST_LOGGED, minutes=1, lines="requests without the right")
 
     def record(self, credentials: PeerCredentials, request: str, because: str) -> None:
-        """Tell it in one line of the log, unless that uid has had its share of them."""
+        """Log a refusal in one line, unless the lines of this uid are used up."""
         if self._shares.take(credentials.uid):
             facts = {"uid": credentials.uid, "pid": credentials.pid, "asked": request[:_MOST_WORDS], "because": because}
             self._log.warning(EventName.PEER_REFUSED, **facts)

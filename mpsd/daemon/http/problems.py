@@ -1,7 +1,7 @@
-"""Errors as answers: the one module that renders an error for the API, as a problem document of RFC 9457.
+"""Errors as answers: only this module renders an error for the API, as a problem document of RFC 9457.
 
-An error is answered on a connection (`problem_answer`), or as the only bytes of one that is closed behind them
-(`closing_response`): where too many are connected, and where mpsd cannot start.
+An error is answered on a connection (`problem_answer`), or as the only bytes of a connection that is then closed
+(`closing_response`): where there are too many connections, and where mpsd cannot start.
 """
 
 import http
@@ -18,7 +18,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 class Problem(Struct):
-    """An error, after RFC 9457: `code` for programs, `hint` for people, `limit` where one was hit."""
+    """An error, after RFC 9457: `code` for programs, `hint` for users, `limit` where one was reached."""
 
     type: str
     title: str
@@ -44,7 +44,7 @@ def problem(error: MpsdError, status: int | None = None) -> Problem:
 
 
 def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = "") -> Answer:
-    """Return the answer for an error; `allow` names the methods that the path takes."""
+    """Return the answer for an error; `allow` names the methods of the path."""
     document = problem(error, status)
     return Answer(document.status, to_json(document), MEDIA_TYPE, allow)
 
@@ -56,7 +56,7 @@ def unreadable(message: Message) -> Answer:
 
 
 def unroutable(message: Message, methods: Iterable[str]) -> Answer:
-    """Return the answer to a request that no route is for; `methods` are those that its path takes."""
+    """Return the answer to a request without a route; `methods` are those of its path."""
     if message.trouble:
         return unreadable(message)
     allowed = sorted(methods)
@@ -69,7 +69,7 @@ def unroutable(message: Message, methods: Iterable[str]) -> Answer:
 
 
 def closing_response(error: MpsdError, status: int | None = None) -> bytes:
-    """Return a whole HTTP/1.1 response for an error, after which the connection is closed."""
+    """Return a complete HTTP/1.1 response for an error, after which the connection is closed."""
     document = problem(error, status)
     body = to_json(document)
     head = (

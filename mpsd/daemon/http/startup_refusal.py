@@ -1,8 +1,9 @@
-"""Why there is no mpsd: what they are told who wait for one whose start is refused, at a socket that outlives it.
+"""The answer of an mpsd that cannot start, to the callers that wait at a socket that outlives mpsd.
 
-Where a service manager listens, a caller that waits has mpsd started. Where that is refused, and would be again, the
-same caller would have it started over and over, until the manager gave both up. So whoever waits is answered, and who
-comes for some seconds more: callers alone start it too seldom for that. What is mended meanwhile is tried at once.
+Where a service manager listens, a waiting caller makes it start mpsd. If the start fails, and would fail again, the
+same caller would start mpsd over and over, until the manager gave up both. Therefore mpsd answers the waiting callers,
+and those that connect within some further seconds: then callers alone start it too seldom for that. If the cause is
+removed meanwhile, mpsd tries again at once.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from mpsd.daemon.http.problems import closing_response
 from mpsd.system import clock, credentials
 
 _SECONDS: Final = 2.5
-"""For which callers are answered, where anybody waits: mpsd.service allows 30 starts within a minute."""
+"""How long callers are answered, where any wait: mpsd.service allows 30 starts within a minute."""
 
 _LOOK: Final = 0.25
-"""Seconds between two looks at what is wanted."""
+"""Seconds between two checks of what is wanted."""
 
 _REQUEST: Final = 1.0
 """Seconds that a caller has to send its request: it may have connected only just now."""
@@ -31,12 +32,12 @@ _STATUS: Final = 503
 
 
 def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Callable[[], object]) -> bool:
-    """Tell whoever waits that mpsd cannot start; return whether something else is wanted of it by now.
+    """Answer the waiting callers that mpsd cannot start; return whether the wanted configuration has changed since.
 
-    Only root is told why it cannot: that may be nobody else's business. Where nobody waits, that is all.
+    Only root gets the reason, because it may concern no other user. Where nobody waits, the function returns at once.
     """
     before = wanted()
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # who has mended the file may say so: it is looked at anyway
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the file is checked anyway
     root = closing_response(UnreachableError(f"mpsd cannot start: {error.detail}", hint=error.hint), _STATUS)
     hint = "see the reason (as an operator): systemctl status mpsd"
     others = closing_response(UnreachableError("mpsd cannot start", hint=hint), _STATUS)
@@ -54,9 +55,9 @@ def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Call
 
 
 def _answer(listener: socket.socket, root: bytes, others: bytes) -> None:
-    with contextlib.suppress(OSError):  # it hung up
+    with contextlib.suppress(OSError):  # the caller closed the connection
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(_REQUEST)
-            connection.recv(_LONGEST)  # what is left unread would break the connection
+            connection.recv(_LONGEST)  # unread data would break the connection
             connection.sendall(root if credentials.peer_credentials(connection).uid == 0 else others)

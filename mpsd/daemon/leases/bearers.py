@@ -1,9 +1,10 @@
-"""Leases that outlive their last known process, since others carry their token: a daemon that the holder left behind.
+"""Leases that outlive their last known process, because other processes carry their token, as daemons of the holder do.
 
-`ray start`, `tmux -d` and every program that forks twice leave processes in nobody's family, which may become clients
-of MPS minutes later. So when the last process is gone that a lease was tied to, those of its owner's real uid are
-looked for that were started with its token; the lease is tied to them, and ends with them. They are looked for at no
-other time, once for all leases that come to this at one moment, and beside the loop, since a user may have thousands.
+`ray start`, `tmux -d` and every program that forks twice leave processes that belong to nobody's family, and that may
+become clients of MPS minutes later. When the last process of a lease is gone, mpsd therefore looks for processes of its
+owner's real uid that were started with its token; the lease is tied to them, and ends with them. mpsd looks for them at
+no other time, once for all leases that need it at one moment, and beside the loop, because a user may have thousands of
+processes.
 """
 
 import asyncio
@@ -18,31 +19,32 @@ from mpsd.daemon.leases.clients import Clients
 from mpsd.system import process_table
 
 _MOST_WATCHED: Final = 8
-"""Bearers of a lease, the oldest, that are watched, a descriptor each; when they are gone, the rest is looked for."""
+"""The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks
+again."""
 
 Carriers: TypeAlias = Mapping[str, Sequence[ProcessIdentity]]
 """By token, the processes that were started with it, the oldest first."""
 
 
 class Bearers:
-    """Ends the leases whose last process is gone, or has them live as long as those that carry their token."""
+    """Ends the leases whose last process is gone, or ties them to the processes that carry their token."""
 
     def __init__(
         self, ledger: Ledger, holder_watch: HolderWatch, clients: Clients, end: Callable[[str, str], None]
     ) -> None:
-        """`end` ends a lease, for a reason."""
+        """Take the parts; `end` ends a lease for a reason."""
         self._ledger = ledger
         self._holder_watch = holder_watch
         self._clients = clients
         self._end = end
         self._alone: dict[str, str] = {}
-        """The leases without a living process, each with why it ends if nobody carries its token."""
+        """The leases without a living process, each with the reason why it ends if no process carries its token."""
         self._wanted = asyncio.Event()
 
     def end_unless_borne(self, lease: Lease, because: str) -> None:
-        """Have a lease end, whose last process is gone, unless others carry its token; it holds what it has till then.
+        """End a lease whose last process is gone, unless others carry its token; until then, it keeps its shares.
 
-        Some leases have no token, and that of a request that waits is in no environment.
+        Some leases have no token, and the token of a waiting request is in no environment.
         """
         if not lease.token or not lease.shares:
             self._end(lease.id, because)
@@ -51,7 +53,7 @@ class Bearers:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Look for those who carry tokens whenever that is wanted, until cancelled; the next mpsd does what is left."""
+        """Look for carriers of tokens when needed, until cancelled; the next mpsd does what is left."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -61,21 +63,21 @@ class Bearers:
             carriers: Carriers = {}
             try:
                 carriers = await asyncio.to_thread(process_table.started_with, TOKEN, _owners(leases))
-            except OSError as error:  # without descriptors, say: it is as if there were no tokens
+            except OSError as error:  # for example without descriptors: handled as if there were no tokens
                 unseen = f"; whether others carry its token could not be read: {error.strerror}"
             for lease in leases:
-                # What has come about meanwhile counts: it may be released, or one of them be its client by now.
+                # Changes since then count: the lease may have been released, or a carrier may have become its client.
                 there = self._ledger.leases.get(lease.id)
                 if there is not None and not self._holder_watch.live(there) and not self.watch(there, carriers):
                     self._end(lease.id, alone[lease.id] + unseen)
 
     def carriers(self, leases: Iterable[Lease]) -> Carriers:
-        """Return who carries the tokens of leases; for the start of mpsd, when there is nobody to be kept waiting."""
+        """Return the carriers of the leases' tokens; for the start of mpsd, when no caller is kept waiting."""
         wanted = _owners(each for each in leases if each.token)
         return process_table.started_with(TOKEN, wanted) if wanted else {}
 
     def watch(self, lease: Lease, carriers: Carriers) -> bool:
-        """Have a lease live as long as those that carry its token, and return whether any of them lives."""
+        """Tie a lease to the processes that carry its token, and return whether any of them lives."""
         found = carriers.get(lease.token, ())[:_MOST_WATCHED] if lease.token else ()
         living = tuple(each for each in found if self._holder_watch.processes.watch_identity(lease.id, each))
         if living:
@@ -84,5 +86,5 @@ class Bearers:
 
 
 def _owners(leases: Iterable[Lease]) -> dict[str, int]:
-    """Return the uid whose processes alone count, by token."""
+    """Return, by token, the uid whose processes alone count."""
     return {lease.token: lease.owner.uid for lease in leases}

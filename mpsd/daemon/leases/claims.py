@@ -1,7 +1,7 @@
-"""Holders that come after the grant: one that takes a claim, one that is added, and one that the lease is handed to.
+"""Holders that come after the grant: one that takes a claim, a further one, and one that gets the lease handed over.
 
-Each change is one commit, stored before it is answered, and nothing is lost between: the new holder is tied before the
-others are let go of.
+Each change is one commit, stored before the answer. Nothing is lost in between, because the new holder is tied before
+the others are released.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from mpsd.system.descriptors import Purpose
 
 
 class Claims:
-    """Adds holders to leases that were granted."""
+    """Adds holders to granted leases."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class Claims:
         self._group_commit = group_commit
         self._limit_gates = limit_gates
         self._openings: dict[str, asyncio.Task[Lease]] = {}
-        """By claim that was taken, and is being stored and opened to its holder."""
+        """By claim that was taken, the task that stores it and opens it to its holder."""
 
     def granted(self, lease_id: str) -> Lease:
-        """Return a lease that can have another holder. Raises NotFoundError."""
+        """Return a lease that can get another holder. Raises NotFoundError."""
         lease = self._ledger.leases.get(lease_id)
         if lease_id in self._ledger.waiting:
             raise NotFoundError(
@@ -62,21 +62,21 @@ class Claims:
         return lease
 
     def untaken(self, lease_id: str) -> Lease:
-        """Return a lease that nobody holds yet. Raises NotFoundError and AlreadyClaimedError."""
+        """Return a claim that nobody has taken yet. Raises NotFoundError and AlreadyClaimedError."""
         lease = self.granted(lease_id)
         self.check_untaken(lease)
         return lease
 
     def check_untaken(self, lease: Lease) -> None:
-        """Refuse a lease that somebody holds; one that has ended is fine. Raises AlreadyClaimedError."""
+        """Refuse a lease that has a holder; one that has ended is no error. Raises AlreadyClaimedError."""
         if lease.state is not LeaseState.ENDED and holders.claim_of(lease) is None:
             raise already_claimed(lease)
 
     async def add(self, lease_id: str, named: NamedHolder, *, replace: bool) -> Lease:
-        """Have a lease held by another holder too, or by that one alone, stored before it is returned.
+        """Add a holder to a lease, or replace all its holders by one; stored before the lease is returned.
 
-        Raises NotFoundError, InvalidRequestError where it has too many, as `descriptors.duplicate`, and StorageError:
-        it is so then, but mpsd's death would undo it.
+        Raises NotFoundError, InvalidRequestError where it has too many holders, as `descriptors.duplicate`, and
+        StorageError: the change is then in force, but a death of mpsd would undo it.
         """
         before = self.granted(lease_id)
         after = holders.with_another(before, named.holder, replace=replace)
@@ -97,11 +97,11 @@ class Claims:
     async def take(
         self, lease_id: str, named: NamedHolder, owner: Owner, ttl: float | None, check: Callable[[Lease], None]
     ) -> Lease:
-        """Have a claim taken by this holder, for this owner; stored, and open to it, before it is returned.
+        """Let this holder take a claim for this owner; it is stored, and open to the holder, before it is returned.
 
-        `check` raises why this owner may not have it. Whatever is raised, the claim is as it was: AlreadyClaimedError
-        for all but the first, NotFoundError, DoesNotFitError, StorageError, and as `LimitGates.open` and
-        `descriptors.duplicate`. The first may ask again, and has the same outcome.
+        `check` raises why this owner may not have it. Whichever error is raised, the claim is unchanged:
+        AlreadyClaimedError for all but the first caller, NotFoundError, DoesNotFitError, StorageError, and as
+        `LimitGates.open` and `descriptors.duplicate`. The first caller may ask again, and gets the same outcome.
         """
         before = self.granted(lease_id)
         if holders.claim_of(before) is None:
@@ -113,7 +113,7 @@ class Claims:
             return self._held(lease_id, named.holder)
         check(before)
         now = clock.monotonic()
-        self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, since it fails without descriptors
+        self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, because it fails without descriptors
         try:
             lease = self._ledger.take(lease_id, owner, named.holder, ttl, now)
         except MpsdError:
@@ -123,14 +123,14 @@ class Claims:
         because = f"{holders.said(named.holder)} took it"
         facts = {**group_names.facts_of(named.holder), "because": because}
         self._group_commit.change(lease, EventName.LEASE_CLAIMED, **facts)
-        # Its outcome is that of all who ask for it meanwhile, and it does not depend on whether they stay for it.
+        # All concurrent callers get the outcome of this task, which does not depend on whether they stay connected.
         opening = asyncio.get_running_loop().create_task(self._open(before, lease))
         self._openings[lease_id] = opening
         opening.add_done_callback(partial(self._opened, lease_id))
         return await asyncio.shield(opening)
 
     async def _open(self, before: Lease, taken: Lease) -> Lease:
-        """Have a claim that was just taken stored and open to its holder, or put it back and raise why."""
+        """Store a claim that was just taken and open it to its holder, or put it back and raise why."""
         try:
             await self._group_commit.stored(taken.id)
             await self._limit_gates.open(taken)
@@ -143,10 +143,10 @@ class Claims:
         if self._openings.get(lease_id) is opening:
             del self._openings[lease_id]
         if not opening.cancelled():
-            opening.exception()  # whoever asked may have left: then nobody else looks at it
+            opening.exception()  # the callers may have left, and then nobody else retrieves it
 
     def _held(self, lease_id: str, holder: Holder) -> Lease:
-        """Return a lease as it is now, for one of its holders.
+        """Return a lease in its present state, for one of its holders.
 
         Raises NotFoundError where it has ended, DaemonNotReadyError where it is a claim again, and AlreadyClaimedError
         where others hold it.
@@ -165,10 +165,11 @@ class Claims:
         return lease
 
     async def leave(self, lease_id: str, seconds: float, uid: int | None = None) -> Lease:
-        """Have a lease claimed for its own owner, so that it outlives its holders; stored before it is returned.
+        """Make a lease a claim for its own owner, so that it outlives its holders; stored before it is returned.
 
-        With a uid it is claimed for that one, as for a container whose program runs as another user than was expected.
-        A claim that nobody has taken stays one for whom it is for, with this deadline.
+        With a uid the claim is for that one, for example for a container whose program runs as an unexpected user. A
+        claim that nobody has taken stays one for its present uid, with this deadline.
+
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
         before, now = self.granted(lease_id), clock.monotonic()
@@ -193,9 +194,9 @@ class Claims:
         return self._ledger.leases.get(lease_id, left)
 
     async def _put_back(self, before: Lease, taken: Lease, refusal: CapacityError) -> None:
-        """Have a claim open again that could not be opened to whoever took it, until its time is over.
+        """Make a lease a claim again that could not be opened to its new holder, until the claim's deadline.
 
-        What has changed since stays: one that others hold, that has clients or that is closing is as it is.
+        Later changes have precedence: a lease that others hold, that has clients or that is closing stays unchanged.
         """
         lease = self._ledger.leases.get(before.id)
         if lease is None or lease.closing or lease.clients or lease.bearers:
@@ -219,7 +220,7 @@ class Claims:
             await self._group_commit.over()
 
     def why_expired(self, lease: Lease, claim: Claim) -> str:
-        """Tell that nobody took a claim in time, and return why the lease ends."""
+        """Report that nobody took a claim in time, and return why the lease ends."""
         because = f"its claim was not taken within {claim.seconds:g} s"
         if lease.expires is not None and (claim.deadline is None or lease.expires < claim.deadline):
             because = f"its time to live of {lease.ttl:g} s has expired before its claim was taken"
@@ -228,7 +229,7 @@ class Claims:
 
 
 def already_claimed(lease: Lease) -> AlreadyClaimedError:
-    """Return that somebody else was the first to take a claim."""
+    """Return the error that another holder took a claim first."""
     who = holders.said(lease.holders[0]) if lease.state is not LeaseState.ENDED else "another holder"
     return AlreadyClaimedError(
         f"lease {lease.id} is claimed already: {who} holds it",

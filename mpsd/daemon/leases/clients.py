@@ -20,7 +20,7 @@ from mpsd.system import proc
 _BY_ATTRIBUTION: Final = frozenset(
     {ViolationKind.PROCESSES, ViolationKind.LIMITS, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
 )
-"""The violations that are some lease's, and so depend on whose a process is."""
+"""The kinds of violation that belong to a lease, and so depend on the attribution of a process."""
 
 
 class Clients:
@@ -45,7 +45,7 @@ class Clients:
         self._keep(lease, lambda each: each != gone)
 
     def leave_to(self, lease: Lease, bearers: tuple[ProcessIdentity, ...]) -> None:
-        """Note that nobody is left of a lease's processes but these, which carry its token."""
+        """Note that of a lease's processes only these are left, which carry its token."""
         clients = tuple(each for each in lease.clients if each in bearers)
         lease = self._ledger.attach(lease.id, clients, bearers)
         self._limit_gates.follow(lease)
@@ -69,14 +69,14 @@ class Clients:
                 self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 
     def lease_of(self, client: Client) -> AttributedClient:
-        """Return a client with its lease: by its family, its control group, or its token, where the others say nothing.
+        """Return a client with its lease: by its family, else by its control group, else by its token.
 
-        That a lease has no room for it says nothing either, if its token is of one that has.
+        A lease without room counts as none, if the client's token belongs to a lease with room.
         """
         return self._find(client)[0]
 
     def _find(self, client: Client) -> tuple[AttributedClient, bool]:
-        """Return a client with its lease, and whether it is its own by what the kernel says of both."""
+        """Return a client with its lease, and whether the kernel's information alone attributes it."""
         own = next((each for each in self._leases_of(client.identity) if client.identity in each.clients), None)
         if own is not None:
             return AttributedClient(client, own, counted=True), client.identity not in own.bearers
@@ -93,9 +93,9 @@ class Clients:
         return found, found.lease is None or not self.is_borne(found.lease, client.identity)
 
     def is_borne(self, lease: Lease, identity: ProcessIdentity) -> bool:
-        """Tell whether a process of a lease is its own by a token alone: the process's, or that of its ancestors.
+        """Tell whether a process belongs to a lease by a token alone: by its own token, or by that of its ancestors.
 
-        The lease's other processes prove nothing about those who share a control group with its bearers.
+        The lease's other processes prove nothing about processes that share a control group with its bearers.
         """
         if not lease.bearers:
             return False
@@ -105,7 +105,7 @@ class Clients:
         return identity in lease.bearers or not proven or proven.isdisjoint(proc.ancestors(identity.pid))
 
     def ends_nobody(self, violation: Violation) -> bool:
-        """Tell whether a violation might be none without what belongs to its lease by a token alone."""
+        """Tell whether a violation might not exist without the processes that belong to its lease by a token alone."""
         lease = self._ledger.leases.get(violation.lease or "")
         if lease is None or not lease.bearers or violation.kind not in _BY_ATTRIBUTION:
             return False
@@ -113,9 +113,9 @@ class Clients:
         return is_crowded or self.is_borne(lease, violation.process)
 
     async def attach(self, lease_id: str) -> Lease:
-        """Wait anew for those processes of a lease that are still to come, and return when they can attach.
+        """Expect further processes of a lease again, and return when they can attach.
 
-        Raises NotFoundError when it has ended, or only waits, DoesNotFitError when all its processes are there, and as
+        Raises NotFoundError when the lease has ended or waits, DoesNotFitError when it has all its processes, and as
         `LimitGates.open` does.
         """
         lease = self._ledger.leases.get(lease_id)
@@ -128,17 +128,17 @@ class Clients:
         return self._ledger.leases.get(lease_id, lease)
 
     def leases_with(self, pid: int) -> Iterator[Lease]:
-        """Yield the leases of its own uid that a process has by its family or control groups, the nearest first."""
+        """Yield a process's leases by its family or control groups, of its own uid alone, the nearest first."""
         uid = proc.real_uid(pid)
         for leases in self._circles(pid):
             yield from (lease for lease in leases if lease.owner.uid == uid)
 
     def stop(self, identity: ProcessIdentity) -> Stop:
-        """Return how a process is ended, as the lease says that it holds, or is a client of."""
+        """Return how a process is ended, according to a lease that it holds or is a client of."""
         return next((lease.request.stop for lease in self._leases_of(identity)), Stop.TERMINATE)
 
     def of_changed_holders(self) -> Iterator[Violation]:
-        """Yield what is wrong with the leases whose holder runs as another user by now, which is none of them."""
+        """Yield the violations of holders that now run as another user, and are no longer clients of their leases."""
         for lease in self._ledger.leases.values():
             for holder in lease.holders:
                 if isinstance(holder, HoldingProcess):
@@ -149,9 +149,10 @@ class Clients:
     def of_changed_relative(
         self, identity: ProcessIdentity, gpu: str, control_daemons: Collection[ProcessIdentity], *, outside: bool
     ) -> Violation | None:
-        """Return what is wrong with a process that is of a lease's family or group on a GPU, and another user's.
+        """Return the violation of a process in a lease's family or group that uses a GPU as another user.
 
-        `outside`: it is no client of MPS. What a control daemon starts is nobody's, wherever that was started.
+        `outside`: it is not a client of MPS. Processes that a control daemon starts belong to no lease, wherever the
+        daemon was started.
         """
         uid, family = proc.real_uid(identity.pid), [*proc.ancestors(identity.pid)]
         if uid is None or not {*family}.isdisjoint(control_daemons):
@@ -171,11 +172,11 @@ class Clients:
         return [lease for lease in found if lease is not None]
 
     def _circles(self, pid: int) -> Iterator[list[Lease]]:
-        """Yield the leases that a process has by each of its family and of its control groups, the nearest first."""
+        """Yield the leases of each member of a process's family and of each of its cgroups, the nearest first."""
         return map(self._granted, self._holder_watch.around(pid))
 
     def _in_cgroup(self, cgroup: str, daemon: str) -> list[Lease]:
-        """Return the leases on a control daemon that have a living process in a control group that tells anything."""
+        """Return the leases on a control daemon that have a living process in a control group that identifies a job."""
         if not attribution.is_telling(cgroup):
             return []
         return [

@@ -1,9 +1,9 @@
-"""Whether the leases of each GPU are all there: where some may be lost, nothing is granted until their clients end.
+"""Whether the leases of each GPU are complete: where some may be lost, nothing is granted until their clients end.
 
-A lease store that begins anew knows of no lease. A control daemon that ran before it may have clients whose leases were
-in the store before: what they hold would be granted once more. So a GPU counts as incomplete until its control daemon
-has said who its clients are and those are gone, or an operator says that it is well. The store keeps that, and a new
-one says it of every GPU in the same commit as it is made, so that no death of mpsd comes between.
+A new lease store contains no lease. A control daemon that is older than the store may have clients whose leases were in
+the previous store, and their shares would be granted again. A GPU therefore counts as incomplete until its control
+daemon has reported its clients and those are gone, or an operator declares it complete. The store keeps this state. A
+new store marks every GPU in the same commit that creates it, so that no death of mpsd comes between.
 """
 
 from typing import Final
@@ -15,11 +15,11 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import proc
 
 _MOST_NAMED: Final = 8
-"""Processes that are named in a sentence."""
+"""Maximum processes that a sentence names."""
 
 
 class Completeness:
-    """What is known of the completeness of each GPU's leases."""
+    """The completeness of each GPU's leases."""
 
     def __init__(self, store: LeaseStore, log: Logger) -> None:
         self._store = store
@@ -29,11 +29,11 @@ class Completeness:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there are processes that have to end before a GPU's leases are complete again."""
+        """Whether processes have to end before a GPU's leases are complete again."""
         return bool(self._awaited)
 
     def because(self, gpu: str) -> str:
-        """Say why the leases of a GPU may be incomplete; nothing where they are complete."""
+        """Say why the leases of a GPU may be incomplete; empty where they are complete."""
         because = self._store.incomplete(gpu)
         awaited = sorted(each.pid for each in self._awaited.get(gpu, ()))
         if not because or not awaited:
@@ -42,12 +42,12 @@ class Completeness:
         return f"{because}; it waits for the end of pid {named}"
 
     def hold(self, gpu: str, because: str) -> None:
-        """Grant nothing on a GPU until its clients of now are gone, or an operator resumes it. Raises StorageError."""
+        """Grant nothing on a GPU until its present clients are gone, or an operator resumes it. Raises StorageError."""
         self._store.note_completeness(gpu, because)
         self._awaited.pop(gpu, None)
 
     def clear(self, gpu: str, because: str) -> None:
-        """Take the leases of a GPU for complete from now on. Raises StorageError: nothing has changed, then."""
+        """Declare the leases of a GPU complete. Raises StorageError; nothing has changed then."""
         if not self._store.incomplete(gpu):
             return
         self._store.note_completeness(gpu, "")
@@ -55,7 +55,7 @@ class Completeness:
             self._log.info(EventName.LEASES_COMPLETE, gpu=gpu, because=because)
 
     def look(self, daemon: Daemon) -> str:
-        """Look who is left on a GPU whose leases may be incomplete; return why they still are, or nothing.
+        """Check which clients are left on a GPU with incomplete leases; return why they still are, or an empty text.
 
         Raises StorageError when they are complete and that could not be stored.
         """
@@ -80,10 +80,10 @@ class Completeness:
 
 
 def _present(daemon: Daemon) -> set[ProcessIdentity] | None:
-    """Return the clients of a control daemon, and servers that outlived one; None while that is not known."""
+    """Return the clients of a control daemon, and servers that outlived one; None while they are unknown."""
     servers = [each for each in daemon.servers if not each.orphan]
     if daemon.state not in ANSWERED or not daemon.verified or any(each.limits is None for each in servers):
-        return None  # a busy server says nothing, as one without clients does
+        return None  # a busy server does not answer, just as one without clients
     pids = {pid for each in servers for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
     started = ((pid, proc.start_ticks(pid)) for pid in pids)
     return {ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None}

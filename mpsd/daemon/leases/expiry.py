@@ -1,4 +1,4 @@
-"""Says when the time to live of a lease is over soon, and when it is over: its processes are told by nobody else."""
+"""Reports when the time to live of a lease ends soon, and when it is over: its processes get no other notice."""
 
 from typing import Final
 
@@ -15,13 +15,13 @@ _AFTERWARDS: Final = (
 
 
 class Expiry:
-    """Which leases expire soon, each reported once for each time to live that it was given."""
+    """The leases that expire soon; each is reported once for each of its times to live."""
 
     def __init__(self, ledger: Ledger, group_commit: GroupCommit) -> None:
         self._ledger = ledger
         self._group_commit = group_commit
         self._reported: dict[str, float] = {}
-        """By lease, the moment of its end that was reported."""
+        """By lease, the reported moment of its end."""
 
     def look(self, now: float) -> None:
         """Report the leases that expire soon; an mpsd that has just started reports them again."""
@@ -39,7 +39,7 @@ class Expiry:
         self._reported = soon
 
     def over(self, lease: Lease, *, ends_clients: bool) -> str:
-        """Report a lease whose time to live is over, with those who are left, and return why it ends."""
+        """Report a lease whose time to live is over, with its remaining clients, and return why it ends."""
         because = f"its time to live of {lease.ttl:g} s has expired"
         afterwards = "its clients are ended" if ends_clients else _AFTERWARDS
         facts = {"clients": [each.pid for each in lease.clients], "because": f"{because}; {afterwards}"}

@@ -1,10 +1,9 @@
-"""What one turn of the loop decides is stored before callers go on, and is told after that.
+"""The decisions of one turn of the loop are stored before callers continue, and logged after that.
 
-The first who waits for it has it stored at once; all others in the same turn of the loop share one commit at its end.
-
-Callers come first: their answers do not wait for lines of the log. These wait for each other, for a moment, but nobody
-overtakes them: they are told before any other line is, and before anybody is told the events, or shown the leases.
-Should mpsd die before that, the next one tells them, since they are in the lease store.
+The first caller that waits for its decision has it stored at once; all others in the same turn of the loop share one
+commit at its end. Callers come first: their answers do not wait for lines of the log. These lines wait a moment for
+each other, but keep their order: they are logged before any other line, and before any caller reads the events or the
+leases. If mpsd dies before that, the next mpsd logs them, because they are in the lease store.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
 
 _DELAY: Final = 0.01
-"""Seconds for which what is stored may wait for more, to be told with it."""
+"""Seconds for which stored news may wait for further news, to be logged together."""
 
 StoredBatches: TypeAlias = Sequence[tuple[datetime, Mapping[str, Lease]]]
 """When each of some turns was stored, and the leases that it changed."""
@@ -31,7 +30,7 @@ _MAKE_ROOM: Final = "free space on the file system of the runtime directory, or 
 
 
 class GroupCommit:
-    """The changes to leases that are not stored yet, and those that wait for that."""
+    """The changes to leases that are not stored yet, and the callers that wait for them."""
 
     def __init__(
         self,
@@ -45,7 +44,7 @@ class GroupCommit:
         find: Callable[[str], Lease | None],
         refuse: Callable[[str, str, StorageError], None],
     ) -> None:
-        """`publish` takes note that the news up to a turn were logged, and returns up to which they are in the history.
+        """Take the parts of the node that a commit concerns.
 
         `account` is given the leases of the turns that were told, each as it was stored.
         `find` returns a lease that has not ended. `finish` is called before a turn is stored, to decide what follows
@@ -53,7 +52,7 @@ class GroupCommit:
         stored.
         """
         self.trouble = ""
-        """Why nothing can be stored at the moment, if so."""
+        """Why nothing can be stored at the moment; empty where it can."""
         self._store = store
         self._log = log
         self._shares = LineShares(log, lambda: settings.current.api.lines_per_uid, minutes=10, lines="leases")
@@ -62,11 +61,11 @@ class GroupCommit:
         self._finish = finish
         self._find = find
         self._refuse = refuse
-        self._loop = asyncio.get_running_loop()  # to ask for it at each change takes a system call
+        self._loop = asyncio.get_running_loop()  # each later call would take a system call
         self._due = False
         """Whether something has to be stored."""
         self._awaited = False
-        """Whether the end of this turn of the loop is waited for."""
+        """Whether the end of this turn of the loop is scheduled."""
         self._fresh = True
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
@@ -74,21 +73,21 @@ class GroupCommit:
         self._unpublished: list[tuple[datetime, Sequence[LeaseEvent], Mapping[str, Lease]]] = []
         """What is stored, since when, and has to be told, with the leases that it is about."""
         self._reached = 0
-        """The latest turn of which the news are among that, or were told."""
+        """The latest turn whose news are among these, or were logged."""
         self._publishing: asyncio.TimerHandle | None = None
         log.before(self.catch_up)
 
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
-        """Have a lease stored, as it is now, at the end of this turn of the loop, and then tell what happened to it."""
+        """Store a lease in its present state at the end of this turn of the loop, and then log what happened to it."""
         self._schedule()
         self._changed[lease.id] = lease
         owner = lease.owner
-        # What is beyond the uid's share of lines is not told; the lease is stored, and shown, all the same.
+        # Lines beyond the uid's share are not logged; the lease is stored and shown nevertheless.
         if event is not None and self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
 
     def decided(self, lease: Lease) -> None:
-        """Have a request stored that was decided, and tell what was decided."""
+        """Store a decided request, and log the decision."""
         if lease.state is LeaseState.WAITING:
             self.change(lease, EventName.LEASE_WAITS, because=lease.because)
             return
@@ -105,7 +104,7 @@ class GroupCommit:
         )
 
     def refused(self, owner: Owner, refusal: MpsdError) -> None:
-        """Tell who was refused what, and why; there is nothing to store."""
+        """Log a refusal with its reason; there is nothing to store."""
         if self._shares.take(owner.uid):
             facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
@@ -124,17 +123,17 @@ class GroupCommit:
         self._fresh = True
 
     async def over(self) -> None:
-        """Return when what was decided so far is stored, or has failed to be."""
+        """Return when all decisions so far are stored, or could not be."""
         if not self._due:
             return
         if self._fresh:
             self.end()
         else:
-            # The loop calls back in order: whoever gives way for one turn comes after what was scheduled before.
+            # The loop calls back in order: a task that yields for one turn continues after what was scheduled before.
             await asyncio.sleep(0)
 
     async def stored(self, lease_id: str) -> None:
-        """Wait until a lease is stored as it is. Raises StorageError when that failed; it is tried again and again."""
+        """Wait until a lease is stored in its present state. Raises StorageError on failure; mpsd keeps trying."""
         if lease_id in self._store.late:
             self._schedule()
         await self.over()
@@ -142,9 +141,9 @@ class GroupCommit:
             raise StorageError(f"the state of lease {lease_id} could not be stored: {self.trouble}", hint=_MAKE_ROOM)
 
     def look_for_room(self) -> None:
-        """Try again what failed, and grant again when there is room where there was none.
+        """Retry failed commits, and grant again when there is room again.
 
-        A file that others have removed, replaced or written into is written anew, out of what is known here.
+        A file that others have removed, replaced or written into is written again from the state in memory.
         """
         try:
             because = self._store.mend(self._find)
@@ -163,7 +162,7 @@ class GroupCommit:
         self._log.info(EventName.STORE_WRITABLE)
 
     def end(self) -> None:
-        """Store what this turn decided, and have it told soon."""
+        """Store the decisions of this turn, and schedule their log lines."""
         self._finish()
         self._due = self._fresh = False
         changed, self._changed = self._changed, {}
@@ -178,7 +177,7 @@ class GroupCommit:
                 self._publishing = self._loop.call_later(_DELAY, self._publish)
 
     def close(self) -> None:
-        """Store and tell what is left."""
+        """Store and log what is left."""
         self.end()
         self._publish()
 
@@ -216,12 +215,12 @@ class GroupCommit:
         self._publish()
 
     def catch_up(self) -> None:
-        """Tell what waits for that, if anything does: something else is about to be told."""
+        """Log the news that wait for it, because something else is about to be logged."""
         if self._unpublished:
             self._publish()
 
     def _publish(self) -> None:
-        """Log what is stored, and note what of that is in the history, and need not be told again."""
+        """Log what is stored, and note which news are in the history and need not be logged again."""
         if self._publishing is not None:
             self._publishing.cancel()
             self._publishing = None

@@ -1,4 +1,4 @@
-"""What keeps leases alive, and what becomes of a lease when a holder, or the last of its processes, is gone."""
+"""The ties that keep leases alive, and the fate of a lease when a holder, or the last of its processes, is gone."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,7 +13,7 @@ from mpsd.daemon.leases.limit_gates import LimitGates
 
 
 class Holding:
-    """The ties of the leases, and whose end ends a lease."""
+    """The ties of the leases; when the last one is gone, the lease ends."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Holding:
         end: Callable[[str, str], None],
         is_unheard: Callable[[str], bool],
     ) -> None:
-        """`end` ends a lease, for a reason; `is_unheard` tells whether nobody has heard of a lease yet."""
+        """Take the parts; `end` ends a lease for a reason; `is_unheard` tells whether no caller got a lease yet."""
         self._ledger = ledger
         self._group_commit = group_commit
         self._end = end
@@ -34,11 +34,11 @@ class Holding:
         self.bearers = Bearers(ledger, self.watch, self.clients, end)
 
     def carriers(self, leases: Iterable[Lease]) -> Carriers:
-        """Return who carries the tokens of those leases of an earlier mpsd that nothing else keeps alive."""
+        """Return the carriers of the tokens of an earlier mpsd's leases that nothing else keeps alive."""
         return self.bearers.carriers(lease for lease in leases if not self.watch.live(lease))
 
     def take_up(self, lease: Lease, carriers: Carriers) -> bool:
-        """Forget what is gone of a lease of an earlier mpsd; False where nothing keeps it alive."""
+        """Remove the gone processes of an earlier mpsd's lease; False where nothing keeps it alive."""
         if not self.watch.live(lease) and not self.bearers.watch(lease, carriers):
             self._end(lease.id, f"{holders.all_said(lease)}, {_died(lease)} while mpsd was not running")
             return False
@@ -51,7 +51,7 @@ class Holding:
         return lease.id in self._ledger.leases
 
     def _drop(self, lease_id: str, gone: Holder) -> None:
-        """Forget a holder that is gone, unless it was the last: people want to know who that was."""
+        """Remove a holder that is gone, unless it was the last: users want to know which one that was."""
         lease = self._ledger.leases.get(lease_id)
         if lease is None:
             return
@@ -60,7 +60,7 @@ class Holding:
             self._group_commit.change(self._ledger.hold(lease_id, left))
 
     def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
-        """End a lease whose last process is gone, however it went; otherwise remove that process from it."""
+        """End a lease whose last process is gone, however it ended; otherwise remove that process from it."""
         lease = self._ledger.find(lease_id)
         if lease is None:
             return
@@ -85,13 +85,13 @@ class Holding:
             self._end_for_want_of_processes(lease, f"{holders.all_said(lease)}, {because}")
 
     def _end_for_want_of_processes(self, lease: Lease, because: str) -> None:
-        if self._is_unheard(lease.id):  # so that nobody has its token
+        if self._is_unheard(lease.id):  # so no process has its token
             self._end(lease.id, because)
         else:
             self.bearers.end_unless_borne(lease, because)
 
     def _group_populated(self, lease_id: str, holder: HoldingGroup) -> None:
-        """Store that processes came, so that the next mpsd takes an empty group for one that they have left."""
+        """Store that a group got processes, so that the next mpsd knows that an empty group was left by them."""
         lease = self._ledger.leases.get(lease_id)
         if lease is not None:
             left = tuple(holder if holders.are_same(each, holder) else each for each in lease.holders)

@@ -1,4 +1,4 @@
-"""The leases on disk: what is there, what is to be there, and what a full disk makes of the difference."""
+"""The leases on disk: the stored state, the state to be stored, and the handling of a full disk."""
 
 import contextlib
 import itertools
@@ -58,20 +58,20 @@ LEASES_SCHEMA: Final = (
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
 
 In the second, `data` is a lease that has not ended, or nothing. The `news` of a turn of the loop, [[turn, news], ...],
-are in one of the rows that it changed: most turns change one lease, and are one row and one statement. `told` is up to
-which turn the news were in the history when the row was written.
+are in one of the rows that the turn changed: most turns change one lease, and are one row and one statement. `told` is
+the turn up to which the news were in the history when the row was written.
 
-The third has why the leases of a GPU may be incomplete, or nothing where they are complete; the row `*` is for every
-GPU that has none of its own.
+The third contains why the leases of a GPU may be incomplete, or nothing where they are complete; the row `*` is for
+every GPU without a row of its own.
 
-In the fourth, a lease has `holders`, each of its kind, where it had the one process that was its `holder` before.
+In the fourth, a lease has `holders`, each of its kind, instead of the one process that was its `holder`.
 """
 
 LEASES_FIRST: Final = """
     INSERT INTO incomplete
     SELECT '*', because, checksum('*', because) FROM (SELECT 'the lease store began anew while it ran' AS because)
 """
-"""What a new store says: what was granted before it is not in it."""
+"""The content of a new store: it does not contain earlier grants."""
 
 LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
@@ -80,7 +80,7 @@ PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
 
 
 class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
-    """What happened to a lease."""
+    """Something that happened to a lease."""
 
     lease: str
     event: EventName
@@ -88,7 +88,7 @@ class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 Statement: TypeAlias = tuple[str, Sequence[object]]
-"""What SQLite is told, and the values in it."""
+"""An SQLite statement, and its values."""
 
 _Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
@@ -96,11 +96,11 @@ _Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 
 @dataclass(frozen=True, slots=True)
 class CommitResult:
-    """What came of having leases stored; `because` is empty when all of them were."""
+    """The result of storing leases; `because` is empty when all of them were stored."""
 
     because: str = ""
     refused: tuple[Lease, ...] = ()
-    """Those that are not on disk, or only as a place in the queue: nobody may be told that they were granted."""
+    """Those that are not on disk, or only as a place in the queue: no caller may learn that they were granted."""
 
 
 _ALL_STORED: Final = CommitResult()
@@ -108,79 +108,80 @@ _ALL_STORED: Final = CommitResult()
 
 @dataclass(frozen=True, slots=True)
 class StoredLeases:
-    """What an earlier mpsd left."""
+    """The state that an earlier mpsd left."""
 
     leases: Sequence[Lease] = ()
-    """The leases of this boot, the oldest first. Those of other boots are over."""
+    """The leases of this boot, the oldest first. Those of other boots have ended."""
     unpublished: Sequence[LeaseEvent] = ()
-    """What was decided and is not in the history, since mpsd died between."""
+    """Decisions that are not in the history, because mpsd died in between."""
     unrestored: Sequence[UnrestoredLease] = ()
-    """Those of this boot that make no sense; their rows stay until `discard`."""
+    """Invalid leases of this boot; their rows stay until `discard`."""
     because: str = ""
-    """Why there is nothing, where the store made no sense as a whole."""
+    """Why there is nothing, where the store as a whole was invalid."""
 
 
 class _Row(msgspec.Struct):
-    """What is on disk of a lease."""
+    """The row of a lease on disk."""
 
     number: int
     state: LeaseState | None = None
-    """None while it is not there."""
+    """None while it is not on disk."""
     events: _Batches = ()
-    """What is in the row and may have to be told yet."""
+    """The news in the row that may not be logged yet."""
 
 
 class LeaseStore:
-    """The lease store: each lease has a row, which is free for another once it has ended and its news are told."""
+    """The lease store: each lease has a row, which is reused after the lease has ended and its news are logged."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._rows: dict[str, _Row] = {}
         """By lease."""
         self._unpublished_batches: deque[tuple[int, str]] = deque()
-        """The turns that are not told yet, in order, each with a lease of which it wrote the row."""
+        """The turns whose news are not logged yet, in order, each with a lease whose row has them."""
         self._free: list[int] = []
         self._new = itertools.count(1)
-        """The numbers of the rows that there are not yet."""
+        """The numbers of the rows that do not exist yet."""
         self.late: dict[str, Lease] = {}
-        """The leases that are not on disk as they are, by id."""
+        """The leases that are not on disk in their present state, by id."""
         self._unwritten = ""
-        """Why the file is new and has nothing of this in it yet, if so: what is not beside all else is not stored."""
+        """Why the file is new and still empty; empty text otherwise. Nothing is stored until it contains the whole
+        state."""
         self._incomplete: dict[str, str] | None = None
-        """What is stored about the completeness of the leases, by GPU, once it was read."""
+        """The stored completeness of the leases, by GPU, once it was read."""
         self.batch = 0
         """The number of the latest turn of the loop that had news."""
         self._published = 0
-        """The number of the latest of which the news are in the history."""
+        """The number of the latest turn whose news are in the history."""
 
     def has_room(self) -> bool:
         """Tell whether there is room for more leases."""
         return self._database.has_room()
 
     def incomplete(self, gpu: str) -> str:
-        """Say why the leases of a GPU may be incomplete; nothing where they are complete."""
+        """Say why the leases of a GPU may be incomplete; empty where they are complete."""
         if self._incomplete is None:
             rows = self._database.rows("SELECT gpu, because FROM incomplete")
             self._incomplete = {str(gpu): str(because) for gpu, because in rows}
         return self._incomplete.get(gpu, self._incomplete.get("*", ""))
 
     def note_completeness(self, gpu: str, because: str) -> None:
-        """Store why the leases of a GPU may be incomplete, or, by nothing, that they are complete.
+        """Store why the leases of a GPU may be incomplete, or, with an empty text, that they are complete.
 
-        Raises StorageError: nothing has changed, then.
+        Raises StorageError; nothing has changed then.
         """
         row = ("INSERT OR REPLACE INTO incomplete VALUES (?, ?, ?)", summed(gpu, because))
         self._database.commit([row], needed=True)
         self._incomplete = {**(self._incomplete or {}), gpu: because}
 
     def note_published(self, batch: int) -> None:
-        """Note that the news up to a turn are in the history: they are not told again, and their rows may be used."""
+        """Note that the news up to a turn are in the history: they are not logged again, and their rows are free."""
         self._published = max(self._published, batch)
         while self._unpublished_batches and self._unpublished_batches[0][0] <= self._published:
             _, lease_id = self._unpublished_batches.popleft()
             row = self._rows.get(lease_id)
             if row is None:
-                continue  # its row was written twice since
+                continue  # its row was written again since
             row.events = self._unpublished(row.events)
             if row.state is LeaseState.ENDED and not row.events:
                 del self._rows[lease_id]
@@ -192,13 +193,13 @@ class LeaseStore:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, published: int = 0) -> StoredLeases:
-        """Return what is there; `published` is the latest turn of which the news are in the history.
+        """Return the stored leases; `published` is the latest turn whose news are in the history.
 
-        Whatever makes no sense in a row is that row's trouble, and no other's.
+        An invalid row does not affect the others.
         """
         ((noted, last),) = self._database.rows("SELECT ifnull(max(told), 0), ifnull(max(number), 0) FROM leases")
         newest = _whole(noted)
-        self._published = max(published, newest)  # a history that was lost knows of nothing that was told
+        self._published = max(published, newest)  # a lost history has no record of logged news
         self._new = itertools.count(_whole(last) + 1)
         leases, unpublished, unrestored = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]](), []
         for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
@@ -209,7 +210,7 @@ class LeaseStore:
                 events = self._unpublished(decoded)
             unpublished += events
             if not data or boot != clock.boot_id():
-                if not events:  # or it is free when another mpsd comes
+                if not events:  # otherwise the row stays free for another mpsd
                     self._free.append(_whole(number))
                 continue
             try:
@@ -220,7 +221,7 @@ class LeaseStore:
             leases.append(lease)
             self._rows[lease.id] = _Row(_whole(number), lease.state, events)
         if leases and newest < published:
-            # What is in the history was in this store before: somebody has put an older one in its place.
+            # Everything in the history was in this store before: somebody has replaced the store by an older one.
             return self._begin_anew(f"it ends with turn {newest}, and the history knows of turn {published}")
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])
@@ -228,12 +229,12 @@ class LeaseStore:
         return StoredLeases(sorted(leases, key=lambda lease: lease.arrival), published_again, unrestored)
 
     def set_aside(self, lease_id: str) -> int:
-        """Leave the row of a lease as it is until `discard`, and return its number; 0 where it has none."""
+        """Leave the row of a lease unchanged until `discard`, and return its number; 0 where it has none."""
         row = self._rows.pop(lease_id, None)
         return row.number if row is not None else 0
 
     def discard(self, row: int) -> None:
-        """Remove a row that was left as it is. Raises StorageError."""
+        """Remove a row that was left unchanged. Raises StorageError."""
         if not row:
             return
         self._database.commit([("DELETE FROM leases WHERE number = ?", (row,))], needed=True)
@@ -249,10 +250,10 @@ class LeaseStore:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def keep(self, changed: Mapping[str, Lease], events: Sequence[LeaseEvent]) -> CommitResult:
-        """Store leases as they are now in one commit, with those that are late; those that have ended go.
+        """Store the present state of leases in one commit, with those that are late; ended leases are removed.
 
-        What there is to tell about them is stored with them, so that it is told even if mpsd dies before it has told
-        it. Where there is no room, the ends are stored all the same, as long as there is ballast for them.
+        The news about them are stored with them, so that they are logged even if mpsd dies before. Where there is no
+        room, the ends are stored nevertheless, as long as there is ballast for them.
         """
         if self.late:
             changed = {**self.late, **changed}
@@ -283,10 +284,10 @@ class LeaseStore:
         return state is not None and (state is not LeaseState.WAITING or lease.state is LeaseState.WAITING)
 
     def mend(self, find: Callable[[str], Lease | None]) -> str:
-        """Write everything into a new file, if others have changed the one that is written; return why, or nothing.
+        """Write everything into a new file, if others have changed the present one; return why, or an empty text.
 
-        `find` returns a lease that has not ended. What there was in the file's place is set aside. Raises StorageError:
-        it has to be tried again, and nothing is stored until then.
+        `find` returns a lease that has not ended. An existing file in its place is set aside. Raises StorageError: the
+        caller has to try again, and nothing is stored until then.
         """
         because = self._database.changed_from_outside()
         if because:
@@ -300,7 +301,7 @@ class LeaseStore:
 
     def _completeness_rows(self) -> list[Statement]:
         if self._incomplete is None:
-            return []  # it was never read, and the new file says that nothing is complete
+            return []  # it was never read, and the new file marks everything as incomplete
         put = "INSERT INTO incomplete VALUES (?, ?, ?)"
         rows: list[Statement] = [(put, summed(gpu, because)) for gpu, because in self._incomplete.items()]
         return [("DELETE FROM incomplete", ()), *rows]
@@ -327,7 +328,7 @@ class LeaseStore:
             batches = ()
             statements.append(self._statement(row, None if ended else lease, unpublished))
             written.append((row, lease, unpublished))
-        if self._unwritten:  # all the others are not in the file
+        if self._unwritten:  # the other leases are not in the file yet
             raise StorageError(self._unwritten, hint="restore the runtime directory")
         self._database.commit(statements, needed=needed)
         self.batch = batch
@@ -342,5 +343,5 @@ class LeaseStore:
 
 
 def _whole(value: object) -> int:
-    """Return a number of the store; 0 for what is none, as only damage could have left it."""
+    """Return an integer of the store; 0 for any other value, which only damage can have left."""
     return value if isinstance(value, int) else 0

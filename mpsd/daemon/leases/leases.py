@@ -1,7 +1,7 @@
-"""The leases of the node: the ledger decides, and what it decides is stored, then told, and never the other way round.
+"""The leases of the node: the decisions of the ledger are first stored, and then reported, never the other way round.
 
-Each lease is tied to what holds it: see `holding`. All that was decided in one turn of the loop is stored in one
-commit; only then is it told, as an event and to the callers.
+Each lease is tied to its holders: see `holding`. All decisions of one turn of the loop are stored in one commit; only
+then are they reported, as an event and to the callers.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ from mpsd.system import clock
 from mpsd.system.descriptors import Purpose
 
 _MOST_ENDED: Final = 256
-"""Leases that ended and can still be asked for."""
+"""Ended leases that can still be queried."""
 
 _ID_BYTES: Final = 5
 _TICK: Final = 0.5
-"""Seconds between two looks for leases whose time is over, and for room on a disk that was full."""
+"""Seconds between two checks for leases whose time is over, and for room on a full disk."""
 
 
 class Leases:
@@ -96,10 +96,10 @@ class Leases:
         self.left_behind: Callable[[Lease], None] = lambda _: None
         """Called with a lease that has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
-        """By lease whose outcome nobody has heard yet."""
+        """By lease whose outcome no caller has got yet."""
         self._ended = OrderedDict[str, Lease]()
         self._unsettled = False
-        """Whether something ended in this turn, so that others may be granted what it had."""
+        """Whether a lease ended in this turn, so that others may be granted its shares."""
         self._offered: Iterable[Offer] | None = None
         settings.follow(self._configure)
 
@@ -125,9 +125,9 @@ class Leases:
             self._holder_watch.close()
 
     def restore(self) -> None:
-        """Take up the leases of an earlier mpsd of this boot; call it before anybody can ask for one.
+        """Restore the leases of an earlier mpsd of this boot; call it before any caller can request one.
 
-        Those whose processes died meanwhile end now, and places in the queue that nobody can come back to.
+        Leases whose processes died meanwhile end now, and so do places in the queue to which nobody can come back.
         """
         found, now = self._store.read(self._published), clock.monotonic()
         if found.because:
@@ -136,17 +136,17 @@ class Leases:
         self._group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
         enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self._holder_watch.restore)
         entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
-        # All of them stand in the ledger before the first ends: what it leaves must not be granted twice.
+        # All of them are in the ledger before the first one ends: its shares must not be granted twice.
         carriers = self._holding.carriers(entered)
         for lease in entered:
             self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
-        self._holder_watch.look()  # a group may be empty again at the first tick: that it was not would be forgotten
+        self._holder_watch.look()  # a group may be empty again at the first tick
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)
 
     def _set_aside(self, lease: Lease) -> int:
-        """Have nothing of a lease but its row on disk, and return the number of that."""
+        """Remove everything of a lease but its row on disk, and return the number of that row."""
         self.ledger.end(lease.id, "it could not be restored", self._now())
         self._holder_watch.unwatch(lease.id)
         self._pending.pop(lease.id, None)
@@ -182,7 +182,7 @@ class Leases:
         for lease_id in [each for each, pending in self._pending.items() if (pending.held_until or now) < now]:
             self._end(lease_id, "its caller disconnected and did not come back")
 
-    # -- asking for a lease, and ending one ---------------------------------------------------------------------------
+    # -- requesting and ending a lease --------------------------------------------------------------------------------
 
     async def admit(
         self,
@@ -194,13 +194,13 @@ class Leases:
         ttl: float | None,
         has_left: Callable[[], bool],
     ) -> Lease:
-        """Grant a lease now or after waiting `wait` seconds at most (None: for ever), stored before it is returned.
+        """Grant a lease now or after waiting `wait` seconds at most (None: without end), stored before it is returned.
 
         Raises what `Ledger.submit` and `descriptors.duplicate` do, StorageError, and ConnectionResetError where the
-        caller `has_left`. Before it has heard, one that left, or is cancelled, loses its place, unless it has a
-        request_id to come back with.
+        caller `has_left`. A caller that leaves, or is cancelled, before it gets the answer loses its place, unless it
+        has a request_id to come back with.
         """
-        now, secret = self._now(), os.urandom(_ID_BYTES + TOKEN_BYTES).hex()  # as secrets.token_hex, in fewer calls
+        now, secret = self._now(), os.urandom(_ID_BYTES + TOKEN_BYTES).hex()  # like secrets.token_hex, in fewer calls
         requested = Lease(
             id=f"lease-{secret[: 2 * _ID_BYTES]}",
             state=LeaseState.WAITING,
@@ -216,7 +216,7 @@ class Leases:
             claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
         try:
-            self._holder_watch.watch(requested.id, named, Purpose.LEASE)  # first: it fails without descriptors
+            self._holder_watch.watch(requested.id, named, Purpose.LEASE)  # first, because it fails without descriptors
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
             self._holder_watch.unwatch(requested.id)
@@ -229,17 +229,17 @@ class Leases:
         return await self.answer(lease, has_left)
 
     def record_refusal(self, owner: Owner, refusal: MpsdError) -> None:
-        """Tell in the log who was refused what, and why."""
+        """Log a refusal with its reason."""
         self._group_commit.refused(owner, refusal)
 
     async def answer(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
-        """Return the lease once it is granted, stored and open, or raise why it has ended, once that is stored.
+        """Return the lease when it is granted, stored and open, or raise why it has ended when that is stored.
 
-        Whoever left, or is cancelled, before that has hung up, and may come back to hear of it only with a request_id.
+        A caller that leaves, or is cancelled, before that can get the outcome later only with a request_id.
         """
         pending = self._pending.get(lease.id)
         if pending is None:
-            return lease  # somebody has heard of it before, so it is stored
+            return lease  # a caller got it before, so it is stored
         pending.listeners += 1
         pending.held_until = None
         try:
@@ -271,7 +271,7 @@ class Leases:
         pending.listeners -= 1
         lease = self.ledger.find(lease_id)
         if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
-            return  # others listen, or it has ended, or somebody has heard of it
+            return  # others listen, or it has ended, or a caller got its outcome
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
         elif is_full(self._pending.values(), pending.uid, most := self._settings.current.admission.hang_ups_per_uid):
@@ -281,19 +281,22 @@ class Leases:
 
     @property
     def ended(self) -> list[Lease]:
-        """The leases that ended not long ago, the latest last."""
+        """The leases that ended recently, the latest last."""
         return [*self._ended.values()]
 
     async def release(self, lease_id: str, because: str) -> None:
-        """End a lease, and return when that is stored; one that has ended already is fine. Raises StorageError."""
+        """End a lease, and return when that is stored; a lease that has ended already is no error.
+
+        Raises StorageError.
+        """
         self._end(lease_id, because)
         await self._group_commit.stored(lease_id)
 
     async def renew(self, lease_id: str, ttl: float) -> Lease:
-        """Give a granted lease this many seconds from now, stored before it is returned.
+        """Set the time to live of a granted lease to this many seconds from now; stored before it is returned.
 
-        Raises NotFoundError when it has ended, or only waits, and StorageError: it is renewed then, but mpsd's death
-        would undo that.
+        Raises NotFoundError when the lease has ended or waits, and StorageError: the lease is then renewed, but a death
+        of mpsd would undo that.
         """
         lease = self.ledger.leases.get(lease_id)
         if lease is None or lease.closing:
@@ -304,9 +307,9 @@ class Leases:
         return lease
 
     def offer(self, offers: Iterable[Offer], unleased: Mapping[int, Amount]) -> None:
-        """Take what the GPUs have to give from now on, and grant what has become possible.
+        """Replace the offers of the GPUs, and grant what has become possible.
 
-        `unleased` is what the clients of each uid use of that without a lease.
+        `unleased` is what the clients of each uid use of them without a lease.
         """
         if offers is self._offered:
             return
@@ -318,7 +321,7 @@ class Leases:
             self.settle()
 
     def leave(self) -> None:
-        """Tell those who wait that mpsd is stopping; places are kept for those who have a request_id to return with."""
+        """Answer the waiting callers that mpsd is stopping; those with a request_id keep their places."""
         for lease_id, pending in tuple(self._pending.items()):
             lease = self.ledger.waiting.get(lease_id)
             if lease is None:
@@ -330,7 +333,7 @@ class Leases:
                 pending.decide(refusal)
 
     def settle(self) -> None:
-        """Grant what can be granted to those who wait; while nothing can be stored, nothing can."""
+        """Grant the waiting leases that can be granted; while nothing can be stored, none can."""
         self._unsettled = False
         if not self.ledger.waiting or self._group_commit.trouble:
             return
@@ -339,11 +342,11 @@ class Leases:
             self._pending[lease.id].decide(None)
 
     def publish(self) -> None:
-        """Tell what was decided so far, and waits to be told: somebody is about to look."""
+        """Log the decisions that wait for it, because a caller is about to read them."""
         self._group_commit.catch_up()
 
     async def as_stored(self) -> None:
-        """Wait until what can be seen here now is stored, and told: who reads it finds in the log how it came to be."""
+        """Wait until everything that is visible here is stored and logged, so that the log contains its cause."""
         await self._group_commit.over()
         self.publish()
 
@@ -352,27 +355,27 @@ class Leases:
             self.settle()
 
     def _decided(self, lease: Lease) -> None:
-        """Take note of what was decided about a request: its clients are let in before its caller hears of it."""
+        """Record the decision about a request: its clients are admitted before its caller gets the answer."""
         if lease.state is not LeaseState.WAITING:
             self._limit_gates.follow(lease)
         self._group_commit.decided(lease)
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be granted at the moment, on any GPU: nothing can be stored. Empty when all is well."""
+        """Why nothing can be granted on any GPU at the moment: nothing can be stored. Empty when it can."""
         return self._group_commit.trouble
 
     def find(self, lease_id: str) -> Lease:
-        """Return a lease, also when it ended not long ago. Raises NotFoundError."""
+        """Return a lease, also one that ended recently. Raises NotFoundError."""
         found = self.ledger.find(lease_id) or self._ended.get(lease_id)
         if found is None:
             raise NotFoundError(f"there is no lease {lease_id!r}", hint="list the leases: mpsctl leases")
         return found
 
     def _end(self, lease_id: str, because: str, refusal: MpsdError | None = None) -> None:
-        """End a lease: the one place where a lease ends. Those who have not heard of it yet are told why.
+        """End a lease; a lease ends nowhere else. Callers that wait for its outcome get the reason.
 
-        `refusal` is what they are told, where that is not simply that it has ended.
+        `refusal` is the error for them, where it differs from a plain end.
         """
         ended = self.ledger.end(lease_id, because, self._now())
         if ended is None:

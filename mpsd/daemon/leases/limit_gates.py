@@ -1,7 +1,7 @@
-"""Keeps every control daemon at what the leases need: open for those whose processes may come, and closed otherwise.
+"""Keeps the limits of every control daemon at what the leases need: open while processes may come, closed otherwise.
 
-They are opened, and read back, before the grant is answered. They are lowered a moment later than they could be, so
-that grants and releases that follow each other at once do not each cost a conversation.
+mpsd opens them, and reads them back, before it answers the grant. It lowers them a moment later than it could, so that
+grants and releases in quick succession do not each cost a conversation.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ from mpsd.system import clock, process_table
 from mpsd.system.new_processes import NewProcesses
 
 _LINGER: Final = 0.2
-"""Seconds for which limits may stay that nobody needs any more."""
+"""Seconds for which limits may stay that no lease needs any more."""
 
 _FIRST_READING: Final = 0.5
-"""Seconds after a client came until the GPUs are read for its memory; each further wait is twice as long."""
+"""Seconds from the arrival of a client to a reading of the GPUs for its memory; each further wait is twice as long."""
 
 _LAST_READING: Final = 8.0
-"""The longest of those waits. After it, the GPUs are read as often as they are anyway."""
+"""The longest of these waits. After it, the GPUs are read only as often as usual."""
 
 _LOOK: Final = 0.02
-"""Seconds between two looks for new processes of the leases for which that could open a ceiling."""
+"""Seconds between two checks for new processes of leases with a closed ceiling."""
 
 _NOTHING: Final = GpuProcess(Known(0))
-"""What a process has on a GPU on which NVML does not list it."""
+"""The reading for a process that NVML does not list on a GPU."""
 
 
 _CANARY: Final = "canary"
-"""Stands among the leases for mpsd's own client; no lease has this id."""
+"""The id of mpsd's own client among the leases; no lease has this id."""
 
 _CANARY_PATIENCE: Final = 60.0
 """Seconds that a canary waits for its turn."""
@@ -52,15 +52,15 @@ _CANARY_PATIENCE: Final = 60.0
 
 @dataclass(slots=True)
 class _Gate:
-    """One control daemon, and who is to attach to it."""
+    """One control daemon, and the leases whose processes are to attach to it."""
 
     supervisor: Supervisor
     limits: Limits
     expected: ExpectedClients = field(default_factory=ExpectedClients)
     lower_at: float = NEVER
-    """When limits that are wider than is needed are to be lowered."""
+    """When limits that are wider than needed are to be lowered."""
     until: float = NEVER
-    """When what is needed changes by itself."""
+    """When the needed limits change by themselves."""
 
 
 class LimitGates:
@@ -70,23 +70,23 @@ class LimitGates:
         self._pipe_access = pipe_access
         self._gates: dict[str, _Gate] = {}
         self._leases: dict[str, Lease] = {}
-        """The living leases, by id, as they were followed last."""
+        """The living leases, by id, as of the last `follow`."""
         self._unreadable: frozenset[str] = frozenset()
-        """The GPUs that could not be read last."""
+        """The GPUs that could not be read at the last reading."""
         self._proofs: dict[ProcessIdentity, ContextProof] = {}
-        """What NVML proved of the clients that there were when it was asked last."""
+        """The context proofs of the clients at the last reading of NVML."""
         self._read_at = NEVER
         """When the GPUs are to be read for the memory of clients."""
         self._pause = _FIRST_READING
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
-        """Set while a lease is closed out for which new processes would open."""
+        """Set while new processes of some lease would find its ceiling closed."""
         self._wakes = NEVER
         """When `run` looks again by itself."""
         self._moved = asyncio.Event()
-        """Set, and replaced, whenever something was settled: whoever waits for a gate looks again."""
+        """Set, and replaced, after every settlement: callers that wait for a gate look again."""
         self._waiting = 0
-        """How many wait for that."""
+        """How many callers wait for that."""
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
@@ -97,7 +97,7 @@ class LimitGates:
         self._changed.set()
 
     def add(self, supervisor: Supervisor) -> None:
-        """Take over what a control daemon is to give its clients: those of the leases that it has already, too."""
+        """Take charge of the limits of a control daemon, also for the leases that it has already."""
         self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
         supervisor.limit(self._rules.closed)
         for lease in self._leases.values():
@@ -105,9 +105,10 @@ class LimitGates:
                 self._await(lease, anew=True)
 
     async def run(self, read_soon: Callable[[], None], leases_with: Callable[[int], Iterator[Lease]]) -> None:
-        """Follow the clock, what the supervisors find, and new processes, until cancelled.
+        """Follow the clock, the findings of the supervisors, and new processes, until cancelled.
 
-        `read_soon` has the GPUs read, and `leases_with` yields the leases that a process has, or its ancestors have.
+        `read_soon` requests a reading of the GPUs. `leases_with` yields the leases that a process or its ancestors
+        have.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_processes(leases_with))
@@ -133,15 +134,15 @@ class LimitGates:
                     await self._changed.wait()
 
     def look(self) -> None:
-        """Look again soon: something has changed about a control daemon."""
+        """Look again soon: the state of a control daemon has changed."""
         self._changed.set()
 
-    # -- who is waited for --------------------------------------------------------------------------------------------
+    # -- expected processes -------------------------------------------------------------------------------------------
 
     def follow(self, lease: Lease) -> None:
-        """Wait for processes of a lease, or no more, by what it is now; its window begins anew.
+        """Expect processes of a lease, or stop expecting them, by its present state; its window begins again.
 
-        For those of one that is claimed only nobody waits: it opens nothing.
+        A claim that nobody has taken opens nothing, because no processes of it are expected.
         """
         if claim_of(lease) is not None:
             return
@@ -154,15 +155,15 @@ class LimitGates:
             self._pipe_access.close(lease)
 
     def unfollow(self, lease: Lease) -> None:
-        """Wait no more for processes of a lease that is only claimed again, and let its uid in no more."""
+        """Stop expecting processes of a lease that is a claim again, and remove the pipe access of its uid."""
         self._leases.pop(lease.id, None)
         self._await(structs.replace(lease, state=LeaseState.ENDED), anew=True)
         self._pipe_access.close(lease)
 
     def see(self, usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
-        """Take in what is known of the GPUs, by UUID, if they were `read` since the last time.
+        """Process the readings of the GPUs, by UUID, if they were `read` since the last time.
 
-        Behind a client whose memory NVML shows, the ceiling closes.
+        The ceiling closes behind a client whose memory NVML shows.
         """
         if not read:
             return
@@ -190,12 +191,12 @@ class LimitGates:
             else:
                 is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
             if not anew:
-                continue  # whoever says so settles all of them
+                continue  # the caller settles all of them
             if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
                 self._settle(gate)
-            elif is_other and limits is None:  # whoever asks next may well need what this one leaves
+            elif is_other and limits is None:  # the next request may well need what this one leaves
                 gate.lower_at = min(gate.lower_at, now + _LINGER)
-            elif is_other and limits == gate.limits:  # as left by one before: they hold, and all others need no more
+            elif is_other and limits == gate.limits:  # a previous lease left them, and all others need no more
                 gate.lower_at = NEVER
             elif is_other:
                 self._settle(gate)
@@ -209,30 +210,30 @@ class LimitGates:
         if lease.state is LeaseState.ENDED or lease.closing:
             return Awaited.NOBODY
         if self._rules.attach is Attach.ANYTIME:
-            return Awaited.ALWAYS  # as `awaited` says; at every grant
+            return Awaited.ALWAYS  # the same result as `awaited`; a fast path for every grant
         unreadable = any(share.gpu in self._unreadable for share in lease.shares)
         new = ContextProof.UNKNOWN if unreadable else ContextProof.MISSING
         return ceiling.awaited(lease, self._rules.attach, [self._proofs.get(each, new) for each in lease.clients])
 
     def _is_closed_to(self, lease: Lease) -> bool:
-        """Tell whether a lease may have more processes than it has, and they would find the ceiling closed."""
+        """Tell whether a lease may have more processes than it has, and those would find the ceiling closed."""
         if not lease.clients or not ceiling.may_have_more(lease):
             return False
         gates = (self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates)
         return any(not gate.expected.expects(lease.id) for gate in gates)
 
     async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
-        """Open for the leases with room that have a new process: by its family, or by the token that it carries.
+        """Open the gates for leases with room that have a new process, by its family or by the token that it carries.
 
-        That a process is there is evidence of nothing but that it may become a client, and it opens no more than the
-        lease's own part.
+        A new process is only evidence that it may become a client, and the gate opens no further than the lease's own
+        part.
         """
         while True:
             await self._closed.wait()
             new = NewProcesses()
             while self._closed.is_set():
                 await asyncio.sleep(_LOOK)
-                # Where the machine has no descriptor left nobody can become a client either.
+                # Where the machine has no descriptor left, no process can become a client either.
                 with contextlib.suppress(OSError):
                     pids = new.look()
                     for pid in pids:
@@ -241,7 +242,7 @@ class LimitGates:
                     self._open_for_carriers(pids)
 
     def _open_for_carriers(self, pids: Collection[int]) -> None:
-        """Open for the leases whose token a new process was started with, which left their family (8 us a process)."""
+        """Open the gates for leases whose token a new process carries that has left their family (8 us a process)."""
         closed = {each.token: each for each in self._leases.values() if each.token and self._is_closed_to(each)}
         owners = {token: lease.owner.uid for token, lease in closed.items()}
         for token, carrier in process_table.started_with_among(pids if owners else (), TOKEN, owners):
@@ -252,12 +253,12 @@ class LimitGates:
             self.follow(lease)
 
     def _wake_if_needed(self, gate: _Gate) -> None:
-        """It is settled already: those who wait look again, and the clock is followed anew where it has to be."""
+        """Wake `run` if callers wait, or if it has to look earlier; the gate is settled already."""
         if self._waiting or gate.lower_at < self._wakes or gate.until < self._wakes:
             self._changed.set()
 
     def _open_at_once(self, lease: Lease) -> bool:
-        """Let a lease's uid in, and tell whether its clients can attach as it is, as they mostly can.
+        """Admit a lease's uid, and tell whether its clients can attach now, which is the usual case.
 
         They can where there are no turns, no window that may have begun, and no trouble. Raises PipeAccessError.
         """
@@ -274,11 +275,7 @@ class LimitGates:
         return is_open
 
     async def open(self, lease: Lease) -> None:
-        """Return when a lease's clients can attach: the way is open, and so are its limits, which were read back.
-
-        One that is claimed only has none yet, so that it returns at once. Raises PipeAccessError, and
-        DaemonNotReadyError when a control daemon does not get that far.
-        """
+        """Return when a lease's clients can attach: its uid has pipe access, and its limits are open and read back."""
         if claim_of(lease) is not None or self._open_at_once(lease):
             return
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
@@ -303,9 +300,9 @@ class LimitGates:
 
     @contextlib.asynccontextmanager
     async def opened_for_canary(self, name: str) -> AsyncIterator[None]:
-        """Have a control daemon give a canary what it needs, read back, until this is left.
+        """Keep a control daemon open for a canary, with the limits read back, until the context is left.
 
-        Raises DaemonNotReadyError where that is not so in time.
+        Raises DaemonNotReadyError where that takes too long.
         """
         gate = self._gates[name]
         gate.expected.expect(_CANARY, wedge.LIMITS, Awaited.ALWAYS, now=clock.monotonic())
@@ -331,12 +328,13 @@ class LimitGates:
                     return
                 patience = None
             elif supervisor.pipe.waits_for:
-                patience = None  # the end of a client takes as long as its work does, and is no trouble
+                patience = None  # the ending of a client takes as long as its work, and is no fault
             elif is_open and patience is None:
                 patience = clock.monotonic() + self._patience
                 if supervisor.snapshot().log_silent_since is not None:
                     supervisor.ask()
-            # Its turn may pass meanwhile: what was not opened in time is not waited for turn after turn.
+            # The turn may pass meanwhile: the caller does not wait turn after turn for limits that were not opened in
+            # time.
             if patience is not None and clock.monotonic() >= patience:
                 raise self._not_ready(supervisor)
             self._waiting += 1
@@ -360,7 +358,7 @@ class LimitGates:
             self._settle(gate)
 
     def _settle(self, gate: _Gate) -> None:
-        """Have a control daemon hold what is needed: wider limits at once, narrower ones when they have lingered."""
+        """Set the needed limits of a control daemon: wider ones at once, narrower ones after they have lingered."""
         now = clock.monotonic()
         needed = gate.expected.settle(self._rules, now)
         gate.until = needed.until
@@ -377,7 +375,7 @@ class LimitGates:
 
 
 def rules(settings: Settings) -> CeilingRules:
-    """Return what the settings say of attaching."""
+    """Return the rules of attaching from the settings."""
     closed = {
         Unadmitted.DENY: ceiling.SMALLEST,
         Unadmitted.DEFAULTS: settings.default_limits,

@@ -1,4 +1,4 @@
-"""What a holder finds, from where it runs, of what its lease will tell it: a container has a file system of its own."""
+"""The visibility of a lease's paths for its holder: a container has a file system of its own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +14,14 @@ from mpsd.system.process import Process
 
 
 def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
-    """Keep a request to those GPUs on offer whose pipe directory is where its holder will be told that it is.
+    """Restrict a request to the offered GPUs whose pipe directory its holder sees at the same path.
 
-    A program that does not find it there runs outside MPS, without limits. Raises NotPermittedError where none is left.
-    Where the holder has another /dev/shm than the servers, that is told: CUDA may not come to its server then (error
-    805).
+    A program that does not find the directory there runs outside MPS, without limits. Raises NotPermittedError where no
+    GPU is left. A holder whose /dev/shm differs from that of the servers is logged: CUDA may not reach its server then
+    (error 805).
     """
     if holder.sees_alike():
-        return request  # as most do
+        return request  # the usual case
     pid = holder.pid
     directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
     hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))

@@ -1,4 +1,4 @@
-"""A request whose outcome nobody has heard yet."""
+"""A request whose outcome no caller has got yet."""
 
 import asyncio
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from mpsd.core.model import Lease
 
 
 class PendingRequest(Struct):
-    """Who listens for the outcome of a request, and what it is."""
+    """The callers that wait for the outcome of a request, and that outcome."""
 
     uid: int
-    """Whose it is."""
+    """The uid of the request."""
     decided: "asyncio.Future[None] | None" = None
     """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
     refusal: MpsdError | None = None
@@ -30,19 +30,19 @@ class PendingRequest(Struct):
         return cls(uid, asyncio.get_running_loop().create_future(), held_until=held_until)
 
     def decide(self, refusal: MpsdError | None) -> None:
-        """Wake those who wait for the outcome: a grant, or a refusal."""
+        """Wake the callers that wait for the outcome: a grant, or a refusal."""
         self.refusal = refusal
         if self.decided is not None and not self.decided.done():
             self.decided.set_result(None)
 
 
 def is_full(pending: Iterable[PendingRequest], uid: int, most: int) -> bool:
-    """Tell whether as many requests of a uid as may be are kept for callers that hung up."""
+    """Tell whether the maximum of a uid's requests is kept for callers that disconnected."""
     return sum(each.uid == uid and each.held_until is not None for each in pending) >= most
 
 
 def no_room(lease: Lease) -> DoesNotFitError:
-    """Return that a lease has as many client processes as it may have now."""
+    """Return the error that a lease has its present maximum of client processes."""
     if lease.request.processes is None:
         return DoesNotFitError(
             f"lease {lease.id} already has {len(lease.clients)} processes, and the GPU has no place for another client",
@@ -57,6 +57,6 @@ def no_room(lease: Lease) -> DoesNotFitError:
 
 
 def stopping() -> StoppingError:
-    """Return that mpsd is on its way out."""
+    """Return the error that mpsd is stopping."""
     hint = "try again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
     return StoppingError("mpsd is stopping", hint=hint)

@@ -1,4 +1,4 @@
-"""The uids that are shut out of all control daemons since they crashed some, until an administrator pardons them."""
+"""The uids that lost access to all control daemons because they crashed some, until an administrator pardons them."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -28,7 +28,7 @@ class _File(Struct, forbid_unknown_fields=True):
 
 
 class Quarantine:
-    """The recent crashes of the node's control daemons, who may have caused them, and who is shut out for it."""
+    """The recent crashes of the node's control daemons, the suspects, and the quarantined uids."""
 
     def __init__(self, path: Path, settings: LiveSettings, log: Logger) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class Quarantine:
         self._load()
 
     def _load(self) -> None:
-        """Read what an earlier mpsd kept: crashes of this boot, and all quarantines. What is damaged is set aside."""
+        """Read what an earlier mpsd stored: crashes of this boot, and all quarantines. A damaged file is set aside."""
         raw = atomic_file.read(self._path)
         if raw is None:
             return
@@ -57,27 +57,27 @@ class Quarantine:
             self._crashes = file.crashes
 
     def follow(self, call: Callable[[], None]) -> None:
-        """Have this called whenever somebody was shut out, or is let in again."""
+        """Call this whenever a uid was quarantined or pardoned."""
         self._followers.append(call)
 
     @property
     def uids(self) -> Collection[int]:
-        """The uids that are shut out."""
+        """The quarantined uids."""
         return self._quarantined.keys()
 
     @property
     def quarantined(self) -> tuple[QuarantinedUid, ...]:
-        """The same with since when, and why."""
+        """The quarantined uids with the time and the reason."""
         return tuple(self._quarantined.values())
 
     @property
     def suspects(self) -> tuple[Suspect, ...]:
-        """The uids that were let in at recent crashes, and are not shut out."""
+        """The uids with pipe access at recent crashes that are not quarantined."""
         crashes = suspects.recent(self._crashes, self._policy, clock.monotonic()) if self._crashes else ()
         return suspects.suspects(crashes)
 
     def check(self, uid: int) -> None:
-        """Raise QuarantinedError for a uid that is shut out."""
+        """Raise QuarantinedError for a quarantined uid."""
         if uid in self._quarantined:
             raise QuarantinedError(
                 f"uid {uid} is quarantined: {self._quarantined[uid].because}",
@@ -86,7 +86,7 @@ class Quarantine:
             )
 
     def crashed(self, crash: Crash) -> Collection[int]:
-        """Take note of a crash, and shut out whom it convicts; return those uids, once that is stored."""
+        """Record a crash, and quarantine the uids that it convicts; return those uids, once that is stored."""
         now = crash.at
         crashes = (*suspects.recent(self._crashes, self._policy, now), crash)[-_MOST_CRASHES:]
         convicted = [each for each in suspects.to_quarantine(crashes, self._policy, now) if each.uid not in self.uids]
@@ -100,7 +100,7 @@ class Quarantine:
         try:
             self._store()
         except OSError as error:
-            # It holds all the same, for as long as mpsd lives.
+            # The quarantine is in force nevertheless, for as long as mpsd lives.
             self._log.error(EventName.QUARANTINE_NOT_STORED, because=str(error))
         for each in convicted:
             because = self._quarantined[each.uid].because
@@ -110,9 +110,9 @@ class Quarantine:
         return uids
 
     def pardon(self, uid: int, by: int) -> None:
-        """Let a uid in again, and forget the crashes that speak against it; stored before it is so.
+        """Lift the quarantine of a uid, and forget the crashes that count against it; stored before it takes effect.
 
-        Raises NotFoundError for one that is not shut out, and StorageError.
+        Raises NotFoundError for a uid that is not quarantined, and StorageError.
         """
         if uid not in self._quarantined:
             raise NotFoundError(f"uid {uid} is not quarantined", hint="those that are: mpsctl status")

@@ -1,4 +1,4 @@
-"""Sees the processes on the GPUs, finds whose they are, and what of it breaks a lease; ends those that policy ends."""
+"""Inspects the processes on the GPUs, finds their leases and violations, and ends processes as the policy says."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -37,14 +37,14 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc, process_table
 
 _VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
-"""What is read of a client's environment."""
+"""The variables that are read from a client's environment."""
 
 _UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
-"""NVML lists a process a moment before a control daemon does, and after: these have to be found twice."""
+"""NVML lists a process a moment before a control daemon does, and a moment longer: these must be found twice."""
 
 
 class ViolationMonitor:
-    """What is known of the processes on the node's GPUs, and of the violations among them."""
+    """The known processes on the node's GPUs, and the violations among them."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ViolationMonitor:
         quarantine: Quarantine,
         log: Logger,
     ) -> None:
-        """`find` returns a lease that has not ended."""
+        """Take the parts; `find` returns a lease that has not ended."""
         self._settings = settings
         self._clients = clients
         self._find_lease = find
@@ -65,35 +65,35 @@ class ViolationMonitor:
         self._log = log
         self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
         self._with_context: set[tuple[str, ProcessIdentity]] = set()
-        """Those of them that NVML listed, so that each has had a context."""
+        """Those of them that NVML listed, which proves that each has had a context."""
         self._daemons: dict[str, Daemon] = {}
         self._usages: Mapping[str, Reading[GpuUsage]] = {}
-        """By UUID, what was read of the GPUs last."""
+        """By UUID, the last reading of the GPUs."""
         self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
-        """By lease and GPU, what its processes hold there, as NVML said last."""
+        """By lease and GPU, what its processes hold there, by the last reading of NVML."""
         self._of_other_users: list[Violation] = []
-        """The processes of leases' families that were another user's when the GPUs were read last."""
+        """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
         """By control daemon and server, since when it handles a fatal fault."""
         self._suspected: set[Violation] = set()
         self._found: dict[Violation, None] = {}
-        """The violations of now, in the order in which they were found."""
+        """The open violations, in the order in which they were found."""
         self._doubts: tuple[Doubt, ...] = ()
         self._not_stored = ""
-        """Why ends could not be stored, and so have not begun, as was logged last."""
+        """Why endings could not be stored, and so have not begun, as last logged."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """The violations of now."""
+        """The open violations."""
         return tuple(self._found)
 
     @property
     def doubts(self) -> tuple[Doubt, ...]:
-        """What is not known now of the limits of clients of leases."""
+        """The unknown facts about the limits of leases' clients at present."""
         return self._doubts
 
     def inspect(self, daemons: Iterable[Daemon], usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
-        """Look at what the control daemons say, and the GPUs (by UUID) if they were `read` since the last time."""
+        """Inspect the reports of the control daemons, and the GPUs (by UUID) if they were `read` since last time."""
         self._daemons = {daemon.name: daemon for daemon in daemons}
         if read:
             self._usages = usages
@@ -104,7 +104,7 @@ class ViolationMonitor:
         self._follow_faults()
         self._doubts = tuple(self._doubt())
         found = set(self._find())
-        # What NVML says is believed when it says so twice, and holds until it says otherwise.
+        # A finding from NVML counts after two readings, and holds until a reading contradicts it.
         uncertain = {each for each in found if each.kind in _UNCERTAIN}
         found -= {each for each in uncertain if each not in self._found and not (read and each in self._suspected)}
         if read:
@@ -119,7 +119,7 @@ class ViolationMonitor:
             self._act(each)
 
     def _list_clients(self) -> None:
-        """Take in which clients the servers list, as far as they live: a pid that another has by now is nobody's."""
+        """Collect the living clients that the servers list; a pid that was reused belongs to none of them."""
         seen: dict[tuple[str, ProcessIdentity], Client] = {}
         for daemon in self._daemons.values():
             usage = self._usages.get(daemon.gpu)
@@ -127,7 +127,8 @@ class ViolationMonitor:
             for server in daemon.servers:
                 for identity in server.opened:
                     key, found = (daemon.name, identity), self._client(identity, daemon, server)
-                    # The look at its start comes last, so that what was read by its pid was its own.
+                    # The check of the start time comes last: then everything that was read by this pid was that of the
+                    # client.
                     if found is not None and proc.live_ticks(identity.pid) == identity.start_ticks:
                         seen[key] = found
                         if identity.pid in listed and listed[identity.pid].mps:
@@ -147,7 +148,7 @@ class ViolationMonitor:
         return replace(known, opened=opened)
 
     def _follow_faults(self) -> None:
-        """Tell of each fatal fault that comes, with whom it hit, and of each that is over."""
+        """Log each new fatal fault with the clients that it affects, and the end of each fault."""
         faults = {
             (daemon.name, server.pid): server.faulted
             for daemon in self._daemons.values()
@@ -177,7 +178,7 @@ class ViolationMonitor:
             yield self._clients.lease_of(client)
 
     def occupied(self) -> set[str]:
-        """Return the GPUs on which somebody may be whose lease is not known: a client without one, or an orphan's."""
+        """Return the GPUs that may have clients whose lease is unknown: clients without one, or those of an orphan."""
         unknown = {each.client.gpu for each in self.attached() if each.lease is None}
         return unknown | {
             each.gpu
@@ -196,11 +197,11 @@ class ViolationMonitor:
         return self._held
 
     def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:
-        """Return what the processes of a lease held on a GPU when it was read last."""
+        """Return what the processes of a lease held on a GPU at its last reading."""
         return self._held.get((lease_id, gpu), {})
 
     def verify(self, lease: Lease, late: Collection[str] = ()) -> Verification:
-        """Judge a lease by what was seen last; `late` are the control daemons that did not answer just now."""
+        """Judge a lease by the last findings; `late` are the control daemons that did not answer in time."""
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
         held = {share.gpu: self.held(lease.id, share.gpu) for share in lease.shares}
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
@@ -208,7 +209,7 @@ class ViolationMonitor:
         return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
 
     def _unknown(self, share: Share, late: Collection[str]) -> Iterator[str]:
-        """Say what is not known now of the GPU of a share, and of its control daemon."""
+        """Yield sentences about what is unknown of a share's GPU and its control daemon."""
         daemon, usage = self._daemons.get(share.daemon), self._usages.get(share.gpu)
         if daemon is None:
             yield f"the state of {share.daemon} is unknown: GPU {share.gpu} is gone"
@@ -221,7 +222,7 @@ class ViolationMonitor:
             yield f"the processes on the GPU of {share.daemon} are unknown: {because}"
 
     def _attribute_memory(self) -> None:
-        """Find whose is what is held on the GPUs; of one that cannot be read nothing is known."""
+        """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
         self._held = {}
         self._of_other_users = [*self._clients.of_changed_holders()]
         holders = {each.process for each in self._of_other_users}
@@ -256,7 +257,7 @@ class ViolationMonitor:
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
             for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit):
-                # While a lease is not restored, a client without one may be its.
+                # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found
             uid = process_table.uid_of(client.identity.pid) if self._quarantine.uids else None
@@ -286,7 +287,7 @@ class ViolationMonitor:
         share: Share,
         servers: Mapping[ProcessIdentity, int],
     ) -> Violation | None:
-        """Judge what a lease's processes hold; what only a token adds to that ends nobody."""
+        """Judge what a lease's processes hold; memory that only a token attributes to it ends no process."""
         proven = {each: on for each, on in held.items() if not self._clients.is_borne(lease, each)}
         found = violations.of_memory(lease, proven, share, servers)
         if found is not None or len(proven) == len(held):
@@ -311,15 +312,15 @@ class ViolationMonitor:
         self._found[violation] = None
 
     def _policy(self, violation: Violation) -> OnViolation:
-        """Return what policy says of a violation: nobody is ended for what is not proven to be its own doing."""
+        """Return the policy for a violation: no process is ended for a violation that is not proven to be its own."""
         if not violation.own or self._clients.ends_nobody(violation):
             return OnViolation.REPORT
         return self._settings.current.on_violation(violation.kind)
 
     def _act(self, violation: Violation) -> None:
-        """Do what policy says, once for a process; where that cannot be stored, it is tried at the next look."""
+        """Apply the policy, once for a process; where that cannot be stored, the next look tries again."""
         if self._policy(violation) is OnViolation.REPORT:
-            self._endings.let_go(violation.process, _cause(violation))  # policy may have been another
+            self._endings.let_go(violation.process, _cause(violation))  # the policy may have changed
             return
         lease = self._find_lease(violation.lease) if violation.lease is not None else None
         client = self._seen.get((violation.daemon, violation.process))
@@ -329,7 +330,7 @@ class ViolationMonitor:
                 EndCause(_cause(violation), violation.because),
                 daemons=(violation.daemon,),
                 stop=lease.request.stop if lease is not None else Stop.TERMINATE,
-                # A fault has taken its contexts, so that no server has to be asked to end them.
+                # A fault has destroyed its contexts, so no server has to end them.
                 lost=violation.kind is ViolationKind.LINGERS,
                 uid=client.uid if client is not None else None,
             )
@@ -349,12 +350,12 @@ class ViolationMonitor:
             daemon=violation.daemon,
         )
         del self._found[violation]
-        # Whoever was not touched yet is let go; an end that has begun is finished.
+        # An ending that has not begun is cancelled; one that has begun is finished.
         self._endings.let_go(violation.process, _cause(violation))
 
 
 def _cause(violation: Violation) -> str:
-    """Return what a violation is known by among the causes of an end."""
+    """Return the name of a violation among the causes of an ending."""
     return f"{VIOLATION} {violation.kind} on {violation.daemon}"
 
 

@@ -1,4 +1,4 @@
-"""Who may take a lease that was claimed: whoever could have asked for it, by what holds for every request."""
+"""Which process may take a claimed lease: any that could have requested the lease, by the rules of every request."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ from mpsd.system.process import Process
 
 
 class ClaimTaking:
-    """Has claims taken, and refuses whom a grant would be refused."""
+    """Has claims taken, and applies the refusals of a grant."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class ClaimTaking:
         offers: Callable[[], Sequence[Offer]],
         log: Logger,
     ) -> None:
-        """`daemons` is the directory of the control sockets."""
+        """Take the node's parts; `daemons` is the directory of the control sockets."""
         self._leases = leases
         self._settings = settings
         self._daemons = daemons
@@ -43,7 +43,7 @@ class ClaimTaking:
         self._log = log
 
     async def take(self, lease_id: str, owner: Owner, named: NamedHolder, user: UserIdentity) -> Lease:
-        """Have the claim of a lease taken by a holder, for its owner, as if that one had asked for the lease.
+        """Let a holder take the claim of a lease for its owner, as if that owner had requested the lease.
 
         Raises what `Claims.take` does, QuotaError, QuarantinedError, and NotPermittedError for a uid that the claim is
         not for, or that cannot be a client.
@@ -71,7 +71,7 @@ class ClaimTaking:
         if isinstance(named.watched, Process):
             self._check_visibility(lease, named.watched)
         if lease.owner.uid == uid:
-            return  # it counted when the claim was made, and has since
+            return  # it has counted against the quota since the claim was made
         limits_of = quota.quota_of(user, self._settings.current)
         ledger = self._leases.ledger
         worth = ledger.worth(lease.request) if quota.weighs(limits_of) else Amount()
@@ -85,7 +85,7 @@ class ClaimTaking:
                 )
 
     def _check_visibility(self, lease: Lease, process: Process) -> None:
-        """Refuse a process that does not find a pipe directory of the lease. Raises NotPermittedError."""
+        """Refuse a process that does not see a pipe directory of the lease. Raises NotPermittedError."""
         offers = self._offers()
         for share in lease.shares:
             mount_visibility.narrowed(structs.replace(lease.request, gpu=share.gpu), process, offers, self._log)

@@ -1,4 +1,4 @@
-"""Whether a holder can be a client of MPS at all. Without that it would run outside MPS, without limits."""
+"""Whether a holder can be a client of MPS at all. If it cannot, its programs would run outside MPS, without limits."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from mpsd.system import capabilities, process_table, rundir
 
 
 def check(uid: int, daemons: Path) -> None:
-    """Refuse a holder whose uid cannot reach the control sockets, which are in this directory, or cannot have a server.
+    """Refuse a holder whose uid cannot have a server, or cannot reach the control sockets in this directory.
 
     Raises NotPermittedError.
     """

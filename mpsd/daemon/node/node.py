@@ -1,4 +1,4 @@
-"""The node: its GPUs, a supervisor for each, and the leases on them. It owns the state that the API tells about."""
+"""The node: its GPUs, a supervisor for each, and the leases on them. It owns the state that the API reports."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ class Node:
         self.simulated = simulated
         self.since = clock.now()
         self.missing = host_environment.missing(settings.current)
-        """What mpsd needs of where it runs, and did not find when it started."""
+        """The requirements on mpsd's environment that it did not find at its start."""
         self._program = program
         self._run_dir = run_dir
         self._log = log
@@ -84,7 +84,7 @@ class Node:
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._is_offered = False
-        """Whether that is what there is to offer now: nothing has changed since."""
+        """Whether the offers are current: nothing has changed since they were made."""
         self._changed = asyncio.Event()
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
@@ -108,7 +108,7 @@ class Node:
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def open(self, inventory: Inventory) -> None:
-        """Say what is missing, and take in the GPUs that were found at the start."""
+        """Log what is missing, and adopt the GPUs that were found at the start."""
         for each in self.missing:
             self._log.warning(
                 EventName.HOST_REQUIREMENT_MISSING, missing=each.name, because=each.because, hint=each.remedy
@@ -120,16 +120,16 @@ class Node:
             self._log.warning(EventName.NODE_NOT_CLOSED, because=reason.because, hint=reason.hint)
 
     async def run(self) -> None:
-        """Supervise until cancelled, and then leave the control daemons running."""
+        """Supervise until cancelled; the control daemons keep running afterwards."""
         async with asyncio.TaskGroup() as self._group:
             self._supervise()
-            self._endings.load()  # before a control daemon is asked anything: its seat may be taken by one of these
+            self._endings.load()  # before any question to a control daemon: one of these may need its seat
             self.leases.offer(self.offers(), {})
-            # Nobody was served yet: this task has not let go of the loop since mpsd began to listen.
+            # No caller was served yet: this task has not yielded to the loop since mpsd began to listen.
             self.leases.restore()
             self._shut_out()
             self.quarantine.follow(self._shut_out)
-            # What is here now is here to stay: the collector need not look at it again, some thousand times a day.
+            # The present objects are permanent: the collector need not examine them again, some thousand times a day.
             gc.freeze()
             self._group.create_task(self.leases.run())
             self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
@@ -141,23 +141,23 @@ class Node:
                 self._endings.close()
 
     def _read(self) -> None:
-        """The GPUs were read."""
+        """Process a reading of the GPUs."""
         self._inspect(read=True)
         self._supervise()
         if self.completeness.is_waiting:
-            self._look()  # for processes that nothing else tells the end of
+            self._look()  # for processes whose end nothing else reports
 
     async def _follow_offers(self) -> None:
-        """Let those who wait have what becomes possible when a daemon or a GPU changes."""
+        """Grant what becomes possible when a daemon or a GPU changes."""
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._offers is not self.offers():  # what was offered before, and what is now
+            if self._offers is not self.offers():  # the previous offers, and the present ones
                 self.leases.offer(self._offers, self.unleased.charged)
                 self._inspect(read=False)
 
     def _inspect(self, *, read: bool) -> None:
-        """See what the processes on the GPUs do; `read` tells whether the GPUs were read since the last time."""
+        """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""
         daemons = self.daemons()
         self.violation_monitor.inspect(daemons, self.gpus.usages, read=read)
         self._limit_gates.see(self.gpus.usages, read=read)
@@ -166,7 +166,7 @@ class Node:
             self._look()
 
     def _left_behind(self, lease: Lease) -> None:
-        """A lease has ended while it had clients: what they hold must not be granted to anybody else."""
+        """Note that a lease has ended while it had clients: what they hold must not be granted to others."""
         self.unleased.left_behind(lease)
         self.unleased.look(self.violation_monitor.attached(), self.daemons(), self.gpus.usages, read=False)
         self._is_offered = False
@@ -174,7 +174,7 @@ class Node:
         self.gpus.read_soon()
 
     async def refresh(self, lease: Lease) -> list[str]:
-        """Ask the control daemons and the GPUs of a lease anew; return which daemons have not answered in time."""
+        """Query the control daemons and the GPUs of a lease again; return the daemons that did not answer in time."""
         supervisors = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
         answered = {each.name: each.ask() for each in supervisors}
         with contextlib.suppress(TimeoutError):
@@ -187,7 +187,7 @@ class Node:
         return late
 
     def _look(self) -> None:
-        """Look again soon: something has changed about a daemon, a GPU or the settings."""
+        """Look again soon: a daemon, a GPU or the settings have changed."""
         self._is_offered = False
         self._changed.set()
         self._touched.set()
@@ -195,28 +195,28 @@ class Node:
         self._limit_gates.look()
 
     def _shut_out(self) -> None:
-        """Close the control daemons to those who are quarantined, and end what policy ends of theirs."""
+        """Close the control daemons to quarantined uids, and end their leases where the policy says so."""
         self._pipe_access.apply()
         self._look()
         if self.quarantine.uids and self._group is not None:
             self._group.create_task(self._end_leases())
 
     async def _end_leases(self) -> None:
-        """End the leases of those who are quarantined, where that is policy, and their places in the queue."""
+        """End the leases of quarantined uids, where the policy says so, and always their places in the queue."""
         ends = self.settings.current.on_violation(ViolationKind.QUARANTINED) is OnViolation.TERMINATE
         for lease in [each for each in self.leases.ledger.all() if each.owner.uid in self.quarantine.uids]:
             if ends or lease.state is LeaseState.WAITING:
-                # Where it cannot be stored, it has ended all the same, and is stored once that is possible.
+                # If the end cannot be stored, the lease has ended nevertheless, and its end is stored later.
                 with contextlib.suppress(StorageError):
                     await self.leases.release(lease.id, f"uid {lease.owner.uid} is quarantined")
 
     def leave(self) -> None:
-        """Admit nobody any more: mpsd is on its way out."""
+        """Stop admission: mpsd is about to exit."""
         self._stopping = True
         self.leases.leave()
 
     async def stop_daemons(self, *, force: bool) -> None:
-        """Stop every control daemon when nobody is left on it, or by force, and its clients with it."""
+        """Stop every control daemon when no client or lease is left on it, or by force together with its clients."""
         async with asyncio.TaskGroup() as group:
             for supervisor in self._supervisors.values():
                 group.create_task(supervisor.stop(force=force))
@@ -228,7 +228,7 @@ class Node:
         self._shut_out()
 
     def _supervise(self) -> None:
-        """Give each GPU that can run MPS a supervisor, once."""
+        """Create a supervisor for each GPU that can run MPS, once."""
         assert self._group is not None  # noqa: S101 - called by run alone
         for _, gpu in sorted(self.gpus.by_index.items()):
             name = f"gpu{gpu.index}"
@@ -251,7 +251,7 @@ class Node:
                 self._group.create_task(self.server_watches.add(supervisor, self.gpus, self._look).run())
                 self._is_offered = False
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------------------
 
     def daemons(self) -> list[Daemon]:
         """Return the control daemons in the order of their GPUs."""
@@ -266,14 +266,14 @@ class Node:
             return replace(daemon, incomplete=error.detail)
 
     def resume(self, supervisor: Supervisor, because: str) -> None:
-        """Let people in again at an operator's word, who knows of clients without a lease. Raises StorageError."""
+        """Resume admission at the order of an operator, who knows of clients without a lease. Raises StorageError."""
         self.completeness.clear(supervisor.gpu.uuid, because)
         self.leases.unrestored.clear(supervisor.gpu.uuid)
         supervisor.intend(OperatorCommand(Intent.RUN, because))
         self._look()
 
     def health(self) -> NodeHealth:
-        """Return the GPUs and the control daemons at this moment, and what is not well about them."""
+        """Return the GPUs and the control daemons at this moment, with their faults."""
         return health.of_node(
             self.gpus.views(),
             self.daemons(),
@@ -285,16 +285,16 @@ class Node:
         )
 
     def heartbeats(self) -> dict[str, Heartbeat]:
-        """Return the sign of life of each supervisor, by the name of its control daemon."""
+        """Return the heartbeat of each supervisor, by the name of its control daemon."""
         return {name: supervisor.heartbeat for name, supervisor in self._supervisors.items()}
 
     def status(self, reload: str) -> str:
-        """Say in a line how the node is; `reload` is why the last one was refused."""
+        """Describe the state of the node in a line; `reload` is why the last reload was refused."""
         ledger = self.leases.ledger
         return status_line(self.health(), leases=len(ledger.leases), waiting=len(ledger.waiting), reload=reload)
 
     async def settled(self, seconds: float) -> None:
-        """Wait until it is known of each control daemon whether it can be used, for this long at most."""
+        """Wait until each control daemon is known to be usable or not, for this long at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while any(each.state in {State.DOWN, State.STARTING} for each in self.daemons()):
@@ -322,10 +322,10 @@ class Node:
         """Grant a lease to a holder, or raise the refusal. `is_named` tells whether the request names that holder.
 
         Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
-        process that does not find it, RequestIdReusedError, and StoppingError.
+        process that does not see it, RequestIdReusedError, and StoppingError.
         """
         if self._stopping:
-            raise stopping()  # nothing of it goes into the log: whoever waits asks again and again
+            raise stopping()  # not logged: a waiting caller asks again and again
         if (
             request.request_id
             and (earlier := self._earlier(request, owner, named.holder if is_named else None)) is not None
@@ -352,8 +352,8 @@ class Node:
         return await self.leases.admit(request, owner, named, wait=wait, ttl=ttl, has_left=has_left)
 
     def _earlier(self, request: LeaseRequest, owner: Owner, named: Holder | None) -> Lease | None:
-        """Return what a request was given before. Raises RequestIdReusedError."""
-        with contextlib.suppress(MpsdError):  # a GPU that is not there any more is compared as it was named
+        """Return the lease that a request got before. Raises RequestIdReusedError."""
+        with contextlib.suppress(MpsdError):  # compare an absent GPU by the name in the request
             request = structs.replace(request, gpu=self._named(request.gpu))
         try:
             return self.leases.request_ids.earlier(request, owner.uid, named)
@@ -362,7 +362,7 @@ class Node:
             raise
 
     def _named(self, wanted: str) -> str:
-        """Return the UUID of the GPU that was named, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
+        """Return the UUID of the named GPU, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
         if wanted == "any":
             return wanted
         named = gpus.select(list(self.gpus.by_index.values()), wanted)
@@ -372,7 +372,7 @@ class Node:
         return named.uuid
 
     def offers(self) -> list[Offer]:
-        """Return what each GPU that can be shared has to give now; the same list for as long as nothing has changed."""
+        """Return what each shareable GPU offers now; the same list for as long as nothing has changed."""
         if not self._is_offered:
             self._is_offered = True
             self._offers = [self._offer(each) for each in self._supervisors.values()]
@@ -386,7 +386,7 @@ class Node:
     # -- operating ----------------------------------------------------------------------------------------------------
 
     def operation(self, operation: str) -> Operation | None:
-        """Return an operation that goes on, or is one of those that ended last on their control daemon."""
+        """Return an operation that is in progress, or that is among the last completed ones of its control daemon."""
         found = (supervisor.drainer.operation(operation) for supervisor in self._supervisors.values())
         return next((each for each in found if each is not None), None)
 

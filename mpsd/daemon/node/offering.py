@@ -1,4 +1,4 @@
-"""What a GPU has to give: by what it is, by what its control daemon says, and by the settings."""
+"""The offer of a GPU, by its hardware, by the state of its control daemon, and by the settings."""
 
 from mpsd.core import gpus, health, mps_facts
 from mpsd.core.admission.admission import Amount, Offer, Refusal
@@ -8,7 +8,7 @@ from mpsd.core.supervision import wedge
 
 
 def offer(gpu: Gpu, view: GpuView, daemon: Daemon, settings: Settings, unleased: Amount) -> Offer:
-    """Return what a GPU has to give now; `unleased` is what clients without a lease use of it."""
+    """Return what a GPU offers now; `unleased` is what clients without a lease use of it."""
     reason = health.refusal(view, daemon)
     return Offer(
         gpu=gpu.uuid,

@@ -7,13 +7,13 @@ from mpsd.core.lifecycle import State
 from mpsd.core.sanitize import plain
 
 _LONGEST: Final = 400
-"""Characters of a status: `systemctl status` shows it in one line."""
+"""Maximum characters of a status: `systemctl status` shows it in one line."""
 
 
 def status_line(node: NodeHealth, *, leases: int, waiting: int, reload: str) -> str:
-    """Say in a line what an operator wants to know: what is ready, who is there, and what is wrong.
+    """Summarise the node for an operator in a line: what is ready, how many leases there are, and what is wrong.
 
-    `reload` is why the last one was refused.
+    `reload` is why the last reload was refused.
     """
     ready = sum(each.state is State.READY for each in node.daemons)
     held = "1 lease" if leases == 1 else f"{leases} leases"

@@ -1,4 +1,4 @@
-"""The clients that no lease has, and what they count as, on each GPU and for each user."""
+"""The clients without a lease, and what they count as, on each GPU and for each user."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
@@ -10,21 +10,21 @@ from mpsd.core.model import Daemon, GpuUsage, Lease, ProcessIdentity, Reading
 from mpsd.system import process
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
-"""By GPU and uid; no uid for clients of which a server tells no pid that mpsd could see."""
+"""By GPU and uid; the uid is None for clients whose server reports no pid that mpsd can see."""
 
 
 class UnleasedClients:
-    """What is used without a lease, as it was seen last."""
+    """The use of GPUs without a lease, as of the last look."""
 
     def __init__(self) -> None:
         self._sums: Sums = {}
         self.charged: Mapping[int, Amount] = {}
-        """What each user is charged with."""
+        """The amount that counts against each user."""
         self._parts: dict[tuple[str, ProcessIdentity], int] = {}
-        """By GPU and client of a lease that has ended since NVML was asked, what it might hold by then."""
+        """By GPU and client of a lease that ended since the last reading of NVML, the memory that it may hold."""
 
     def left_behind(self, lease: Lease) -> None:
-        """Note that a lease has ended while it had clients: until NVML is asked again, they may hold their parts."""
+        """Note that a lease has ended while it had clients: until the next reading, they may hold their parts."""
         for share in lease.shares:
             for client in lease.clients:
                 self._parts[share.gpu, client] = share.memory.bytes // places(lease)
@@ -37,7 +37,7 @@ class UnleasedClients:
         *,
         read: bool,
     ) -> bool:
-        """See who has no lease, or one that has no room for it; tell whether that comes to something else than before.
+        """Find the clients without a lease, or without room in theirs; tell whether the sums have changed.
 
         `read` tells whether the GPUs were read since the last time.
         """
@@ -57,7 +57,7 @@ class UnleasedClients:
         return before != sums
 
     def on(self, gpu: str) -> Amount:
-        """Return what clients use of a GPU that no lease has."""
+        """Return what clients without a lease use of a GPU."""
         return sum((amount for (where, _), amount in self._sums.items() if where == gpu), NOTHING)
 
 

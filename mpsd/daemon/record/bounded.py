@@ -1,4 +1,4 @@
-"""A logger for what anybody can cause as often as he likes: so many lines of a kind in a minute, and how many more."""
+"""A logger for lines that any user can cause: a limited number of each kind per minute, and the count of the rest."""
 
 from typing import Final
 
@@ -8,11 +8,11 @@ from mpsd.system import clock
 _MINUTE: Final = 60.0
 
 _PAUSE: Final = 5.0
-"""Seconds between two lines of a kind of which there were too many in this minute; each stands for those before it."""
+"""Seconds between two lines of a kind that exceeded its number in this minute; each stands for those before it."""
 
 
 class _Budget:
-    """What was logged of one kind, and what was left out since."""
+    """The lines of one kind in this minute, and those left out since."""
 
     def __init__(self, since: float) -> None:
         self.since = since
@@ -20,35 +20,35 @@ class _Budget:
         self.last_at = since
         self.left_out = 0
         self.last: dict[str, object] = {}
-        """The facts of the latest that was left out."""
+        """The facts of the latest line that was left out."""
 
 
 class BoundedLog:
-    """Logs as a Logger does; beyond the most of a minute it counts, and a line now and then says how many that were."""
+    """Logs as a Logger does; beyond the maximum of a minute it only counts, and a periodic line reports the count."""
 
     def __init__(self, log: Logger, most: int = 32) -> None:
-        """`most` is how many lines of one kind are logged one by one in a minute."""
+        """Take the log; `most` is the number of lines of one kind that are logged individually in a minute."""
         self._log = log
         self._most = most
         self._budgets: dict[EventName, _Budget] = {}
 
     def info(self, event: EventName, **facts: object) -> None:
-        """Log what is as it should be, unless there was too much of it."""
+        """Log a normal event, unless there were too many."""
         if (more := self._admitted(event, facts)) is not None:
             self._log.info(event, **more)
 
     def warning(self, event: EventName, **facts: object) -> None:
-        """Log what is not, unless there was too much of it."""
+        """Log a problem, unless there were too many."""
         if (more := self._admitted(event, facts)) is not None:
             self._log.warning(event, **more)
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
-        """Log a defect of mpsd's own, unless there was too much of it."""
+        """Log a defect of mpsd, unless there were too many."""
         if (more := self._admitted(event, facts)) is not None:
             self._log.defect(event, error, **more)
 
     def settle(self) -> None:
-        """Log the latest of what was left out, with how many came before it, where it is time; call it now and then."""
+        """Log the latest line that was left out, with the number of those before it, if due; call it periodically."""
         now = clock.monotonic()
         for event, budget in self._budgets.items():
             if budget.left_out and now - budget.last_at >= _PAUSE:
@@ -57,7 +57,7 @@ class BoundedLog:
                 budget.last_at, budget.left_out, budget.last = now, 0, {}
 
     def _admitted(self, event: EventName, facts: dict[str, object]) -> dict[str, object] | None:
-        """Return what is to be logged, or nothing where it is only counted."""
+        """Return the facts to log, or None where the line is only counted."""
         now = clock.monotonic()
         budget = self._budgets.setdefault(event, _Budget(now))
         if now - budget.since >= _MINUTE:

@@ -1,7 +1,7 @@
-"""How values become JSON, and come back: the log, answers, stores and mpsd's small files, by `to_json` and `load`.
+"""How values become JSON, and are read back: the log, answers, stores and mpsd's small files, by `to_json` and `load`.
 
-Python's surrogates stand for bytes that are not UTF-8, as a path or a name may have, and JSON has no place for them: an
-encoder that met one would end what it was called for.
+Python's surrogates stand for bytes that are not UTF-8, for example in a path or a name, and JSON cannot represent them.
+An encoder that met one would fail.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from mpsd.system import atomic_file
 T = TypeVar("T")
 
 NOT_UNDERSTOOD: Final = (ValueError, OverflowError, RecursionError)
-"""What is raised by the decoding of what makes no sense; a ValueError by msgspec, and by text that is not UTF-8."""
+"""The errors of decoding invalid data; msgspec raises ValueError, and so does text that is not UTF-8."""
 
 
 def _as_text(value: object) -> str:
@@ -27,10 +27,10 @@ _encode: Final = msgspec.json.Encoder(enc_hook=_as_text).encode
 
 
 def to_json(value: object) -> bytes:
-    """Return a value as JSON, with every text in it as `text` has it; what JSON has no form for is given as text."""
+    """Return a value as JSON, with every text in it made valid by `text`; values without a JSON form become text."""
     try:
         return _encode(value)
-    except UnicodeEncodeError:  # for few, so that all others cost nothing more
+    except UnicodeEncodeError:  # rare, so that other values cost nothing more
         return _encode(_encodable(msgspec.to_builtins(value, enc_hook=_as_text)))
 
 
@@ -47,9 +47,9 @@ def _encodable(value: object) -> object:
 
 
 def load(path: Path, kind: type[T]) -> Reading[T] | None:
-    """Return what a file of JSON says; None where there is none, and why not where it cannot be read or understood.
+    """Return the content of a JSON file; None where there is none, and Unknown where it cannot be read or parsed.
 
-    No file keeps mpsd from its work: whoever asks decides what one that is damaged stands for, and tells of it.
+    No file keeps mpsd from working: the caller decides what a damaged one stands for, and logs it.
     """
     try:
         raw = atomic_file.read(path)

@@ -1,7 +1,7 @@
-"""Every decision of mpsd as an event: a line of its log, numbered without a gap, kept, and told to whoever follows.
+"""Every decision of mpsd as an event: a line of its log, numbered without a gap, stored, and sent to followers.
 
-An event is numbered when it is stored and told only after that, so that a number that was heard is never given to
-another event. While the state directory is full, nothing is stored and nothing told: followers wait, admissions do not.
+An event is numbered when it is stored, and sent only after that, so that a number that a follower got is never given to
+another event. While the state directory is full, nothing is stored and nothing sent: followers wait, admissions do not.
 """
 
 import asyncio
@@ -16,32 +16,32 @@ from mpsd.system.counter import Counter
 from mpsd.system.database import Database, summed
 
 _SLACK: Final = 256
-"""Events by which more are held than are to be kept, at most: not every decision has to remove one."""
+"""Maximum events in memory beyond those to be kept: not every decision has to remove one."""
 
 _BATCH: Final = 100
-"""Events that a reader is given at a time."""
+"""Events that a reader gets at a time."""
 
 _DELAY: Final = 0.02
-"""Seconds for which a decision may wait for others to be stored and told with it; see `Events.tell`."""
+"""Seconds for which a decision may wait for others, to be stored and sent together; see `Events.record`."""
 
 _LOOK: Final = 0.5
-"""Seconds between two looks for what others did to the file."""
+"""Seconds between two checks whether others have changed the file."""
 
 _PAUSE: Final = 1.0
 """Seconds between two attempts to store what could not be stored."""
 
 
 class Events:
-    """The numbered events, those of the latest that are kept in memory and on disk."""
+    """The numbered events; the latest are kept in memory and on disk."""
 
     def __init__(self, database: Database, counter: Counter, *, count: int, age: float) -> None:
-        """Go on from where an earlier mpsd was. `count` events are kept, none for longer than `age` seconds."""
+        """Continue the events of an earlier mpsd. `count` events are kept, none for longer than `age` seconds."""
         self.trouble: Callable[[str], None] = lambda _: None
-        """Called with the reason when events cannot be stored any more."""
+        """Called with the reason when events can no longer be stored."""
         self.rewritten: Callable[[str], None] = lambda _: None
-        """Called with the reason when others had changed the file, and it was written anew."""
+        """Called with the reason when others had changed the file, and it was written again."""
         self.lost = ""
-        """What happened to the events before this mpsd's, where they do not lead up to its own."""
+        """The fate of the earlier events, where they do not lead up to those of this mpsd; empty otherwise."""
         self._database = database
         self._counter = counter
         self._count = count
@@ -49,7 +49,7 @@ class Events:
         rows = list(database.rows("SELECT seq, at, data FROM events ORDER BY seq DESC LIMIT ?", count))[::-1]
         last = max(counter.last, int(str(rows[-1][0])) if rows else 0)
         if not counter.certain:
-            # Whatever was given before, it was less than one number a microsecond.
+            # The numbers given before increased by less than one a microsecond.
             last = max(last, int(clock.now().timestamp() * 1e6))
         if not counter.certain or (rows and rows[-1][0] != last):
             self.lost = f"no event up to {last} is kept: the history was changed from outside"
@@ -61,15 +61,15 @@ class Events:
         """The number of the first of these."""
         self._first = self._base
         self._on_disk = self._base - (_SLACK if self.lost else 0)
-        """The number of the first event that is still on disk, or less: what comes before a gap goes at once."""
+        """The number of the first event that is still on disk, or less: events before a gap are deleted at once."""
         noted = list(database.rows("SELECT value FROM notes WHERE name = 'turn'"))
         self.batch = int(str(noted[0][0])) if noted else 0
-        """The latest turn of which the news of the leases are stored here."""
+        """The latest turn whose lease news are stored here."""
         self._batch = self.batch
         self._pending: list[tuple[float, bytes]] = []
         self._held_up = False
         self._unwritten = ""
-        """Why the file is new and has nothing in it yet, if so."""
+        """Why the file is new and still empty; empty text otherwise."""
         self._scheduled: asyncio.Handle | None = None
         self._arrived = asyncio.Event()
         self._closed = False
@@ -77,27 +77,30 @@ class Events:
     # -- recording ----------------------------------------------------------------------------------------------------
 
     def record(self, at: float, line: bytes) -> None:
-        """Have a line of the log, as JSON, numbered, stored and told soon, or when the next reader comes.
+        """Number, store and send a line of the log, as JSON, soon or when the next reader comes.
 
-        `at` is when what it tells happened, in seconds since 1970. Raises RuntimeError in another thread than the
+        `at` is the time of what it reports, in seconds since 1970. Raises RuntimeError in another thread than the
         loop's.
         """
-        loop = asyncio.get_running_loop()  # also where none is needed: a thread that logs is a defect each time
+        loop = asyncio.get_running_loop()  # also where it is not needed: logging from a thread is a defect each time
         self._pending.append((at, line))
         if self._scheduled is None:
             self._scheduled = loop.call_later(_DELAY, self.flush)
 
     def publish(self, batch: int) -> int:
-        """Note that what was recorded holds the news of the leases up to this turn of the loop.
+        """Note that the recorded events contain the lease news up to this turn of the loop.
 
-        They can wait for a moment, since the lease store has them too, should mpsd die before they are stored here.
-        Return the latest turn whose news are.
+        They can wait for a moment, because the lease store has them too, should mpsd die before they are stored here.
+        Return the latest turn whose news are stored.
         """
         self._batch = max(self._batch, batch)
         return self.batch
 
     def flush(self) -> None:
-        """Store in one commit what was recorded, and tell it; or try again later. What is too much then is dropped."""
+        """Store the recorded events in one commit, and send them; on failure try later.
+
+        Events beyond the maximum are dropped.
+        """
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
@@ -119,7 +122,7 @@ class Events:
         arrived.set()
 
     async def run(self) -> None:
-        """Look after the file until cancelled."""
+        """Maintain the file until cancelled."""
         while True:
             await asyncio.sleep(clock.until_next(_LOOK))
             try:
@@ -130,7 +133,7 @@ class Events:
                     self.trouble(error.detail)
 
     def _look(self) -> None:
-        """Write all that is kept into a new file, where others have changed the one that is written."""
+        """Write all kept events into a new file, where others have changed the present one."""
         because = self._database.changed_from_outside()
         if because:
             self._unwritten = because
@@ -161,19 +164,19 @@ class Events:
         self._next = last + 1
         if self._first - self._on_disk >= _SLACK:
             self._on_disk = self._first
-        with suppress(OSError):  # the history has the number too; this is for the day when that is damaged
+        with suppress(OSError):  # the history has the number too; this file is for a damaged history
             self._counter.note(last)
 
     def _wait_for_room(self, because: str) -> None:
         self._scheduled = asyncio.get_running_loop().call_later(_PAUSE, self.flush)
-        # What would be too old to be kept is too old to be waited for; it has no number yet, so there is no gap.
+        # Events that would be too old to keep are dropped; they have no number yet, so there is no gap.
         del self._pending[: -self._count]
         if not self._held_up:
             self._held_up = True
             self.trouble(because)
 
     def _trim(self) -> None:
-        """Forget what is not to be kept any more."""
+        """Remove the events that are no longer to be kept."""
         self._first = max(self._first, self._next - self._count)
         limit = clock.now().timestamp() - self._age
         while self._first < self._next and self._times[self._first - self._base] < limit:
@@ -187,7 +190,7 @@ class Events:
 
     @property
     def oldest(self) -> int:
-        """The number of the oldest event that is kept, or of the next one when none is."""
+        """The number of the oldest kept event, or of the next one when there is none."""
         self._trim()
         return self._first
 
@@ -201,10 +204,10 @@ class Events:
         return self._lines[max(number + 1 - self._base, 0) :]
 
     async def read(self, after: int, *, follow: bool, patience: float = inf) -> AsyncIterator[bytes]:
-        """Yield the lines of the events after a number that are kept, some at a time, and then of those that come.
+        """Yield the lines of the kept events after a number, several at a time, and then of later events.
 
-        There is no gap: for a reader so slow that what comes next for it is not kept any more, it ends. After 0, the
-        oldest that is kept comes next. Nothing (`b""`) is yielded each time that nothing came for `patience` seconds.
+        There is no gap: the iteration ends for a reader so slow that its next event is no longer kept. After 0, the
+        oldest kept event comes next. `b""` is yielded each time that no event came for `patience` seconds.
         """
         position, end = after + 1 if after else self.oldest, self._next
         while position >= self._first and (follow or position < end):
@@ -218,7 +221,7 @@ class Events:
                 yield b""
 
     async def _arrival(self, seconds: float) -> bool:
-        """Wait for another event, or for its reader to be let go; return whether that came in time."""
+        """Wait for another event, or for the close; return whether one came in time."""
         try:
             async with asyncio.timeout(None if seconds == inf else seconds):
                 await self._arrived.wait()
@@ -227,7 +230,7 @@ class Events:
         return True
 
     def close(self) -> None:
-        """Store what is left, and let those who follow go, once they have all."""
+        """Store what is left, and end the followers when they have got everything."""
         self.flush()
         self._closed = True
         self._arrived.set()

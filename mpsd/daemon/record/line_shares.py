@@ -1,8 +1,8 @@
-"""How many lines of the log, and so events, one uid may bring about; what is more is counted, and told in one line.
+"""How many lines of the log, and so events, one uid may cause; further lines are counted, and reported in one line.
 
-The events that are kept are numbered without a gap, so none can be taken out of their middle later: what one uid brings
-about beyond its share is left out before it gets a number, or it would push out what happened to all others. What is
-decided is stored, and shown by the API, all the same.
+The kept events are numbered without a gap, so none can be removed later. Lines beyond a uid's share are therefore left
+out before they get a number, because they would displace the events of all other users. The decisions are stored, and
+shown by the API, nevertheless.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from mpsd.system import clock
 _MINUTE: Final = 60.0
 
 _MOST_UIDS: Final = 1024
-"""Uids of which it is known how much of their shares they have used; those whose shares are whole are forgotten."""
+"""Uids whose use of their shares is known; those with whole shares are forgotten."""
 
 
 @dataclass(slots=True)
 class _Share:
-    """What is left of one uid's share, as of a moment, and how many lines were left out since that was told."""
+    """The rest of one uid's share at a moment, and how many lines were left out since the last report."""
 
     left: float
     at: float
@@ -29,10 +29,10 @@ class _Share:
 
 
 class LineShares:
-    """The shares of all uids: so many lines a minute, and those of some minutes at once."""
+    """The shares of all uids: so many lines a minute, and those of several minutes at once."""
 
     def __init__(self, log: Logger, per_minute: Callable[[], float], *, minutes: float, lines: str) -> None:
-        """`lines` says what the lines are about."""
+        """Take the log; `lines` names the subject of the lines."""
         self._log = log
         self._per_minute = per_minute
         self._minutes = minutes
@@ -40,7 +40,7 @@ class LineShares:
         self._shares: dict[int, _Share] = {}
 
     def take(self, uid: int) -> bool:
-        """Take a line of a uid's share; False when there is none left, so that it is to be left out."""
+        """Take a line of a uid's share; False when none is left, so that the line is to be left out."""
         now, per_minute = clock.monotonic(), self._per_minute()
         whole = per_minute * self._minutes
         share = self._shares.get(uid)
@@ -58,7 +58,7 @@ class LineShares:
         return False
 
     def _make_room(self, now: float) -> None:
-        """Forget the uids whose shares are whole, where there are too many."""
+        """Forget the uids with whole shares, where there are too many uids."""
         if len(self._shares) >= _MOST_UIDS:
             used = _MINUTE * self._minutes
             self._shares = {
@@ -66,7 +66,7 @@ class LineShares:
             }
 
     def _report(self, uid: int) -> None:
-        """Tell how many lines of a uid were left out within a minute."""
+        """Report how many lines of a uid were left out within a minute."""
         share = self._shares[uid]
         left_out, share.left_out = share.left_out, 0
         self._log.warning(

@@ -21,7 +21,7 @@ from mpsd.system.log_output import LogOutput
 
 
 class EventName(StrEnum):
-    """The catalogue of what mpsd logs; a log line's event is one of these and nothing else."""
+    """The catalogue of mpsd's log; a log line's event is one of these and nothing else."""
 
     NODE_STARTED = "node_started"
     NODE_STOPPING = "node_stopping"
@@ -127,21 +127,22 @@ class EventName(StrEnum):
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
 
 MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in EventName}
-"""What the journal knows each kind of event by: `journalctl MESSAGE_ID=...`. It stays as long as the event's name."""
+"""The ids of the kinds of event in the journal: `journalctl MESSAGE_ID=...`. An id stays as long as the event's
+name."""
 
 
 _SPECIAL: Final = set(' "=')
-"""What a value has that is not a word, and stands between quotes in a text."""
+"""Characters that a plain word does not contain; a value with one of them is quoted in a text."""
 
 _LAST_WORDS: Final = 0.5
 """Seconds for a slow reader to take what is left when mpsd ends."""
 
 _PRIORITIES: Final = {"info": "6", "warning": "4", "error": "3"}
-"""Levels as syslog(3) has them."""
+"""The numbers of the levels in syslog(3)."""
 
 
 class LogRecord(NamedTuple):
-    """What happened, when and how bad it is, and the facts."""
+    """An event, with its time, its severity and the facts."""
 
     at: datetime
     level: str
@@ -150,10 +151,10 @@ class LogRecord(NamedTuple):
 
 
 class Logger:
-    """Tells what happens, each time with the facts.
+    """Logs what happens, each time with the facts.
 
-    structlog's own loggers take twice as long for a line, for processors that mpsd has no use for: with many callers,
-    a grant would be slower by a twentieth. What structlog is here for is text on a terminal.
+    structlog's own loggers take twice as long for a line, for processors that mpsd does not need: with many callers, a
+    grant would be slower by a twentieth. mpsd uses structlog for text on a terminal.
     """
 
     def __init__(
@@ -163,35 +164,35 @@ class Logger:
         sink: "Journal | LogOutput",
         **bound: object,
     ) -> None:
-        """`write` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
+        """Take `write`, which gets the lines, the calls to make before that, and the facts for all lines (`bound`)."""
         self._write = write
         self._sink = sink
         self._before = before
         self._bound = bound
 
     def bind(self, **bound: object) -> "Logger":
-        """Return one that tells these facts with all that it tells."""
+        """Return a logger that adds these facts to all of its lines."""
         return Logger(self._write, self._before, self._sink, **{**self._bound, **bound})
 
     @property
     def lost(self) -> int:
-        """How many lines were lost since mpsd started, for want of a reader, or of room."""
+        """How many lines were lost since mpsd started, because the reader was gone or the file system full."""
         return self._sink.lost
 
     def close(self) -> None:
-        """Write what waits, for a moment at most, since its reader may be gone; nothing can be told any more."""
+        """Write the pending lines, for a moment at most, because the reader may be gone; logging ends here."""
         self._sink.close(_LAST_WORDS)
 
     def info(self, event: EventName, **facts: object) -> None:
-        """Tell what is as it should be."""
+        """Log a normal event."""
         self._say("info", event, facts)
 
     def warning(self, event: EventName, **facts: object) -> None:
-        """Tell what is not, and what mpsd deals with."""
+        """Log a problem that mpsd handles."""
         self._say("warning", event, facts)
 
     def error(self, event: EventName, **facts: object) -> None:
-        """Tell what somebody has to look into."""
+        """Log a problem that an operator has to examine."""
         self._say("error", event, facts)
 
     def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
@@ -200,22 +201,22 @@ class Logger:
         self._write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def before(self, call: Callable[[], None]) -> None:
-        """Have this called before anything else is told, also through others: it tells what has waited until then."""
+        """Call this before anything else is logged, also by derived loggers: it logs what has waited until then."""
         self._before.append(call)
 
     def waited(self, lines: Sequence[LogRecord]) -> None:
-        """Tell lines that have waited, so that they cost less together; see `before`."""
+        """Log lines that have waited, so that they cost less together; see `before`."""
         self._write(lines)
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
-        """Tell a defect of mpsd's own, with its traceback."""
+        """Log a defect of mpsd, with its traceback."""
         self.error(event, **facts, exception="".join(traceback.format_exception(error)).rstrip("\n"))
 
 
 class LibraryReports(logging.Handler):
-    """What libraries, asyncio among them, report by Python's own logging, as lines of mpsd's log.
+    """The reports of libraries, asyncio among them, by Python's own logging, as lines of mpsd's log.
 
-    By itself it would go to stderr, and wait there for whoever does not read it.
+    Without this handler they would go to stderr, and block there if nobody reads it.
     """
 
     def __init__(self, log: Logger) -> None:
@@ -224,20 +225,20 @@ class LibraryReports(logging.Handler):
         logging.getLogger().addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell a report."""
+        """Log a report."""
         facts: dict[str, object] = {"library": record.name, "because": record.getMessage()}
         if record.exc_info:
             facts["exception"] = logging.Formatter().formatException(record.exc_info)
         self._log.error(EventName.LIBRARY_REPORT, **facts)
 
     def close(self) -> None:
-        """Take no more reports."""
+        """Accept no more reports."""
         logging.getLogger().removeHandler(self)
         super().close()
 
 
 def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str]:
-    """Return the fields of an entry in the journal: what a person reads, and each fact by itself."""
+    """Return the fields of an entry in the journal: the text for a reader, and each fact by itself."""
     texts = {name: value if isinstance(value, str) else to_json(value).decode() for name, value in facts.items()}
     event = texts.pop("event")
     said = " ".join(
@@ -267,18 +268,17 @@ def configure(
 ) -> Logger:
     """Return the logger of this process.
 
-    The form says which, or it is text on a terminal, fields where the stream leads to the journal, and JSON elsewhere.
-
-    `record` is given when it was, in seconds since 1970, and every line as JSON, but for those of defects, whose
-    tracebacks are for the log alone: what is logged and what is told as an event are one and the same, and rendered
-    once.
+    `form` selects the form of the lines; by default it is text on a terminal, fields where the stream leads to the
+    journal, and JSON elsewhere. `record` gets the time of each line, in seconds since 1970, and the line as JSON. Lines
+    of defects are excluded, because their tracebacks are for the log alone. Log lines and events are thus the same, and
+    rendered once.
     """
 
     def rendered(line: LogRecord) -> bytes:
-        # What a reader looks for first stands first: when, how bad, and what.
+        # A reader looks first for the time, the severity, and the event.
         at, level, event, facts = line
         text = to_json({"at": at, "level": level, "event": event, **facts})
-        if not text.isascii() or b"\x7f" in text:  # most lines have nothing that could act on a terminal
+        if not text.isascii() or b"\x7f" in text:  # rare: it may contain characters that act on a terminal
             text = harmless_json(text.decode()).encode()
         if record is not None and "exception" not in facts:
             record(at.timestamp(), text)
@@ -289,7 +289,7 @@ def configure(
         trace = {name: "\n".join(map(plain, known.pop(name).split("\n"))) for name in ("exception",) if name in known}
         return plain(known), trace
 
-    # The stream may be a file on a full disk, or a pipe that nobody reads any more: a line is lost, and mpsd lives on.
+    # The stream may be a file on a full disk, or a pipe without a reader: a line is lost, and mpsd continues.
 
     def as_text(console: Callable[[object, str, dict[str, object]], str], line: LogRecord) -> bytes:
         known, trace = parts(line)
@@ -314,6 +314,6 @@ def configure(
 
 
 def _gap(lines: int) -> LogRecord:
-    """Return the line that stands where others are missing."""
+    """Return the line that stands in place of lost ones."""
     because = "its reader was gone or too slow, or its file system full"
     return LogRecord(clock.now(), "warning", EventName.LOG_LINES_LOST, {"lines": lines, "because": because})

@@ -1,8 +1,8 @@
-"""From kubelet's calls to leases of mpsd: a claim of Kubernetes' is prepared by a claim of mpsd's for each share.
+"""The way from kubelet's calls to leases of mpsd: a Kubernetes claim is prepared by a claim of mpsd's for each share.
 
-Prepare is stored before anything is claimed, and answered when the lease is there, its CDI device is written, and, if
-its user is known, it is open to that. The lease is taken by the pod's control group, for as long as that exists: a
-container that is restarted keeps it. Unprepare ends what is left of it.
+Prepare stores the claim before it claims anything. It answers when the lease exists, its CDI device is written, and, if
+the user is known, the lease is open to that user. The pod's control group takes the lease for as long as the group
+exists: a restarted container keeps it. Unprepare ends the remaining leases.
 """
 
 import contextlib
@@ -50,25 +50,28 @@ from mpsd.system import clock
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 _LEASE: Final = "MPSD_LEASE"
-"""The variable by which the processes of a container are told from those of the other containers of their pod."""
+"""The variable that distinguishes the processes of a container from those of other containers of its pod."""
 
 _PAUSE: Final = 0.1
 _GONE: Final = 30.0
-"""Seconds until the API server is asked again about a claim that it did not know."""
+"""Seconds until the next query to the API server about a claim that it did not have."""
 
 _END_DEADLINE: Final = 25.0
 """Seconds for the clients of a lease to end; kubelet waits 45 s for an answer, and asks again."""
 
 
 class Prepared(NamedTuple):
-    """A share of a claim, as kubelet is told of it."""
+    """A share of a claim, in the form for kubelet."""
 
     share: PreparedShare
     cdi_devices: list[str]
 
 
 class Driver:
-    """The prepared claims of this node, and their leases. Any thread may call; each claim is worked on by one."""
+    """The prepared claims of this node, and their leases.
+
+    Any thread may call; one thread at a time works on a claim.
+    """
 
     def __init__(
         self,
@@ -97,23 +100,23 @@ class Driver:
         self._pending: dict[str, Take] = {}
         """Leases that no container has taken yet, by lease."""
         self._gone: dict[str, float] = {}
-        """Claims that the API server does not know any more, and when to ask it again."""
+        """Claims that the API server no longer has, and when to query it again."""
         self._said: dict[str, str] = {}
-        """What was logged last of what failed, by what it is about: it is not logged again each second."""
+        """The last logged failure by its subject, so that it is not logged again each second."""
         self.woken: Final = threading.Event()
-        """Set when a claim was prepared, so that its lease is looked after at once."""
+        """Set when a claim was prepared, so that its lease is handled at once."""
 
     @property
     def has_pending(self) -> bool:
-        """Whether a container is to start whose lease is to be taken."""
+        """Whether a container is about to start that must take its lease."""
         return bool(self._pending)
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
     def prepare(self, namespace: str, name: str, uid: str) -> list[Prepared]:
-        """Have a lease for each share of a claim, and return their devices. Raises MpsdError.
+        """Make sure that each share of a claim has a lease, and return the devices. Raises MpsdError.
 
-        Asked again, it returns the same.
+        A repeated call returns the same.
         """
         _check_uid(uid)
         self._board.await_gpus(self._settings.wait)
@@ -146,9 +149,9 @@ class Driver:
         ]
 
     def unprepare(self, uid: str) -> None:
-        """End the leases of a claim, with whatever clients they still have, and forget it. Raises MpsdError.
+        """End the leases of a claim, with their remaining clients, and forget it. Raises MpsdError.
 
-        A claim that is not known is fine: it was never prepared, or has been taken back.
+        An unknown claim is no error: it was never prepared, or was unprepared already.
         """
         _check_uid(uid)
         with self._alone(uid):
@@ -159,7 +162,7 @@ class Driver:
                 self._finish(over)
 
     def _begin(self, namespace: str, name: str, uid: str) -> PreparedClaim:
-        """Ask the API server what was allocated, and store that."""
+        """Query the API server for the allocation, and store it."""
         found = self._api_server.claim(namespace, name)
         shares = allocation.shares(
             found, uid=uid, driver=self._settings.driver, pool=self._settings.node, gpus=self._board.gpus
@@ -181,9 +184,10 @@ class Driver:
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def _take_known(self, claim: PreparedClaim, leases: list[LeaseAnswer]) -> None:
-        """Have leases taken before a container starts, for the user that its program has, or will most likely have.
+        """Let a pod take its leases before a container starts, for the known or most likely user of its program.
 
-        Raises what mpsd refuses it with where the user is known for certain. With a hook, that knows it for certain.
+        Raises mpsd's refusal where the user is certain. A hook, if configured, knows the user and takes the lease
+        itself.
         """
         group = self._group_of(claim)
         for share, lease in zip(claim.shares, leases, strict=True):
@@ -197,11 +201,11 @@ class Driver:
             except MpsdError as error:
                 if user is not None or isinstance(error, UnreachableError):
                     raise
-                continue  # another user may be luckier, as the container's program will show
+                continue  # another user may be accepted, once the container's program shows it
             self._holds(lease["id"], claim, likely)
 
     def _group_of(self, claim: PreparedClaim) -> str | None:
-        """Return the control group of a pod of a claim, of which there is one."""
+        """Return the control group of a pod of a claim; None where no pod has one."""
         paths = (pod_groups.path_of(each.uid, self._settings) for each in claim.pods)
         return next((each for each in paths if each is not None), None)
 
@@ -215,7 +219,7 @@ class Driver:
                     self._mpsd.end(each.lease)
                     ended.add(each.lease)
                 elif each.pod is None:
-                    with contextlib.suppress(AlreadyClaimedError):  # by a container, just now: it is ended next
+                    with contextlib.suppress(AlreadyClaimedError):  # a container took it just now: it is ended next
                         self._mpsd.release(each.lease, is_claim=True)
             if clock.monotonic() > deadline:
                 raise DaemonNotReadyError(
@@ -229,33 +233,33 @@ class Driver:
         self._gone.pop(claim.uid, None)
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
-    # -- what is done beside them --------------------------------------------------------------------------------------
+    # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
 
     def clean(self) -> None:
-        """Remove what an earlier process left that no record has. Raises OSError."""
+        """Remove leftovers of an earlier process that have no record. Raises OSError."""
         self._leases.remove_unknown_devices({each.uid for each in self._store.all()})
 
     def reconcile(self) -> None:
-        """Do what is next about each claim and each lease. Raises UnreachableError."""
+        """Do the next action for each claim and each lease. Raises UnreachableError."""
         leases = self._leases.all()  # first: a claim is stored before it has any
         claims = {each.uid: each for each in self._store.all()}
         actions = prepared.next_actions(claims.values(), leases, pod_groups.is_populated, self._settings.claim_deadline)
         for uid, claim in claims.items():
-            has_device = self._leases.has_device(uid)  # not after the machine was restarted
+            has_device = self._leases.has_device(uid)  # not after a restart of the machine
             if claim.stage is Stage.PREPARED and not has_device and Replace(claim) not in actions:
                 actions.append(Replace(claim))
         self._pending = {each.lease.lease: each for each in actions if isinstance(each, Take)}
         for each in actions:
-            if not isinstance(each, Take):  # see `complete`
+            if not isinstance(each, Take):  # `complete` handles it
                 self._tried(each)
 
     def complete(self) -> None:
-        """Have the leases taken of those containers whose program runs by now."""
+        """Let pods take the leases of those containers whose program runs by now."""
         for each in list(self._pending.values()):
             self._tried(each)
 
     def _tried(self, action: Action) -> None:
-        """Do what is next about a claim, unless a call of kubelet's is about it; what fails is tried again."""
+        """Do the next action for a claim, unless a call of kubelet is working on it; a failed action is tried again."""
         about = action.lease.claim if isinstance(action, Release | Renew | Take) else action.claim.uid
         with self._alone(about, waits=False) as is_alone:
             if not is_alone:
@@ -278,7 +282,7 @@ class Driver:
                 self._mpsd.renew(lease.lease, self._settings.claim_deadline)
                 self._log.info(EventName.CLAIM_RENEWED, lease=lease.lease, seconds=self._settings.claim_deadline)
             case Take(lease, claim):
-                if not self._settings.hook:  # which takes it itself
+                if not self._settings.hook:  # the hook takes it itself
                     self._take(lease, claim)
             case Replace(claim):
                 self._replace(claim)
@@ -290,14 +294,15 @@ class Driver:
                     self._store.remove(claim.uid)
 
     def _is_still(self, claim: PreparedClaim) -> bool:
-        """Tell whether a claim is as it was when it was decided what is next."""
+        """Tell whether a claim has the same stage as when the action was decided."""
         now = self._store.get(claim.uid)
         return now is not None and now.stage is claim.stage
 
     def _replace(self, claim: PreparedClaim) -> None:
-        """Claim the leases of a claim again that has lost them, unless the cluster has forgotten it.
+        """Claim the leases again that a claim has lost, unless the cluster has forgotten the claim.
 
-        Its pod was deleted by force then. What it had may be another pod's by now, and kubelet ends it soon.
+        In that case its pod was deleted by force. Its share may belong to another pod by now, and kubelet ends the
+        claim soon.
         """
         if not self._is_still(claim) or clock.monotonic() < self._gone.get(claim.uid, 0.0):
             return
@@ -307,7 +312,7 @@ class Driver:
             self._gone[claim.uid] = clock.monotonic() + _GONE
             return
         except MpsdError:
-            pass  # where it is away, the pods are those that were
+            pass  # where the server is unavailable, the pods stay as recorded
         else:
             if found.metadata.uid != claim.uid:
                 self._gone[claim.uid] = clock.monotonic() + _GONE
@@ -325,7 +330,7 @@ class Driver:
         )
 
     def _take(self, lease: ShareLease, claim: PreparedClaim) -> None:
-        """Have a lease held by the pod in which a program runs with it, for that program's user."""
+        """Let the pod in which a program runs with a lease hold the lease, for the program's user."""
         share = claim.shares[lease.number]
         user = self._settings.uid if share.user is None else share.user
         for pod in claim.pods:
@@ -368,7 +373,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _alone(self, uid: str, *, waits: bool = True) -> Iterator[bool]:
-        """Work on a claim while nobody else does, and give whether that is so."""
+        """Work on a claim exclusively; yields whether that succeeded."""
         with self._free:
             is_alone = self._free.wait_for(lambda: uid not in self._busy, None if waits else 0)
             if is_alone:

@@ -1,4 +1,4 @@
-"""The driver, as kubelet asks it: one socket for its calls, and one by which kubelet finds that."""
+"""The driver's interface to kubelet: one socket for its calls, and one through which kubelet finds the first."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,22 +20,22 @@ from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
 from mpsd.system import clock
 
 _THREADS: Final = 16
-"""kubelet follows the health in one call, and has the claims of each pod that starts prepared in another."""
+"""kubelet follows the health in one call, and prepares the claims of each starting pod in another."""
 
 _VERSIONS: Final = ("v1.DRAPlugin", "v1beta1.DRAPlugin", "v1alpha1.DRAResourceHealth")
-"""As kubelet names the services, the newest first."""
+"""kubelet's names of the services, the newest first."""
 
 _HEALTH_EVERY: Final = 10.0
-"""Seconds; kubelet takes a device for unknown of which it has heard nothing for 30 s."""
+"""Seconds; kubelet considers a device unknown that was not reported for 30 s."""
 
 
 class Endpoint:
-    """Both sockets, which are made again where somebody has removed them."""
+    """Both sockets, which are made again if they are removed."""
 
     def __init__(
         self, settings: Settings, *, board: Board, driver: Driver, log: Log, registered: Callable[[], None]
     ) -> None:
-        """`registered` is called when a kubelet has taken this driver: each one begins by deleting its slices."""
+        """`registered` is called when a kubelet has accepted this driver; it first deletes the driver's slices."""
         self._settings = settings
         self._board = board
         self._driver = driver
@@ -49,7 +49,7 @@ class Endpoint:
         self._because = ""
 
     def see_sockets(self) -> None:
-        """Serve on both sockets, unless that is so; kubelet looks for them by itself."""
+        """Serve on both sockets, if that is not so already; kubelet searches for them by itself."""
         for path, handlers in ((self._socket, self._calls), (self._finder, self._finding)):
             server, own = self._servers.get(path, (None, None))
             if server is not None and own is not None and kubelet.inode(path) == own:
@@ -66,7 +66,7 @@ class Endpoint:
                 return
 
     def close(self) -> None:
-        """End the calls that are open, and have kubelet know that nobody answers any more."""
+        """End the open calls, and remove the sockets, so that kubelet notices the end."""
         for path, (server, _) in self._servers.items():
             server.stop(None)
             path.unlink(missing_ok=True)
@@ -78,7 +78,7 @@ class Endpoint:
             self._because = because
             self._log.warning(EventName.DRIVER_NOT_REGISTERED, driver=self._settings.driver, because=because)
 
-    # -- how kubelet finds it ------------------------------------------------------------------------------------------
+    # -- registration --------------------------------------------------------------------------------------------------
 
     def _finding(self) -> wire.Handlers:
         return {wire.GET_INFO: self._info, wire.NOTIFY: self._notify}
@@ -102,7 +102,7 @@ class Endpoint:
             self._miss(status.error)
         return registration.RegistrationStatusResponse()
 
-    # -- what kubelet asks ---------------------------------------------------------------------------------------------
+    # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
     def _calls(self) -> wire.Handlers:
         return {

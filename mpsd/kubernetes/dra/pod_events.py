@@ -1,7 +1,7 @@
-"""Events about pods, for people who look at them by `kubectl describe`: what kubelet itself does not say.
+"""Events about pods, for users of `kubectl describe`: problems that kubelet itself does not report.
 
-kubelet shows by itself why a claim cannot be prepared. What goes wrong later, when a container runs already, is said
-here. An event that the API server does not take is logged and lost, and whoever has something to say never waits.
+kubelet reports by itself why a claim cannot be prepared. These events report what fails later, when a container already
+runs. An event that the API server does not accept is logged and lost, and no caller ever waits.
 """
 
 import queue
@@ -15,17 +15,17 @@ from mpsd.kubernetes.log import EventName, Log
 from mpsd.system import clock
 
 _WAITING: Final = 100
-"""Events that wait to be written; more are lost."""
+"""Maximum events that wait to be written; further ones are lost."""
 
 _LONGEST: Final = 1024
-"""Bytes of an event's message. Source: events, core/v1."""
+"""Maximum bytes of an event's message. Source: events, core/v1."""
 
 _COMPONENT: Final = "mpsd-kubernetes"
 _STAMP: Final = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class PodEvents:
-    """Writes events, by a thread of its own."""
+    """Writes events in a separate thread."""
 
     def __init__(self, node: str, api_server: ApiServer, log: Log, ended: threading.Event) -> None:
         """`ended` is set when this program ends."""
@@ -40,7 +40,7 @@ class PodEvents:
         threading.Thread(target=self._write, name="events", daemon=True).start()
 
     def warn(self, claim: PreparedClaim, message: str) -> None:
-        """Have each pod of a claim know what is wrong with it."""
+        """Report a problem to each pod of a claim."""
         for pod in claim.pods:
             stamp = clock.now().strftime(_STAMP)
             event = {

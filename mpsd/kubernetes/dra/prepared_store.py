@@ -1,6 +1,6 @@
-"""The claims that kubelet had prepared, on disk: a file each, in the driver's own directory.
+"""The claims that kubelet prepared, on disk: one file for each, in the driver's own directory.
 
-They are root's alone, and each is whole or not there, also after a loss of power: kubelet does not say them again.
+Only root can read them. Each is whole or absent, also after a loss of power, because kubelet does not repeat them.
 """
 
 import threading
@@ -18,10 +18,10 @@ _SUFFIX: Final = ".json"
 
 
 class PreparedStore:
-    """The prepared claims, by uid. Any thread may ask."""
+    """The prepared claims, by uid. Any thread may call."""
 
     def __init__(self, directory: Path, log: Log) -> None:
-        """Read what an earlier process stored. Raises OSError."""
+        """Read the claims that an earlier process stored. Raises OSError."""
         self._directory = directory
         self._lock = threading.Lock()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -46,12 +46,12 @@ class PreparedStore:
         return self._claims.get(uid)
 
     def all(self) -> list[PreparedClaim]:
-        """Return all of them."""
+        """Return all claims."""
         with self._lock:
             return list(self._claims.values())
 
     def put(self, claim: PreparedClaim) -> None:
-        """Store a claim; it is on the disk when this returns. Raises StorageError, and then nothing has changed."""
+        """Store a claim; it is on the disk when this returns. Raises StorageError and then changes nothing."""
         with self._lock:
             try:
                 atomic_file.write(self._path(claim.uid), msgspec.json.encode(claim), lasting=True)

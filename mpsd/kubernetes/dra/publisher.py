@@ -1,7 +1,8 @@
-"""The thread that publishes this node's ResourceSlice, and keeps it as it is to be.
+"""The thread that publishes this node's ResourceSlice, and keeps it up to date.
 
-It writes when the GPUs change, at most once in a few seconds, and looks once in a minute, and soon after a kubelet has
-come: each kubelet deletes the slices of its node when it starts, and when a driver was away for half a minute.
+It writes when the GPUs change, at most once in a few seconds. It checks the slice once a minute, and soon after a
+kubelet has registered the driver: each kubelet deletes the slices of its node when it starts, and when a driver was
+absent for half a minute.
 """
 
 import threading
@@ -18,19 +19,19 @@ from mpsd.kubernetes.mpsd_client import Mpsd
 from mpsd.system import clock
 
 _LOOK: Final = 60.0
-"""Seconds between two looks at the slice."""
+"""Seconds between two checks of the slice."""
 
 _SOON: Final = (1.0, 3.0, 10.0, 30.0)
-"""Seconds after a kubelet has come at which the slice is looked at: it deletes it, sooner or later."""
+"""Seconds after a kubelet's registration at which the slice is checked, since kubelet deletes it sooner or later."""
 
 _PACE: Final = 2.0
-"""Seconds from one write to the next, at least."""
+"""Minimum seconds from one write to the next."""
 
 _RETRY: Final = 5.0
 
 
 class Publisher:
-    """Publishes the slice, from `start` until the program ends; it stays then, for kubelet to delete."""
+    """Publishes the slice, from `start` until the program ends; the slice then stays, for kubelet to delete."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class Publisher:
         threading.Thread(target=self._publish, name="slices", daemon=True).start()
 
     def kubelet_came(self) -> None:
-        """Look at the slice soon, several times."""
+        """Check the slice soon, several times."""
         now = clock.monotonic()
         with self._lock:
             self._looks = [now + each for each in _SOON]
@@ -78,13 +79,13 @@ class Publisher:
             if self._changed.wait(wait):
                 self._changed.clear()
             if self._ended.is_set() or not self._board.gpus:
-                continue  # until mpsd has answered, there is nothing to say
+                continue  # before mpsd's first answer there is nothing to publish
             try:
                 self._look()
                 self._because = ""
                 self._ended.wait(_PACE)
             except ConflictError:
-                self._changed.set()  # somebody wrote it meanwhile: look again
+                self._changed.set()  # another writer changed it meanwhile: check again
                 self._ended.wait(_PACE)
             except MpsdError as error:
                 self._miss(error)
@@ -100,7 +101,7 @@ class Publisher:
             return min(_LOOK, self._looks[0] - now) if self._looks else _LOOK
 
     def _look(self) -> None:
-        """Have the slice be as it is to be. Raises MpsdError and ConflictError."""
+        """Bring the slice up to date. Raises MpsdError and ConflictError."""
         name = slices.slice_name(self._settings.node, self._settings.driver)
         found = self._api_server.slice(name)
         generation = slices.generation_of(found) + 1
@@ -133,7 +134,7 @@ class Publisher:
             metadata = self._api_server.node(self._settings.node).get("metadata")
             self._uid = str(metadata.get("uid", "")) if isinstance(metadata, dict) else ""
         if any(not each.because for each in self._board.gpus.values()):
-            self._attach = self._mpsd.attach()  # an mpsd that is away offers nothing, and is not waited for
+            self._attach = self._mpsd.attach()  # an unavailable mpsd offers nothing, and must not delay this
         return slices.Node(self._settings.node, self._uid, self._settings.driver, self._attach)
 
     @property
@@ -147,7 +148,7 @@ class Publisher:
 
 
 def _over(found: Document, wanted: Document) -> Document:
-    """Return what is wanted as the next version of what was found; a pool cannot be moved to another node."""
+    """Return the wanted slice as the next version of an existing one; a pool cannot be moved to another node."""
     before, metadata = found.get("metadata"), wanted["metadata"]
     assert isinstance(metadata, dict)  # noqa: S101 - `document` made it
     version = before.get("resourceVersion") if isinstance(before, dict) else None

@@ -1,4 +1,4 @@
-"""The driver from start to end: one loop for what comes by itself, and threads for mpsd and the API server."""
+"""The driver from start to end: one loop for periodic tasks, and threads for mpsd and the API server."""
 
 import os
 import signal
@@ -23,24 +23,24 @@ from mpsd.kubernetes.node_report import NodeReport
 from mpsd.system import clock
 
 _RECONCILE: Final = 1.0
-"""Seconds between two looks at mpsd's leases."""
+"""Seconds between two reconciliations of mpsd's leases."""
 
 _LOOK: Final = 0.25
-"""Seconds between two looks at the driver's sockets."""
+"""Seconds between two checks of the driver's sockets."""
 
 _SOON: Final = 0.02
-"""Seconds between two looks for the program of a container that is about to start."""
+"""Seconds between two searches for the program of a container that is about to start."""
 
 
 _HURRY: Final = 10.0
-"""Seconds for which it looks so often, once a claim was prepared."""
+"""Seconds for which it searches this often after a claim was prepared."""
 
 
 class DraService:
-    """Everything that runs."""
+    """All parts of the driver."""
 
     def __init__(self, settings: Settings, log: Log, place: api_server.Place) -> None:
-        """Read what was prepared. Raises ConfigurationError where that cannot be."""
+        """Read the prepared claims. Raises ConfigurationError where that is impossible."""
         self._settings = settings
         self._log = log
         self._ended = threading.Event()
@@ -75,7 +75,7 @@ class DraService:
         )
 
     def run(self) -> None:
-        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as it is to be."""
+        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ended.set())
         self._log.info(

@@ -1,4 +1,4 @@
-"""The leases of the shares that claims were given, and the CDI devices by which containers get them."""
+"""The leases of the claims' shares, and the CDI devices through which containers get them."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -16,7 +16,7 @@ from mpsd.system import cdi_directory, clock
 
 
 class ShareLeases:
-    """The leases of all shares. mpsd stores them; there is no record of them here that could say something else."""
+    """The leases of all shares. mpsd stores them, and no second record here can contradict it."""
 
     def __init__(self, settings: Settings, mpsd: Mpsd, board: Board) -> None:
         self._settings = settings
@@ -25,7 +25,7 @@ class ShareLeases:
         self._directory = Path(settings.cdi_dir)
 
     def all(self) -> list[ShareLease]:
-        """Return those that have not ended."""
+        """Return the leases that have not ended."""
         now = clock.now()
         found = []
         for each in self._mpsd.leases():
@@ -36,7 +36,10 @@ class ShareLeases:
         return found
 
     def ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
-        """Have a lease for each share of a claim, and its CDI device written; return them. Raises MpsdError."""
+        """Make sure that each share of a claim has a lease, write the CDI device, and return the leases.
+
+        Raises MpsdError.
+        """
         living = {each.number: each.lease for each in self.all() if each.claim == claim.uid}
         leases = [
             self._mpsd.lease(living[number]) if number in living else self._claim(claim, number, share)
@@ -60,11 +63,11 @@ class ShareLeases:
         return leases
 
     def has_device(self, claim: str) -> bool:
-        """Tell whether the CDI device of a claim is there."""
+        """Tell whether the CDI device of a claim exists."""
         return (self._directory / cdi_devices.file_name(claim)).exists()
 
     def remove_unknown_devices(self, claims: Collection[str]) -> None:
-        """Remove the CDI devices of all claims but these: their record was lost, and their leases are given back."""
+        """Remove the CDI devices of all other claims: their record was lost, and their leases are released."""
         for path in sorted(self._directory.glob(cdi_devices.file_name("*"))):
             if cdi_devices.claim_of(path.name) not in claims:
                 path.unlink(missing_ok=True)
@@ -90,7 +93,7 @@ class ShareLeases:
         return {}
 
     def _claim(self, claim: PreparedClaim, number: int, share: PreparedShare) -> LeaseAnswer:
-        """Claim a lease for a share; repeated, it is the same one."""
+        """Claim a lease for a share; a repeated call returns the same lease."""
         settings = self._settings
         user = settings.uid if share.user is None else share.user
         processes = settings.processes if share.processes is None else share.processes

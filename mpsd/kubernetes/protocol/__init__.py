@@ -1,4 +1,4 @@
-"""What kubelet speaks, as messages: the .proto files, and what protoc makes of them (`python -m tests.gate.generate`).
+"""kubelet's protocols: the .proto files, and the messages that protoc makes (`python -m tests.gate.generate`).
 
 Imported by: kubernetes, kubernetes/dra.
 """

@@ -1,4 +1,4 @@
-"""What `mpsctl doctor` looks at, and what `--fix` does; `core/doctor` decides.
+"""The observations of `mpsctl doctor`, and the fixes of `--fix`; `core/doctor` judges them.
 
 Imported by: cli.
 """

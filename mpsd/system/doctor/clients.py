@@ -1,4 +1,4 @@
-"""The processes that have leases, as far as who asks may look at them."""
+"""The processes that have leases, as far as the calling user may inspect them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,11 +16,11 @@ _V1: Final = Path("/sys/fs/cgroup/memory")
 _V2: Final = Path("/sys/fs/cgroup")
 
 _UNLIMITED: Final = 2**60
-"""A limit of the first version that is none: the largest number of whole pages."""
+"""A limit of version 1 that means no limit: the largest number of whole pages."""
 
 
 def look(pid: int, lease: str, *, gpu: str, granted: int, client: bool) -> ClientSeen | None:
-    """Look at a process of a lease; None when it is gone."""
+    """Inspect a process of a lease; None when it is gone."""
     try:
         arguments = process_table.arguments_of(pid)
     except OSError:
@@ -44,7 +44,7 @@ def _variables(pid: int) -> Reading[Mapping[str, str]]:
 
 
 def _frameworks(pid: int) -> frozenset[str]:
-    """Return the libraries of frameworks that a process has mapped; none where that cannot be read."""
+    """Return the framework libraries that a process has mapped; empty where that cannot be read."""
     with contextlib.suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
         return frozenset(each for each in LIBRARIES if f"/{each}/" in maps)
@@ -52,7 +52,7 @@ def _frameworks(pid: int) -> frozenset[str]:
 
 
 def memory_group(text: str, first: Path = _V1, second: Path = _V2) -> MemoryGroup | None:
-    """Return the nearest group that limits the memory of a process with these lines in /proc/PID/cgroup.
+    """Return the nearest memory-limiting group of a process, from the text of its /proc/PID/cgroup.
 
     Source: cgroups(7). Raises OSError.
     """
@@ -60,7 +60,7 @@ def memory_group(text: str, first: Path = _V1, second: Path = _V2) -> MemoryGrou
     names = ((second, "memory.max", "memory.current"), (first, "memory.limit_in_bytes", "memory.usage_in_bytes"))
     for (mount, limit, usage), controller in zip(names, ("", "memory"), strict=True):
         for path in (path for _, controllers, path in lines if controller in controllers.split(",")):
-            for folder in _upwards(path) if ".." not in path.split("/") else ():  # of another namespace of groups
+            for folder in _upwards(path) if ".." not in path.split("/") else ():  # a path of another cgroup namespace
                 there = mount / folder.lstrip("/")
                 most = _number(there / limit)
                 if most is not None:
@@ -84,6 +84,6 @@ def _number(path: Path) -> int | None:
 
 
 def look_at_all(found: Iterable[tuple[int, str, str, int, bool]]) -> tuple[ClientSeen, ...]:
-    """Look at each pid, lease, GPU, granted memory, and whether it is a client; those that are gone are left out."""
+    """Inspect each given pid, lease, GPU, granted memory and client flag; processes that are gone are left out."""
     looked = (look(pid, lease, gpu=gpu, granted=granted, client=client) for pid, lease, gpu, granted, client in found)
     return tuple(each for each in looked if each is not None)

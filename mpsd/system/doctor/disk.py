@@ -1,4 +1,4 @@
-"""What lies on the disk: mpsd's directories, pipe directories, what servers left, and the logs' last words."""
+"""Files on the disk: mpsd's directories, pipe directories, leftovers of servers, and the ends of the logs."""
 
 import os
 import re
@@ -17,12 +17,12 @@ from mpsd.system import acl, clock, host_environment, path_safety, rundir
 from mpsd.system.proc import start_ticks
 
 _TAIL: Final = 256 * 1024
-"""Bytes of a log's end that are read."""
+"""Bytes that are read from the end of a log."""
 
 _HEX: Final = re.compile(rb"[0-9A-Fa-f]{8}")
 
 _LISTENS: Final = 0x10000
-"""__SO_ACCEPTCON, in the flags of /proc/net/unix. Source: proc(5)."""
+"""__SO_ACCEPTCON in the flags of /proc/net/unix. Source: proc(5)."""
 
 _PARTS_OF_NAME: Final = 5
 """cuda.shm.UID.SERVER.NUMBER (core/mps/log_events.py)."""
@@ -32,7 +32,7 @@ _DRIVER: Final = "Display Driver version: "
 
 
 def look(settings: Settings, *, private: bool, apart: tuple[Path, ...] = ()) -> FilesSeen:
-    """Look at all of it, but at mpsd's directories in `apart`, which are others here than they are to mpsd."""
+    """Inspect all of these files, except mpsd's directories in `apart`: for mpsd, those paths lead elsewhere."""
     paths = settings.paths
     takers = listened()
     mps = paths.runtime_dir / "mps"
@@ -60,7 +60,7 @@ def _inside(directory: Path) -> list[Path]:
     try:
         return sorted(directory.iterdir())
     except OSError:
-        return []  # it is not there, or closed: which of them, `directories` and `traverse` say
+        return []  # absent or closed: `directories` and `traverse` say which
 
 
 def _closed(path: Path) -> Path | None:
@@ -92,7 +92,7 @@ def _directory(setting: str, path: Path) -> DirectorySeen:
 
 
 def _strange(path: Path) -> tuple[str, str] | None:
-    """Say why mpsd would not use a directory."""
+    """Return why mpsd would not use a directory, with a hint; None where it would."""
     try:
         path_safety.check_path(path)
         own = not path.exists() or path_safety.is_own(path)
@@ -109,12 +109,12 @@ def _strange(path: Path) -> tuple[str, str] | None:
 
 
 def listened() -> frozenset[str]:
-    """Return the paths of the unix sockets on which somebody takes connections, as they were bound.
+    """Return the paths of the unix sockets that accept connections, as they were bound.
 
-    A path can have any bytes in it, and a line feed makes it two lines: what is no line of the table is passed over.
+    A path can contain any bytes, and a line feed splits its row into two lines. Lines that are not rows are skipped.
     """
     rows = (line.split(maxsplit=7) for line in Path("/proc/net/unix").read_bytes().split(b"\n"))
-    with_path = (row for row in rows if len(row) > 7 and _HEX.fullmatch(row[3]))  # noqa: PLR2004 - the path is there
+    with_path = (row for row in rows if len(row) > 7 and _HEX.fullmatch(row[3]))  # noqa: PLR2004 - the row has a path
     return frozenset(os.fsdecode(row[7]) for row in with_path if int(row[3], 16) & _LISTENS)
 
 
@@ -143,7 +143,10 @@ def _shared_memory() -> Iterator[SharedMemorySeen]:
 
 
 def _damaged(directories: Iterable[Path]) -> tuple[Path, ...]:
-    """Return the stores that were set aside, each without its companions; the modes' record is another check's."""
+    """Return the stores that were set aside, without their companions.
+
+    Another check reports the record of compute modes.
+    """
     return tuple(
         path
         for directory in directories
@@ -153,7 +156,7 @@ def _damaged(directories: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def _ahead(directories: Iterable[Path]) -> tuple[Path, float] | None:
-    """Return the file of mpsd's that was written furthest in the future."""
+    """Return the file of mpsd's with the modification time furthest in the future, and the seconds until then."""
     now = clock.now().timestamp()
     found: list[tuple[float, Path]] = []
     for directory in directories:
@@ -222,6 +225,6 @@ def _tail(path: Path) -> list[str]:
 
 
 def _last(lines: list[str], start: str) -> str:
-    """Return what stands behind these words in the last line that a daemon or a server began with them."""
+    """Return the text that follows `start` in the last log line of a daemon or server that begins with it."""
     texts = (line.text for line in map(parse, reversed(lines)) if line is not None)
     return next((text.removeprefix(start).strip() for text in texts if text.startswith(start)), "")

@@ -1,4 +1,4 @@
-"""What `mpsctl doctor --fix` does: each thing harms no client that runs, and is nothing when it is done again."""
+"""The fixes of `mpsctl doctor --fix`: none harms a running client, and a second run of any of them changes nothing."""
 
 import contextlib
 import json
@@ -22,13 +22,14 @@ from mpsd.system.saved_compute_modes import SavedComputeModes
 _FIXED: Final = "doctor_fixed"
 
 _LOCKED: Final = frozenset({Means.REMOVE, Means.GIVE_BACK})
-"""What is only done while no mpsd can run."""
+"""The fixes that run only while no mpsd can run."""
 
 
 async def mend(settings: Settings, check: str, wanted: Mend) -> list[str]:
-    """Do what is wanted, write down what was done, and return it. What could not be written down is not done.
+    """Apply a fix, record in the log each change that it made, and return the changes.
 
-    Raises AlreadyRunningError where that needs a node without mpsd, and MpsdError and OSError for what cannot be done.
+    Opens the log first, so that nothing changes where the log cannot be written. Raises AlreadyRunningError where the
+    fix needs a node without mpsd, and MpsdError and OSError where it is impossible.
     """
     lock = RunDir.claim(settings) if wanted.means in _LOCKED else None
     try:
@@ -55,7 +56,7 @@ async def _mend(settings: Settings, wanted: Mend) -> list[str]:
 
 
 def _free(settings: Settings, targets: Sequence[str]) -> list[Path]:
-    """Return those that still no process of MPS has: one may have come before the lock was taken."""
+    """Return the targets that no process of MPS uses even now: one may have started before the lock was taken."""
     found = proc.processes((settings.daemon.control,), settings.paths.runtime_dir)
     listened = disk.listened()
     had = {each.pipe_directory for each in found.value} if isinstance(found, Known) else None
@@ -76,9 +77,9 @@ def _remove(path: Path) -> bool:
 
 
 def _open(settings: Settings, path: Path) -> bool:
-    """Let every uid traverse one of mpsd's own two directories, and nothing that was put in its place.
+    """Let every uid traverse one of mpsd's own two directories, but nothing that was put in its place.
 
-    Raises ConfigurationError for a path that another user could have made lead elsewhere.
+    Raises ConfigurationError for a path that another user could have redirected.
     """
     runtime_dir = settings.paths.runtime_dir
     path_safety.check_path(path)
@@ -96,7 +97,10 @@ def _open(settings: Settings, path: Path) -> bool:
 
 
 async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
-    """Give GPUs the compute mode back that mpsd found on them. Raises GpuError, and what is not done stays written."""
+    """Restore the compute modes that mpsd found on these GPUs.
+
+    Raises GpuError; the record keeps every GPU that was not restored.
+    """
     found = SavedComputeModes(rundir.saved_compute_modes(settings))
     found.load()
     done: list[str] = []
@@ -129,14 +133,14 @@ async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:
 
 
 def _log(settings: Settings) -> BinaryIO:
-    """Open the file that this is written down in. Raises OSError."""
+    """Open the file that records the fixes. Raises OSError."""
     path = settings.paths.log_dir / "doctor.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o640), "wb")
 
 
 def _write_down(log: BinaryIO, check: str, did: str) -> None:
-    """Append what was done, as a line of JSON like those of mpsd's own log, and tell the journal where there is one."""
+    """Append a change as a line of JSON, as in mpsd's own log, and send it to the journal where there is one."""
     line = {
         "at": clock.now().isoformat(),
         "level": "info",

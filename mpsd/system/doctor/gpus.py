@@ -1,4 +1,4 @@
-"""The GPUs, the driver and the control program, and the record of compute modes that are to be given back."""
+"""The GPUs, the driver and the control program, and the record of compute modes that mpsd must restore."""
 
 import contextlib
 import os
@@ -22,11 +22,11 @@ _LIBRARIES: Final = tuple(
     Path("/usr", place)
     for place in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "lib64", "lib", "local/nvidia/lib64")
 )
-"""Where distributions, NVIDIA's installer, and container runtimes put the driver's libraries."""
+"""The directories where distributions, NVIDIA's installer, and container runtimes put the driver's libraries."""
 
 
 def find(settings: Settings, control: str | None = None) -> Driver | None:
-    """Find the driver as mpsd would; `control` is what that was told by --control."""
+    """Find the driver as mpsd would; `control` is the value of mpsd's --control."""
     try:
         return driver.find(control or settings.daemon.control, settings.daemon.driver_root)
     except ConfigurationError:
@@ -38,10 +38,10 @@ _UNKNOWN_FLAG: Final = "-mpsctl-doctor"
 
 
 async def _knows_many_users(program: Path | None, settings: Settings) -> Reading[bool]:
-    """Ask the control program itself whether it knows -multiuser-server, with a pipe directory that is not there.
+    """Test whether the control program supports -multiuser-server, with a pipe directory that does not exist.
 
-    One that checks its flags answers an unknown one with its usage, and a known one by looking for a control daemon
-    (measured: 555). Those of 470, 535 and 550 look for one whatever the flag is.
+    A program that checks its flags answers an unknown flag with its usage, and a known flag by looking for a control
+    daemon (measured: 555). The programs of 470, 535 and 550 look for a control daemon whatever the flag is.
     """
     if program is None or settings.daemon.users is not Users.MANY:
         return Unknown("there is no control program that could be asked")
@@ -63,13 +63,13 @@ async def _refuses(program: Path, flag: str) -> bool:
 
 
 _USAGE: Final = "manual page"
-"""What stands in the usage of each control program (measured, 470 to 555), and in nothing else that it says."""
+"""A text in the usage of each control program (measured, 470 to 555) that none of its other outputs contains."""
 
 _SECONDS: Final = 5.0
 
 
 async def look(settings: Settings, control: str | None, *, simulated: bool) -> GpusSeen:
-    """Look at all of it; a driver that is not there is told as such."""
+    """Inspect all of it; an absent driver is a finding, not an error."""
     there = find(settings, control)
     found = GpusSeen(
         Unknown("the GPUs are simulated"),
@@ -97,9 +97,10 @@ async def look(settings: Settings, control: str | None, *, simulated: bool) -> G
 
 
 def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library | None:
-    """Find CUDA's library in the driver's own root, or where drivers are installed: its link has the version.
+    """Find CUDA's library in the driver's own root, or where drivers are installed.
 
-    In the places that the loader looks in, that is; what LD_LIBRARY_PATH names belongs to the caller alone.
+    The target of its link has the version. Only the loader's standard directories are searched, since LD_LIBRARY_PATH
+    belongs to the calling user alone.
     """
     for place in places if root is None else (root,):
         link = place / "libcuda.so.1"
@@ -110,7 +111,7 @@ def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library |
 
 
 def left(settings: Settings) -> Left:
-    """Read the record of the compute modes that GPUs are to get back."""
+    """Read the record of the compute modes that mpsd must restore."""
     modes = SavedComputeModes(rundir.saved_compute_modes(settings))
     aside = saved_compute_modes.aside(modes.path)
     seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
@@ -127,11 +128,11 @@ def _is_there(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return False  # the record beside it cannot be read either, and that is told
+        return False  # the record in the same directory cannot be read either, and that is reported
 
 
 def package_of(program: Path, dpkg: Path = _DPKG) -> tuple[str, str] | None:
-    """Return the Debian package that a program is of, and its version; None where dpkg knows of none."""
+    """Return the Debian package that contains a program, and its version; None where dpkg has none."""
     names = {str(program), str(program.resolve())}
     names |= {name.removeprefix("/usr") for name in names}
     for listing in sorted(dpkg.glob("info/*nvidia*.list")):

@@ -1,4 +1,4 @@
-"""The machine as who asks sees it: namespaces, /dev/shm, the kernel's log, and who may deny what."""
+"""The machine from the calling user's view: namespaces, /dev/shm, the kernel's log, and what may deny access."""
 
 import os
 import re
@@ -11,19 +11,19 @@ from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock, host_environment
 
 _MOST: Final = 100_000
-"""Records of the kernel's log that are read; its buffer has room for fewer."""
+"""Maximum number of records of the kernel's log that are read; its buffer holds fewer."""
 
 _TAIL: Final = 1024 * 1024
-"""Bytes of auditd's log that are read."""
+"""Bytes that are read from the end of auditd's log."""
 
 _AUDITED: Final = re.compile(r"msg=audit\(([0-9]{1,12}\.[0-9]{1,6}):")
 
 _RECORD: Final = 8192
-"""Bytes that a record has at most. Source: Documentation/ABI/testing/dev-kmsg."""
+"""Maximum size of a record, in bytes. Source: Documentation/ABI/testing/dev-kmsg."""
 
 
 def look(variables: Mapping[str, str]) -> HostSeen:
-    """Look at it; `variables` is the caller's own environment, as far as MPS and mpsd look at it."""
+    """Inspect the machine. `variables` is the caller's own environment, as far as MPS and mpsd use it."""
     namespace = Path("/proc/self/ns/pid")
     return HostSeen(
         uid=os.geteuid(),
@@ -31,7 +31,7 @@ def look(variables: Mapping[str, str]) -> HostSeen:
         now=clock.now(),
         kernel=os.uname().release,
         first_pid_namespace=namespace.stat().st_ino == host_environment.FIRST_PID_NAMESPACE,
-        pid_namespace=os.readlink(namespace),  # noqa: PTH115 - what it says is no path
+        pid_namespace=os.readlink(namespace),  # noqa: PTH115 - the link's text is no path
         shared_memory=_shared_memory(host_environment.SHARED_MEMORY),
         kernel_log=kernel_log(Path("/dev/kmsg")),
         audit_log=audit_log(Path("/var/log/audit/audit.log")),
@@ -60,9 +60,9 @@ def _shared_memory(path: Path) -> Reading[SharedMemoryPlace]:
 
 
 def kernel_log(path: Path) -> Reading[tuple[LogLine, ...]]:
-    """Return the lines of the kernel's log, as far as its buffer goes back; each reading has one record."""
+    """Return the lines of the kernel's log, as far as its buffer reaches; each read returns one record."""
     lines: list[LogLine] = []
-    now = clock.monotonic()  # by which the kernel stamps them, in microseconds
+    now = clock.monotonic()  # the clock of the kernel's timestamps, which are in microseconds
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -72,13 +72,13 @@ def kernel_log(path: Path) -> Reading[tuple[LogLine, ...]]:
             try:
                 record = os.read(descriptor, _RECORD)
             except BrokenPipeError:
-                continue  # it was overwritten before it was read; the next is there
+                continue  # the record was overwritten before it was read; the next one is available
             if not record:
                 break
             head, _, text = record.decode("utf-8", errors="replace").splitlines()[0].partition(";")
             lines.append(LogLine(max(0.0, now - int(head.split(",")[2]) / 1e6), text))
     except BlockingIOError:
-        pass  # that was all
+        pass  # the end of the log
     except OSError as error:
         return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
     finally:
@@ -87,7 +87,7 @@ def kernel_log(path: Path) -> Reading[tuple[LogLine, ...]]:
 
 
 def audit_log(path: Path) -> Reading[tuple[LogLine, ...]]:
-    """Return the lines at the end of auditd's log, each with the time that it names."""
+    """Return the lines at the end of auditd's log, each with its own time."""
     now = clock.now().timestamp()
     try:
         with path.open("rb") as log:
@@ -107,7 +107,7 @@ def _selinux(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except OSError:
-        return "enforcing"  # it is there, and keeps even this from who asks
+        return "enforcing"  # the file exists, and SELinux denies even this
 
 
 def _says_yes(path: Path) -> bool:
@@ -118,7 +118,7 @@ def _says_yes(path: Path) -> bool:
 
 
 def _devices(directory: Path) -> list[Path]:
-    """Name the device files that a server needs: two of the driver's own, and one for each GPU that has any."""
+    """Return the device files that a server needs: two of the driver's own, and one for each GPU that has one."""
     numbered = sorted(path for path in directory.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
     return [directory / "nvidiactl", directory / "nvidia-uvm", *numbered]
 

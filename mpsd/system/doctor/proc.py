@@ -1,4 +1,4 @@
-"""The processes of MPS on the whole machine, and mpsd's own, as far as who asks may look at them."""
+"""The processes of MPS and of mpsd on the whole machine, as far as the calling user may inspect them."""
 
 import contextlib
 import os
@@ -18,15 +18,15 @@ from mpsd.system.process_table import ProgramKind
 _PROC: Final = Path("/proc")
 
 _COMM: Final = b"nvidia-cuda-mps"
-"""What the kernel keeps of the names of NVIDIA's two programs: 15 bytes. Source: proc(5), /proc/PID/comm."""
+"""The kernel's name for both of NVIDIA's programs, cut to 15 bytes. Source: proc(5), /proc/PID/comm."""
 
 _COMMANDS: Final = frozenset({"run", "demo"})
 
 
 def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[ProcessSeen, ...]]:
-    """Return every process of MPS, and every mpsd, and what looks like one.
+    """Return every process of MPS, every mpsd, and every look-alike.
 
-    `program` is the control program, whatever it is called, and `runtime_dir` mpsd's.
+    `program` is the control program, whatever its name, and `runtime_dir` is mpsd's.
     """
     try:
         pids = sorted(int(name) for name in os.listdir(_PROC) if name.isdecimal())  # noqa: PTH208 - names, not paths
@@ -44,10 +44,11 @@ def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[Proces
 def _with_lookalikes(
     found: Sequence[ProcessSeen], program: tuple[str, ...], runtime_dir: Path
 ) -> tuple[ProcessSeen, ...]:
-    """Mark those that only their own word is evidence of: of another uid than root's, mpsd's, or whose who asks is.
+    """Mark the look-alikes: processes of other users that only their own arguments identify.
 
-    Another user's is what it looks like where it runs the control program itself, is the child of a control daemon, or
-    is connected to one of mpsd's.
+    The processes of root, of mpsd's user and of the calling user are trusted. A process of another user is trusted if
+    it runs the control program itself, is a child of a control daemon, or is connected to one of mpsd's control
+    daemons.
     """
     trusted = {0, os.getuid()}
     with contextlib.suppress(OSError):
@@ -67,7 +68,7 @@ def _with_lookalikes(
 
 
 def _is_script(program: Path) -> bool:
-    """Tell whether a program is run by an interpreter, as others are: to run that is no evidence."""
+    """Tell whether an interpreter runs a program. It runs others too, so running it is no evidence."""
     try:
         with program.open("rb") as file:
             return file.read(2) == b"#!"
@@ -76,7 +77,7 @@ def _is_script(program: Path) -> bool:
 
 
 def _connected(runtime_dir: Path) -> set[int]:
-    """Return the pids of those who are connected to one of mpsd's control daemons, as far as that can be seen."""
+    """Return the pids of the processes that are connected to mpsd's control daemons, as far as that is visible."""
     with contextlib.suppress(OSError):
         sockets = [*runtime_dir.glob("mps/*/control"), *runtime_dir.glob("mps/*/control_privileged")]
         return {*process_table.holding([inode for each in sockets for inode in unix_sockets.connected(each)])}
@@ -88,7 +89,7 @@ def _hidden(path: str) -> Unknown:
 
 
 def process(pid: int) -> ProcessSeen | None:
-    """Return one process, as an mpsd; None when there is none."""
+    """Return one process as an mpsd; None when there is none."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return _seen(pid, MPSD, _arguments(pid))
     return None
@@ -111,7 +112,7 @@ def _arguments(pid: int) -> tuple[str, ...]:
 
 
 def is_mpsd(arguments: Sequence[str]) -> bool:
-    """Tell whether a process is an mpsd, by what it was started as: by its name, or by an interpreter with options."""
+    """Tell whether a process is an mpsd by its arguments: started by its name, or by an interpreter with options."""
     words = [each for each in arguments if not each.startswith("-")]
     names = [Path(each).name for each in words[:2]]
     if names and names[0].startswith("python"):
@@ -153,7 +154,7 @@ def _denied(path: Path, error: OSError) -> Unknown:
 
 def _link(path: Path) -> Reading[str]:
     try:
-        return Known(text(os.readlink(path)))  # noqa: PTH115 - what it says is no path
+        return Known(text(os.readlink(path)))  # noqa: PTH115 - the link's text is no path
     except OSError as error:
         return _denied(path, error)
 
@@ -181,7 +182,7 @@ def _open_files(at: Path) -> Reading[int]:
 
 
 def _shared_memory(at: Path) -> Reading[int]:
-    """Return the number of its device, as the table of mounts has it: the file system itself could never answer."""
+    """Return the device number from the mount table: the file system itself might never answer."""
     try:
         table = mount_table.mounts(at.name)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""mpsd from outside: its socket, who listens there, who has its lock, its configuration file, and its units."""
+"""mpsd from outside: its socket and the listener there, the holder of its lock, its configuration file and units."""
 
 import os
 import shutil
@@ -29,10 +29,10 @@ _PROPERTIES: Final = (
 )  # fmt: skip
 
 _CGROUPS: Final = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}
-"""Where hierarchies that count processes are mounted, by their controllers in /proc/PID/cgroup. Source: cgroups(7)."""
+"""Mount points of hierarchies that count processes, by their controllers in /proc/PID/cgroup. Source: cgroups(7)."""
 
 _DEADLINE: Final = 5.0
-"""Seconds for a connection, and for systemctl."""
+"""Timeout in seconds for a connection, and for systemctl."""
 
 _PEER: Final = struct.Struct("3i")
 """struct ucred: pid, uid, gid. Source: unix(7)."""
@@ -41,7 +41,7 @@ _KINDS: Final = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: 
 
 
 def look_at_socket(path: Path) -> SocketSeen:
-    """Look at the API socket, and connect to it."""
+    """Inspect the API socket, and connect to it."""
     for directory in reversed(path.absolute().parents):
         if directory.is_dir() and not os.access(directory, os.X_OK):
             return SocketSeen(path, None, closed=directory)
@@ -64,7 +64,7 @@ def look_at_socket(path: Path) -> SocketSeen:
 
 
 def lock_holder(runtime_dir: Path) -> Reading[int | None]:
-    """Return the pid of the process that has the lock of a runtime directory, which the kernel lists by inode."""
+    """Return the pid of the process that holds the lock of a runtime directory; the kernel lists locks by inode."""
     path = runtime_dir / "mpsd.lock"
     try:
         inode = str(path.stat().st_ino)
@@ -78,7 +78,7 @@ def lock_holder(runtime_dir: Path) -> Reading[int | None]:
 
 
 def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:
-    """Read the configuration file that is named, or the usual one; `root` is what mpsd is told by --root."""
+    """Read the named configuration file, or the usual one; `root` is the value of mpsd's --root."""
     where = path or _USUAL
     try:
         settings = read_configuration(path)
@@ -89,7 +89,7 @@ def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:
 
 @dataclass(frozen=True, slots=True)
 class ServiceArguments:
-    """What an mpsd was started with, where it was told it."""
+    """The arguments that an mpsd was started with; None for each that it did not get."""
 
     config: Path | None = None
     root: Path | None = None
@@ -97,9 +97,9 @@ class ServiceArguments:
 
 
 def arguments_of(pid: int, arguments: Sequence[str], socket: Path) -> ServiceArguments:
-    """Return what an mpsd that listens on this socket was started with, by its arguments.
+    """Return the arguments that an mpsd that listens on this socket was started with.
 
-    `mpsd demo` is told nothing, and has all that it writes in the directory that its runtime directory is in.
+    `mpsd demo` gets none, and writes everything to the parent of its runtime directory.
     """
     if "run" not in arguments:
         return ServiceArguments(root=socket.parent.parent)
@@ -113,7 +113,7 @@ def arguments_of(pid: int, arguments: Sequence[str], socket: Path) -> ServiceArg
 
 
 def _of_process(pid: int, path: Path) -> Path:
-    """Return a path as a process means it that was told it."""
+    """Resolve a path against the working directory of the process that got it as an argument."""
     try:
         return Path(os.readlink(f"/proc/{pid}/cwd")) / path  # noqa: PTH115 - the kernel's own link
     except OSError:
@@ -121,7 +121,7 @@ def _of_process(pid: int, path: Path) -> Path:
 
 
 async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
-    """Return what systemd says of mpsd's units: those that it knows, by name."""
+    """Return systemd's properties of mpsd's units, by name, for those that it has."""
     program = shutil.which("systemctl")
     if program is None or not os.access("/run/systemd/system", os.F_OK):  # sd_booted(3)
         return Unknown("this machine does not run systemd, or systemd is not visible from here")
@@ -137,13 +137,13 @@ async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
 
 
 def read_units(output: str) -> dict[str, dict[str, str]]:
-    """Read what `systemctl show` prints: a line for each property, and a blank one between units."""
+    """Parse the output of `systemctl show`: a line for each property, and a blank line between units."""
     blocks = [dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in output.split("\n\n")]
     return {block["Id"]: block for block in blocks if block.get("Id") and block.get("LoadState") != "not-found"}
 
 
 def in_force(settings: Reading[Settings], fallback: Reading[Settings]) -> Settings:
-    """Return the settings to go by: those that mpsd has, else the file's, else the defaults."""
+    """Return the settings to judge by: mpsd's own if known, else the file's, else the defaults."""
     for each in (settings, fallback):
         if isinstance(each, Known):
             return each.value
@@ -151,7 +151,7 @@ def in_force(settings: Reading[Settings], fallback: Reading[Settings]) -> Settin
 
 
 def few_uids(pid: int) -> Reading[bool]:
-    """Tell whether an mpsd is in a user namespace in which not each uid is itself."""
+    """Tell whether an mpsd is in a user namespace that does not map each uid to itself."""
     try:
         return Known(host_environment.has_few_uids(pid))
     except OSError as error:
@@ -159,9 +159,10 @@ def few_uids(pid: int) -> Reading[bool]:
 
 
 def tasks(pid: int) -> Reading[Tasks]:
-    """Count the processes and threads of an mpsd's control group, by the nearest group above it that limits them.
+    """Return the number of processes and threads of an mpsd's control group, and their limit.
 
-    Where this process sees no such file, as in most containers, that is not known. Source: cgroups(7).
+    Of this group and its ancestors, the result is that of the one with the least room. Unknown where this process sees
+    no such file, as in most containers. Source: cgroups(7).
     """
     try:
         lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace").split("\n")
@@ -175,7 +176,7 @@ def tasks(pid: int) -> Reading[Tasks]:
 
 
 def _groups(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each group on the way from the one with the processes up to the root's, where it is mounted."""
+    """Yield each group from that of the process up to the root, where its hierarchy is mounted."""
     for line in filter(None, lines):
         _, controllers, path = line.split(":", 2)
         mounted = _CGROUPS.get(controllers)
@@ -189,5 +190,5 @@ def _tasks(group: Path) -> Tasks | None:
         there = int((group / "pids.current").read_text(encoding="ascii"))
         most = (group / "pids.max").read_text(encoding="ascii").strip()
     except OSError:
-        return None  # the root's own group has no limit, and a container may see none at all
+        return None  # the root group has no limit, and a container may see no group at all
     return Tasks(group, there, int(most) if most.isdecimal() else None)

@@ -55,7 +55,7 @@ STORY = {
     ),
     "a stranger's command": (
         event("foreign_command", "warning", daemon="gpu1", command="set_default_active_thread_percentage 10"),
-        "gpu1: somebody beside mpsd gave it the command 'set_default_active_thread_percentage 10'",
+        "gpu1: a foreign front-end gave it the command 'set_default_active_thread_percentage 10'",
     ),
     "what that did": (
         event(
@@ -82,7 +82,7 @@ STORY = {
     "a full disk": (event("store_full", "error", because="no space left"), "nothing can be stored: no space left"),
     "a list": (
         event("leases_faulted", "error", daemon="gpu0", leases=["lease-1", "lease-2"], because="a fault"),
-        "gpu0: the fault reached lease-1, lease-2: a fault",
+        "gpu0: the fault affected lease-1, lease-2: a fault",
     ),
     "a kind of a newer mpsd": (event("disk_melted", disk="sda", left=[1]), "disk melted: disk=sda left=1"),
     "a fact of a newer mpsd": (event("lease_ended", lease="lease-1"), "lease-1: ended"),

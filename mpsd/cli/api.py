@@ -31,6 +31,10 @@ class Api(Client):
         """Return the node in one answer."""
         return cast("answer_types.Status", self.get("/v1/status"))
 
+    def metrics(self, *, users: bool) -> bytes:
+        """Return the node as metrics, as text; with `users` also those about the leases that the caller may see."""
+        return self.text(f"/metrics?users={str(users).lower()}")
+
     def gpus(self) -> "answer_types.Gpus":
         """Return the GPUs."""
         return cast("answer_types.Gpus", self.get("/v1/gpus"))

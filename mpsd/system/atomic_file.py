@@ -9,8 +9,8 @@ _MOST: Final = 16 * 1024 * 1024
 """Bytes of a file that are read; mpsd's own have some thousand."""
 
 
-def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
-    """Replace a file's content at once, readable for its owner only. Raises OSError, and then nothing has changed.
+def write(path: Path, data: bytes, *, lasting: bool = False, mode: int = 0o600) -> None:
+    """Replace a file's content at once, readable for its owner only by default. Raises OSError, and nothing changed.
 
     What is `lasting` is on the disk when this returns, and outlives a loss of power.
     """
@@ -19,6 +19,7 @@ def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
             file.write(data)
             if lasting:
                 file.flush()

@@ -22,6 +22,7 @@ from mpsd.core.errors import (
     ControlUnreachableError,
     ControlUnresponsiveError,
     LimitNotHeldError,
+    MpsdError,
 )
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.mps.limits import Setting
@@ -207,6 +208,8 @@ class ControlPipe:
         """What a long command waits for that has the only seat, or has it next; empty when none does."""
         self.changed: Callable[[], None] = lambda: None
         """Called when that changes."""
+        self.held: Callable[[float, str | None], None] = lambda _seconds, _code: None
+        """Called after each conversation with how long it took, and the code of the error that it ended by."""
         self._lasting: LastingFrontEnd | None = None
         """The front-end that has the seat for that long."""
         self._is_given_up = False
@@ -218,7 +221,13 @@ class ControlPipe:
         deadline, ControlUnresponsiveError when it took longer, ControlBrokenError and ControlGarbledError when its
         answers do not add up. In every case but the first two something of the conversation may have taken effect.
         """
-        await self._say(conversation, self.deadline)
+        began = clock.monotonic()
+        try:
+            await self._say(conversation, self.deadline)
+        except MpsdError as error:
+            self.held(clock.monotonic() - began, error.code)
+            raise
+        self.held(clock.monotonic() - began, None)
 
     async def quit(self, seconds: int | None) -> None:
         """Tell the daemon to quit, and to force its servers after `seconds`; whether it went, its pidfd says.

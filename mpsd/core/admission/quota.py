@@ -15,11 +15,14 @@ _FREE: Final = Quota()
 
 def quota_of(user: UserIdentity, settings: Settings) -> Quota:
     """Return a user's quota: its own before its groups' (the first listed) before everybody's."""
-    quotas = settings.quota
-    theirs = [name for name in quotas if user.is_called(name, settings.names)] if quotas else []
-    if not theirs:
-        return _FREE
-    return quotas[min(theirs, key=lambda name: (name == "*", name.startswith("%")))]
+    name = class_of(user, settings) if settings.quota else ""
+    return settings.quota[name] if name else _FREE
+
+
+def class_of(user: UserIdentity, settings: Settings) -> str:
+    """Return the name of a user's quota; nothing where no quota is the user's."""
+    theirs = [name for name in settings.quota if user.is_called(name, settings.names)]
+    return min(theirs, key=lambda name: (name == "*", name.startswith("%")), default="")
 
 
 def is_free(quota: Quota, request: LeaseRequest) -> bool:

@@ -161,4 +161,5 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
         names,
         query,
         body,
+        message.accept,
     )

@@ -1,26 +1,41 @@
 """What the routes of the node do: a request's value in, an answer's value out. The dispatcher checks roles before."""
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Annotated
 
 from mpsd import __version__
 from mpsd.core import health, model, mps_facts, roles, settings
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
+from mpsd.core.metrics import exposition
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import schema
-from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.request import Request, RequestQuery, may_see
+from mpsd.daemon.http.message import Answer
+from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import process_table
+
+
+class MetricsQuery(RequestQuery, frozen=True):
+    """Which metrics a caller asks for."""
+
+    users: Annotated[
+        bool, parameter("Whether metrics about single users, their leases and clients are among them.")
+    ] = True
 
 
 class NodeHandlers:
     """The handlers of what one node is: its health, its GPUs, control daemons and clients, and its settings."""
 
-    def __init__(self, node: Node, accountant: Accountant) -> None:
+    def __init__(self, node: Node, accountant: Accountant, collector: Collector) -> None:
         self._node = node
         self._accountant = accountant
+        self._collector = collector
 
     async def healthz(self, _: Request) -> schema.HealthOut:
         """Tell whether mpsd itself answers."""
@@ -30,6 +45,14 @@ class NodeHandlers:
         """Tell whether the node is healthy; 503 when it is not."""
         node = self._node.health()
         return schema.HealthOut(ok=node.healthy, because=node.because)
+
+    async def metrics(self, request: Request) -> Answer:
+        """Return the node as metrics: sums for everybody, and what is about single leases for who may see those."""
+        query = request.query
+        assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
+        media_type = exposition.negotiated(request.accept)
+        shows = partial(may_see, request, self._node.settings.current) if query.users else None
+        return Answer(200, self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> schema.StatusOut:
         """Return the node in one answer, all of it from one moment."""
@@ -59,6 +82,7 @@ class NodeHandlers:
         notes += self._node.gpus.notes()
         if trouble := self._accountant.trouble:
             notes.append(f"what is granted and held is not stored: {trouble}")
+        notes += filter(None, (self._collector.trouble,))
         if lost := self._node.lost_lines:
             notes.append(f"{lost} lines of mpsd's log were lost, since its reader is gone or slow (mpsctl events)")
         notes += [

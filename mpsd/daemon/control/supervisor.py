@@ -7,6 +7,7 @@ settings) is noted and wakes the loop. The state has one writer, `_move`, which 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
@@ -86,6 +87,7 @@ class Supervisor:
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
         self.pipe.changed = self._seat_changed
+        self.pipe.held = partial(log.tally.conversation, name)
         self.drainer = Drainer(name, paths.operator_intent, leases=leases, endings=endings, log=self._log)
         self._renewal = Renewal(
             name,
@@ -361,7 +363,7 @@ class Supervisor:
         except OSError as error:
             if error.errno in process.SHORTAGES:
                 raise  # that is nobody's death: it is tried until the machine has what it takes
-            self._record_death(Ended(f"it could not be started: {error}"))
+            self._record_death(Ended(f"it could not be started: {error}", started=False))
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()

@@ -76,6 +76,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._target = b""
         self._expects = False
+        self._accept = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head = b""
         """The head of a request that offers another protocol, without the offer."""
@@ -197,12 +198,15 @@ class Connection(asyncio.BufferedProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take up a header, or a trailer.
 
-        One header alone matters: httptools knows how long a body is, and what ends a connection.
+        Few of them matter: httptools knows how long a body is, and what ends a connection.
         """
         if self._coming is None:
             self._headers.append((name, value))
-            if name.lower() == b"expect" and value.lower() == b"100-continue":
-                self._expects = True
+            match name.lower():
+                case b"expect":
+                    self._expects = self._expects or value.lower() == b"100-continue"
+                case b"accept":
+                    self._accept += b"," + value
 
     def on_headers_complete(self) -> None:
         """Take up a request.
@@ -218,12 +222,13 @@ class Connection(asyncio.BufferedProtocol):
             self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(left))
         else:
             self._begin(parser, method.decode(), version)
-        self._target, self._expects = b"", False
+        self._target, self._expects, self._accept = b"", False, b""
         self._headers.clear()
 
     def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
         message = self._coming = Message(self, method, self._target)
         message.old = version == "1.0"
+        message.accept = self._accept.decode(errors="replace")
         message.expects = self._expects and not message.old  # which knows of no such word
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:

@@ -28,8 +28,8 @@ class Answer(Struct, frozen=True):
 class Message:
     """A request, its head read; its body may still be on its way."""
 
-    __slots__ = ("_arrived", "body", "close", "complete", "connection", "expects", "method", "old", "path", "query",
-                 "trouble")  # fmt: skip
+    __slots__ = ("_arrived", "accept", "body", "close", "complete", "connection", "expects", "method", "old", "path",
+                 "query", "trouble")  # fmt: skip
 
     def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
         self.connection = connection
@@ -43,6 +43,8 @@ class Message:
         """As much as has come of it; of one that is too large, not much more than shows that it is."""
         self.expects = False
         """Whether its caller waits for a word before it sends the body."""
+        self.accept = ""
+        """Which media types its caller takes, if it says so."""
         self.old = False
         """Whether it is HTTP/1.0, which knows no chunks."""
         self.close = False

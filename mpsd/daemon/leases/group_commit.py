@@ -84,8 +84,12 @@ class GroupCommit:
         self._changed[lease.id] = lease
         owner = lease.owner
         # What is beyond the uid's share of lines is not told; the lease is stored, and shown, all the same.
-        if event is not None and self._shares.take(owner.uid):
+        if event is None:
+            return
+        if self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
+        else:
+            self._log.tally.count_omitted(event, facts)
 
     def decided(self, lease: Lease) -> None:
         """Have a request stored that was decided, and tell what was decided."""
@@ -100,15 +104,18 @@ class GroupCommit:
             active_thread_percentage=first.threads.tenths / 10,
             pinned_device_mem_limit=first.memory.bytes,
             processes=lease.request.processes or 0,
+            **({} if lease.granted == lease.created else {"waited": _waited(lease)}),
             **group_names.facts_of(lease.holders[0]),
             because=lease.because,
         )
 
     def refused(self, owner: Owner, refusal: MpsdError) -> None:
         """Tell who was refused what, and why; there is nothing to store."""
+        facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
         if self._shares.take(owner.uid):
-            facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
+        else:
+            self._log.tally.count_omitted(EventName.LEASE_REFUSED, facts)
 
     def _schedule(self) -> None:
         self._due = True
@@ -235,3 +242,8 @@ class GroupCommit:
         )
         self._account([(at, changed) for at, _, changed in unpublished])
         self._store.note_published(self._publish_to(self._reached))
+
+
+def _waited(lease: Lease) -> float:
+    """Return how many seconds a granted lease waited; 0 where the clock was set back meanwhile."""
+    return max((lease.granted - lease.created).total_seconds(), 0.0) if lease.granted is not None else 0.0

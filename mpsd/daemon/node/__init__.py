@@ -1,4 +1,4 @@
 """The node: it owns what the rooms below make, and decides in which order a request meets them.
 
-Imported by: daemon, daemon/accounting, daemon/api.
+Imported by: daemon, daemon/accounting, daemon/api, daemon/metrics.
 """

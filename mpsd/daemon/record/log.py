@@ -12,6 +12,8 @@ from typing import Final, NamedTuple, TextIO
 
 import msgspec
 
+from mpsd.core.metrics.tally import Tally
+from mpsd.core.model import ViolationKind
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record.encoding import to_json
@@ -122,6 +124,8 @@ class EventName(StrEnum):
     SUPERVISOR_STUCK = "supervisor_stuck"
     LOG_LINES_LOST = "log_lines_lost"
     LIBRARY_REPORT = "library_report"
+    METRICS_LISTENING = "metrics_listening"
+    METRICS_NOT_LISTENING = "metrics_not_listening"
 
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
@@ -161,9 +165,12 @@ class Logger:
         write: Callable[[Sequence[LogRecord]], None],
         before: list[Callable[[], None]],
         sink: "Journal | LogOutput",
+        tally: Tally,
         **bound: object,
     ) -> None:
         """`write` is called with lines, and each of `before` before that; `bound` are facts of all that it tells."""
+        self.tally = tally
+        """Counts what is told, and with it what else the metrics count."""
         self._write = write
         self._sink = sink
         self._before = before
@@ -171,7 +178,7 @@ class Logger:
 
     def bind(self, **bound: object) -> "Logger":
         """Return one that tells these facts with all that it tells."""
-        return Logger(self._write, self._before, self._sink, **{**self._bound, **bound})
+        return Logger(self._write, self._before, self._sink, self.tally, **{**self._bound, **bound})
 
     @property
     def lost(self) -> int:
@@ -253,7 +260,8 @@ def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str
     }
 
 
-def _one_by_one(write: Callable[[LogRecord], None], lines: Sequence[LogRecord]) -> None:
+def _one_by_one(write: Callable[[LogRecord], None], tally: Tally, lines: Sequence[LogRecord]) -> None:
+    tally.count(lines)
     for line in lines:
         write(line)
 
@@ -273,6 +281,7 @@ def configure(
     tracebacks are for the log alone: what is logged and what is told as an event are one and the same, and rendered
     once.
     """
+    tally = Tally(clock.now(), EventName, ViolationKind)
 
     def rendered(line: LogRecord) -> bytes:
         # What a reader looks for first stands first: when, how bad, and what.
@@ -301,19 +310,26 @@ def configure(
         return _entry(line.level, known, trace.get("exception", ""))
 
     if form is LogFormat.AUTO and journal is not None:
-        journal.gap = lambda lines: as_entry(_gap(lines))
-        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line))), [], journal)
+        journal.gap = lambda lines: as_entry(_gap(lines, tally))
+        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line)), tally), [], journal, tally)
     render = rendered
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
 
         render = partial(as_text, ConsoleRenderer(colors=stream.isatty()))
     output = LogOutput(stream.fileno())
-    output.gap = lambda lines: render(_gap(lines))
-    return Logger(lambda lines: output.write([render(line) for line in lines]), [], output)
+    output.gap = lambda lines: render(_gap(lines, tally))
+
+    def write(lines: Sequence[LogRecord]) -> None:
+        tally.count(lines)
+        output.write([render(line) for line in lines])
+
+    return Logger(write, [], output, tally)
 
 
-def _gap(lines: int) -> LogRecord:
-    """Return the line that stands where others are missing."""
+def _gap(lines: int, tally: Tally) -> LogRecord:
+    """Return the line that stands where others are missing, and count it."""
     because = "its reader was gone or too slow, or its file system full"
-    return LogRecord(clock.now(), "warning", EventName.LOG_LINES_LOST, {"lines": lines, "because": because})
+    gap = LogRecord(clock.now(), "warning", EventName.LOG_LINES_LOST, {"lines": lines, "because": because})
+    tally.count((gap,))
+    return gap

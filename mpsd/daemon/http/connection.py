@@ -77,6 +77,7 @@ class Connection(asyncio.BufferedProtocol):
         self._target = b""
         self._expects = False
         self._accept = b""
+        self._trace = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head = b""
         """The head of a request that offers another protocol, without the offer."""
@@ -207,6 +208,8 @@ class Connection(asyncio.BufferedProtocol):
                     self._expects = self._expects or value.lower() == b"100-continue"
                 case b"accept":
                     self._accept += b"," + value
+                case b"traceparent":
+                    self._trace += value  # two of them make one that is not valid
 
     def on_headers_complete(self) -> None:
         """Take up a request.
@@ -222,13 +225,15 @@ class Connection(asyncio.BufferedProtocol):
             self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(left))
         else:
             self._begin(parser, method.decode(), version)
-        self._target, self._expects, self._accept = b"", False, b""
+        self._target, self._expects, self._accept, self._trace = b"", False, b"", b""
         self._headers.clear()
 
     def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
         message = self._coming = Message(self, method, self._target)
         message.old = version == "1.0"
-        message.accept = self._accept.decode(errors="replace")
+        if self._accept:
+            message.accept = self._accept.decode(errors="replace")
+        message.trace = self._trace
         message.expects = self._expects and not message.old  # which knows of no such word
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:

@@ -29,7 +29,7 @@ class Message:
     """A request, its head read; its body may still be on its way."""
 
     __slots__ = ("_arrived", "accept", "body", "close", "complete", "connection", "expects", "method", "old", "path",
-                 "query", "trouble")  # fmt: skip
+                 "query", "trace", "trouble")  # fmt: skip
 
     def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
         self.connection = connection
@@ -45,6 +45,8 @@ class Message:
         """Whether its caller waits for a word before it sends the body."""
         self.accept = ""
         """Which media types its caller takes, if it says so."""
+        self.trace = b""
+        """The trace that it is part of, as its header `traceparent` has it."""
         self.old = False
         """Whether it is HTTP/1.0, which knows no chunks."""
         self.close = False

@@ -17,6 +17,7 @@ from mpsd.core.holders import group_names
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record import trace
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
@@ -71,6 +72,8 @@ class GroupCommit:
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
         self._events: list[LeaseEvent] = []
+        self._traces: dict[str, dict[str, object]] = {}
+        """By request that waits, the trace that it is part of."""
         self._unpublished: list[tuple[datetime, Sequence[LeaseEvent], Mapping[str, Lease]]] = []
         """What is stored, since when, and has to be told, with the leases that it is about."""
         self._reached = 0
@@ -86,10 +89,25 @@ class GroupCommit:
         # What is beyond the uid's share of lines is not told; the lease is stored, and shown, all the same.
         if event is None:
             return
+        if self._traces or trace.CURRENT.get() is not None:
+            facts.update(self._trace_of(lease, event, waited="waited" in facts))
         if self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
         else:
             self._log.tally.count_omitted(event, facts)
+
+    def _trace_of(self, lease: Lease, event: EventName, *, waited: bool) -> dict[str, object]:
+        """Return what an event tells of the trace of the request that caused it.
+
+        For the grant of a request that `waited` that is its own, and not the one that has made room for it.
+        """
+        now = trace.facts()
+        if lease.state is LeaseState.WAITING:
+            if event is EventName.LEASE_WAITS and now:
+                self._traces[lease.id] = now
+            return now
+        earlier = self._traces.pop(lease.id, {})
+        return earlier if waited else now or earlier
 
     def decided(self, lease: Lease) -> None:
         """Have a request stored that was decided, and tell what was decided."""

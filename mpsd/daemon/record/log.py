@@ -16,6 +16,7 @@ from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import ViolationKind
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
+from mpsd.daemon.record import trace
 from mpsd.daemon.record.encoding import to_json
 from mpsd.system import clock
 from mpsd.system.journal import Journal
@@ -204,6 +205,8 @@ class Logger:
     def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
         for each in self._before:
             each()
+        if trace.CURRENT.get() is not None:
+            facts = {**facts, **trace.facts()}
         self._write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def before(self, call: Callable[[], None]) -> None:

@@ -131,7 +131,7 @@ def many_callers(control: str, root: Path) -> Iterator[Result]:
 
 
 @contextmanager
-def _holders() -> Iterator[list[int]]:
+def holding() -> Iterator[list[int]]:
     """Run idle processes, and yield their pids."""
     with contextlib.ExitStack() as stack:
         pids = []
@@ -142,28 +142,28 @@ def _holders() -> Iterator[list[int]]:
         yield pids
 
 
-def _fill(service: Service, holders: list[int]) -> None:
-    """Have mpsd grant one lease to each holder on GPU 0, and multiply them in its store to 10,000.
+def fill(service: Service, holders: list[int], leases: int, gpus: int = 1) -> None:
+    """Have mpsd grant one lease to each holder on its first GPUs, and multiply them in its store to so many leases.
 
     So many do not fit by themselves, since MPS has no client slots for them; mpsd restores all stored ones, and grants
-    on GPU 1 meanwhile.
+    on other GPUs meanwhile.
     """
-    for holder in holders:
-        One(service.socket, leasing(threads=1, memory="16MiB", gpu="0", pid=holder)).ask()
+    for number, holder in enumerate(holders):
+        One(service.socket, leasing(threads=1, memory="16MiB", gpu=str(number % gpus), pid=holder)).ask()
     service.stop()
     database = Database(service.root / "run" / "leases.db", LEASES_SCHEMA, ballast=LEASES_BALLAST)
     keeping = LeaseStore(database)
     models = keeping.read().leases
     copies = (
         structs.replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
-        for number in range(len(models) + 1, _LEASES + 1)
+        for number in range(len(models) + 1, leases + 1)
     )
     kept = keeping.keep({lease.id: lease for lease in copies}, events=())
     assert not kept.because, kept.because
     database.close()
 
 
-def _started(service: Service, leases: int) -> float:
+def started(service: Service, leases: int) -> float:
     """Start an mpsd, and return after how many seconds it answered with this many leases."""
     before = time.perf_counter()
     service.start()
@@ -186,15 +186,15 @@ def held(control: str, root: Path) -> Iterator[Result | Figure]:
     """
     with (
         _on_one_cpu(),
-        _holders() as holders,
+        holding() as holders,
         running(control, root / "full", 2, _CONFIG) as full,
         running(control, root / "none", 2, _CONFIG) as none,
     ):
-        _fill(full, holders)
+        fill(full, holders, _LEASES)
         none.stop()
         starts = []
         for number in range(5):
-            starts.append((_started(full, _LEASES), _started(none, 0)))
+            starts.append((started(full, _LEASES), started(none, 0)))
             if number < 4:
                 full.stop()
                 none.stop()

@@ -1,4 +1,4 @@
 """`mpsctl`: a synchronous client of the API, and the rendering of its answers.
 
-Imported by: cli/commands, cli/history, cli/leases, cli/terminal, cli/top, cli/web, kubernetes.
+Imported by: cli/commands, cli/history, cli/leases, cli/metrics, cli/terminal, cli/top, cli/web, kubernetes.
 """

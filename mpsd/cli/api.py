@@ -35,6 +35,10 @@ class Api(Client):
         """Return who this process is to mpsd, and its role."""
         return cast("answer_types.Principal", self.get("/v1/principal"))
 
+    def metrics(self, *, users: bool) -> bytes:
+        """Return the node as metrics, as text; with `users` also those about the leases that the caller may see."""
+        return self.text(f"/metrics?users={str(users).lower()}")
+
     def gpus(self) -> "answer_types.Gpus":
         """Return the GPUs."""
         return cast("answer_types.Gpus", self.get("/v1/gpus"))

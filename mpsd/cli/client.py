@@ -85,6 +85,17 @@ class Client:
         """Return the decoded JSON of a GET."""
         return self._request("GET", path)
 
+    def text(self, path: str) -> bytes:
+        """Return what a GET answers that is no JSON."""
+        with self._conversation(self._deadline):
+            connection = self._send("GET", path, b"", self._deadline, None)
+            status, headers = connection.head()
+            answer = b"".join(connection.pieces(status, headers))
+            document = json.loads(answer) if status >= _ERRORS else None
+        if status >= _ERRORS:
+            raise error_of(status, document)
+        return answer
+
     def post(
         self,
         path: str,

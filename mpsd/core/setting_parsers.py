@@ -5,6 +5,7 @@ Each raises ValueError, or an InvalidRequestError, with words that complete a se
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -15,6 +16,8 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import parse_duration, parse_size
 
 E = TypeVar("E", bound=StrEnum)
+
+_HIGHEST_PORT: Final = 65535
 
 _MOST: Final = 2**31 - 1
 """The largest number that any setting can sensibly have."""
@@ -58,6 +61,29 @@ def flag(value: object) -> bool:
 def optional_path(value: object) -> Path | None:
     """Accept an absolute path, or an empty text for none."""
     return None if value == "" else path(value)
+
+
+def optional_address(value: object) -> str:
+    """Take a numeric address with a port, such as 127.0.0.1:9410 or [::1]:9410, or an empty text for none."""
+    found = text(value)
+    if found:
+        address_of(found)
+    return found
+
+
+def address_of(written: str) -> tuple[str, int]:
+    """Return the host and the port of an address. Raises ValueError."""
+    host, colon, port = written.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        address = ip_address(host[1:-1] if is_bracketed else host)
+    except ValueError:
+        address = None
+    if not colon or address is None or (address.version == 6) != is_bracketed:  # noqa: PLR2004 - IPv6
+        raise ValueError("it is not a numeric address with a port, such as 127.0.0.1:9410 or [::1]:9410")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _HIGHEST_PORT):
+        raise ValueError(f"its port is not a number from 1 to {_HIGHEST_PORT}")
+    return str(address), int(port)
 
 
 def octal_mode(value: object) -> int:

@@ -570,6 +570,25 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Metrics:
+    """What Prometheus is offered beside `/metrics` on the API's socket."""
+
+    listen: str = row(
+        "",
+        setting_parsers.optional_address,
+        "Numeric address and port on which mpsd offers `/metrics` over TCP, such as `127.0.0.1:9410` or `[::]:9410`."
+        " Empty: nowhere. All processes that can connect to it can read"
+        " them.",
+    )
+    users: bool = row(
+        False,
+        setting_parsers.flag,
+        "Whether the metrics on TCP have those about single users too: their leases and clients, by uid.",
+        reload=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """The effective settings, frozen: a reload replaces the whole object."""
 
@@ -583,6 +602,7 @@ class Settings:
     roles: Roles = field(default_factory=Roles)
     history: History = field(default_factory=History)
     log: Log = field(default_factory=Log)
+    metrics: Metrics = field(default_factory=Metrics)
     quota: Mapping[str, Quota] = field(default_factory=dict)
     """The key is a user, a %group, or *."""
     names: UserNames = UserNames()

@@ -30,6 +30,8 @@ from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.quarantine import Quarantine
+from mpsd.daemon.metrics.collector import Collector
+from mpsd.daemon.metrics.endpoint import Endpoint
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
@@ -181,17 +183,17 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
     settings = plan.settings
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
     reload = partial(_reload, plan, node, notifier, log)
-    api = Api(node, events, accountant, log, reload)
+    collector = Collector(node, log)
+    api = Api(node, events, accountant, collector, log=log, reload=reload)
     listener, withdraw = _listen(plan, log)
     over, at_once = _heed_signals(partial(_try, reload))
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(each)
-                for each in (node.run(), accountant.run(node, events), notifier.run(), events.run())
-            ]
+            endpoint = Endpoint(node, collector, log)
+            running = (node.run(), accountant.run(node, events), notifier.run(), events.run(), endpoint.run())
+            tasks = [group.create_task(each) for each in running]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)

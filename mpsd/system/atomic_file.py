@@ -9,8 +9,10 @@ _MOST: Final = 16 * 1024 * 1024
 """The maximum size of a file, in bytes; mpsd's own files have a few thousand."""
 
 
-def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
-    """Replace the content of a file in one step, readable for its owner only. Raises OSError and then changes nothing.
+def write(path: Path, data: bytes, *, lasting: bool = False, mode: int = 0o600) -> None:
+    """Replace the content of a file in one step. Raises OSError and then changes nothing.
+
+    By default, the file is readable for its owner only.
 
     With `lasting`, the file is on the disk when this returns and survives a loss of power.
     """
@@ -19,6 +21,7 @@ def write(path: Path, data: bytes, *, lasting: bool = False) -> None:
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
             file.write(data)
             if lasting:
                 file.flush()

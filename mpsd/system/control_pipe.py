@@ -25,6 +25,7 @@ from mpsd.core.errors import (
     ControlUnreachableError,
     ControlUnresponsiveError,
     LimitNotHeldError,
+    MpsdError,
 )
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.mps.limits import Setting
@@ -214,6 +215,8 @@ class ControlPipe:
         none."""
         self.changed: Callable[[], None] = lambda: None
         """Called when `waits_for` changes."""
+        self.held: Callable[[float, str | None], None] = lambda _seconds, _code: None
+        """Called after each conversation with its duration in seconds, and the code of the error that ended it."""
         self._lasting: LastingFrontEnd | None = None
         """The front-end of the long command that occupies the pipe."""
         self._is_given_up = False
@@ -226,7 +229,13 @@ class ControlPipe:
         or ControlGarbledError when the answers do not parse. Except for the first two, a part of the conversation may
         have taken effect.
         """
-        await self._say(conversation, self.deadline)
+        began = clock.monotonic()
+        try:
+            await self._say(conversation, self.deadline)
+        except MpsdError as error:
+            self.held(clock.monotonic() - began, error.code)
+            raise
+        self.held(clock.monotonic() - began, None)
 
     async def quit(self, seconds: int | None) -> None:
         """Tell the daemon to quit, and to end its servers by force after `seconds`; its pidfd shows whether it exited.

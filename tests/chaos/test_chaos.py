@@ -3,9 +3,9 @@
 An observer that knows of mpsd only what callers know keeps its own records, and checks mpsd against them: a client ends
 only by itself, by chaos, or by an operator's command; no lease that a caller knows is lost or doubled; no GPU has more
 granted than it has; events have no gap; each operation ends once, and a completed restart replaced the control daemon
-once. Once left in peace, the limits in force, as a front-end reads them, are those of the leases, and the history has
-granted what the events say. Random numbers decide what happens, but not when: a seed repeats the steps, and their
-timing only approximately.
+once. Once left in peace, the limits in force, as a front-end reads them, are those of the leases; the history has
+granted what the events say, and the metrics count them. Random numbers decide what happens, but not when: a seed
+repeats the steps, and their timing only approximately.
 
 In CI this takes some seconds. By hand, for any time, and with a number of kills:
 
@@ -27,6 +27,8 @@ from tests.accounts import check_one_story
 from tests.chaos.actors import figures, watched
 from tests.chaos.chaos import CONFIG, Chaos
 from tests.chaos.conftest import Start
+from tests.metrics_story import differences
+from tests.node import Node
 from tests.real import real_daemons
 
 pytestmark = pytest.mark.slow
@@ -59,6 +61,8 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
             sys.stdout.write(f"{time.monotonic() - begun:.0f} s: {told(chaos)}\n")
         chaos.clear()
         check_one_story(chaos.node)
+        differ, _ = differences(chaos.node, Node.log)
+        assert not differ, "the metrics tell another story than the log"
         holds_no_more_than_a_new_one(chaos)
         sys.stdout.write(f"{summary(chaos)}, {time.monotonic() - begun:.0f} s\n")
     except BaseException:

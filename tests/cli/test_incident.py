@@ -85,7 +85,7 @@ def test_a_bad_night(node: Node) -> None:
         f"gpu0 is starting: pid {third} was started",
         f"^!  gpu0: a foreign front-end gave it the command '{COMMAND}'",
         rf"^!  gpu0: active_thread_percentage is 10% instead of \S+%; the foreign command '{COMMAND}' changed it",
-        "^   gpu0: mpsd set it back: ",
+        "^   gpu0: mpsd set it back",
         rf"{granted['id']}: process {client.pid} is its client",
         rf"^!  gpu0: violation \(processes\): .*{extra.pid}.*{granted['id']}",
         rf"gpu0: violation \(processes\) of process {extra.pid} has ended",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd.cli.render import as_json
 from mpsd.core import settings
@@ -27,6 +28,7 @@ from mpsd.core.enforcement import drift, violations
 from mpsd.core.enforcement.opened import widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.holders import holders
+from mpsd.core.metrics import exposition, families
 from mpsd.core.model import Client, DaemonProcess, Lease, Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
@@ -47,6 +49,7 @@ from mpsd.daemon.control.discovery import DaemonRecord, orphans
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
+from mpsd.daemon.record import trace
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName, configure
 from mpsd.simulator.cuda import Pinned, pinned
@@ -436,6 +439,19 @@ def terminal(data: bytes) -> None:
         assert json.loads(printed) == text
 
 
+def headers(data: bytes) -> None:
+    """Whatever a header says, metrics have one of two forms, and a trace is one or none; labels keep their text."""
+    text = text_of(data)
+    assert exposition.negotiated(text) in {exposition.TEXT, exposition.OPENMETRICS}
+    found = trace.parse(data)
+    assert found is None or text.split("-")[1:3] == [found["trace_id"], found["span_id"]]
+    gauge = exposition.gauges(families.DAEMON_SERVERS, {(text,): 1})
+    line = exposition.render([gauge]).decode().split("\n", 2)[2]
+    if "\r" not in text:  # its parser takes that for the end of a line; no label of mpsd's can have it
+        (family,) = text_string_to_metric_families(line)
+        assert [sample.labels for sample in family.samples] == [{"daemon": text}]
+
+
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     each.__name__: each
     for each in (
@@ -454,5 +470,6 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
         stored_lease,
         foreign,
         terminal,
+        headers,
     )
 }

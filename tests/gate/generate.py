@@ -17,6 +17,7 @@ from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
+from mpsd.core.metrics.families import SECTIONS, Kind
 from mpsd.core.settings import render, rows
 from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
 from tests.gate import completions, manual, protocol
@@ -25,6 +26,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 REFERENCE: Final = ROOT / "docs/reference"
 DOCTOR: Final = ROOT / "docs/doctor.md"
 KUBERNETES: Final = ROOT / "docs/kubernetes.md"
+METRICS: Final = ROOT / "docs/reference/metrics.md"
 
 _DOING: Final[dict[type, str]] = {
     RequestError: "the caller",
@@ -151,6 +153,23 @@ A fact with a `?` is not always there.
 """
 
 
+def metrics_page() -> str:
+    """Return every metric, by what it is about, as docs/reference/metrics.md has them."""
+    text = METRICS.read_text(encoding="utf-8")
+    tables = []
+    for section, families in SECTIONS.items():
+        lines = [("metric", "type", "labels", "meaning")]
+        for each in families:
+            name = f"{each.name}_bucket" if each.kind is Kind.HISTOGRAM else each.series
+            own = {Kind.STATESET: (each.name,), Kind.HISTOGRAM: ("le",)}.get(each.kind, ())
+            labels = ", ".join(f"`{label}`" for label in (*each.labels, *own))
+            lines.append((f"`{name}`", each.kind, labels, each.help))
+        about = "\n\nAbout single users: see above." if all(each.about_users for each in families) else ""
+        tables.append(f"### {section}{about}\n\n{_table(*lines)}")
+    part = between("metrics", text)
+    return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]
+
+
 FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsctl.1": manual.mpsctl_page,
     "docs/man/mpsd.8": manual.mpsd_page,
@@ -162,6 +181,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/reference/errors.md": partial(_reference_page, "errors.md", "errors", errors_table),
     "docs/reference/life-cycle.md": partial(_reference_page, "life-cycle.md", "lifecycle", lifecycle_diagram),
     "docs/reference/settings.md": partial(_reference_page, "settings.md", "settings", settings_table),
+    "docs/reference/metrics.md": metrics_page,
     **completions.FILES,
 }
 """Every file that is generated as a whole, relative to the root of the tree."""

@@ -20,6 +20,8 @@ SENTENCES: Final = {
     "node_stopping": "mpsd is stopping{daemons}",
     "node_stopped": "mpsd stopped",
     "api_listening": "mpsd listens on {socket}",
+    "metrics_listening": "mpsd offers its metrics on {address}",
+    "metrics_not_listening": _BECAUSE,
     "node_not_closed": _BECAUSE,
     "host_requirement_missing": _BECAUSE,
     "socket_replaced": "the socket {socket} of {user} was replaced",

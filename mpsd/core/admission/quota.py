@@ -16,10 +16,14 @@ _FREE: Final = Quota()
 def quota_of(user: UserIdentity, settings: Settings) -> Quota:
     """Return the quota of a user: the user's own, else that of its first listed group, else that for all users."""
     quotas = settings.quota
-    theirs = [name for name in quotas if user.is_called(name, settings.names)] if quotas else []
-    if not theirs:
-        return _FREE
-    return quotas[min(theirs, key=lambda name: (name == "*", name.startswith("%")))]
+    name = class_of(user, settings) if quotas else ""
+    return quotas[name] if name else _FREE
+
+
+def class_of(user: UserIdentity, settings: Settings) -> str:
+    """Return the name of a user's quota; an empty text where no quota applies to the user."""
+    theirs = [name for name in settings.quota if user.is_called(name, settings.names)]
+    return min(theirs, key=lambda name: (name == "*", name.startswith("%")), default="")
 
 
 def is_free(quota: Quota, request: LeaseRequest) -> bool:

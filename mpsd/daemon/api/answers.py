@@ -70,16 +70,9 @@ def json(kind: type[S], status: int | StatusBy = 200) -> AnswerKind[S]:
     return AnswerKind(lambda answer: Answer(status, to_json(answer)), (status,), JSON, kind)
 
 
-def text(media_type: str, description: str) -> AnswerKind[str]:
-    """Return the kind that answers with text, in UTF-8; the media type is sent unchanged."""
-    return AnswerKind(
-        lambda answer: Answer(200, answer.encode(), media_type),
-        (200,),
-        media_type,
-        {"type": "string"},
-        None,
-        description,
-    )
+def negotiated(media_type: str, description: str) -> AnswerKind[Answer]:
+    """Return the kind whose handler chooses the media type by the request; this one where the request names none."""
+    return AnswerKind(lambda answer: answer, (200,), media_type, {"type": "string"}, None, description)
 
 
 def raw(media_type: str, schema: Mapping[str, object], description: str) -> AnswerKind[bytes]:

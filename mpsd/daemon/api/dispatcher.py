@@ -19,10 +19,12 @@ from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
+from mpsd.daemon.record import trace
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import descriptors
 
+A = TypeVar("A")
 H = TypeVar("H")
 
 _MOST_DEFECTS: Final = 16
@@ -87,7 +89,8 @@ class Dispatcher(Generic[H]):
                 answer: Answer | Stream = unroutable(message, methods)
             elif endpoint.body is None or message.complete or await self._arrival(message):
                 request = _decoded(endpoint, message, principal, names)
-                answer = endpoint.encode(await endpoint.handle(request))
+                handled = endpoint.handle(request)
+                answer = endpoint.encode(await (_traced(message.trace, handled) if message.trace else handled))
             else:
                 answer = unreadable(message)
             if isinstance(answer, Answer):
@@ -140,6 +143,12 @@ class Dispatcher(Generic[H]):
         )
 
 
+async def _traced(header: bytes, handled: Awaitable[A]) -> A:
+    """Have a request handled as a part of the trace that its header names."""
+    with trace.following(header):
+        return await handled
+
+
 def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
     """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
     query = endpoint.query(message.query) if message.query else endpoint.without_query
@@ -162,4 +171,5 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
         names,
         query,
         body,
+        message.accept,
     )

@@ -16,8 +16,9 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
 from mpsd.daemon.api import lease_schema, naming
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import Request, RequestQuery
+from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.api.schema import ViolationOut
+from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock, installation, process_table
 
@@ -53,8 +54,9 @@ class ReleaseQuery(RequestQuery, frozen=True):
 class LeaseHandlers:
     """The handlers of the leases of one node."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, collector: Collector) -> None:
         self._node = node
+        self._collector = collector
 
     async def leases(self, request: Request) -> lease_schema.LeasesOut:
         """Return the leases that the caller may see, ended ones on request, and the sums of the others."""
@@ -106,7 +108,7 @@ class LeaseHandlers:
         return leases
 
     def _may_see(self, request: Request, lease: Lease) -> bool:
-        return self._node.settings.current.api.open or _is_own(request, lease)
+        return may_see(request, self._node.settings.current, lease)
 
     def _theirs(self, request: Request, *, act: bool) -> Lease:
         """Return the lease that the path names.
@@ -114,7 +116,7 @@ class LeaseHandlers:
         Raises NotFoundError, and NotPermittedError for that of another user.
         """
         lease = self._node.leases.find(request.names["id"])
-        allowed = _is_own(request, lease) if act else self._may_see(request, lease)
+        allowed = is_own(request, lease) if act else self._may_see(request, lease)
         if not allowed:
             raise NotPermittedError(
                 f"lease {lease.id} belongs to another user", hint="ask its owner or an administrator"
@@ -125,14 +127,14 @@ class LeaseHandlers:
         """Return one lease."""
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
-        (answer,) = self._judged([self._with_holders(_lease_out(lease, place, secret=_is_own(request, lease)), lease)])
+        (answer,) = self._judged([self._with_holders(_lease_out(lease, place, secret=is_own(request, lease)), lease)])
         await self._node.leases.as_stored()
         return answer
 
     async def admit(self, request: Request) -> lease_schema.LeaseOut:
         """Grant a lease, now or after waiting for it, or say why not."""
         assert isinstance(request.body, lease_schema.LeaseRequest)  # noqa: S101 - the route table says so
-        body = request.body
+        began, body = clock.monotonic(), request.body
         if body.owner is not None and not request.admin:
             raise NotPermittedError(
                 "only an administrator can take out a lease for another user", hint="omit owner, or ask root to do it"
@@ -150,6 +152,8 @@ class LeaseHandlers:
             elif isinstance(error, DoesNotFitError):
                 error.hint += self._holding(request, error)
             raise
+        if lease.granted == lease.created:  # it did not wait
+            self._collector.grants.observe(clock.monotonic() - began)
         return _lease_out(lease)
 
     def _admit(
@@ -298,11 +302,6 @@ class LeaseHandlers:
 def _amount(shares: Collection[Share]) -> str:
     threads = sum(share.threads.tenths for share in shares) / 10
     return f"{threads:g} % and {format_size(sum(share.memory.bytes for share in shares))}"
-
-
-def _is_own(request: Request, lease: Lease) -> bool:
-    """Tell whether a lease belongs to the caller, or the caller is an administrator."""
-    return request.admin or lease.owner.uid == request.credentials.uid
 
 
 def _lease_out(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True) -> lease_schema.LeaseOut:

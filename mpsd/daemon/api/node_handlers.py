@@ -1,26 +1,41 @@
 """The handlers of the node routes: a request's value in, an answer's value out. The dispatcher has checked the role."""
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Annotated
 
 from mpsd import __version__
 from mpsd.core import health, model, mps_facts, roles, settings
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
+from mpsd.core.metrics import exposition
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import schema
-from mpsd.daemon.api.request import Request
+from mpsd.daemon.api.decoding import parameter
+from mpsd.daemon.api.request import Request, RequestQuery, may_see
+from mpsd.daemon.http.message import Answer
+from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import process_table
+
+
+class MetricsQuery(RequestQuery, frozen=True):
+    """Which metrics a caller asks for."""
+
+    users: Annotated[
+        bool, parameter("Whether metrics about single users, their leases and clients are among them.")
+    ] = True
 
 
 class NodeHandlers:
     """The handlers of the state of one node: its health, GPUs, control daemons and clients, and its settings."""
 
-    def __init__(self, node: Node, accountant: Accountant) -> None:
+    def __init__(self, node: Node, accountant: Accountant, collector: Collector) -> None:
         self._node = node
         self._accountant = accountant
+        self._collector = collector
 
     async def healthz(self, _: Request) -> schema.HealthOut:
         """Tell whether mpsd itself answers."""
@@ -35,6 +50,14 @@ class NodeHandlers:
         """Return who calls, and as what."""
         who = request.credentials
         return schema.PrincipalOut(who.uid, who.gid, request.role.name.lower())
+
+    async def metrics(self, request: Request) -> Answer:
+        """Return the node as metrics: sums for every caller, and series of leases for callers that may see them."""
+        query = request.query
+        assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
+        media_type = exposition.negotiated(request.accept)
+        shows = partial(may_see, request, self._node.settings.current) if query.users else None
+        return Answer(200, self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> schema.StatusOut:
         """Return the node in one answer, all of it from one moment."""
@@ -64,6 +87,7 @@ class NodeHandlers:
         notes += self._node.gpus.notes()
         if trouble := self._accountant.trouble:
             notes.append(f"what is granted and held is not stored: {trouble}")
+        notes += filter(None, (self._collector.trouble,))
         if lost := self._node.lost_lines:
             notes.append(f"{lost} lines of mpsd's log were lost, since its reader is gone or slow (mpsctl events)")
         notes += [

@@ -5,7 +5,9 @@ from typing import ClassVar
 
 from msgspec import Struct
 
+from mpsd.core.model import Lease
 from mpsd.core.roles import Role, UserIdentity
+from mpsd.core.settings import Settings
 from mpsd.system.credentials import PeerCredentials
 from mpsd.system.process import Process
 
@@ -41,3 +43,15 @@ class Request(Struct, frozen=True):
     names: Mapping[str, str]
     query: RequestQuery | None = None
     body: RequestBody | None = None
+    accept: str = ""
+    """Which media types the caller takes, if it says so."""
+
+
+def is_own(request: Request, lease: Lease) -> bool:
+    """Tell whether a lease is the caller's own, or the caller an administrator."""
+    return request.admin or lease.owner.uid == request.credentials.uid
+
+
+def may_see(request: Request, settings: Settings, lease: Lease) -> bool:
+    """Tell whether a caller is shown a lease, and not only sums that it is in."""
+    return settings.api.open or is_own(request, lease)

@@ -7,6 +7,7 @@ a class of handlers, and the structs that the method takes and returns. Nothing 
 from collections.abc import Callable
 from typing import Any, Final
 
+from mpsd.core.metrics import exposition
 from mpsd.core.reload import ReloadResult
 from mpsd.core.roles import Role
 from mpsd.daemon.accounting.accountant import Accountant
@@ -21,11 +22,12 @@ from mpsd.daemon.api.event_handlers import (
     HistoryQuery,
 )
 from mpsd.daemon.api.lease_handlers import CdiQuery, LeaseHandlers, LeasesQuery, ReleaseQuery
-from mpsd.daemon.api.node_handlers import NodeHandlers
+from mpsd.daemon.api.node_handlers import MetricsQuery, NodeHandlers
 from mpsd.daemon.api.openapi import OpenApiHandlers
 from mpsd.daemon.api.operator_handlers import DrainRequest, HoldRequest, OperatorHandlers, ReloadOut
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.table import A, Handler, Route
+from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 
@@ -33,9 +35,17 @@ from mpsd.daemon.record.events import Events
 class Handlers:
     """The objects whose methods answer the routes."""
 
-    def __init__(self, node: Node, events: Events, accountant: Accountant, reload: Callable[[], ReloadResult]) -> None:
-        self.node = NodeHandlers(node, accountant)
-        self.leases = LeaseHandlers(node)
+    def __init__(
+        self,
+        node: Node,
+        events: Events,
+        accountant: Accountant,
+        collector: Collector,
+        *,
+        reload: Callable[[], ReloadResult],
+    ) -> None:
+        self.node = NodeHandlers(node, accountant, collector)
+        self.leases = LeaseHandlers(node, collector)
         self.operators = OperatorHandlers(node, reload)
         self.events = EventHandlers(node, events)
         self.history = HistoryHandlers(node, accountant)
@@ -100,6 +110,18 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         answers.json(schema.HealthOut, answers.StatusBy("ok", {True: 200, False: 503})),
         name="getReadiness",
         summary="Whether the node is ready to grant leases",
+    ),
+    _get(
+        "/metrics",
+        lambda h: h.node.metrics,
+        answers.negotiated(
+            exposition.TEXT,
+            "The metrics in Prometheus' text format, or in OpenMetrics where `Accept` prefers that. Those about single"
+            " leases and clients are of the leases that the caller may see.",
+        ),
+        name="getMetrics",
+        summary="The node as metrics, for Prometheus",
+        query=MetricsQuery,
     ),
     _get(
         "/v1/status",

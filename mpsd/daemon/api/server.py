@@ -11,6 +11,7 @@ from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.dispatcher import Dispatcher
 from mpsd.daemon.api.routes import ROUTES, Handlers
 from mpsd.daemon.http.listener import Listener
+from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
@@ -29,12 +30,20 @@ class Api:
     """The HTTP side of one node."""
 
     def __init__(
-        self, node: Node, events: Events, accountant: Accountant, log: Logger, reload: Callable[[], ReloadResult]
+        self,
+        node: Node,
+        events: Events,
+        accountant: Accountant,
+        collector: Collector,
+        *,
+        log: Logger,
+        reload: Callable[[], ReloadResult],
     ) -> None:
         """`reload` reads the configuration again. Raises ConfigurationError."""
         self._node = node
         self._log = log
-        self._dispatcher = Dispatcher(ROUTES, Handlers(node, events, accountant, reload), node.settings, log)
+        handlers = Handlers(node, events, accountant, collector, reload=reload)
+        self._dispatcher = Dispatcher(ROUTES, handlers, node.settings, log)
         self._listener: Listener | None = None
 
     async def serve(self, listener: socket.socket) -> None:

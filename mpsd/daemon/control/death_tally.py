@@ -24,6 +24,13 @@ class Ended(NamedTuple):
 
     how: str
     signal: str | None = None
+    started: bool = True
+    """Whether there was a process at all."""
+
+    @property
+    def cause(self) -> str:
+        """The same in a word, as metrics count it."""
+        return self.signal or ("exit" if self.started else "start")
 
 
 class _LetInFile(Struct, forbid_unknown_fields=True):
@@ -145,6 +152,7 @@ class DeathTally:
         self._log.warning(
             EventName.DAEMON_DEATH,
             how=how,
+            cause=ended.cause,
             verdict=decision.verdict,
             delay=decision.delay,
             suspects=list(let_in.uids),

@@ -334,8 +334,8 @@ class Observer:
         now = clock.now()
         self.undone = (*self.undone, *(replace(each, undone=now) for each in self.drift))[-_MOST_UNDONE:]
         if self.drift:
-            limits = ", ".join(each.limit for each in self.drift)
-            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because=f"mpsd set it back: {limits}")
+            limits = [each.limit for each in self.drift]
+            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, limits=limits, because="mpsd set it back")
         self.drift = ()
 
     # -- checks -------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class Lifecycle:
             self.ready_since = self.since
         # As the journal's priorities define: what an operator must correct, and what an operator may have to.
         write = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
-        write(EventName.DAEMON_STATE, state=target, before=before, because=because, pid=pid)
+        write(EventName.DAEMON_STATE, state=target, before=before, on=event, because=because, pid=pid)
 
 
 class Heartbeat:

@@ -7,6 +7,7 @@ are noted and wake the loop. The state has one writer, `_move`, which stamps it,
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
@@ -86,6 +87,7 @@ class Supervisor:
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
         self.pipe.changed = self._seat_changed
+        self.pipe.held = partial(log.tally.conversation, name)
         self.drainer = Drainer(name, paths.operator_intent, leases=leases, endings=endings, log=self._log)
         self._renewal = Renewal(
             name,
@@ -363,7 +365,7 @@ class Supervisor:
         except OSError as error:
             if error.errno in process.SHORTAGES:
                 raise  # this is not a death of the daemon: the start is retried until the machine has the resources
-            self._record_death(Ended(f"it could not be started: {error}"))
+            self._record_death(Ended(f"it could not be started: {error}", started=False))
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()

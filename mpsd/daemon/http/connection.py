@@ -76,6 +76,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._target = b""
         self._expects = False
+        self._accept = b""
+        self._trace = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head = b""
         """The head of a request that offers another protocol, without the offer."""
@@ -197,12 +199,17 @@ class Connection(asyncio.BufferedProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Collect a header or a trailer.
 
-        Only one header matters here: httptools handles the length of a body and the end of a connection.
+        Few headers matter here: httptools handles the length of a body and the end of a connection.
         """
         if self._coming is None:
             self._headers.append((name, value))
-            if name.lower() == b"expect" and value.lower() == b"100-continue":
-                self._expects = True
+            match name.lower():
+                case b"expect":
+                    self._expects = self._expects or value.lower() == b"100-continue"
+                case b"accept":
+                    self._accept += b"," + value
+                case b"traceparent":
+                    self._trace += value  # two of them make one that is not valid
 
     def on_headers_complete(self) -> None:
         """Begin a request.
@@ -218,12 +225,15 @@ class Connection(asyncio.BufferedProtocol):
             self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(left))
         else:
             self._begin(parser, method.decode(), version)
-        self._target, self._expects = b"", False
+        self._target, self._expects, self._accept, self._trace = b"", False, b"", b""
         self._headers.clear()
 
     def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
         message = self._coming = Message(self, method, self._target)
         message.old = version == "1.0"
+        if self._accept:
+            message.accept = self._accept.decode(errors="replace")
+        message.trace = self._trace
         message.expects = self._expects and not message.old  # HTTP/1.0 has no such header
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:

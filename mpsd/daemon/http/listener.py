@@ -56,9 +56,21 @@ class _Inside(set[Connection]):
 class Listener:
     """Accepts connections, and keeps the open ones."""
 
-    def __init__(self, serve: Callable[[Message], Awaitable[None]], listener: socket.socket, log: Logger) -> None:
-        """Take `serve`, which answers requests (see `Connection`)."""
+    def __init__(
+        self,
+        serve: Callable[[Message], Awaitable[None]],
+        listener: socket.socket,
+        log: Logger,
+        *,
+        most: int | None = None,
+    ) -> None:
+        """Take `serve`, which answers requests (see `Connection`).
+
+        `most` bounds the connections where the kernel does not name their uids, as on TCP: all of them count as one
+        unknown uid. On a unix socket, `api.connections_per_uid` bounds the connections of each uid.
+        """
         self._serve = serve
+        self._most = most
         self._listener = listener
         self._log = log
         self._connections = _Inside()
@@ -84,7 +96,7 @@ class Listener:
                 self._note_stuck(str(error))
                 await asyncio.sleep(_BREATH)
                 continue
-            who, most = peer_credentials(accepted), settings.current.api.connections_per_uid
+            who, most = peer_credentials(accepted), self._most or settings.current.api.connections_per_uid
             if self._connections.by_uid[who.uid] >= most or is_spare(accepted.fileno(), Purpose.CONNECTION):
                 self._reject(accepted, who, most)
                 rejected += 1
@@ -102,7 +114,9 @@ class Listener:
             connection.close()
             return
         self._answered[who] += 1
-        if self._connections.by_uid[who.uid] >= most:
+        if self._most is not None:
+            refused = _too_many(f"there are {most} open connections, the maximum", "connections")
+        elif self._connections.by_uid[who.uid] >= most:
             because = f"uid {who.uid} has {most} open connections, the maximum (api.connections_per_uid)"
             refused = _too_many(because, "api.connections_per_uid")
         else:

@@ -28,8 +28,8 @@ class Answer(Struct, frozen=True):
 class Message:
     """A request whose head was read; its body may still be arriving."""
 
-    __slots__ = ("_arrived", "body", "close", "complete", "connection", "expects", "method", "old", "path", "query",
-                 "trouble")  # fmt: skip
+    __slots__ = ("_arrived", "accept", "body", "close", "complete", "connection", "expects", "method", "old", "path",
+                 "query", "trace", "trouble")  # fmt: skip
 
     def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
         self.connection = connection
@@ -43,6 +43,10 @@ class Message:
         """The received part; of a body that is too large, only slightly more than the maximum."""
         self.expects = False
         """Whether the caller waits for permission before it sends the body."""
+        self.accept = ""
+        """The media types that the caller accepts; empty where it names none."""
+        self.trace = b""
+        """The value of the header `traceparent`; empty without one."""
         self.old = False
         """Whether it is HTTP/1.0, which has no chunks."""
         self.close = False

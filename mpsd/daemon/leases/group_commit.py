@@ -16,6 +16,7 @@ from mpsd.core.holders import group_names
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record import trace
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
@@ -70,6 +71,8 @@ class GroupCommit:
         """Whether nothing was stored in this turn yet."""
         self._changed: dict[str, Lease] = {}
         self._events: list[LeaseEvent] = []
+        self._traces: dict[str, dict[str, object]] = {}
+        """By request that waits, the trace that it is part of."""
         self._unpublished: list[tuple[datetime, Sequence[LeaseEvent], Mapping[str, Lease]]] = []
         """What is stored, since when, and has to be told, with the leases that it is about."""
         self._reached = 0
@@ -83,8 +86,27 @@ class GroupCommit:
         self._changed[lease.id] = lease
         owner = lease.owner
         # Lines beyond the uid's share are not logged; the lease is stored and shown nevertheless.
-        if event is not None and self._shares.take(owner.uid):
+        if event is None:
+            return
+        if self._traces or trace.CURRENT.get() is not None:
+            facts.update(self._trace_of(lease, event, waited="waited" in facts))
+        if self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
+        else:
+            self._log.tally.count_omitted(event, facts)
+
+    def _trace_of(self, lease: Lease, event: EventName, *, waited: bool) -> dict[str, object]:
+        """Return what an event tells of the trace of the request that caused it.
+
+        For the grant of a request that `waited` that is its own, and not the one that has made room for it.
+        """
+        now = trace.facts()
+        if lease.state is LeaseState.WAITING:
+            if event is EventName.LEASE_WAITS and now:
+                self._traces[lease.id] = now
+            return now
+        earlier = self._traces.pop(lease.id, {})
+        return earlier if waited else now or earlier
 
     def decided(self, lease: Lease) -> None:
         """Store a decided request, and log the decision."""
@@ -99,15 +121,18 @@ class GroupCommit:
             active_thread_percentage=first.threads.tenths / 10,
             pinned_device_mem_limit=first.memory.bytes,
             processes=lease.request.processes or 0,
+            **({} if lease.granted == lease.created else {"waited": _waited(lease)}),
             **group_names.facts_of(lease.holders[0]),
             because=lease.because,
         )
 
     def refused(self, owner: Owner, refusal: MpsdError) -> None:
         """Log a refusal with its reason; there is nothing to store."""
+        facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
         if self._shares.take(owner.uid):
-            facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
+        else:
+            self._log.tally.count_omitted(EventName.LEASE_REFUSED, facts)
 
     def _schedule(self) -> None:
         self._due = True
@@ -234,3 +259,8 @@ class GroupCommit:
         )
         self._account([(at, changed) for at, _, changed in unpublished])
         self._store.note_published(self._publish_to(self._reached))
+
+
+def _waited(lease: Lease) -> float:
+    """Return how many seconds a granted lease waited; 0 where the clock was set back meanwhile."""
+    return max((lease.granted - lease.created).total_seconds(), 0.0) if lease.granted is not None else 0.0

@@ -33,7 +33,7 @@ from mpsd.daemon.leases.group_commit import GroupCommit, StoredBatches
 from mpsd.daemon.leases.holding import Holding
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.leases.pending_request import PendingRequest, is_full, stopping
+from mpsd.daemon.leases.pending_request import PendingRequest, code_of, is_full, stopping
 from mpsd.daemon.leases.unrestored import UnrestoredLeases
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
@@ -396,7 +396,7 @@ class Leases:
             never = structs.replace(ended, granted=None)
             self._group_commit.change(never, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:
-            self._group_commit.change(ended, EventName.LEASE_ENDED, because=because)
+            self._group_commit.change(ended, EventName.LEASE_ENDED, **code_of(refusal), because=because)
 
     @staticmethod
     def _now() -> Now:

@@ -60,3 +60,8 @@ def stopping() -> StoppingError:
     """Return the error that mpsd is stopping."""
     hint = "try again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
     return StoppingError("mpsd is stopping", hint=hint)
+
+
+def code_of(refusal: MpsdError | None) -> dict[str, object]:
+    """Return the fact about a request that ended in the queue by a refusal; none of a lease that has just ended."""
+    return {} if refusal is None else {"code": refusal.code}

@@ -24,18 +24,21 @@ COMMON: Final = {
     "at": "When it happened, in RFC 3339 and UTC.",
     "level": "`info`, `warning` or `error`.",
     "event": "The kind of the event.",
+    "trace_id": "The trace of the request that caused it, where its header `traceparent` names one.",
+    "span_id": "The caller's span in that trace.",
 }
-"""What every event has."""
+"""What every event has, the trace where there is one."""
 
 FACTS: Final = {
     "active_thread_percentage": "Percent of a GPU's threads.",
+    "address": "The address and port on TCP.",
     "applied": "Settings that are in force from now on.",
     "asked": "The request, cut short.",
     "because": "The reason, in a sentence.",
     "before": "The state before.",
     "by": "`token` where nothing but the lease's token says that the process belongs to it.",
     "bytes": "How many bytes were removed.",
-    "cause": "The reason why the server is suspect.",
+    "cause": "The reason why a server is suspect; of a death, the signal, `exit`, or `start` where it could not start.",
     "cgroup": "The control group that holds the lease.",
     "client": "The pid of a client process.",
     "clients": "The pids of client processes.",
@@ -63,12 +66,14 @@ FACTS: Final = {
     "left_out": "How many lines of the same kind were left out before this one.",
     "library": "The library's name.",
     "limit": "The limit that was hit, or that differs.",
+    "limits": "Names of limits.",
     "lines": "How many lines, or of what kind.",
     "missing": "The requirement that is missing.",
     "mode": "A compute mode, or the mode of the socket.",
     "name": "The name of the GPU's model.",
     "needs_restart": "Settings that take effect when mpsd is restarted.",
     "nvml": "The library of NVML.",
+    "on": "The step of the control daemon's life that led to the state.",
     "operation": "The id of the operation.",
     "path": "The path of a file, or of a request.",
     "pid": "The pid of a process.",
@@ -94,6 +99,7 @@ FACTS: Final = {
     "uuid": "The UUID of a GPU.",
     "verb": "The command of an operator: `hold`, `drain`, `resume`, `restart` or `reset`.",
     "verdict": "The consequence of a death: `at_once`, `later` or `give_up`.",
+    "waited": "Seconds that the request waited.",
     "wanted": "The value that mpsd had set.",
     "words": "The words of the server's log.",
     "xid": "The number of the fault in NVIDIA's list of XID errors.",
@@ -114,6 +120,10 @@ CATALOGUE: Final = {
     EventName.NODE_STOPPING: EventKind("info", "stop_daemons", "mpsd begins to stop."),
     EventName.NODE_STOPPED: EventKind("info", "because", "This is the last event of this mpsd."),
     EventName.API_LISTENING: EventKind("info", "socket mode", "mpsd answers on its socket."),
+    EventName.METRICS_LISTENING: EventKind("info", "address", "mpsd offers its metrics on TCP."),
+    EventName.METRICS_NOT_LISTENING: EventKind(
+        "warning error", "address because hint", "mpsd cannot offer its metrics on TCP."
+    ),
     EventName.NODE_NOT_CLOSED: EventKind("warning", "because hint", "A program that misses MPS gets a whole GPU."),
     EventName.HOST_REQUIREMENT_MISSING: EventKind(
         "warning", "missing because hint", "The machine lacks something that mpsd needs."
@@ -132,9 +142,11 @@ CATALOGUE: Final = {
     EventName.COMPUTE_MODE_TROUBLE: EventKind("error", f"{_MODE} because", "A compute mode is not as configured."),
     EventName.COMPUTE_MODE_NOT_STORED: EventKind("error", "because", "A compute mode cannot be noted on disk."),
     EventName.DAEMON_STATE: EventKind(
-        "info warning error", "daemon state before because pid", "A control daemon has another state."
+        "info warning error", "daemon state before on because pid", "A control daemon has another state."
     ),
-    EventName.DAEMON_DEATH: EventKind("warning", "daemon how verdict delay suspects", "A control daemon has died."),
+    EventName.DAEMON_DEATH: EventKind(
+        "warning", "daemon how cause verdict delay suspects", "A control daemon has died."
+    ),
     EventName.OPERATION_BEGUN: EventKind(
         "info", "daemon operation verb because", "An operator's command takes effect on a control daemon."
     ),
@@ -154,7 +166,7 @@ CATALOGUE: Final = {
         "error", "daemon server command given", "A server gave a client other limits than mpsd had set."
     ),
     EventName.LIMIT_DRIFT: EventKind("warning", "daemon limit wanted found command", "A limit is not as mpsd set it."),
-    EventName.LIMIT_DRIFT_ENDED: EventKind("info", "daemon because", "The limits are as mpsd set them again."),
+    EventName.LIMIT_DRIFT_ENDED: EventKind("info", "daemon limits? because", "The limits are as mpsd set them again."),
     EventName.PIPE_ACCESS_DRIFT: EventKind(
         "warning", "daemon path wanted found", "Somebody has changed who can reach a control daemon."
     ),
@@ -196,7 +208,7 @@ CATALOGUE: Final = {
         "warning", "pid because hint", "A container has another /dev/shm than its MPS server."
     ),
     EventName.LEASE_GRANTED: _of_lease(
-        f"gpus active_thread_percentage pinned_device_mem_limit processes {_GROUP} because",
+        f"gpus active_thread_percentage pinned_device_mem_limit processes waited? {_GROUP} because",
         "A lease is granted. Percentage and memory are those on its first GPU.",
     ),
     EventName.LEASE_REFUSED: EventKind(
@@ -232,7 +244,7 @@ CATALOGUE: Final = {
     EventName.CLIENT_LET_GO: EventKind("info", "pid because", "A client that was about to be ended is not."),
     EventName.CLIENT_END_RESUMED: EventKind("info", "step pid because", "A new mpsd continues to end a client."),
     EventName.CLIENT_ENDED: EventKind("info", "pid because", "A client that mpsd ended is gone."),
-    EventName.LEASE_ENDED: _of_lease("because", "A lease has ended."),
+    EventName.LEASE_ENDED: _of_lease("code? because", "A lease has ended."),
     EventName.LINES_LEFT_OUT: EventKind(
         "warning", "uid lines left_out because", "A uid has caused more lines than are logged of one uid."
     ),

@@ -12,8 +12,11 @@ from typing import Final, NamedTuple, TextIO
 
 import msgspec
 
+from mpsd.core.metrics.tally import Tally
+from mpsd.core.model import ViolationKind
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
+from mpsd.daemon.record import trace
 from mpsd.daemon.record.encoding import to_json
 from mpsd.system import clock
 from mpsd.system.journal import Journal
@@ -122,6 +125,8 @@ class EventName(StrEnum):
     SUPERVISOR_STUCK = "supervisor_stuck"
     LOG_LINES_LOST = "log_lines_lost"
     LIBRARY_REPORT = "library_report"
+    METRICS_LISTENING = "metrics_listening"
+    METRICS_NOT_LISTENING = "metrics_not_listening"
 
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
@@ -162,9 +167,12 @@ class Logger:
         write: Callable[[Sequence[LogRecord]], None],
         before: list[Callable[[], None]],
         sink: "Journal | LogOutput",
+        tally: Tally,
         **bound: object,
     ) -> None:
         """Take `write`, which gets the lines, the calls to make before that, and the facts for all lines (`bound`)."""
+        self.tally = tally
+        """Counts the lines, and everything else that the metrics count."""
         self._write = write
         self._sink = sink
         self._before = before
@@ -172,7 +180,7 @@ class Logger:
 
     def bind(self, **bound: object) -> "Logger":
         """Return a logger that adds these facts to all of its lines."""
-        return Logger(self._write, self._before, self._sink, **{**self._bound, **bound})
+        return Logger(self._write, self._before, self._sink, self.tally, **{**self._bound, **bound})
 
     @property
     def lost(self) -> int:
@@ -198,6 +206,8 @@ class Logger:
     def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
         for each in self._before:
             each()
+        if trace.CURRENT.get() is not None:
+            facts = {**facts, **trace.facts()}
         self._write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def before(self, call: Callable[[], None]) -> None:
@@ -254,7 +264,8 @@ def _entry(level: str, facts: Mapping[str, object], trace: str) -> dict[str, str
     }
 
 
-def _one_by_one(write: Callable[[LogRecord], None], lines: Sequence[LogRecord]) -> None:
+def _one_by_one(write: Callable[[LogRecord], None], tally: Tally, lines: Sequence[LogRecord]) -> None:
+    tally.count(lines)
     for line in lines:
         write(line)
 
@@ -273,6 +284,7 @@ def configure(
     of defects are excluded, because their tracebacks are for the log alone. Log lines and events are thus the same, and
     rendered once.
     """
+    tally = Tally(clock.now(), EventName, ViolationKind)
 
     def rendered(line: LogRecord) -> bytes:
         # A reader looks first for the time, the severity, and the event.
@@ -301,19 +313,26 @@ def configure(
         return _entry(line.level, known, trace.get("exception", ""))
 
     if form is LogFormat.AUTO and journal is not None:
-        journal.gap = lambda lines: as_entry(_gap(lines))
-        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line))), [], journal)
+        journal.gap = lambda lines: as_entry(_gap(lines, tally))
+        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line)), tally), [], journal, tally)
     render = rendered
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
 
         render = partial(as_text, ConsoleRenderer(colors=stream.isatty()))
     output = LogOutput(stream.fileno())
-    output.gap = lambda lines: render(_gap(lines))
-    return Logger(lambda lines: output.write([render(line) for line in lines]), [], output)
+    output.gap = lambda lines: render(_gap(lines, tally))
+
+    def write(lines: Sequence[LogRecord]) -> None:
+        tally.count(lines)
+        output.write([render(line) for line in lines])
+
+    return Logger(write, [], output, tally)
 
 
-def _gap(lines: int) -> LogRecord:
-    """Return the line that stands in place of lost ones."""
+def _gap(lines: int, tally: Tally) -> LogRecord:
+    """Return the line that stands in place of lost ones, and count it."""
     because = "its reader was gone or too slow, or its file system full"
-    return LogRecord(clock.now(), "warning", EventName.LOG_LINES_LOST, {"lines": lines, "because": because})
+    gap = LogRecord(clock.now(), "warning", EventName.LOG_LINES_LOST, {"lines": lines, "because": because})
+    tally.count((gap,))
+    return gap

@@ -28,12 +28,13 @@ from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.daemon.api.table import Route
 from mpsd.daemon.http.connection import Connection
+from mpsd.daemon.http.message import Answer as AnswerSent
 from mpsd.daemon.http.peer import Peer
 from mpsd.daemon.record.log import configure
 from tests.daemon.caller import needs_root
 from tests.node import Answer
 
-METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
+FIGURES: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 STRANGER: Final = 2301
 
@@ -64,10 +65,10 @@ class Words:
     def __init__(self) -> None:
         self.asked: list[Request] = []
 
-    async def metrics(self, request: Request) -> str:
+    async def figures(self, request: Request) -> AnswerSent:
         """Answer with text."""
         self.asked.append(request)
-        return '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'
+        return AnswerSent(200, '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'.encode(), FIGURES)
 
     async def picture(self, request: Request) -> bytes:
         """Answer with bytes."""
@@ -100,7 +101,7 @@ class Words:
 
 
 TABLE: Final[tuple[Route[Words, Any], ...]] = (
-    Route("GET", "/metrics", Role.OBSERVER, lambda h: h.metrics, answers.text(METRICS, "The metrics.")),
+    Route("GET", "/figures", Role.OBSERVER, lambda h: h.figures, answers.negotiated(FIGURES, "The figures.")),
     Route(
         "GET",
         "/picture",
@@ -119,7 +120,7 @@ TABLE: Final[tuple[Route[Words, Any], ...]] = (
         errors=(409,),
     ),
     Route("DELETE", "/paint/{name}", Role.ADMIN, lambda h: h.wash, answers.nothing(204)),
-    Route("GET", "/spill/{name}", Role.OBSERVER, lambda h: h.spill, answers.text("text/plain", "Nothing.")),
+    Route("GET", "/spill/{name}", Role.OBSERVER, lambda h: h.spill, answers.negotiated("text/plain", "Nothing.")),
 )
 
 OPEN: Final = Settings(roles=Roles(users=("*",)))
@@ -178,13 +179,13 @@ class TestKinds:
     """Each kind of answer."""
 
     def test_text(self) -> None:
-        """Text is sent in UTF-8, with exactly the media type of its row, as `/metrics` needs."""
-        answer = ask("GET", "/metrics")
-        assert (answer.status, answer.headers["Content-Type"]) == (200, METRICS)
+        """Text is sent as the handler made it, in the form that it chose."""
+        answer = ask("GET", "/figures")
+        assert (answer.status, answer.headers["Content-Type"]) == (200, FIGURES)
         assert answer.body.decode() == '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'
         assert answer.headers["Content-Length"] == str(len(answer.body))
-        said = operation("get", "/metrics")["responses"]
-        assert said["200"] == {"description": "The metrics.", "content": {METRICS: {"schema": {"type": "string"}}}}
+        said = operation("get", "/figures")["responses"]
+        assert said["200"] == {"description": "The figures.", "content": {FIGURES: {"schema": {"type": "string"}}}}
         assert said.keys() == {"200", "400", "403", "422", "429", "500"}
 
     def test_bytes(self) -> None:
@@ -249,7 +250,7 @@ class TestRequests:
         [
             ("GET", "/lines?other=1", "there is no query parameter 'other'", "this route takes size, loud"),
             ("GET", "/lines?laud", "there is no query parameter 'laud'", "loud may have been meant; this route takes"),
-            ("GET", "/metrics?size=1", "there is no query parameter 'size'", "this route takes none"),
+            ("GET", "/figures?size=1", "there is no query parameter 'size'", "this route takes none"),
             ("DELETE", "/paint/x?force=true", "there is no query parameter 'force'", "this route takes none"),
             ("GET", "/lines?size=1&size=2", "size is there 2 times", "pass size once"),
         ],
@@ -323,12 +324,12 @@ class TestAuthorisation:
     def test_role(self) -> None:
         """A row is closed to every role below its own."""
         for roles, allowed in (
-            (Roles(users=(), observers=("*",)), {"/metrics"}),
-            (Roles(users=("*",)), {"/metrics", "/paint"}),
-            (Roles(admins=("*",)), {"/metrics", "/paint", "/paint/{name}"}),
+            (Roles(users=(), observers=("*",)), {"/figures"}),
+            (Roles(users=("*",)), {"/figures", "/paint"}),
+            (Roles(admins=("*",)), {"/figures", "/paint", "/paint/{name}"}),
         ):
             settings = Settings(roles=roles)
-            rows = [route for route in TABLE if route.path in {"/metrics", "/paint", "/paint/{name}"}]
+            rows = [route for route in TABLE if route.path in {"/figures", "/paint", "/paint/{name}"}]
             statuses = {row.path: ask(row.method, row.path, settings=settings, uid=STRANGER).status for row in rows}
             assert {path for path, status in statuses.items() if status != 403} == allowed
 
@@ -344,7 +345,7 @@ class TestNothingElse:
     def test_no_method_is_added_by_hand(self) -> None:
         """A path accepts the methods of its rows, and lists them."""
         for method in ("OPTIONS", "PUT"):
-            answer = ask(method, "/metrics")
+            answer = ask(method, "/figures")
             assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
 
 

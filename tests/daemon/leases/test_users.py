@@ -12,6 +12,7 @@ from typing import Any
 import click
 import pytest
 
+from mpsd.cli.render import as_here
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
@@ -75,9 +76,9 @@ def test_holder_that_changed(node: Node, python: str) -> None:
         assert (answer["ok"], answer["because"], answer["violations"]) == (False, expected, [expected])
         told = event(node, "violation", pid=program.pid)
         assert (told["kind"], told["lease"], told["policy"]) == ("user", lease, "report")
-        assert expected in node.mpsctl("verify", lease).stdout
+        assert as_here(expected) in node.mpsctl("verify", lease).stdout
         for command in (("status",), ("show", lease), ("doctor", "--only", "violations")):
-            assert expected in node.mpsctl(*command).stdout, command
+            assert as_here(expected) in node.mpsctl(*command).stdout, command
         go(program)
         assert not program.hello["mps"]
         assert expected in verified(node, lease)["violations"]

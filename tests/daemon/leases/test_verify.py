@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.cli.render import as_here
 from mpsd.simulator.control import program as simulator_program
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
@@ -53,11 +54,11 @@ def verified(node: Node, lease_id: str) -> dict[str, Any]:
     said = node.mpsctl("verify", lease_id)
     assert said.returncode == (0 if answer["ok"] else 1), said.stdout + said.stderr
     first, *lines = said.stdout.splitlines()
-    assert first == f"{WORDS[answer['verdict']]}: {answer['because']}"
+    assert first == f"{WORDS[answer['verdict']]}: {as_here(answer['because'])}"
     assert answer["ok"] == (answer["verdict"] == "ok")
     for each in answer["processes"]:
         (row,) = (line for line in lines if line.split()[:2] == [str(each["pid"]), each["daemon"]])
-        assert row.endswith("  ok" if each["ok"] else f"  {each['because']}")
+        assert row.endswith("  ok" if each["ok"] else f"  {as_here(each['because'])}")
     return answer
 
 

@@ -1,0 +1,125 @@
+"""What a scrape of a full node costs: 500 leases on 8 GPUs over the socket, and with clients in this process."""
+
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from bench.admission import fill, holding, started
+from bench.callers import One, body, leasing
+from bench.service import running
+from bench.side_by_side import Figure
+from mpsd.core import health
+from mpsd.core.metrics.exposition import render
+from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
+from mpsd.core.metrics.tally import Tally
+from mpsd.core.model import (
+    Gpu,
+    GpuProcess,
+    GpuUsage,
+    GpuView,
+    Health,
+    Known,
+    Lease,
+    LeaseRequest,
+    LeaseState,
+    Owner,
+    ProcessIdentity,
+    Share,
+    ViolationKind,
+)
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.core.units import GIB, MIB
+from mpsd.daemon.record.log import EventName
+
+_LEASES: Final = 500
+_GPUS: Final = 8
+_SCRAPES: Final = 100
+_INTERVAL: Final = 15.0
+"""Seconds between two scrapes, as Prometheus does by the example."""
+
+_REQUEST: Final = b"GET /metrics HTTP/1.1\r\nHost: mpsd\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
+
+
+def scrape(control: str, root: Path) -> Iterator[Figure]:
+    """Scrape an mpsd that holds 500 leases on 8 GPUs; then make the same answer with a client of each lease."""
+    with holding() as holders, running(control, root / "mpsd", _GPUS) as service:
+        fill(service, holders, _LEASES, _GPUS)
+        started(service, _LEASES)
+        caller = One(service.socket, leasing(threads=1, memory="16MiB"))
+        size = len(body(caller.say(_REQUEST)))
+        process = psutil.Process(service.process.pid)
+        before, times = process.cpu_times(), []
+        for _ in range(_SCRAPES):
+            begun = time.perf_counter()
+            caller.say(_REQUEST)
+            times.append(time.perf_counter() - begun)
+        after = process.cpu_times()
+    cpu = (after.user + after.system - before.user - before.system) / _SCRAPES
+    what = f"a scrape of {_LEASES} leases on {_GPUS} GPUs"
+    yield Figure(what, statistics.median(times) * 1000, 20, "ms")
+    yield Figure(f"processor time of one every {_INTERVAL:g} s", cpu / _INTERVAL * 100, 0.1, "% of one core")
+    yield Figure("size of its answer", size / 1024, 1024, "KiB")
+    snapshot, tally = _full(), Tally(datetime.now(UTC), EventName, ViolationKind)
+    times = []
+    for _ in range(_SCRAPES):
+        begun = time.perf_counter()
+        size = len(render(blocks(snapshot, tally, about_users=True)))
+        times.append(time.perf_counter() - begun)
+    yield Figure(f"the same answer with {_LEASES} clients, made here", statistics.median(times) * 1000, 20, "ms")
+    yield Figure("size of that", size / 1024, 1024, "KiB")
+
+
+def _full() -> NodeSnapshot:
+    """Return a node with 8 GPUs and 500 leases, each with one client."""
+    now, uuids = datetime.now(UTC), [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(_GPUS)]
+    leases = [
+        Lease(
+            id=f"lease-{number:010x}",
+            state=LeaseState.ACTIVE,
+            because="it fits",
+            owner=Owner(1000, 1000, number, now),
+            holders=(),
+            request=LeaseRequest(),
+            arrival=number,
+            created=now,
+            shares=(
+                Share(
+                    uuids[number % _GPUS],
+                    f"gpu{number % _GPUS}",
+                    ActiveThreadPercentage(1),
+                    PinnedDeviceMemLimit.parse("16MiB"),
+                    {},
+                ),
+            ),
+            clients=(ProcessIdentity(number, 1),),
+        )
+        for number in range(1, _LEASES + 1)
+    ]
+    usage = Known(GpuUsage(GIB, {number: GpuProcess(Known(16 * MIB), mps=True) for number in range(_LEASES + 1)}))
+    views = [
+        GpuView(index, Gpu(index, uuid, "A", GIB, (8, 0), mig=False, driver_version="1"), usage, Health.OK, "", None)
+        for index, uuid in enumerate(uuids)
+    ]
+    return NodeSnapshot(
+        now=now,
+        version="0",
+        health=health.of_node(views, (), store="", quarantined=(), suspects=(), violations=(), limited=False),
+        granted={},
+        unleased={},
+        memory_reserve=0,
+        threads_oversubscription=1.0,
+        leases={lease.id: lease for lease in leases},
+        waiting={},
+        classes=(),
+        quotas=(),
+        shown=leases,
+        violations=(),
+        quarantined=0,
+        lost_lines=0,
+        cost=OwnCost(0.0, 0, 0, 0),
+    )

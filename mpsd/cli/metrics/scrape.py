@@ -1,0 +1,55 @@
+"""The command that shows the metrics, or hands them to node_exporter's textfile collector."""
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+from mpsd.cli.api import Api
+from mpsd.cli.command import with_api
+from mpsd.core.errors import ConfigurationError
+
+_MODE: Final = 0o644
+"""node_exporter runs as a user of its own."""
+
+_SUFFIX: Final = ".prom"
+
+
+@click.command()
+@click.option(
+    "--textfile",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.prom",
+    help="Write them to this file at once, for node_exporter's textfile collector, instead of stdout.",
+)
+@click.option(
+    "--users/--no-users",
+    default=None,
+    help="Whether those about single users are among them: their leases and clients, by uid."
+    "  [default: users; no-users with --textfile]",
+)
+@with_api
+def metrics(api: Api, textfile: Path | None, *, users: bool | None) -> None:
+    """Show the node as metrics, in Prometheus' text format.
+
+    What a caller sees of single users are its own leases; root sees all. A file that is written replaces the one before
+    at once. If mpsd does not answer, the file stays as it is, and node_exporter tells how old it is
+    (node_textfile_mtime_seconds).
+    """
+    if textfile is not None and textfile.suffix != _SUFFIX:
+        raise click.BadParameter(
+            f"node_exporter reads only files whose names end with {_SUFFIX}.", param_hint="--textfile"
+        )
+    text = api.metrics(users=textfile is None if users is None else users)
+    if textfile is None:
+        click.echo(text, nl=False)
+        return
+    from mpsd.system import atomic_file
+
+    try:
+        atomic_file.write(textfile, text, mode=_MODE)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the metrics cannot be written to {textfile}: {error.strerror}",
+            hint="name a file in the directory of --collector.textfile.directory, as a user who can write there",
+        ) from None

@@ -1,0 +1,308 @@
+"""The one table of metrics: name, kind, unit, meaning and labels of each family.
+
+`/metrics`, docs/reference/metrics.md, the alert rules and the dashboard take the names from here, and the tests hold
+them to it. Names follow Prometheus' guide: base units, `_total` for counters. No label has a value that a user chose:
+a lease is known by its id, its user by the uid.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+from msgspec import Struct
+
+
+class Kind(StrEnum):
+    """The types of metrics that mpsd has, as OpenMetrics calls them."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+    STATESET = "stateset"
+    INFO = "info"
+
+
+class Family(Struct, frozen=True):
+    """A row of the table. The name is without the suffixes that its samples have (`_total`, `_bucket`, `_info`)."""
+
+    name: str
+    kind: Kind
+    unit: str
+    """The unit that the name ends with; empty for a number of things."""
+    help: str
+    labels: tuple[str, ...] = ()
+    """The labels of each sample; a state set has one more, named after itself, and a histogram has `le`."""
+    about_users: bool = False
+    """Whether its samples are about single users, their leases and clients: `metrics.users` says where they are."""
+
+    @property
+    def series(self) -> str:
+        """The name of its samples in a query, for those kinds that have one."""
+        return self.name + {Kind.COUNTER: "_total", Kind.INFO: "_info"}.get(self.kind, "")
+
+
+def _gauge(name: str, help_: str, *labels: str, unit: str = "", about_users: bool = False) -> Family:
+    return Family(name, Kind.GAUGE, unit, help_, labels, about_users)
+
+
+def _counter(name: str, help_: str, *labels: str, unit: str = "") -> Family:
+    return Family(name, Kind.COUNTER, unit, help_, labels)
+
+
+def _histogram(name: str, help_: str, *labels: str) -> Family:
+    return Family(name, Kind.HISTOGRAM, "seconds", help_, labels)
+
+
+# -- the node ----------------------------------------------------------------------------------------------------------
+
+BUILD: Final = Family("mpsd_build", Kind.INFO, "", "The version of mpsd that runs.", ("version",))
+START_TIME: Final = _gauge(
+    "mpsd_start_time_seconds",
+    "When mpsd started, in seconds since 1970: counters begin at 0 then, and count the events since.",
+    unit="seconds",
+)
+HEALTHY: Final = _gauge("mpsd_node_healthy", "1 if the node is healthy, as GET /readyz says, otherwise 0.")
+REASONS: Final = _gauge(
+    "mpsd_node_reasons",
+    "Reasons why the node is not healthy, and warnings, by kind as in GET /v1/status.",
+    "kind",
+)
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+GPU: Final = Family("mpsd_gpu", Kind.INFO, "", "The GPUs of the node, by UUID.", ("gpu", "index", "name", "driver"))
+GPU_HEALTH: Final = Family(
+    "mpsd_gpu_health", Kind.STATESET, "", "Whether a GPU may be granted: only one that is ok may.", ("gpu",)
+)
+GPU_MEMORY: Final = _gauge("mpsd_gpu_memory_bytes", "Memory of the GPU in total.", "gpu", unit="bytes")
+GPU_MEMORY_RESERVED: Final = _gauge(
+    "mpsd_gpu_memory_reserved_bytes",
+    "Memory that is never granted: admission.memory_reserve, and what the driver keeps for itself.",
+    "gpu",
+    unit="bytes",
+)
+GPU_MEMORY_GRANTED: Final = _gauge(
+    "mpsd_gpu_memory_granted_bytes", "Memory that is granted to leases.", "gpu", unit="bytes"
+)
+GPU_MEMORY_UNLEASED: Final = _gauge(
+    "mpsd_gpu_memory_unleased_bytes", "Memory that counts as used by clients without a lease.", "gpu", unit="bytes"
+)
+GPU_MEMORY_HELD: Final = _gauge(
+    "mpsd_gpu_memory_held_bytes", "Memory in use on the GPU, by any process, as NVML tells.", "gpu", unit="bytes"
+)
+GPU_THREADS: Final = _gauge(
+    "mpsd_gpu_threads_ratio",
+    "Threads that can be granted: 1 is the whole GPU, times admission.threads_oversubscription.",
+    "gpu",
+    unit="ratio",
+)
+GPU_THREADS_GRANTED: Final = _gauge(
+    "mpsd_gpu_threads_granted_ratio", "Threads that are granted to leases; 1 is the whole GPU.", "gpu", unit="ratio"
+)
+GPU_THREADS_UNLEASED: Final = _gauge(
+    "mpsd_gpu_threads_unleased_ratio", "Threads that count as used by clients without a lease.", "gpu", unit="ratio"
+)
+GPU_CLIENTS_MAX: Final = _gauge("mpsd_gpu_clients_max", "Clients of MPS for which the GPU has room.", "gpu")
+GPU_CLIENTS_GRANTED: Final = _gauge("mpsd_gpu_clients_granted", "Clients that are granted to leases.", "gpu")
+GPU_XIDS: Final = _counter("mpsd_gpu_xids", "Critical errors that the GPU reported, by NVIDIA's number.", "gpu", "xid")
+
+# -- control daemons ---------------------------------------------------------------------------------------------------
+
+DAEMON: Final = Family(
+    "mpsd_daemon", Kind.INFO, "", "The control daemons: one for each GPU.", ("daemon", "gpu", "version")
+)
+DAEMON_STATE: Final = Family(
+    "mpsd_daemon_state", Kind.STATESET, "", "The state of a control daemon. Only a ready one admits.", ("daemon",)
+)
+DAEMON_STATE_SINCE: Final = _gauge(
+    "mpsd_daemon_state_since_timestamp_seconds",
+    "When the control daemon came into its state, in seconds since 1970.",
+    "daemon",
+    unit="seconds",
+)
+DAEMON_SERVERS: Final = _gauge("mpsd_daemon_servers", "Servers of a control daemon.", "daemon")
+DAEMON_CLIENTS: Final = _gauge("mpsd_daemon_clients", "Clients that the servers of a control daemon list.", "daemon")
+DAEMON_DRIFT: Final = _gauge("mpsd_daemon_drift", "Limits that are not as mpsd set them, at the moment.", "daemon")
+DEATHS: Final = _counter(
+    "mpsd_daemon_deaths",
+    "Deaths of a control daemon that no operator wanted, by cause: the signal, `exit`, or `start` where it could not be"
+    " started.",
+    "daemon",
+    "cause",
+)
+HANGS: Final = _counter("mpsd_daemon_hangs", "Times that a control daemon ceased to answer.", "daemon")
+STARTS: Final = _counter(
+    "mpsd_daemon_starts",
+    "Starts of a control daemon by mpsd, by cause: `first`, `death`, `operator`, or `renewal` for its next user.",
+    "daemon",
+    "cause",
+)
+RECOVERY: Final = _histogram(
+    "mpsd_daemon_recovery_duration_seconds",
+    "Time from the death of a control daemon, or from its silence, until it was ready again.",
+    "daemon",
+)
+CONVERSATION: Final = _histogram(
+    "mpsd_control_conversation_duration_seconds",
+    "Time that a conversation on the control pipe took, others in the way included.",
+    "daemon",
+)
+CONVERSATION_FAILURES: Final = _counter(
+    "mpsd_control_conversation_failures",
+    "Conversations on the control pipe that failed, by the code of the error.",
+    "daemon",
+    "code",
+)
+DRIFT_FOUND: Final = _counter(
+    "mpsd_limit_drift_found", "Limits that others had changed, found by mpsd.", "daemon", "limit"
+)
+DRIFT_UNDONE: Final = _counter("mpsd_limit_drift_undone", "Those of them that mpsd set back.", "daemon", "limit")
+FOREIGN_COMMANDS: Final = _counter(
+    "mpsd_foreign_commands", "Commands that others gave to a control daemon and that change something.", "daemon"
+)
+
+# -- admission and leases ----------------------------------------------------------------------------------------------
+
+LEASES: Final = _gauge("mpsd_leases", "Leases by state; those that wait are requests in the queue.", "state")
+ADMISSIONS: Final = _counter(
+    "mpsd_admissions",
+    "Requests for a lease that were decided, by outcome (`granted`, `refused`) and the code of the refusal.",
+    "outcome",
+    "code",
+)
+QUEUED: Final = _counter("mpsd_admissions_queued", "Requests for a lease that had to wait.")
+ENDED: Final = _counter("mpsd_leases_ended", "Leases that ended, and requests that left the queue without one.")
+WAITING: Final = _gauge("mpsd_waiting_requests", "Requests that wait for a lease.")
+WAITING_OLDEST: Final = _gauge(
+    "mpsd_waiting_oldest_seconds", "How long the oldest of them has waited; 0 when none waits.", unit="seconds"
+)
+WAITING_BY_CLASS: Final = _gauge(
+    "mpsd_waiting_class_requests",
+    "Requests that wait, by the class of their user: the name in [quota.NAME], or nothing for who has no quota.",
+    "class",
+    about_users=True,
+)
+WAIT: Final = _histogram(
+    "mpsd_lease_wait_duration_seconds", "Time that granted requests waited; 0 for those that were granted at once."
+)
+GRANT: Final = _histogram(
+    "mpsd_lease_grant_duration_seconds",
+    "Time from a request that was granted at once to its answer: decided, stored, and open to its clients.",
+)
+
+# -- violations --------------------------------------------------------------------------------------------------------
+
+VIOLATIONS: Final = _counter("mpsd_violations", "Violations that were found, by kind.", "kind")
+OPEN_VIOLATIONS: Final = _gauge("mpsd_open_violations", "Violations that there are at the moment, by kind.", "kind")
+CLIENTS_ENDED: Final = _counter("mpsd_clients_ended", "Clients that mpsd ended.")
+QUARANTINED: Final = _gauge("mpsd_quarantined_uids", "Uids that are quarantined.")
+
+# -- mpsd itself -------------------------------------------------------------------------------------------------------
+
+EVENTS: Final = _counter("mpsd_events", "Events, by name: each is a line of mpsd's log.", "event")
+LOG_LINES: Final = _counter("mpsd_log_lines", "Lines of mpsd's log, by level.", "level")
+LINES_LOST: Final = _counter("mpsd_log_lines_lost", "Lines of mpsd's log that its reader was too slow for.")
+LINES_LEFT_OUT: Final = _counter(
+    "mpsd_log_lines_left_out",
+    "Lines and events left out since their user had too many (api.lines_per_uid); what they would tell is counted.",
+)
+CPU: Final = _counter("mpsd_process_cpu_seconds", "Processor time that mpsd itself has used.", unit="seconds")
+MEMORY: Final = _gauge("mpsd_process_resident_memory_bytes", "Memory that mpsd itself uses.", unit="bytes")
+OPEN_FDS: Final = _gauge("mpsd_process_open_fds", "File descriptors that mpsd itself has open.")
+MAX_FDS: Final = _gauge("mpsd_process_max_fds", "File descriptors that mpsd itself may have open.")
+
+# -- leases and clients, one by one ------------------------------------------------------------------------------------
+
+_OF_LEASE: Final = ("lease", "gpu", "uid")
+_OF_CLIENT: Final = (*_OF_LEASE, "pid")
+
+LEASE_THREADS: Final = _gauge(
+    "mpsd_lease_threads_granted_ratio",
+    "Threads that a lease has; 1 is the whole GPU.",
+    *_OF_LEASE,
+    unit="ratio",
+    about_users=True,
+)
+LEASE_MEMORY: Final = _gauge(
+    "mpsd_lease_memory_granted_bytes", "Memory that a lease has.", *_OF_LEASE, unit="bytes", about_users=True
+)
+LEASE_MEMORY_HELD: Final = _gauge(
+    "mpsd_lease_memory_held_bytes",
+    "Memory that the clients of a lease hold, as NVML tells; absent where it does not tell.",
+    *_OF_LEASE,
+    unit="bytes",
+    about_users=True,
+)
+LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE, about_users=True)
+LEASE_ACTIVITY: Final = _gauge(
+    "mpsd_lease_sm_activity_ratio",
+    "How much of the time the SMs worked for the clients of a lease, as NVML tells; absent where it does not tell.",
+    *_OF_LEASE,
+    unit="ratio",
+    about_users=True,
+)
+CLIENT_MEMORY_HELD: Final = _gauge(
+    "mpsd_client_memory_held_bytes",
+    "Memory that a client of a lease holds, as NVML tells; absent where it does not tell.",
+    *_OF_CLIENT,
+    unit="bytes",
+    about_users=True,
+)
+
+CLIENT_ACTIVITY: Final = _gauge(
+    "mpsd_client_sm_activity_ratio",
+    "How much of the time the SMs worked for a client of a lease, as NVML tells; absent where it does not tell.",
+    *_OF_CLIENT,
+    unit="ratio",
+    about_users=True,
+)
+
+SECTIONS: Final[dict[str, tuple[Family, ...]]] = {
+    "The node": (BUILD, START_TIME, HEALTHY, REASONS),
+    "GPUs": (
+        GPU,
+        GPU_HEALTH,
+        GPU_MEMORY,
+        GPU_MEMORY_RESERVED,
+        GPU_MEMORY_GRANTED,
+        GPU_MEMORY_UNLEASED,
+        GPU_MEMORY_HELD,
+        GPU_THREADS,
+        GPU_THREADS_GRANTED,
+        GPU_THREADS_UNLEASED,
+        GPU_CLIENTS_MAX,
+        GPU_CLIENTS_GRANTED,
+        GPU_XIDS,
+    ),
+    "Control daemons": (
+        DAEMON,
+        DAEMON_STATE,
+        DAEMON_STATE_SINCE,
+        DAEMON_SERVERS,
+        DAEMON_CLIENTS,
+        DAEMON_DRIFT,
+        DEATHS,
+        HANGS,
+        STARTS,
+        RECOVERY,
+        CONVERSATION,
+        CONVERSATION_FAILURES,
+        DRIFT_FOUND,
+        DRIFT_UNDONE,
+        FOREIGN_COMMANDS,
+    ),
+    "Admission": (LEASES, ADMISSIONS, QUEUED, ENDED, WAITING, WAITING_OLDEST, WAITING_BY_CLASS, WAIT, GRANT),
+    "Violations": (VIOLATIONS, OPEN_VIOLATIONS, CLIENTS_ENDED, QUARANTINED),
+    "mpsd itself": (EVENTS, LOG_LINES, LINES_LOST, LINES_LEFT_OUT, CPU, MEMORY, OPEN_FDS, MAX_FDS),
+    "Leases and clients": (
+        LEASE_THREADS,
+        LEASE_MEMORY,
+        LEASE_MEMORY_HELD,
+        LEASE_ACTIVITY,
+        LEASE_CLIENTS,
+        CLIENT_MEMORY_HELD,
+        CLIENT_ACTIVITY,
+    ),
+}
+"""Every family, by what it is about."""
+
+FAMILIES: Final = tuple(family for families in SECTIONS.values() for family in families)

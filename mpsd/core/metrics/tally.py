@@ -1,0 +1,222 @@
+"""What mpsd's counters stand at. They follow the lines of its log, each of which is an event. Pure.
+
+A counter and the events tell one story because there is one place where both come from: the batch of lines that is
+about to be written. What a user brings about beyond its share of the log is counted by `count_omitted`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Final, TypeAlias, cast
+
+from mpsd.core.lifecycle import Event
+from mpsd.core.metrics import families
+from mpsd.core.metrics.exposition import Block, Histogram, counters, histograms
+from mpsd.core.mps.limits import LIMITS
+
+Facts: TypeAlias = Mapping[str, object]
+Line: TypeAlias = tuple[datetime, str, str, Facts]
+"""When it happened, its level, the name of its event, and the facts."""
+
+_REFUSALS: Final = ("does_not_fit", "never_fits", "quota", "daemon_not_ready", "queue_full", "quarantined", "storage")
+_CAUSES: Final = ("exit", "start", "SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM")
+_FAILURES: Final = ("control_unresponsive", "control_unreachable", "control_busy", "control_broken")
+"""What is likely to be counted."""
+
+_LEVELS: Final = ("info", "warning", "error")
+
+_WAITS: Final = (0.01, 0.1, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0)
+_GRANTS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_CONVERSATIONS: Final = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 2.5, 5.0)
+_RECOVERIES: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 3600.0)
+
+
+class Tally:
+    """The counters of one mpsd, from its start on."""
+
+    def __init__(self, began: datetime, events: Iterable[str], kinds_of_violations: Iterable[str]) -> None:
+        """Begin at 0 for each of these, so that the first one is an increase. No line is of before it `began`."""
+        self.began = began
+        self._events = Counter(dict.fromkeys(events, 0))
+        self._omitted = Counter[str]()
+        """Events that were left out of the log."""
+        self._levels = Counter(dict.fromkeys(_LEVELS, 0))
+        self._refused = Counter[str]()
+        self._violations = Counter(dict.fromkeys(kinds_of_violations, 0))
+        self._deaths = Counter[tuple[str, str]]()
+        self._hangs = Counter[str]()
+        self._starts = Counter[tuple[str, str]]()
+        self._found = Counter[tuple[str, str]]()
+        self._undone = Counter[tuple[str, str]]()
+        self._foreign = Counter[str]()
+        self._xids = Counter[tuple[str, str]]()
+        self._left_out = 0
+        self._waits = Histogram(_WAITS)
+        self._waited = 0
+        """How many of those that were granted had waited."""
+        self.grants = Histogram(_GRANTS)
+        self._recoveries: dict[str, Histogram] = {}
+        self._conversations: dict[str, Histogram] = {}
+        self._failures = Counter[tuple[str, str]]()
+        self._down: dict[str, datetime] = {}
+        """Since when each control daemon is dead or silent."""
+        self._why_down: dict[str, str] = {}
+        """Why each is to be started, where that is known."""
+        self._restarting: set[str] = set()
+        """Those of which an operator wants a restart."""
+        self._followed: dict[str, Callable[[datetime, Facts], None]] = {
+            "lease_refused": self._refuse,
+            "violation": self._violate,
+            "daemon_death": self._die,
+            "daemon_state": self._move,
+            "operation_begun": self._begin,
+            "operation_resumed": self._begin,
+            "operation_ended": self._end,
+            "limit_drift": self._drift,
+            "limit_drift_ended": self._undo,
+            "foreign_command": self._command,
+            "gpu_xid": self._fault,
+            "lines_left_out": self._leave_out,
+        }
+        """The events of which more is counted than that they happened."""
+
+    def count(self, lines: Iterable[Line]) -> None:
+        """Count lines that are about to be written."""
+        for at, level, event, facts in lines:
+            self._levels[level] += 1
+            self._events[event] += 1
+            if event in self._followed:  # a grant, and its end, are not: they cost no call
+                self._followed[event](at, facts)
+            elif "waited" in facts:
+                self._observe_wait(facts["waited"])
+            elif "code" in facts and event == "lease_ended":
+                self._refuse(at, facts)
+
+    def count_omitted(self, event: str, facts: Facts) -> None:
+        """Count what was left out of the log."""
+        self._omitted[event] += 1
+        if "code" in facts:
+            self._refused[_word(facts, "code")] += 1
+        elif "waited" in facts:
+            self._observe_wait(facts["waited"])
+
+    def conversation(self, daemon: str, seconds: float, failure: str | None) -> None:
+        """Count a conversation on a control pipe, with the code of the error that it ended by."""
+        self._conversations.setdefault(daemon, Histogram(_CONVERSATIONS)).observe(seconds)
+        if failure is not None:
+            self._failures[daemon, failure] += 1
+
+    def of(self, event: str) -> int:
+        """Return how often something happened, whether it was told or left out."""
+        return self._events[event] + self._omitted[event]
+
+    # -- what is in the facts -----------------------------------------------------------------------------------------
+
+    def _observe_wait(self, seconds: object) -> None:
+        self._waited += 1
+        self._waits.observe(cast("float", seconds))
+
+    def _refuse(self, _: datetime, facts: Facts) -> None:
+        self._refused[_word(facts, "code")] += 1
+
+    def _violate(self, _: datetime, facts: Facts) -> None:
+        self._violations[_word(facts, "kind")] += 1
+
+    def _die(self, at: datetime, facts: Facts) -> None:
+        daemon = _word(facts, "daemon")
+        self._deaths[daemon, _word(facts, "cause")] += 1
+        self._down.setdefault(daemon, at)
+        self._why_down[daemon] = "death"
+
+    def _move(self, at: datetime, facts: Facts) -> None:
+        daemon = _word(facts, "daemon")
+        match facts.get("on"):
+            case Event.SILENT:
+                self._hangs[daemon] += 1
+                self._down.setdefault(daemon, at)
+            case Event.STOP:
+                self._down.pop(daemon, None)
+                self._why_down[daemon] = "operator" if daemon in self._restarting else "renewal"
+            case Event.STARTED:
+                self._starts[daemon, self._why_down.pop(daemon, "first")] += 1
+            case Event.VERIFIED if daemon in self._down:
+                seconds = (at - self._down.pop(daemon)).total_seconds()
+                self._recoveries.setdefault(daemon, Histogram(_RECOVERIES)).observe(max(seconds, 0.0))
+
+    def _begin(self, _: datetime, facts: Facts) -> None:
+        if facts.get("verb") == "restart":
+            self._restarting.add(_word(facts, "daemon"))
+
+    def _end(self, _: datetime, facts: Facts) -> None:
+        self._restarting.discard(_word(facts, "daemon"))
+
+    def _drift(self, _: datetime, facts: Facts) -> None:
+        self._found[_word(facts, "daemon"), _word(facts, "limit")] += 1 + _left_out(facts)
+
+    def _undo(self, _: datetime, facts: Facts) -> None:
+        for limit in cast("list[str]", facts.get("limits", [])):
+            self._undone[_word(facts, "daemon"), limit] += 1 + _left_out(facts)
+
+    def _command(self, _: datetime, facts: Facts) -> None:
+        self._foreign[_word(facts, "daemon")] += 1 + _left_out(facts)
+
+    def _fault(self, _: datetime, facts: Facts) -> None:
+        self._xids[_word(facts, "uuid"), _word(facts, "xid")] += 1
+
+    def _leave_out(self, _: datetime, facts: Facts) -> None:
+        self._left_out += _left_out(facts)
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def blocks(self, daemons: Iterable[str]) -> dict[families.Family, Block]:
+        """Return the counters as samples. What is counted of each of these stands at 0 before anything happened."""
+        names, granted = tuple(daemons), self.of("lease_granted")
+        limits = [limit.name for limit in LIMITS]
+        refused = {**dict.fromkeys(_REFUSALS, 0), **self._refused}
+        admissions = {("granted", ""): granted, **{("refused", code): n for code, n in refused.items()}}
+        waits = Histogram(_WAITS)
+        waits.counts, waits.sum = list(self._waits.counts), self._waits.sum
+        waits.observe(0.0, granted - self._waited)
+        found = (
+            counters(families.EVENTS, {(name,): n for name, n in self._events.items()}),
+            counters(families.LOG_LINES, {(level,): n for level, n in self._levels.items()}),
+            counters(families.LINES_LEFT_OUT, {(): self._left_out}),
+            counters(families.ADMISSIONS, admissions),
+            counters(families.QUEUED, {(): self.of("lease_waits")}),
+            counters(families.ENDED, {(): self.of("lease_ended")}),
+            counters(families.VIOLATIONS, {(kind,): n for kind, n in self._violations.items()}),
+            counters(families.CLIENTS_ENDED, {(): self.of("client_ended")}),
+            histograms(families.WAIT, {(): waits}),
+            histograms(families.GRANT, {(): self.grants}),
+            counters(families.DEATHS, _each(self._deaths, names, _CAUSES)),
+            counters(families.HANGS, {(name,): self._hangs[name] for name in names}),
+            counters(families.STARTS, _each(self._starts, names, ("first", "death", "operator", "renewal"))),
+            histograms(families.RECOVERY, {(n,): self._recoveries.get(n, Histogram(_RECOVERIES)) for n in names}),
+            histograms(
+                families.CONVERSATION,
+                {(n,): self._conversations.get(n, Histogram(_CONVERSATIONS)) for n in names},
+            ),
+            counters(families.CONVERSATION_FAILURES, _each(self._failures, names, _FAILURES)),
+            counters(families.DRIFT_FOUND, _each(self._found, names, limits)),
+            counters(families.DRIFT_UNDONE, _each(self._undone, names, limits)),
+            counters(families.FOREIGN_COMMANDS, {(name,): self._foreign[name] for name in names}),
+            counters(families.GPU_XIDS, self._xids),
+        )
+        return {block.family: block for block in found}
+
+
+def _each(
+    counted: Mapping[tuple[str, str], int], names: Iterable[str], likely: Iterable[str]
+) -> dict[tuple[str, str], int]:
+    """Return what was counted, and 0 for what is likely to be, so that its first time is an increase."""
+    return {**{(name, each): 0 for name in names for each in likely}, **counted}
+
+
+def _word(facts: Facts, name: str) -> str:
+    """Return a fact as the value of a label; nothing where a line lacks it, which must be logged all the same."""
+    return str(facts.get(name, ""))
+
+
+def _left_out(facts: Facts) -> int:
+    """Return how many further ones a line stands for, where there were too many to tell each."""
+    return cast("int", facts.get("left_out", 0))

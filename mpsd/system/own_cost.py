@@ -1,0 +1,17 @@
+"""What mpsd itself uses of the machine, as the kernel counts it."""
+
+import os
+import resource
+import time
+from pathlib import Path
+
+from mpsd.core.metrics.snapshot import OwnCost
+
+
+def own_cost() -> OwnCost:
+    """Return what this process has used of processors, and uses of memory and descriptors."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    # The size of this directory is their number from Linux 6.2 on, and 0 before. Source: proc_pid_fd(5).
+    descriptors = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))  # noqa: PTH116, PTH208 - pathlib makes each a Path
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OwnCost(time.process_time(), pages * os.sysconf("SC_PAGE_SIZE"), descriptors, most)

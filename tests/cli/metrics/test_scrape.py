@@ -1,0 +1,59 @@
+"""`mpsctl metrics`: as text, and as a file that node_exporter reads."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import run_mpsctl
+from tests.metrics_story import parsed
+from tests.node import Node
+
+
+def test_text(node: Node) -> None:
+    """The command prints what GET /metrics answers, users included unless they are not wanted."""
+    lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
+    shown, sums = node.mpsctl("metrics"), node.mpsctl("metrics", "--no-users")
+    node.request("DELETE", f"/v1/leases/{lease}")
+    assert (shown.returncode, sums.returncode) == (0, 0)
+    assert {*parsed(sums.stdout)} < {*parsed(shown.stdout)}
+    assert lease in shown.stdout
+    assert lease not in sums.stdout
+
+
+class TestFile:
+    """A file for the textfile collector."""
+
+    def test_is_whole_and_readable(self, node: Node, tmp_path: Path) -> None:
+        """It replaces the one before at once, everybody can read it, and it has sums unless users are asked for."""
+        lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
+        file = tmp_path / "mpsd.prom"
+        file.write_text("older")
+        earlier = file.stat().st_ino
+        assert node.mpsctl("metrics", "--textfile", str(file)).returncode == 0
+        assert file.stat().st_ino != earlier
+        assert stat.S_IMODE(file.stat().st_mode) == 0o644
+        assert parsed(file.read_text())["mpsd_node_healthy"] == 1
+        assert lease not in file.read_text()
+        assert node.mpsctl("metrics", "--textfile", str(file), "--users").returncode == 0
+        assert lease in file.read_text()
+        assert [each.name for each in tmp_path.iterdir()] == ["mpsd.prom"]
+        node.request("DELETE", f"/v1/leases/{lease}")
+
+    def test_mpsd_is_away(self, tmp_path: Path) -> None:
+        """Without mpsd the file stays as it is: it tells its age itself."""
+        file = tmp_path / "mpsd.prom"
+        file.write_text("older")
+        done = run_mpsctl(tmp_path / "mpsd.sock", "metrics", "--textfile", str(file))
+        assert done.returncode == 69
+        assert file.read_text() == "older"
+
+    @pytest.mark.parametrize(
+        ("name", "status", "said"),
+        [("mpsd.txt", 2, "only files whose names end with .prom"), ("no/mpsd.prom", 78, "No such file")],
+    )
+    def test_refused(self, node: Node, tmp_path: Path, name: str, status: int, said: str) -> None:
+        """A name that node_exporter does not read, and a directory that is not there, are refused with the reason."""
+        done = node.mpsctl("metrics", "--textfile", str(tmp_path / name))
+        assert done.returncode == status
+        assert said in done.stderr

@@ -1,0 +1,49 @@
+"""The table of metrics keeps Prometheus' rules for names, and what every label is bounded by."""
+
+import re
+from typing import Final
+
+import pytest
+
+from mpsd.core.metrics.families import FAMILIES, SECTIONS, Family, Kind
+
+UNITS: Final = {"", "seconds", "bytes", "ratio"}
+
+BOUNDED: Final = {
+    "version", "kind", "gpu", "index", "name", "driver", "xid", "daemon", "cause", "code", "limit", "state",
+    "outcome", "class", "event", "level", "lease", "uid", "pid",
+}  # fmt: skip
+"""Labels, none of which has a value that a user chose: `name` is a GPU's, and `class` is in the configuration."""
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_name(family: Family) -> None:
+    """A name is mpsd's, ends with its unit, and has no suffix of its own; its help is a sentence."""
+    assert re.fullmatch(r"mpsd(_[a-z]+)+", family.name)
+    assert family.unit in UNITS
+    assert not family.unit or family.name.endswith(f"_{family.unit}")
+    assert not family.name.endswith(("_total", "_info", "_count", "_sum", "_bucket"))
+    assert re.fullmatch(r"[A-Z1].*\.", family.help)
+    assert {*family.labels} <= BOUNDED
+
+
+def test_names_are_one_family_s() -> None:
+    """No sample of a family could be taken for another's."""
+    series = [
+        name
+        for family in FAMILIES
+        for name in (
+            [family.series]
+            if family.kind is not Kind.HISTOGRAM
+            else [f"{family.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
+        )
+    ]
+    assert len({*series}) == len(series)
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    assert sum(map(len, SECTIONS.values())) == len(FAMILIES)
+
+
+def test_what_is_about_users() -> None:
+    """Whatever names a lease, a uid or a process is about users, and so kept from who is shown sums only."""
+    for family in FAMILIES:
+        assert family.about_users == bool({"lease", "uid", "pid", "class"} & {*family.labels}), family.name

@@ -1,0 +1,174 @@
+"""The TCP listener: sums for whoever reaches it, and nothing that a hostile caller does reaches anything else."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.conftest import make_node
+from tests.daemon.helpers import event
+from tests.harness import wait_until
+from tests.metrics_story import parsed
+from tests.node import Node
+
+__all__ = ["make_node"]
+
+DEADLINE = 20
+
+
+@pytest.fixture
+def port() -> int:
+    """Give a port that nobody has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def config(port: int, more: str = "") -> str:
+    """Return a configuration that offers the metrics on TCP."""
+    return f'[metrics]\nlisten = "127.0.0.1:{port}"\n{more}'
+
+
+def say(port: int, raw: bytes) -> bytes:
+    """Send bytes, and return everything that comes back until the other side hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(raw)
+        answer = bytearray()
+        with contextlib.suppress(ConnectionError):
+            while received := connection.recv(65536):
+                answer += received
+        return bytes(answer)
+
+
+def ask(port: int, method: str = "GET", path: str = "/metrics", *headers: str) -> tuple[int, bytes]:
+    """Send a request, and return status and body."""
+    head = "\r\n".join((f"{method} {path} HTTP/1.1", "Host: mpsd", *headers, "", ""))
+    answer = say(port, head.encode())
+    first, _, rest = answer.partition(b"\r\n")
+    return int(first.split()[1]), rest.partition(b"\r\n\r\n")[2]
+
+
+@contextlib.contextmanager
+def leased(node: Node) -> Iterator[Any]:
+    """Hold a lease."""
+    lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json
+    yield lease
+    node.request("DELETE", f"/v1/leases/{lease['id']}")
+
+
+def test_sums(make_node: Callable[..., Node], port: int) -> None:
+    """It answers with the sums and nothing about users, until the configuration says otherwise."""
+    node = make_node(simulate=1, control=None, config=config(port)).start()
+    event(node, "metrics_listening", address=f"127.0.0.1:{port}")
+    with leased(node) as lease:
+        status, body = ask(port)
+        assert status == 200
+        assert parsed(body.decode())['mpsd_leases{state="granted"}'] == 1
+        assert b"uid=" not in body
+        assert b"class=" not in body
+        assert lease["id"].encode() not in body
+        assert ask(port, "GET", "/metrics?users=true")[1].count(b"uid=") == 0
+        node.reload(config(port, "users = true\n"))
+        assert lease["id"].encode() in ask(port)[1]
+
+
+def test_nothing_else(make_node: Callable[..., Node], port: int) -> None:
+    """No other path and no other method is there, and each connection has one answer."""
+    node = make_node(simulate=1, control=None, config=config(port)).start()
+    for path in ("/", "/v1/status", "/v1/leases", "/healthz", "/metrics/"):
+        assert ask(port, "GET", path)[0] == 404, path
+    for method in ("POST", "DELETE", "PUT", "OPTIONS"):
+        assert ask(port, method, "/metrics", "Content-Length: 0")[0] == 405, method
+    assert ask(port, "POST", "/v1/leases", "Content-Length: 2")[0] == 404
+    assert ask(port, "HEAD") == (200, b"")
+    twice = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 2
+    assert say(port, twice).count(b"HTTP/1.1 200 OK") == 1
+    assert ask(port, "GET", "/metrics", "Accept: application/openmetrics-text")[1].endswith(b"# EOF\n")
+    assert not node.events("lease_granted")
+
+
+def test_not_listening_by_default(make_node: Callable[..., Node]) -> None:
+    """Without the setting nothing listens on TCP."""
+    node = make_node(simulate=1, control=None).start()
+    process = Path("/proc") / str(node.pid)
+    tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
+    sockets = {f"socket:[{line.split()[9]}]" for table in tables for line in table.splitlines()[1:]}
+    held = {str(each.readlink()) for each in (process / "fd").iterdir()}
+    assert not sockets & held
+    assert not node.events("metrics_listening")
+
+
+def test_a_busy_port(make_node: Callable[..., Node], port: int) -> None:
+    """A port that another process has keeps mpsd from nothing: it says so, and takes the port once it is free."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        node = make_node(simulate=1, control=None, config=config(port)).start()
+        event(node, "metrics_not_listening", address=f"127.0.0.1:{port}")
+        assert any("cannot listen on" in note for note in node.get("/v1/status").json["notes"])
+    wait_until(
+        lambda: ask(port)[0] == 200, what="mpsd to take the port", deadline=DEADLINE, not_yet=(OSError, IndexError)
+    )
+    assert not any("cannot listen on" in note for note in node.get("/v1/status").json["notes"])
+    assert len(node.events("metrics_not_listening")) == 1
+
+
+class TestHostile:
+    """What a caller does who means harm."""
+
+    def test_nonsense(self, make_node: Callable[..., Node], port: int) -> None:
+        """Bytes that are no request get a refusal or nothing, and mpsd serves on."""
+        node = make_node(simulate=1, control=None, config=config(port)).start()
+        for raw in (
+            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+            b"GET /metrics HTTP/9.9\r\n\r\n",
+            b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n",
+            b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 100_000 + b"\r\n",
+            b"CONNECT mpsd:1 HTTP/1.1\r\n\r\n",
+            b"GET /metrics HTTP/1.1\r\nAccept: " + b",;q=" * 3000 + b"\xff\r\n\r\n",
+            b"\0" * 1000 + b"\r\n\r\n",
+        ):
+            assert b"Traceback" not in say(port, raw)
+        assert ask(port)[0] == node.get("/readyz").status == 200
+        assert not node.events("api_defect")
+        assert not node.events("library_report")
+
+    def test_many_connections(self, make_node: Callable[..., Node], port: int) -> None:
+        """Those beyond the maximum are turned away, the silent ones hang up by the deadline, and the API serves on."""
+        node = make_node(simulate=1, control=None, config=config(port) + "[api]\nheader_deadline = 3\n").start()
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) for _ in range(80)]
+        try:
+            refused = [each for each in silent if b"429" in each.recv(16)]
+            assert len(refused) >= 32, "told, or closed without a word"
+            assert node.get("/readyz").status == 200
+            wait_until(
+                lambda: ask(port)[0] == 200, what="room for another", deadline=DEADLINE, not_yet=(OSError, IndexError)
+            )
+        finally:
+            for each in silent:
+                each.close()
+
+    def test_a_flood(self, make_node: Callable[..., Node], port: int) -> None:
+        """Scrapes without a pause get one answer a second, made once: mpsd does not gather for each of them."""
+        node = make_node(simulate=1, control=None, config=config(port)).start()
+        bodies = set[bytes]()
+
+        def flood() -> None:
+            for _ in range(50):
+                with contextlib.suppress(OSError, IndexError):
+                    bodies.add(ask(port)[1])
+
+        threads = [threading.Thread(target=flood) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        bodies = {body for body in bodies if body.startswith(b"# HELP")}
+        assert 1 <= len(bodies) < 50, "200 scrapes, each gathered by itself, would have told 200 figures of its cost"
+        assert node.get("/readyz").status == 200

@@ -1,0 +1,81 @@
+"""What scrapes mpsd on a machine and on a cluster fits together: port, names, labels, and mpsd's own configuration."""
+
+import configparser
+import importlib.util
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from mpsd.core.setting_parsers import address_of
+from mpsd.core.settings import parse
+from tests.cluster.rendering import rendered
+from tests.container.manifests import KUBERNETES, documents
+
+ROOT: Final = Path(__file__).parents[2]
+FILES: Final = ROOT / "monitoring/prometheus"
+OVERLAY: Final = KUBERNETES / "overlays/metrics"
+
+
+def fits(monitor: Any, template: Any, config: str) -> None:
+    """See that a PodMonitor finds the pods of a template, and the port on which mpsd listens in them."""
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics"
+    (container,) = (each for each in template["spec"]["containers"] if each["name"] == "mpsd")
+    (port,) = (each["containerPort"] for each in container["ports"] if each["name"] == endpoint["port"])
+    metrics = parse(config).metrics
+    assert address_of(metrics.listen) == ("0.0.0.0", port)  # noqa: S104 - of a pod
+    assert not metrics.users
+    job = {each["targetLabel"]: each for each in endpoint["relabelings"]}
+    assert job["job"]["replacement"] == "mpsd", "the alerts ask for it"
+
+
+def test_overlay() -> None:
+    """The overlay's PodMonitor, port and configuration belong together; the rest of it is the device plugin's."""
+    (recipe,) = documents(OVERLAY / "kustomization.yaml")
+    assert recipe["resources"] == ["../device-plugin", "podmonitor.yaml"]
+    (monitor,) = documents(OVERLAY / "podmonitor.yaml")
+    (patch,) = documents(OVERLAY / "daemonset.yaml")
+    (whole,) = documents(KUBERNETES / "overlays/daemonset/daemonset.yaml")
+    template = {**whole["spec"]["template"], "spec": patch["spec"]["template"]["spec"]}
+    config = (OVERLAY / "mpsd.toml").read_text()
+    fits(monitor, template, config)
+    base = parse((KUBERNETES / "base/mpsd.toml").read_text())
+    assert parse(config).daemon == base.daemon
+
+
+@pytest.mark.skipif(importlib.util.find_spec("helm_python") is None, reason="helm-python-sdk is not installed")
+def test_chart() -> None:
+    """The chart has neither port nor PodMonitor by default, and with metrics.enabled both, which fit."""
+    by_default = {each["kind"] for each in rendered()}
+    assert "PodMonitor" not in by_default
+    objects = {each["kind"]: each for each in rendered(metrics={"enabled": True, "port": 9500})}
+    config = objects["ConfigMap"]["data"]["mpsd.toml"]
+    fits(objects["PodMonitor"], objects["DaemonSet"]["spec"]["template"], config)
+    assert "PodMonitor" not in {each["kind"] for each in rendered(metrics={"enabled": True, "podMonitor": False})}
+
+
+def test_scrape_job() -> None:
+    """The job has the name that the alerts ask for, and a target that mpsd takes as its address."""
+    (job,) = yaml.safe_load((FILES / "scrape.yml").read_text())["scrape_configs"]
+    assert job["job_name"] == "mpsd"
+    (target,) = job["static_configs"][0]["targets"]
+    assert parse(f'[metrics]\nlisten = "{target}"').metrics.listen == target
+
+
+def test_units() -> None:
+    """The drop-in opens what mpsd.service closes, and the timer's service writes a file that node_exporter reads."""
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.read(FILES / "mpsd-tcp.conf")
+    assert unit["Service"]["RestrictAddressFamilies"] == "AF_INET AF_INET6"
+    text = (ROOT / "systemd/mpsd.service").read_text()
+    assert "IPAddressDeny=any" in text
+    assert "AF_INET" not in text
+    service = configparser.ConfigParser(strict=False, interpolation=None)
+    service.read(FILES / "mpsd-textfile.service")
+    words = service["Service"]["ExecStart"].split()
+    assert words[:3] == ["/usr/bin/mpsctl", "metrics", "--textfile"]
+    assert words[3].endswith(".prom")

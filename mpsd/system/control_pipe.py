@@ -47,11 +47,9 @@ class ControlProgram:
 
     argv: tuple[str, ...]
     directories: tuple[str, ...] = ()
-    """The directories of the program and its server; the program searches PATH for the server (measured, all
-    versions)."""
+    """The directories of the program and its server, for which it searches PATH (measured, all versions)."""
     libraries: Path | None = None
-    """A directory of links to the driver libraries that the server needs, where the loader does not find them
-    itself."""
+    """A directory of links to the server's driver libraries, where the loader does not find them itself."""
     capabilities: frozenset[Capability] | None = None
     """The maximum capabilities of a single-user control daemon and its servers; None: all that mpsd has."""
 
@@ -208,11 +206,9 @@ class ControlPipe:
         self.nonce = ""
         """The nonce of the latest conversation that was answered to its end."""
         self.deadline = deadline
-        """The maximum seconds of a conversation from its first front-end on, collisions with other front-ends
-        included."""
+        """The maximum seconds of a conversation from its first front-end on, collisions with others included."""
         self.waits_for = ""
-        """The reason why the long command waits that occupies the pipe or is next to do so; empty when there is
-        none."""
+        """Why the long command waits that occupies the pipe, or does so next; empty without such a command."""
         self.changed: Callable[[], None] = lambda: None
         """Called when `waits_for` changes."""
         self.held: Callable[[float, str | None], None] = lambda _seconds, _code: None

@@ -21,8 +21,7 @@ from mpsd.core.settings import Settings, Unadmitted
 from mpsd.system import acl, path_safety, retry
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
-"""Files that a control daemon makes in its pipe directory and leaves there (measured; the last one by 550 and
-later)."""
+"""Files that a control daemon leaves in its pipe directory (measured; the last one by 550 and later)."""
 
 
 @dataclass(frozen=True)

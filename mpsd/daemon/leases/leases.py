@@ -285,10 +285,7 @@ class Leases:
         return [*self._ended.values()]
 
     async def release(self, lease_id: str, because: str) -> None:
-        """End a lease, and return when that is stored; a lease that has ended already is no error.
-
-        Raises StorageError.
-        """
+        """End a lease, and return when that is stored; also where it has ended already. Raises StorageError."""
         self._end(lease_id, because)
         await self._group_commit.stored(lease_id)
 
@@ -307,10 +304,7 @@ class Leases:
         return lease
 
     def offer(self, offers: Iterable[Offer], unleased: Mapping[int, Amount]) -> None:
-        """Replace the offers of the GPUs, and grant what has become possible.
-
-        `unleased` is what the clients of each uid use of them without a lease.
-        """
+        """Replace the GPUs' offers, and each uid's use without a lease (`unleased`); grant what has become possible."""
         if offers is self._offered:
             return
         self._offered = offers

@@ -64,7 +64,7 @@ def scrape(control: str, root: Path) -> Iterator[Figure]:
     yield Figure(what, statistics.median(times) * 1000, 20, "ms")
     yield Figure(f"processor time of one every {_INTERVAL:g} s", cpu / _INTERVAL * 100, 0.1, "% of one core")
     yield Figure("size of its answer", size / 1024, 1024, "KiB")
-    snapshot, tally = _full(), Tally(datetime.now(UTC), EventName, ViolationKind)
+    snapshot, tally = full(), Tally(datetime.now(UTC), EventName, ViolationKind)
     times = []
     for _ in range(_SCRAPES):
         begun = time.perf_counter()
@@ -74,8 +74,8 @@ def scrape(control: str, root: Path) -> Iterator[Figure]:
     yield Figure("size of that", size / 1024, 1024, "KiB")
 
 
-def _full() -> NodeSnapshot:
-    """Return a node with 8 GPUs and 500 leases, each with one client."""
+def full(number_of_leases: int = _LEASES) -> NodeSnapshot:
+    """Return a node with 8 GPUs and so many leases, each with one client."""
     now, uuids = datetime.now(UTC), [f"GPU-00000000-0000-4000-8000-{index:012x}" for index in range(_GPUS)]
     leases = [
         Lease(
@@ -98,9 +98,11 @@ def _full() -> NodeSnapshot:
             ),
             clients=(ProcessIdentity(number, 1),),
         )
-        for number in range(1, _LEASES + 1)
+        for number in range(1, number_of_leases + 1)
     ]
-    usage = Known(GpuUsage(GIB, {number: GpuProcess(Known(16 * MIB), mps=True) for number in range(_LEASES + 1)}))
+    usage = Known(
+        GpuUsage(GIB, {number: GpuProcess(Known(16 * MIB), mps=True) for number in range(number_of_leases + 1)})
+    )
     views = [
         GpuView(index, Gpu(index, uuid, "A", GIB, (8, 0), mig=False, driver_version="1"), usage, Health.OK, "", None)
         for index, uuid in enumerate(uuids)

@@ -29,7 +29,7 @@ def status(node: "answer_types.Status", now: datetime, look: Look) -> str:
     version = f"mpsd {node['version']}, up {age(node['since'], now)}{simulated}"
     first = node["headline"].partition(":")[0] if node["reasons"] else node["headline"]
     parts = [
-        "\n".join([first, *(fold(as_here(each), look.width, 4) for each in _to_know(node, first, now))]),
+        "\n".join([as_here(first), *(fold(as_here(each), look.width, 4) for each in _to_know(node, first, now))]),
         "\n".join([_gpu_table(node["gpus"], None, look), *_unleased(node["gpus"])]),
         _daemon_table(node["daemons"], now, look._replace(sort=None), _IN_SHORT),
         "\n".join([f"{counts}; {version}", *(f"note: {note}" for note in node["notes"])]),

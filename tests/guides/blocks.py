@@ -108,7 +108,9 @@ def calls(text: str, program: str = "mpsctl") -> Iterator[list[str]]:
     for line in text.replace("\\\n", " ").splitlines():
         pending += line
         try:
-            words = list(shlex.shlex(pending, posix=True, punctuation_chars="".join(_ENDS)))
+            lexer = shlex.shlex(pending, posix=True, punctuation_chars="".join(_ENDS))
+            lexer.whitespace_split = True
+            words = list(lexer)
         except ValueError:  # the next line continues a quotation
             pending += "\n"
             continue

@@ -33,6 +33,8 @@ MODES: Final = {
     "a": "drwxr-xr-x",
     "a/b": "drwxr-xr-x",
     "a/b/state": "drwxr-xr-x",
+    "a/b/state/accounts.db": "-rw-------",
+    "a/b/state/accounts.db-wal": "-rw-------",
     "a/b/state/history.db": "-rw-------",
     "a/b/state/history.db-wal": "-rw-------",
     "a/b/state/last-event": "-rw-------",

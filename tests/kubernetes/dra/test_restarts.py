@@ -29,8 +29,12 @@ def calling(call: Callable[[Claim], None], claim: Claim) -> "threading.Thread":
 
 
 def await_stored(cluster: DraCluster, claim: Claim, stage: str) -> None:
-    """Wait until the driver has stored that a claim is at a stage."""
-    wait_until(lambda: cluster.stored().get(claim.uid, {}).get("stage") == stage, what=f"{claim.name} to be {stage}")
+    """Wait until the driver has stored that a claim is at a stage, at most until its call to a stopped mpsd ends."""
+    wait_until(
+        lambda: cluster.stored().get(claim.uid, {}).get("stage") == stage,
+        what=f"{claim.name} to be {stage}",
+        deadline=30,
+    )
 
 
 def stop_mpsd(cluster: DraCluster) -> None:

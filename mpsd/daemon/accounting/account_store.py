@@ -46,7 +46,7 @@ ACCOUNTS_SCHEMA: Final = (
 """The versions of this store, the oldest first; a later mpsd adds to them and changes none."""
 
 TIERS: Final = (SECOND, MINUTE, HOUR)
-"""The length of a sample of each tier (microseconds); in the first tier, a sample without changes lasts up to a minute."""
+"""The length of a sample of each tier (microseconds); in the first, a sample without changes lasts up to a minute."""
 
 _GAPS: Final = 100
 """Gaps that are kept."""

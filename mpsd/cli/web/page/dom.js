@@ -33,7 +33,7 @@ export function set(element, name, value) {
 }
 
 /**
- * Update the children of an element from a list of items: one child for each item, by its key, in the order of the items.
+ * Update the children of an element from a list of items: one child for each, by its key, in the order of the list.
  * A child whose key stays is updated, not replaced, so that it keeps the focus. `update` gets the child and the item.
  */
 export function bring(parent, items, keyOf, create, update = () => {}) {

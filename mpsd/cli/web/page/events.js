@@ -27,7 +27,7 @@ export class Events {
     this.last = null;
   }
 
-  /** Add an event, unless it is a duplicate: after a lost connection, the page requests the events after the last one. */
+  /** Add an event, unless the page has it: after a lost connection, it requests the events after the last one. */
   add(event) {
     if (this.last !== null && event.seq <= this.last) return;
     this.last = event.seq;

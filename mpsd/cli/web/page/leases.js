@@ -52,7 +52,7 @@ const WAITING = [
 const FREE = new Set(["Name", "Because", "User"]);
 const NUMBERS = new Set(["Lease", "Threads", "Memory", "Held", "Clients", "Age", "Expires", "Place", "Since"]);
 
-/** Return the leases of a view: filtered by its text, and sorted by its column, or else with the principal's own first. */
+/** Return the leases of a view: filtered by its text, and sorted by its column, or the principal's own first. */
 export function arranged(node, principal, view) {
   const text = view.filter.toLowerCase();
   const found = node.leases.filter((lease) => (view.ended || lease.ended === null)

@@ -48,7 +48,7 @@ async function send(method, path, body, signal) {
   throw new Refused(answer.status, problem);
 }
 
-/** Send a request, and return the JSON of the answer, or null without one. Throws Refused, or TypeError if none answers. */
+/** Send a request, and return the answer's JSON, or null. Throws Refused, or TypeError if there is no answer. */
 export async function ask(method, path, body) {
   const answer = await send(method, path, body, AbortSignal.timeout(30000));
   return answer.status === 204 ? null : answer.json();

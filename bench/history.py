@@ -1,7 +1,7 @@
-"""What the history costs: the samples of an hour, with 8 GPUs and 500 leases, as mpsd takes and stores them.
+"""The cost of the history: mpsd takes and stores the samples of an hour, with 8 GPUs and 500 leases.
 
-An hour of samples is taken one after the other, without the seconds between them, so that their processor time is all
-that is measured. As an idle mpsd, it shares its wake-ups with what happens twice a second anyway.
+The bench takes the samples of an hour one after the other, without the seconds between them, so it measures their
+processor time alone. In an idle mpsd, the samples share their wake-ups with work that happens twice a second anyway.
 """
 
 import time
@@ -34,7 +34,7 @@ _BOUND: Final = 0.2
 
 
 def cost(_control: str, root: Path) -> Iterator[Figure]:
-    """Tell how much of one core the history takes, where each lease holds something else at each reading, and none."""
+    """Measure the share of one core that the history takes, with held memory that changes at each reading, or never."""
     for what, changes in (("held memory changes at each reading", True), ("nothing changes", False)):
         directory = root / str(changes)
         directory.mkdir(parents=True)
@@ -44,7 +44,7 @@ def cost(_control: str, root: Path) -> Iterator[Figure]:
 
 
 def _hour(directory: Path, *, changes: bool) -> float:
-    """Return the processor time (s) that the samples of an hour take."""
+    """Return the processor time (s) of the samples of an hour."""
     start = datetime(2026, 11, 23, 10, tzinfo=UTC)
     database = Database(directory / "accounts.db", ACCOUNTS_SCHEMA, lasting=True)
     log = configure(LogFormat.JSON)
@@ -69,7 +69,7 @@ def _hour(directory: Path, *, changes: bool) -> float:
 
 
 def _read(monitor: SimpleNamespace, leases: list[Lease], second: int) -> None:
-    """Have the GPUs read: what each lease holds is of this second."""
+    """Replace the reading of the GPUs; the memory that each lease holds depends on the second."""
     monitor.usages = {f"GPU-{gpu}": Known(GpuUsage(70_000 * MIB)) for gpu in range(_GPUS)}
     monitor.held_by_leases = {
         (lease.id, lease.shares[0].gpu): {

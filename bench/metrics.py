@@ -1,4 +1,4 @@
-"""What a scrape of a full node costs: 500 leases on 8 GPUs over the socket, and with clients in this process."""
+"""The cost of a scrape of a full node: 500 leases on 8 GPUs, over the socket, and with clients in this process."""
 
 import statistics
 import time
@@ -40,13 +40,13 @@ _LEASES: Final = 500
 _GPUS: Final = 8
 _SCRAPES: Final = 100
 _INTERVAL: Final = 15.0
-"""Seconds between two scrapes, as Prometheus does by the example."""
+"""Seconds between two scrapes, as in the example configuration of Prometheus."""
 
 _REQUEST: Final = b"GET /metrics HTTP/1.1\r\nHost: mpsd\r\nAccept: application/openmetrics-text;version=1.0.0\r\n\r\n"
 
 
 def scrape(control: str, root: Path) -> Iterator[Figure]:
-    """Scrape an mpsd that holds 500 leases on 8 GPUs; then make the same answer with a client of each lease."""
+    """Scrape an mpsd with 500 leases on 8 GPUs; then render the same answer with a client for each lease."""
     with holding() as holders, running(control, root / "mpsd", _GPUS) as service:
         fill(service, holders, _LEASES, _GPUS)
         started(service, _LEASES)

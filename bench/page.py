@@ -1,6 +1,6 @@
-"""`python -m bench.page`: how soon the page of `mpsctl web` is there, how large it is, and what it keeps.
+"""`python -m bench.page`: the load time of the page of `mpsctl web`, its size, and its memory.
 
-Each look is a fresh tab of Debian's Chromium, beside a simulated node of 8 GPUs with a lease on each.
+Each measurement opens a new tab of Debian's Chromium, with a simulated node of 8 GPUs and a lease on each.
 """
 
 import os
@@ -24,7 +24,7 @@ _WEIGHT: Final = """performance.getEntriesByType('resource').concat(performance.
 
 
 def main() -> None:
-    """Measure, and print."""
+    """Run the measurements, and print their medians."""
     with tempfile.TemporaryDirectory(prefix="mb-") as directory:
         node = Node(root=Path(directory) / "node", simulate=8)
         node.root.mkdir()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _look(browser: Browser, node: Node) -> tuple[float, float, float, float]:
-    """Open the page in a fresh tab; return the times of its first paint and of the node, its weight, and its heap."""
+    """Open the page in a new tab; return the times of the first paint and of the node (ms), the size and heap (KiB)."""
     command = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "web"]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -312,7 +312,7 @@ class Status(TypedDict):
 
 
 class Principal(TypedDict):
-    """Who the caller is to mpsd."""
+    """The caller, as mpsd identifies it."""
 
     uid: int
     gid: int
@@ -356,7 +356,7 @@ class Operation(TypedDict):
 
 
 class HistoryTotal(TypedDict):
-    """What came together of one key: amounts times seconds."""
+    """The sums of one key: amounts times seconds."""
 
     leases: int
     threads_granted: float
@@ -366,14 +366,14 @@ class HistoryTotal(TypedDict):
 
 
 class HistorySeries(TypedDict):
-    """What one key had."""
+    """The amounts of one key."""
 
     key: str | None
     total: HistoryTotal
 
 
 class HistoryGap(TypedDict):
-    """When no sample was stored."""
+    """A span of time without stored samples."""
 
     since: str
     until: str
@@ -381,7 +381,7 @@ class HistoryGap(TypedDict):
 
 
 class History(TypedDict):
-    """What was granted and held."""
+    """The amounts that were granted and held."""
 
     history: list[HistorySeries]
     by: str

@@ -533,26 +533,26 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """How long it is kept what was granted and held, and how finely."""
+    """The retention of the history of granted and held amounts."""
 
     seconds: float = row(
-        3600.0, setting_parsers.seconds, "How long samples of a second are kept.", unit="s", reload=True
+        3600.0, setting_parsers.seconds, "Time for which samples of a second are kept.", unit="s", reload=True
     )
     minutes: float = row(
-        604_800.0, setting_parsers.seconds, "How long samples of a minute are kept.", unit="s", reload=True
+        604_800.0, setting_parsers.seconds, "Time for which samples of a minute are kept.", unit="s", reload=True
     )
     hours: float = row(
         31_622_400.0,
         setting_parsers.seconds,
-        "How long samples of an hour are kept, and leases that have ended.",
+        "Time for which samples of an hour, and ended leases, are kept.",
         unit="s",
         reload=True,
     )
     size: int = row(
         64 * MIB,
         setting_parsers.size,
-        "Maximum size on disk: a quarter for each of these, and a quarter for single leases. Beyond that, the oldest is"
-        " removed before its time.",
+        "Maximum size on disk: a quarter for the samples of each length, and a quarter for leases. Beyond that, mpsd"
+        " removes the oldest before their time.",
         unit="bytes",
         reload=True,
     )
@@ -571,19 +571,18 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What Prometheus is offered beside `/metrics` on the API's socket."""
+    """The TCP listener for Prometheus; the API's socket has `/metrics` in any case."""
 
     listen: str = row(
         "",
         setting_parsers.optional_address,
         "Numeric address and port on which mpsd offers `/metrics` over TCP, such as `127.0.0.1:9410` or `[::]:9410`."
-        " Empty: nowhere. All processes that can connect to it can read"
-        " them.",
+        " Empty: no TCP listener. All processes that can connect to it can read the metrics.",
     )
     users: bool = row(
         False,
         setting_parsers.flag,
-        "Whether the metrics on TCP have those about single users too: their leases and clients, by uid.",
+        "Whether the metrics on TCP include those about individual users: their leases and clients, by uid.",
         reload=True,
     )
 

@@ -1,4 +1,4 @@
-"""What mpsd itself uses of the machine, as the kernel counts it."""
+"""The resources that mpsd itself uses, as the kernel counts them."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ from mpsd.core.metrics.snapshot import OwnCost
 
 
 def own_cost() -> OwnCost:
-    """Return what this process has used of processors, and uses of memory and descriptors."""
+    """Return the processor time that this process has used, and its current memory and descriptors."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     # The size of this directory is their number from Linux 6.2 on, and 0 before. Source: proc_pid_fd(5).
     descriptors = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))  # noqa: PTH116, PTH208 - pathlib makes each a Path

@@ -1,4 +1,4 @@
-"""A socket that listens on TCP, for what mpsd offers beyond this machine."""
+"""A socket that listens on TCP, for the metrics that mpsd serves to other machines."""
 
 import socket
 from typing import Final
@@ -7,7 +7,7 @@ _BACKLOG: Final = 64
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at a numeric address. Raises OSError, such as where another listens there."""
+    """Return a socket that listens at a numeric address. Raises OSError, such as for a port in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

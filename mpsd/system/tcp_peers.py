@@ -1,6 +1,7 @@
-"""Whose a TCP connection of this machine is, as the kernel's sock_diag has it.
+"""The owner of a TCP connection of this machine, from the kernel's sock_diag.
 
-The kernel looks up the one socket that is asked for, however many there are. Source: sock_diag(7), linux/inet_diag.h.
+The kernel looks up a single socket, so the cost does not grow with the number of sockets. Source: sock_diag(7),
+linux/inet_diag.h.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ _NETLINK_SOCK_DIAG: Final = 4
 _BY_FAMILY: Final = 20
 _REQUEST: Final = 1
 _ESTABLISHED: Final = 1
-"""The state of a socket (net/tcp_states.h) whose process has it open."""
+"""The state (net/tcp_states.h) of a connected socket that its process has open."""
 
 _NO_COOKIE: Final = 0xFFFFFFFF
 _HEADER: Final = struct.Struct("=IHHII")
@@ -25,14 +26,14 @@ _REST: Final = struct.Struct("=III")
 _FOUND: Final = struct.Struct("=BBBB48xIIIII")
 _ROOM: Final = 8192
 _MOST_WAIT: Final = 5.0
-"""Seconds for the kernel's answer, which it has ready."""
+"""Seconds for the kernel's answer, which normally comes at once."""
 
 
 def uid_of(theirs: tuple[str, int], ours: tuple[str, int]) -> int | None:
-    """Return the uid of who made the other end of an IPv4 connection; None where the kernel has no such open socket.
+    """Return the uid of the other end of an IPv4 connection; None if the kernel has no such open socket.
 
-    The two are address and port of both ends. A socket that its process has closed says uid 0 whoever that was, so it
-    counts as none.
+    `theirs` and `ours` are the address and port of each end. For a socket that its process has closed, the kernel
+    reports uid 0 regardless of the user, so such a socket counts as none.
     """
     question = _QUESTION.pack(socket.AF_INET, socket.IPPROTO_TCP, 0, 0, 1 << _ESTABLISHED)
     question += _PORTS.pack(theirs[1], ours[1])

@@ -1,4 +1,4 @@
-"""The story of one lease, control daemon or GPU: its events, how it is now, and what to do next."""
+"""The story of one lease, control daemon or GPU: its events, its current state, and the next steps."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _LOG_LINES: Final = 10
 _LOG_TAIL: Final = 65536
-"""Bytes at the end of a control daemon's log that are looked at."""
+"""Bytes read from the end of a control daemon's log."""
 
 
 class Story(NamedTuple):
-    """A story: what it is about, its events, what stands at the end of a log, how it is now, and what to do."""
+    """A story: its subject, its events, the end of a log, the current state, and the next steps."""
 
     about: str
     events: "list[answer_types.Event]"
@@ -35,10 +35,10 @@ class Story(NamedTuple):
 
 
 def story_of(api: Api, subject: str) -> Story:
-    """Return the story of what a subject names: a lease, a control daemon or a GPU.
+    """Return the story of a lease, a control daemon or a GPU.
 
-    Raises NotFoundError where mpsd knows no such thing, click.BadParameter for a name that several leases may have, and
-    what the API raises.
+    Raises NotFoundError for a subject that mpsd does not know, click.BadParameter for a name that may stand for several
+    leases, and the errors of the API.
     """
     node = api.status()
     leases = api.leases(ended=True)["leases"]
@@ -68,13 +68,13 @@ def story_of(api: Api, subject: str) -> Story:
             )
     lease_id = _lease_id(subject, leases, (each for each in events if sees(each)))
     if lease_id is None:
-        api.lease(subject)  # which says why not: there is none, or it is another user's
+        api.lease(subject)  # raises the reason: the lease does not exist, or belongs to another user
         raise NotFoundError(f"mpsd has no events of {subject}", hint="see mpsctl leases --all")
     return _of_lease(node, lease_id, leases, [each for each in events if sees(each)])
 
 
 def _lease_id(subject: str, leases: "list[answer_types.Lease]", events: "Iterable[answer_types.Event]") -> str | None:
-    """Return the lease that is meant by its id, by how that begins, or by its name."""
+    """Return the id of the lease that a subject names by its id, a prefix of its id, or its name."""
     ids = dict.fromkeys([*(each["id"] for each in leases), *(lease for each in events for lease in leases_of(each))])
     if subject in ids:
         return subject
@@ -183,7 +183,7 @@ def _threads(lease: "answer_types.Lease", gpu: "answer_types.Gpu") -> float:
 
 
 def _remedies(node: "answer_types.Status", gpu: "answer_types.Gpu", daemon: "answer_types.Daemon | None") -> list[str]:
-    """Return what to do about everything that is not well with a GPU, its control daemon, and the node's stores."""
+    """Return the remedies for all problems of a GPU, its control daemon, and the node's stores."""
     subjects = {f"GPU {gpu['index']}", "leases", daemon["name"] if daemon else None}
     found = [each for each in (*node["reasons"], *node["warnings"]) if each["subject"] in subjects]
     remedies = [f"{each['because']} -> {each['hint']}" for each in found]
@@ -192,7 +192,7 @@ def _remedies(node: "answer_types.Status", gpu: "answer_types.Gpu", daemon: "ans
 
 
 def _log(api: Api, daemon: str) -> list[str]:
-    """Return the end of a control daemon's log, under its path; why it cannot be read, where that is so."""
+    """Return the end of a control daemon's log, below its path; or the reason why it cannot be read."""
     directory = api.config()["config"]["paths"]["log_dir"]
     path = Path(f"{directory}") / daemon / "control.log"
     try:

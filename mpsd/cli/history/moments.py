@@ -62,4 +62,4 @@ MOMENT: Final = _Moment()
 """A time, as an option takes one."""
 
 TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23T03:15Z; without a zone, it is local."
-"""What the help of an option says of it."""
+"""The description of TIME in the help of an option."""

@@ -1,7 +1,7 @@
-"""What was granted and held in some time: as a table, in the units that people count in, and as CSV.
+"""Granted and held amounts over a span of time, as a table in hours, and as CSV.
 
-Names and labels are as users wrote them: in a table, they pass `sanitize.plain`, as everything does; in CSV, nothing of
-them is a formula for the spreadsheet that reads it.
+Users choose names and labels. A table shows them through `sanitize.plain`, as all output; in CSV, no name becomes a
+formula in a spreadsheet.
 """
 
 import csv
@@ -24,7 +24,7 @@ _ALL_THREADS: Final = 100
 """Percent of a GPU's threads."""
 
 _FORMULA: Final = frozenset("=+-@\t\r")
-"""With these, a cell begins that a spreadsheet takes for a formula."""
+"""First characters of a cell that a spreadsheet reads as a formula."""
 
 
 def _columns(heading: str) -> tuple[Column, ...]:
@@ -40,7 +40,7 @@ def _columns(heading: str) -> tuple[Column, ...]:
 
 
 def view(answer: "answer_types.History", gpus: "Mapping[str, str]", look: Look) -> str:
-    """Return the totals as a table, the greatest first; `gpus` are the indexes of GPUs by their UUID."""
+    """Return the totals as a table, the greatest first; `gpus` has the indexes of GPUs by UUID."""
     heading = answer["by"].partition(":")[2].upper() or answer["by"].upper()
     rows = [
         (
@@ -67,7 +67,7 @@ def _notes(answer: "answer_types.History") -> "Iterator[str]":
 
 
 def as_csv(answer: "answer_types.History", *, headings: bool = True) -> str:
-    """Return the totals as CSV (RFC 4180), in full precision; what is not known is empty."""
+    """Return the totals as CSV (RFC 4180), in full precision; an unknown value is empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     by = answer["by"].partition(":")[2] or answer["by"]
@@ -114,7 +114,7 @@ def _hours(hours: float) -> Figure:
 
 
 def _part(held: float | None, granted: float) -> Figure:
-    """Print how much of what was granted was held."""
+    """Return the held amount as a percentage of the granted one."""
     if held is None or not granted:
         return Figure("-", -1)
     return Figure(f"{100 * held / granted:.0f}%", held / granted)

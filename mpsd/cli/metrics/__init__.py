@@ -1,4 +1,4 @@
-"""The command `mpsctl metrics`: for a reader, and for node_exporter by a file.
+"""The command `mpsctl metrics`: it prints the metrics, or writes a file for node_exporter.
 
 Imported by: cli/group.py, by name.
 """

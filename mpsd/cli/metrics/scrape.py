@@ -1,4 +1,4 @@
-"""The command that shows the metrics, or hands them to node_exporter's textfile collector."""
+"""The command that prints the metrics, or writes them to a file for node_exporter's textfile collector."""
 
 from pathlib import Path
 from typing import Final
@@ -20,20 +20,20 @@ _SUFFIX: Final = ".prom"
     "--textfile",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.prom",
-    help="Write them to this file at once, for node_exporter's textfile collector, instead of stdout.",
+    help="Write the metrics to this file, for node_exporter's textfile collector, instead of stdout.",
 )
 @click.option(
     "--users/--no-users",
     default=None,
-    help="Whether those about single users are among them: their leases and clients, by uid."
+    help="Whether to include metrics about individual users: their leases and clients, by uid."
     "  [default: users; no-users with --textfile]",
 )
 @with_api
 def metrics(api: Api, textfile: Path | None, *, users: bool | None) -> None:
     """Show the node as metrics, in Prometheus' text format.
 
-    What a caller sees of single users are its own leases; root sees all. A file that is written replaces the one before
-    at once. If mpsd does not answer, the file stays as it is, and node_exporter tells how old it is
+    Of individual users, a caller sees only its own leases; root sees all. A written file replaces the previous one
+    atomically. If mpsd does not answer, the file does not change, and node_exporter reports its age
     (node_textfile_mtime_seconds).
     """
     if textfile is not None and textfile.suffix != _SUFFIX:

@@ -1,7 +1,7 @@
-"""What the page is told of the node: mpsd's own answers, with the names and sentences that mpsctl prints for them.
+"""The page's data: mpsd's own answers, with the names and sentences that mpsctl prints for them.
 
-Each answer passes `plain` as on its way to a terminal, so that no text of another user hides or turns what stands
-beside it, and loses what of a lease's environment is for its processes alone.
+Each answer passes `plain`, as mpsctl's output on a terminal does, so that no text of another user hides or reorders the
+text beside it. The parts of a lease's environment that are only for its processes are removed.
 """
 
 import json
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST: Final = 200
-"""Events that a page which has none yet is given: the latest."""
+"""The number of latest events for a page that has none yet."""
 
 _HEARTBEAT: Final = 10
-"""Seconds of silence of mpsd's after which a reader is tried."""
+"""Seconds without an event after which the server checks that the reader is still there."""
 
 
 def harmless(answer: T) -> T:
-    """Return an answer without secrets, and with every character escaped that does not print as itself."""
+    """Return an answer without secrets and with all unprintable characters escaped."""
     return plain(_public(answer))
 
 
@@ -49,11 +49,11 @@ def _public(value: T) -> T:
 
 
 _SENTENCES: Final = frozenset({"because", "headline", "hint", "refused", "notes"})
-"""The fields that have sentences of mpsd."""
+"""The fields whose values are sentences of mpsd."""
 
 
 def _as_here(value: T) -> T:
-    """Return an answer whose sentences have times and users as mpsctl prints them."""
+    """Return an answer with the times and users in its sentences formatted as mpsctl prints them."""
     match value:
         case dict():
             return {  # type: ignore[return-value]
@@ -76,7 +76,7 @@ def _sentence(value: object) -> object:
 
 
 def node(api: Api) -> dict[str, object]:
-    """Return what the page shows of the node: what mpsd answers, and the names of the users in it."""
+    """Return the node for the page: mpsd's answers, and the names of the users in them."""
     status, leases, clients = api.status(), api.leases(ended=True), api.clients()
     uids = {*(each["owner"]["uid"] for each in leases["leases"]), *(each["uid"] for each in clients["clients"])}
     return harmless(
@@ -98,13 +98,13 @@ _PROMISES: Final = {
     "reset": "The deaths of this control daemon and the faults of its GPU are forgotten, and it is started again.",
     "release": "The lease ends. Its clients continue to run, without a lease.",
 }
-"""What follows of each thing that a user may have done."""
+"""The effect of each action, shown before the user confirms it."""
 
 
 def principal(api: Api) -> dict[str, object]:
-    """Return who looks at the page, as what, what each action promises, and the seconds that its clock is ahead of UTC.
+    """Return the page's user and role, the effect of each action, and the offset of its clock from UTC (s).
 
-    An mpsd of an earlier release does not say who calls: the page then offers no actions.
+    An mpsd of an earlier release does not report its caller; the page then offers no actions.
     """
     more = {"promises": _PROMISES, "offset": time.localtime().tm_gmtoff}
     try:
@@ -115,7 +115,7 @@ def principal(api: Api) -> dict[str, object]:
 
 
 def event(found: "answer_types.Event") -> dict[str, object]:
-    """Return an event as mpsctl tells it."""
+    """Return an event with the sentence that mpsctl prints for it."""
     return harmless(
         {
             "seq": found["seq"],
@@ -130,10 +130,10 @@ def event(found: "answer_types.Event") -> dict[str, object]:
 
 
 def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: float) -> Iterator[bytes]:
-    """Yield events as they come, a line each, and an empty line where a reader is to be tried; until `has_ended`.
+    """Yield events as they happen, one line each, and empty lines that check the reader, until `has_ended` is true.
 
-    Without a number to begin after, the latest of those that are kept come first. `has_ended` is asked every `look`
-    seconds. Raises what the API raises.
+    If `after` is None, the latest stored events come first. `has_ended` is called every `look` seconds. Raises the
+    errors of the API.
     """
     if after is None:
         latest = deque((found for _, found in api.events(0, follow=False)), maxlen=FIRST)
@@ -141,7 +141,7 @@ def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: flo
         for each in latest:
             after = int(str(each["seq"]))
             yield _line(event(each))
-    yield b"\n"  # the reader knows now that it has what there was
+    yield b"\n"  # marks the end of the stored events for the reader
 
     def meanwhile() -> float:
         if has_ended():
@@ -161,7 +161,7 @@ def _line(answer: object) -> bytes:
 
 
 def story(api: Api, subject: str) -> dict[str, object]:
-    """Return a story as `mpsctl explain` tells it. Raises what `story_of` does."""
+    """Return a story with the content that `mpsctl explain` prints. Raises the errors of `story_of`."""
     found = story_of(api, subject)
     return harmless(
         {

@@ -1,4 +1,4 @@
-"""The files that make the page, as they are in `page/`, and the headers that every answer has."""
+"""The files of the page, read from `page/`, and the headers of every answer."""
 
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,7 +22,7 @@ _POLICY: Final = {
     "form-action": "'none'",
     "frame-ancestors": "'none'",
     "require-trusted-types-for": "'script'",
-    "trusted-types": "'none'",  # so nothing becomes HTML, whatever it holds: the page has text and elements only
+    "trusted-types": "'none'",  # so no text can become HTML: the page makes text and elements only
 }
 
 HEADERS: Final = {
@@ -38,14 +38,14 @@ HEADERS: Final = {
 
 
 class Asset(NamedTuple):
-    """One of the files."""
+    """A file of the page."""
 
     media_type: str
     body: bytes
 
 
 def assets() -> dict[str, Asset]:
-    """Return the files of the page by the path that each is served at."""
+    """Return the files of the page by the path at which each is served."""
     found = {}
     for each in _FOLDER.iterdir():
         media_type = next((kind for end, kind in _MEDIA_TYPES.items() if each.name.endswith(end)), None)

@@ -1,8 +1,9 @@
-"""Which requests are served: what a request says about where it comes from, and what is refused. Pure.
+"""The checks of a request's origin, by its headers, and the refusals. Pure.
 
-Any page in the same browser can send requests to a loopback port, and by a name of its own that resolves there (DNS
-rebinding) even read the answers. So a request has to name this very server as its host, come from this page, and, for
-all that is about the node, carry a session, which a browser does not add by itself as it does a cookie.
+Any page in the same browser can send requests to a loopback port; under a name of its own that resolves to the loopback
+address (DNS rebinding), it can even read the answers. A request must therefore name this server as its host and come
+from this page. A request about the node also needs a session, which a browser does not add by itself as it adds a
+cookie.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ _BEARER: Final = "Bearer "
 
 
 class Refusal(NamedTuple):
-    """Why a request is not served, as the fields of a problem document."""
+    """The reason why a request is not served, as the fields of a problem document."""
 
     status: int
     code: str
@@ -27,29 +28,29 @@ class Refusal(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What a request says before its body; the names of headers are in lower case."""
+    """The request line and the headers of a request; the names of headers are in lower case."""
 
     method: str
     path: str
     headers: Mapping[str, Sequence[str]]
 
     def only(self, name: str) -> str | None:
-        """Return the one value of a header; None where it is absent, or there several times."""
+        """Return the value of a header; None if it is absent or occurs several times."""
         values = self.headers.get(name, ())
         return values[0] if len(values) == 1 else None
 
     @property
     def session(self) -> str:
-        """The session that it carries; an empty text for none."""
+        """The session in the request; an empty text for none."""
         said = self.only("authorization") or ""
         return said.removeprefix(_BEARER) if said.startswith(_BEARER) else ""
 
 
 def refusal_of_site(head: Head, port: int, *, is_page: bool, is_asset: bool) -> Refusal | None:
-    """Return why a request of another site is refused; None for one of this page, or of a user's own hand.
+    """Return the refusal of a request from another site; None for a request of this page, or one that the user typed.
 
-    `is_page` is the document itself, which holds nothing of the node and may be opened from anywhere, but not framed;
-    `is_asset` what that loads.
+    `is_page` stands for the document itself, which contains nothing about the node: any site may link to it, but none
+    may frame it. `is_asset` stands for the document and the files that it loads.
     """
     host = head.only("host")
     if host not in {f"127.0.0.1:{port}", f"localhost:{port}"}:

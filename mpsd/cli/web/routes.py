@@ -1,6 +1,6 @@
-"""What the page may ask mpsd for: each request that is passed on, and nothing else of the API.
+"""The requests of the API that the server passes on to mpsd for the page. It passes on no others.
 
-A path is compared as it was sent. Nothing in it is decoded, so no other spelling of one is passed on.
+The server compares a path as it was sent and decodes nothing in it, so it passes on no other spelling of a path.
 """
 
 import re
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 NAME: Final = r"(?!\.+(?:/|\Z))[A-Za-z0-9._-]{1,128}"
-"""A lease, a control daemon or an operation, in one segment of a path."""
+"""The name of a lease, a control daemon or an operation, as one segment of a path."""
 
 _QUERY: Final = re.compile(r"[A-Za-z0-9_=&:.+-]{0,256}", re.ASCII)
 
 
 class Row(NamedTuple):
-    """A request of mpsd's API."""
+    """A route of mpsd's API."""
 
     method: str
     path: re.Pattern[str]
@@ -39,7 +39,7 @@ PASSED_ON: Final[Sequence[Row]] = (
 
 
 def methods_of(target: str) -> frozenset[str]:
-    """Return the methods by which a target of the API, with its query, may be asked for; none for any other."""
+    """Return the methods allowed for a path of the API with its query; an empty set for all other paths."""
     path, mark, query = target.partition("?")
     return frozenset(
         each.method

@@ -1,4 +1,4 @@
-"""The life of `mpsctl web`: it prints a link, serves until it is ended, and does not outlive who started it."""
+"""The life of `mpsctl web`: it prints a link, serves until a signal, and ends with the process that started it."""
 
 import contextlib
 import os
@@ -20,15 +20,15 @@ from mpsd.cli.web.server import LOOPBACK, Server
 from mpsd.core.errors import ConfigurationError
 
 _LOOK: Final = 500
-"""Milliseconds between two looks whether who started it is still there."""
+"""Milliseconds between two checks that the process that started it still runs."""
 
 _FAREWELL: Final = 1.0
-"""Seconds for the pages to be told that it ends."""
+"""Seconds to send open pages the notice that the server ends."""
 
 
 def run(api: Api, port: int, users: Collection[int], *, opens: bool) -> None:
-    """Serve the page until a signal comes, its terminal is gone, or its parent. Raises ConfigurationError."""
-    parent = os.getppid()  # as of now: it may be gone once it has read the link
+    """Serve the page until a signal, or the end of its terminal or its parent. Raises ConfigurationError."""
+    parent = os.getppid()  # read first, since the parent may end as soon as it has read the link
     try:
         server = Server(api, port, users, lambda: note("a browser opened the page; its link is void now"))
     except OSError as error:
@@ -60,7 +60,7 @@ def _end(server: Server) -> None:
 
 
 def _wait(server: Server, parent: int) -> str:
-    """Wait until who started it is gone, and return why it ends; each line of its terminal gets another link."""
+    """Wait until the parent or the terminal is gone, and return the reason; each line of input prints another link."""
     poll = select.poll()
     has_terminal = sys.stdin.isatty()
     poll.register(sys.stdout.fileno(), 0)
@@ -78,7 +78,7 @@ def _wait(server: Server, parent: int) -> str:
 
 @contextlib.contextmanager
 def _opened(link: str) -> Iterator[None]:
-    """Have a browser open a file that leads to the link: what a browser is called with, every user can read."""
+    """Open a private file that leads to the link in a browser, since every user can read a browser's arguments."""
     import tempfile
     import webbrowser
 

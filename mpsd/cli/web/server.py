@@ -1,8 +1,8 @@
-"""The server of the page: HTTP/1.1 on the loopback address, one thread for each connection, no more than so many.
+"""The server of the page: HTTP/1.1 on the loopback address, with one thread for each connection, and at most MOST.
 
-A connection is taken only from users who are known to it, by the uid of the other end's socket as the kernel has it.
-Whatever it then asks for passes `guard`, and is one of the page's files, one of the page's own answers, or a row of
-`routes`, which is passed on to mpsd as this very process: so a page sees and does what its user may.
+The server accepts connections from its own users only, by the uid that the kernel reports for the other end's socket.
+Every request passes `guard`. The answer is a file of the page, one of the page's own answers, or mpsd's answer to a row
+of `routes`. mpsd sees the credentials of this process, so a page shows and does only what its user may see and do.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ MOST: Final = 32
 """Connections at a time. A browser opens six."""
 
 _REQUEST: Final = 5.0
-"""Seconds in which a request has to arrive, whole, once it has begun."""
+"""Seconds within which a request must be complete after its first byte."""
 _IDLE: Final = 60.0
 _LONGEST: Final = 32 * 1024
-"""Bytes of a request."""
+"""Bytes of a request at most."""
 _DIGITS: Final = 10
 _SEND: Final = 10.0
-"""Seconds for a browser to take what it is sent."""
+"""Seconds for a browser to receive an answer."""
 _LOOK: Final = 0.5
 
 _OPEN: Final = "/page/session"
@@ -55,7 +55,7 @@ _STORY: Final = "/page/story/"
 
 
 class _Input(io.RawIOBase):
-    """What a browser sends, with a deadline and a limit for each request."""
+    """The input of a connection, with a deadline and a limit for each request."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -64,15 +64,15 @@ class _Input(io.RawIOBase):
         self.begin()
 
     def begin(self) -> None:
-        """Wait for another request; from its first byte on, the rest has to follow soon."""
+        """Begin another request; its deadline starts with its first byte."""
         self._end, self._left = None, _LONGEST
 
     def readable(self) -> bool:
-        """Tell that it can be read."""
+        """Return True: the stream can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - io's signature
-        """Receive. Raises TimeoutError, and returns 0 at the end and beyond the limit."""
+        """Receive bytes; return 0 at the end of the input and beyond the limit. Raises TimeoutError."""
         now = time.monotonic()
         wait = _IDLE if self._end is None else self._end - now
         if wait <= 0:
@@ -89,16 +89,16 @@ class _Input(io.RawIOBase):
 
 
 class Server(ThreadingHTTPServer):
-    """The page, for the users that it is given."""
+    """The server of the page, for the given users."""
 
     daemon_threads = True
     request_queue_size = MOST
     block_on_close = False
 
     def __init__(self, api: Api, port: int, users: Collection[int], opened: Callable[[], None]) -> None:
-        """Listen on a port, 0 for any that is free; `opened` is called when a link was used.
+        """Listen on a port; 0 chooses a free one. `opened` is called when a browser has used a link.
 
-        Raises OSError, and ConfigurationError.
+        Raises OSError and ConfigurationError.
         """
         self.sessions = Sessions()
         self.assets = assets()
@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
         self._prove_that_users_are_known()
 
     def _prove_that_users_are_known(self) -> None:
-        """Raise ConfigurationError where the kernel does not say whose a connection is: every one would be refused."""
+        """Raise ConfigurationError if the kernel does not report the user of a connection: all would be refused."""
         with socket.create_connection((LOOPBACK, self.port), timeout=DEADLINE) as own:
             if uid_of(own.getsockname(), (LOOPBACK, self.port)) == os.geteuid():
                 return
@@ -125,19 +125,19 @@ class Server(ThreadingHTTPServer):
     def link(self) -> str:
         """Return the address of the page, with a token that opens it once.
 
-        The token is in the fragment, which no browser sends and no server logs.
+        The token is in the fragment of the address, which no browser sends and no server logs.
         """
         return f"http://{LOOPBACK}:{self.port}/#token={self.sessions.link()}"
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401 - socketserver's signature
-        """Tell whether a connection is one of the users'; any other is closed, with a word and unread."""
+        """Tell whether a connection belongs to one of the users; close any other unread, after a short message."""
         if uid_of(client_address, (LOOPBACK, self.port)) in self._users:
             return True
         _last_words(request, HTTPStatus.FORBIDDEN, "this page is of another user")
         return False
 
     def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
-        """Serve a connection in a thread of its own, if there is a place for it."""
+        """Serve a connection in a thread of its own, if fewer than MOST are open."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
             return
@@ -145,20 +145,20 @@ class Server(ThreadingHTTPServer):
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - socketserver's signature
-        """Serve a connection, and give its place back."""
+        """Serve a connection, and release its place."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401, ARG002 - socketserver's signature
-        """Say what a defect was; a browser that has left is none."""
+        """Report a defect; a browser that has disconnected is none."""
         error = sys.exception()
         if not isinstance(error, OSError):
             click.echo(f"mpsctl: a request to the page failed: {error!r}", err=True)
 
     def end(self) -> None:
-        """Stop serving, and tell the pages so."""
+        """Notify the pages, and stop serving."""
         self.ending.set()
         self.shutdown()
         self.server_close()
@@ -181,14 +181,14 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Read with deadlines."""
+        """Replace the input by one with deadlines."""
         super().setup()
         self.rfile.close()
         self._input = _Input(self.connection)
         self.rfile = io.BufferedReader(self._input)
 
     def handle_one_request(self) -> None:
-        """Serve one request; who does not end it in time, or takes no answer, is disconnected."""
+        """Serve one request; disconnect a browser that does not finish it in time, or does not receive the answer."""
         self._input.begin()
         try:
             super().handle_one_request()
@@ -199,13 +199,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: a terminal is no place for it."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002 - http.server's signature
-        """Answer what is no request that http.server takes."""
+        """Answer a request that http.server cannot parse or does not support."""
         self.close_connection = True
         detail = f"the request is not served: {message or HTTPStatus(code).phrase}"
         self._refuse(Refusal(code, "invalid_request", detail, "see GET, POST and DELETE of the page's own requests"))
 
     def do_GET(self) -> None:
-        """Answer any method."""
+        """Answer a request of any method."""
         try:
             with of_one_version():
                 self._answer()
@@ -218,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815
     do_DELETE = do_GET  # noqa: N815
 
-    # -- what is asked for ---------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
         headers: dict[str, list[str]] = {}
@@ -269,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json(ask(api))
 
     def _pass_on(self) -> None:
-        """Ask mpsd for one of the routes that the page needs, with the page's own words."""
+        """Pass a request for one of `routes` on to mpsd unchanged."""
         methods = methods_of(self.path)
         if not methods:
             self._refuse(_NOTHING_THERE)
@@ -286,13 +286,13 @@ class _Handler(BaseHTTPRequestHandler):
                     self._json(answers.harmless(api.get(self.path)))
 
     def _stream(self, after: int | None) -> None:
-        """Send events until the browser, mpsd or this server ends; the last of them is told."""
+        """Send events until the browser, mpsd or this server ends; a last line reports the end of the server."""
         if not self._is_by("GET"):
             return
         self.close_connection = True
         with self._mpsd() as api:
             lines = answers.events(api, after, self.server.ending.is_set, _LOOK)
-            first = next(lines, b"\n")  # an mpsd that does not answer is an error, and no stream
+            first = next(lines, b"\n")  # raises before the stream begins if mpsd does not answer
             self._head(200, "application/x-ndjson")
             self.end_headers()
             try:
@@ -302,7 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
             except answers.EndedError:
                 self.wfile.write(b'{"ended": true}\n')
             except (MpsdError, OSError):
-                return  # the page asks again, and is told why there is no answer
+                return  # the page sends another request, and gets the reason
 
     def _mpsd(self) -> Api:
         return self.server.api.another(deadline=DEADLINE)
@@ -322,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _body(self) -> dict[str, object] | None:
-        """Return the JSON object that a request brings; refuse what is none."""
+        """Return the JSON object in the body of a request; refuse any other body."""
         length = self.headers.get("Content-Length", "")
         is_json = self.headers.get("Content-Type", "").partition(";")[0].strip().lower() == "application/json"
         if (
@@ -354,7 +354,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, refusal: Refusal, *, allow: str = "") -> None:
         body = answers.harmless({**refusal._asdict(), "title": HTTPStatus(refusal.status).phrase})
         if self.command not in {"GET", "HEAD"}:
-            self.close_connection = True  # a body may be left that nobody reads
+            self.close_connection = True  # the request may have a body that was not read
         self._send(refusal.status, "application/problem+json", json.dumps(body).encode(), allow)
 
     def _send(self, status: int, media_type: str, body: bytes, allow: str = "") -> None:

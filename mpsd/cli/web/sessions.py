@@ -1,4 +1,4 @@
-"""Who may read the page: a link is good for one browser, which gets a session for it."""
+"""Links and sessions: a link opens the page in one browser, which gets a session for it."""
 
 import secrets
 import threading
@@ -9,16 +9,16 @@ from typing import Final
 from mpsd.core.errors import NotPermittedError
 
 _MOST: Final = 8
-"""Links that wait for a browser, links that were used, and sessions: with one more, the oldest of them is void."""
+"""Unused links, used links, and sessions at most, each; one more makes the oldest void."""
 
 _BYTES: Final = 32
 
 
 class Sessions:
-    """Links and sessions, each a random text of 256 bits. Threads may share it."""
+    """Links and sessions, each a random text of 256 bits. It is safe to use from several threads."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Begin without links and sessions."""
         self._lock = threading.Lock()
         self._links: deque[str] = deque(maxlen=_MOST)
         self._used: deque[str] = deque(maxlen=_MOST)
@@ -32,7 +32,7 @@ class Sessions:
         return token
 
     def open(self, token: str) -> str:
-        """Return a new session for a link, which is void from then on. Raises NotPermittedError for any other."""
+        """Return a new session for a link, and make the link void. Raises NotPermittedError for any other token."""
         with self._lock:
             if _is_among(token, self._links):
                 self._links.remove(token)
@@ -44,7 +44,7 @@ class Sessions:
         raise NotPermittedError("this link is not one of this mpsctl web", hint=ANOTHER_LINK)
 
     def knows(self, session: str) -> bool:
-        """Tell whether it is a session."""
+        """Tell whether a text is a valid session."""
         with self._lock:
             return _is_among(session, self._sessions)
 
@@ -53,6 +53,6 @@ ANOTHER_LINK: Final = "press Enter in the terminal of mpsctl web for another lin
 
 
 def _is_among(text: str, secret: deque[str]) -> bool:
-    """Tell whether a text is one of the secrets, in a time that says nothing about any other of them."""
+    """Tell whether a text is one of the secrets, in a time that reveals nothing about the other secrets."""
     raw = text.encode(errors="surrogateescape")
     return any(compare_digest(raw, each.encode()) for each in secret)

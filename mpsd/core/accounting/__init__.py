@@ -1,4 +1,4 @@
-"""How much of each GPU each user was granted and held, over time: what is summed, and how it is told. Pure.
+"""The shares of each GPU that each user was granted and held over time: their sums, and reports of them. Pure.
 
 Imported by: daemon/accounting, daemon/api.
 """

@@ -1,7 +1,7 @@
-"""The accounts: what every series is granted and holds now, and what that came to since it was taken out last. Pure.
+"""The accounts: the amounts that every series is granted and holds now, and their sums since the last take. Pure.
 
-What was granted changes at the moments at which events tell of it, and is exact. What is held is as it was read last,
-until it is read again.
+Granted amounts change at the times of the events that report them, so their sums are exact. A held amount keeps the
+value of the last reading until the next one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,32 +13,32 @@ from mpsd.core.accounting.series import OTHERS, SECOND, Labels, Period, Periods,
 from mpsd.core.model import Lease, LeaseState
 
 _NAMES: Final = 16
-"""Names, with their labels, that are told apart of one user in an hour; leases of further ones count as unnamed."""
+"""Names, with their labels, that are counted separately for one user in an hour; further ones count as unnamed."""
 
 _USERS: Final = 1024
-"""Users that are told apart in an hour."""
+"""Users that are counted separately in an hour."""
 
 _LETTERS: Final = 256
-"""Letters of all labels of a lease; one with more counts as one without labels."""
+"""Characters of all labels of a lease together; a lease with more counts as one without labels."""
 
 _BRIEF: Final = 20
-"""Leases of a user that began and ended within one sample, and are kept one by one."""
+"""Leases that began and ended within one sample: for each user, this many are stored individually."""
 
 
 class ShareRecord(Struct, array_like=True):
-    """What a lease has on one GPU, and holds there."""
+    """The share of a lease on one GPU, and the memory that its processes hold there."""
 
     gpu: str
     threads: int
     memory: int
     held: int | None = None
-    """As it was read last; None where it was not."""
+    """The value of the last reading; None without a reading."""
     held_total: int = 0
     known_total: int = 0
 
 
 class LeaseRecord(Struct, array_like=True):
-    """What is kept of one lease."""
+    """The record of one lease."""
 
     id: str
     uid: int
@@ -47,23 +47,23 @@ class LeaseRecord(Struct, array_like=True):
     shares: list[ShareRecord]
     began: int
     at: int
-    """Until when it is summed up."""
+    """The time up to which its sums are complete."""
     has_own_name: bool = True
-    """Whether it counts under its name and labels."""
+    """Whether the lease counts under its own name and labels."""
     has_own_user: bool = True
     clients: int = 0
     clients_total: int = 0
     ended: int | None = None
 
     def series(self) -> list[Series]:
-        """Return the series that it counts in, one for each share."""
+        """Return the series in which the lease counts, one for each share."""
         uid = self.uid if self.has_own_user else OTHERS
         if not self.has_own_name:
             return [Series(share.gpu, uid) for share in self.shares]
         return [Series(share.gpu, uid, self.name, self.labels) for share in self.shares]
 
     def advance(self, at: int) -> None:
-        """Sum up until this moment."""
+        """Bring the sums up to this time."""
         passed, self.at = _passed(self.at, at), at
         self.clients_total += self.clients * passed
         for share in self.shares:
@@ -73,15 +73,15 @@ class LeaseRecord(Struct, array_like=True):
 
 
 class GpuReading(Struct, frozen=True):
-    """What is in use on a GPU (MiB): in all, and by the processes of leases; who is not there holds nothing."""
+    """The memory in use on a GPU (MiB), in total and by the processes of each lease. An absent lease holds nothing."""
 
     used: int
     by_lease: Mapping[str, int | None]
-    """None where it is not known."""
+    """None for an unknown amount."""
 
 
 class _Account(Struct):
-    """What a series has at the moment, and what that came to."""
+    """The current amounts of a series, and their sums over time."""
 
     at: int
     total: Period
@@ -90,7 +90,7 @@ class _Account(Struct):
     clients: int = 0
     held: int = 0
     known: int = 0
-    """How many of its leases have been read."""
+    """The number of its leases that have a reading."""
     open: int = 0
     first: int = 0
 
@@ -105,7 +105,7 @@ class _Account(Struct):
             total.known += passed
 
     def weigh(self, record: LeaseRecord, number: int, times: int) -> None:
-        """Add what a lease has by one of its shares, or with -1 take it away."""
+        """Add the amounts of one share of a lease; with `times` -1, subtract them."""
         share = record.shares[number]
         self.threads += times * share.threads
         self.memory += times * share.memory
@@ -118,7 +118,7 @@ class _Account(Struct):
             self.known += times
 
     def take(self) -> Period:
-        """Return what came together, and begin anew."""
+        """Return the period so far, and begin a new one."""
         taken = self.total
         self.total = Period(self.at, self.at, carried=self.open, first_carried=self.first)
         return taken
@@ -130,25 +130,25 @@ class Accounts:
     def __init__(self) -> None:
         self.open: dict[str, LeaseRecord] = {}
         self.changed: dict[str, LeaseRecord] = {}
-        """The leases, ended ones too, of which something else is to be stored than before."""
+        """The leases, including ended ones, whose stored record is out of date."""
         self._accounts: dict[Series, _Account] = {}
         self._dirty: set[Series] = set()
-        """Those that have changed since they were taken out last."""
+        """The series that have changed since their periods were last taken."""
         self._finished: Periods = []
         self._names: dict[int, set[tuple[str, Labels]]] = {}
         self._brief: dict[int, int] = {}
-        """By uid, how many leases began and ended since the last sample that was stored."""
+        """By uid, the number of leases that began and ended since the last stored sample."""
         self._stored: set[str] = set()
-        """The open leases that are on disk already."""
+        """The open leases that are already on disk."""
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------------------------
 
     def follow(self, lease: Lease, at: int) -> None:
-        """Take in a lease as it is from this moment on."""
+        """Note the state that a lease has from this time on."""
         record = self.open.get(lease.id)
         if lease.state is LeaseState.ENDED:
             if record is None and lease.granted is not None:
-                record = self._begin(record_of(lease, at))  # it was granted and has ended in the same moment
+                record = self._begin(record_of(lease, at))  # it was granted and ended at the same time
             if record is not None:
                 self.end(record, at)
         elif record is None:
@@ -161,7 +161,7 @@ class Accounts:
                 self._set_clients(record, len(lease.clients), at)
 
     def begin(self, record: LeaseRecord) -> None:
-        """Take in a lease of which no more is known than this; one that is open stays as it is."""
+        """Open a lease of which only this record is known; a lease that is already open keeps its record."""
         if record.id not in self.open:
             self._begin(record)
 
@@ -182,7 +182,7 @@ class Accounts:
         for number, series in enumerate(record.series()):
             account = self._touch(series, at)
             account.weigh(record, number, -1)
-            if account.total.start == at and not account.total.begun:  # a period begins just now, without it
+            if account.total.start == at and not account.total.begun:  # the period that begins now is without it
                 account.total.carried, account.total.first_carried = account.open, account.first
 
     def end(self, record: LeaseRecord, at: int) -> None:
@@ -194,7 +194,7 @@ class Accounts:
         if record.id in self._stored:
             self._stored.remove(record.id)
         else:
-            # Whoever makes leases by the thousand has them summed up, and only some of them listed.
+            # The sums count every lease, but a user with thousands of short leases gets only some of them listed.
             brief = self._brief[record.uid] = self._brief.get(record.uid, 0) + 1
             if brief > _BRIEF:
                 self.changed.pop(record.id, None)
@@ -202,7 +202,7 @@ class Accounts:
         self.changed[record.id] = record
 
     def hand_over(self, record: LeaseRecord, uid: int, at: int) -> None:
-        """Note that a lease is another user's from now on."""
+        """Note that a lease belongs to another user from now on."""
         self._leave(record, at)
         record.advance(at)
         record.uid = uid
@@ -218,7 +218,7 @@ class Accounts:
         self.changed[record.id] = record
 
     def read(self, readings: Mapping[str, GpuReading | None], at: int) -> None:
-        """Take in what was read of GPUs, by UUID; None for one that could not be read."""
+        """Note the readings of GPUs, by UUID; None for a GPU that could not be read."""
         for record in self.open.values():
             for share, series in zip(record.shares, record.series(), strict=True):
                 if share.gpu in readings:
@@ -241,9 +241,10 @@ class Accounts:
         self.changed[record.id] = record
 
     def _touch(self, series: Series, at: int) -> _Account:
-        """Return the account of a series, summed up until now, since it is about to change.
+        """Return the account of a series, with its sums up to now, since its amounts are about to change.
 
-        What was the same for longer than a second is a period of its own, so that the change is seen when it came.
+        Amounts that stayed the same for longer than a second become a period of their own, which keeps the time of the
+        change.
         """
         account = self._accounts.get(series)
         if account is None:
@@ -256,7 +257,7 @@ class Accounts:
         return account
 
     def _choose_series(self, record: LeaseRecord) -> None:
-        """Decide under which names a lease counts."""
+        """Decide whether a lease counts under its own user, name and labels."""
         if sum(len(key) + len(value) for key, value in record.labels) > _LETTERS:
             record.labels = ()
         if record.uid not in self._names and len(self._names) >= _USERS:
@@ -269,26 +270,26 @@ class Accounts:
             names.add(name)
 
     def forget_names(self) -> None:
-        """Tell other names apart from now on: those of the leases that are open, and new ones. For once an hour."""
+        """Count other names separately from now on: those of the open leases, and new ones. Call it once an hour."""
         self._names.clear()
         for record in self.open.values():
             if record.has_own_name:
                 self._names.setdefault(record.uid, set()).add((record.name, record.labels))
 
-    # -- what came of it ----------------------------------------------------------------------------------------------
+    # -- periods and records to store ---------------------------------------------------------------------------------
 
     def list_anew(self) -> None:
-        """Have all open leases stored once more: the store has lost them."""
+        """Mark all open leases as not stored, after the store has lost them."""
         self._stored.clear()
         self.changed.update(self.open)
 
     @property
     def is_changed(self) -> bool:
-        """Whether something has changed since it was taken out last."""
+        """Whether anything has changed since the periods were last taken."""
         return bool(self._dirty or self._finished or self.changed)
 
     def take(self, at: int, *, everything: bool) -> Periods:
-        """Return what came together of the series that have changed, or of all, and begin new periods for them."""
+        """Return the periods of the series that have changed, or of all series, and begin new ones for them."""
         taken, self._finished = self._finished, []
         for series in [*self._accounts] if everything else [*self._dirty]:
             account = self._accounts[series]
@@ -302,7 +303,7 @@ class Accounts:
         return taken
 
     def put_back(self, periods: Periods) -> None:
-        """Have what was taken out together again, since it could not be stored: one period for each series."""
+        """Take back periods that could not be stored, added up to one period for each series."""
         sums: dict[Series, Period] = {}
         for series, period in [*periods, *self._finished]:
             if series in sums:
@@ -312,13 +313,13 @@ class Accounts:
         self._finished = list(sums.items())
 
     def note_stored(self) -> None:
-        """Note that all that has changed of leases is on disk."""
+        """Note that the records of all changed leases are on disk."""
         self._stored |= self.changed.keys() & self.open.keys()
         self.changed.clear()
         self._brief.clear()
 
     def so_far(self, at: int) -> Periods:
-        """Return what has come together and was not taken out."""
+        """Return the periods that have not been taken yet."""
         for account in self._accounts.values():
             account.advance(at)
         return [*self._finished, *((series, account.total) for series, account in self._accounts.items())]
@@ -328,8 +329,8 @@ class Accounts:
     def restore(self, records: Iterable[LeaseRecord], since: Mapping[Series, int], least: int, at: int) -> None:
         """Open the leases that an earlier mpsd had open when it stored its last sample, `at`.
 
-        `since` is until when each series was stored, and `least` the same for those that it does not have. What is held
-        is unknown after that sample.
+        `since` has the time up to which each series is stored; `least` is that time for all other series. Held amounts
+        are unknown after that sample.
         """
         for record in records:
             self.open[record.id] = record
@@ -350,15 +351,15 @@ class Accounts:
 
 
 def _passed(before: int, at: int) -> int:
-    """Return how much time has passed; none where the clock was set back.
+    """Return the microseconds that have passed; 0 if the clock was set back.
 
-    What is told a moment too late is counted back, so that the sums are those of its own time.
+    A change that arrives up to a second late gives a negative number, so that the sums change at its own time.
     """
     return at - before if at - before > -SECOND else 0
 
 
 def record_of(lease: Lease, at: int) -> LeaseRecord:
-    """Return what is kept of a lease that began at this moment."""
+    """Return the record of a lease that began at this time."""
     request = lease.request
     return LeaseRecord(
         lease.id,

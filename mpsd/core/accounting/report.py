@@ -1,7 +1,7 @@
-"""What the history tells of a stretch of time: sums and means by GPU, user, name, label or lease. Pure.
+"""Reports of the history over a span of time: sums and means by GPU, user, name, label or lease. Pure.
 
-A period that is only partly in a sample counts there by the part of it that is: what it tells of is a mean over the
-period.
+The amounts of a period are means over the period, so a period that overlaps a sample counts there in proportion to the
+overlap.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from mpsd.core.accounting.series import OTHERS, SECOND, Period, Series
 from mpsd.core.units import MIB
 
 _KEYS: Final = 1000
-"""Keys that a report tells of at most: those with the most memory and threads; the others it counts."""
+"""Keys that a report lists at most: those with the most memory and threads. It counts the others."""
 
 _STEPS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 21_600, 43_200, 86_400)
-"""Seconds that a sample has where the caller does not say."""
+"""Lengths of a sample (s) from which mpsd chooses if the caller names none."""
 
 _NEVER: Final = 2**62
 
 _FEW: Final = 300
-"""Samples that are enough for a picture."""
+"""Samples that are enough for a chart."""
 
 
 class By(StrEnum):
-    """What there is a line for in a report."""
+    """The key of a report: it has one line for each value of the key."""
 
     GPU = "gpu"
     USER = "user"
@@ -37,17 +37,17 @@ class By(StrEnum):
 
 
 class Amounts(Struct, gc=False):
-    """What came together in some time: percent-seconds, byte-seconds and client-seconds."""
+    """Sums over time: percent-seconds, byte-seconds and client-seconds."""
 
     threads: float = 0.0
     memory: float = 0.0
     held: float = 0.0
     known: float = 0.0
-    """Seconds for which it was known what was held."""
+    """Seconds for which the held memory was known."""
     clients: float = 0.0
 
     def add(self, other: "Amounts") -> None:
-        """Add another."""
+        """Add other sums."""
         self.threads += other.threads
         self.memory += other.memory
         self.held += other.held
@@ -56,7 +56,7 @@ class Amounts(Struct, gc=False):
 
 
 class Line(Struct):
-    """What a report has of one key. By number, which counts from the first, each sample with anything in it."""
+    """The line of one key. `samples` has each sample that is not empty, by its number counted from the first sample."""
 
     key: str | None
     total: Amounts
@@ -65,7 +65,7 @@ class Line(Struct):
 
 
 def step_of(since: int, until: int, least: int) -> int:
-    """Return how many seconds a sample has where the caller does not say, `least` or more."""
+    """Return the length of a sample (s) for a caller that names none: `least` or more."""
     seconds = (until - since) / SECOND
     return max(next((each for each in _STEPS if seconds / each <= _FEW), _STEPS[-1]), least)
 
@@ -84,15 +84,16 @@ class Report:
         gpu: str | None = None,
         is_seen: Callable[[int | None], bool] = lambda _: True,
     ) -> None:
-        """`label` is the key of the label by whose value it is. `is_seen` tells whose leases are in it; None: no user.
+        """Begin a report. `label` is the key of the label by whose values it reports.
 
-        Without `until`, it is up to the moment at which it is closed. With `gpu`, it is about that GPU alone.
+        `is_seen` decides whether the leases of a uid count; its argument is None for memory outside of leases. Without
+        `until`, the report ends when it is closed. With `gpu`, only that GPU counts.
         """
         self.since = since
         self.until = until if until is not None else _NEVER
         self.step = step
         self.first = since // (step * SECOND)
-        """The number of the first sample, of those that fit between 1970 and now."""
+        """The number of the first sample; sample 0 begins in 1970."""
         self.by = by
         self._label = label
         self._gpu = gpu
@@ -101,7 +102,7 @@ class Report:
         self._known: set[Series] = set()
 
     def add(self, series: Series, period: Period) -> None:
-        """Add what came together of a series; periods of a series come in their order."""
+        """Add a period of a series; the periods of one series must arrive in order."""
         if not self._is_seen(series.uid) or (self._gpu is not None and series.gpu != self._gpu):
             return
         start, end = max(period.start, self.since), min(period.end, self.until)
@@ -131,7 +132,7 @@ class Report:
         )
 
     def add_lease(self, record: LeaseRecord, now: int) -> None:
-        """Add a lease, for a report by lease: what it was granted was the same from its beginning to its end."""
+        """Add a lease to a report by lease. Its granted amounts are the same from its beginning to its end."""
         end = record.ended if record.ended is not None else now
         start, until = max(record.began, self.since), min(end, self.until)
         shares = [share for share in record.shares if self._gpu is None or share.gpu == self._gpu]
@@ -148,7 +149,7 @@ class Report:
             Amounts(
                 threads=sum(share.threads for share in shares) / 10,
                 memory=float(sum(share.memory for share in shares) * MIB),
-                # The mean over the time for which it was known.
+                # The mean over the time for which the held memory was known.
                 held=sum(share.held_total * MIB / max(share.known_total, 1) for share in shares),
                 known=min(known / length, 1.0),
                 clients=record.clients_total / length,
@@ -156,7 +157,7 @@ class Report:
         )
 
     def _spread(self, line: Line, start: int, end: int, rates: Amounts) -> None:
-        """Add what there was for each second from `start` to `end`, to the samples that this falls in."""
+        """Add constant rates from `start` to `end` to the samples that this span overlaps."""
         step = self.step * SECOND
         while start < end:
             number = start // step
@@ -195,18 +196,18 @@ class Report:
         return line
 
     def close(self, now: int) -> int:
-        """Note that all is in it that there is now, and return until when it tells."""
+        """Note that the report is complete up to now, and return its end."""
         self.until = min(self.until, now)
         return self.until
 
     def lines(self) -> tuple[list[Line], int]:
-        """Return the lines by their key, the one without a key last, and how many keys are left out: the least used."""
+        """Return the lines by key, the one without a key last, and how many keys, the least used, are left out."""
         by_use = sorted(self._lines.values(), key=lambda line: (line.total.memory, line.total.threads), reverse=True)
         listed = sorted(by_use[:_KEYS], key=lambda line: (line.key is None, line.key or ""))
         return listed, max(len(by_use) - _KEYS, 0)
 
     def bounds(self, number: int) -> tuple[int, float]:
-        """Return when a sample begins (microseconds), and how many seconds of it are in the report."""
+        """Return the beginning of a sample (microseconds), and the seconds of it that are within the report."""
         step = self.step * SECOND
         start = (self.first + number) * step
         return start, (min(start + step, self.until) - max(start, self.since)) / SECOND

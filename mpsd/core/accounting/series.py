@@ -1,7 +1,7 @@
-"""What is summed: a series is one user's leases of one name on one GPU, and a period is what came together of it.
+"""Series and periods. A series is the leases of one user and one name on one GPU; a period holds its sums over a time.
 
-Times are microseconds since 1970, threads tenths of a percent, memory MiB: all integers, so that sums are exact. An
-amount over time is an integral: tenths of a percent times microseconds, and so on.
+Times are microseconds since 1970, threads are tenths of a percent, and memory is MiB: all are integers, so sums are
+exact. An amount over time is an integral, such as tenths of a percent times microseconds.
 """
 
 from typing import Final, TypeAlias
@@ -15,40 +15,40 @@ MINUTE: Final = 60 * SECOND
 HOUR: Final = 60 * MINUTE
 
 OTHERS: Final = -1
-"""The uid of the series of all users beyond those that are told apart."""
+"""The uid of the series that adds up all users beyond those that are counted separately."""
 
 Labels: TypeAlias = tuple[tuple[str, str], ...]
-"""By key, in order."""
+"""Pairs of key and value, sorted by key."""
 
 
 class Series(Struct, frozen=True, array_like=True):
-    """Whose leases these are, on which GPU. The name and the labels are what that user wrote."""
+    """The leases of one user on one GPU that share a name and labels. That user chose the name and the labels."""
 
     gpu: str
     uid: int | None
-    """None: nobody's, but what is in use on the GPU beyond what processes of leases hold."""
+    """None for the memory in use on the GPU that no process of a lease holds."""
     name: str = ""
     labels: Labels = ()
 
 
 class Period(Struct, array_like=True, gc=False):
-    """What came together of a series from `start` to `end`."""
+    """The sums of a series from `start` to `end`."""
 
     start: int
     end: int
     threads: int = 0
     memory: int = 0
-    """What was granted of it."""
+    """The granted memory."""
     clients: int = 0
     held: int = 0
     known: int = 0
-    """For how many microseconds it was known what was held."""
+    """Microseconds for which the held memory was known."""
     begun: int = 0
-    """Leases that began in it."""
+    """Leases that began in the period."""
     carried: int = 0
-    """Leases that had begun before it."""
+    """Leases that had begun before the period."""
     first_begun: int = 0
-    """Those that began, of which this is the first GPU: by these, leases on several GPUs count once."""
+    """Leases that began in the period and have this GPU as their first: here, a lease on several GPUs counts once."""
     first_carried: int = 0
 
     def add(self, later: "Period") -> None:
@@ -67,13 +67,13 @@ Periods: TypeAlias = list[tuple[Series, Period]]
 
 
 class Rollup:
-    """Periods that are added up until it is time to take them out as longer ones."""
+    """Periods that are added up to longer periods of the next tier."""
 
     def __init__(self) -> None:
         self._sums: dict[Series, Period] = {}
 
     def fold(self, periods: Periods) -> None:
-        """Add periods, each later than those of its series before."""
+        """Add periods; each must be later than the previous ones of its series."""
         for series, period in periods:
             known = self._sums.get(series)
             if known is None:
@@ -83,9 +83,9 @@ class Rollup:
 
     @property
     def sums(self) -> Periods:
-        """What came together so far."""
+        """The periods that are added up so far."""
         return list(self._sums.items())
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Drop the sums, and begin new ones."""
         self._sums.clear()

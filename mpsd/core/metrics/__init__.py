@@ -1,4 +1,4 @@
-"""The metrics of a node: the table of families, what counts events, and both forms of exposition. Pure.
+"""The metrics of a node: the table of families, the counters, the gauges, and both exposition formats. Pure.
 
 Imported by: daemon/api, daemon/metrics, daemon/record, system.
 """

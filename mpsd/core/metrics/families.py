@@ -1,8 +1,8 @@
 """The one table of metrics: name, kind, unit, meaning and labels of each family.
 
-`/metrics`, docs/reference/metrics.md, the alert rules and the dashboard take the names from here, and the tests hold
-them to it. Names follow Prometheus' guide: base units, `_total` for counters. No label has a value that a user chose:
-a lease is known by its id, its user by the uid.
+`/metrics`, docs/reference/metrics.md, the alert rules and the dashboard use the names of this table, and the tests
+check that. Names follow Prometheus' guide: base units, `_total` for counters. No label has a value that a user chose: a
+lease appears by its id, its user by the uid.
 """
 
 from enum import StrEnum
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 
 class Kind(StrEnum):
-    """The types of metrics that mpsd has, as OpenMetrics calls them."""
+    """The types of metrics that mpsd uses, by their names in OpenMetrics."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -22,21 +22,21 @@ class Kind(StrEnum):
 
 
 class Family(Struct, frozen=True):
-    """A row of the table. The name is without the suffixes that its samples have (`_total`, `_bucket`, `_info`)."""
+    """A row of the table. The name omits the suffixes of its samples (`_total`, `_bucket`, `_info`)."""
 
     name: str
     kind: Kind
     unit: str
-    """The unit that the name ends with; empty for a number of things."""
+    """The unit at the end of the name; empty for a plain number."""
     help: str
     labels: tuple[str, ...] = ()
     """The labels of each sample; a state set has one more, named after itself, and a histogram has `le`."""
     about_users: bool = False
-    """Whether its samples are about single users, their leases and clients: `metrics.users` says where they are."""
+    """Whether its samples describe individual users, leases or clients; on TCP, they require `metrics.users`."""
 
     @property
     def series(self) -> str:
-        """The name of its samples in a query, for those kinds that have one."""
+        """The name of its samples in a query, for the kinds with a single name."""
         return self.name + {Kind.COUNTER: "_total", Kind.INFO: "_info"}.get(self.kind, "")
 
 
@@ -57,7 +57,7 @@ def _histogram(name: str, help_: str, *labels: str) -> Family:
 BUILD: Final = Family("mpsd_build", Kind.INFO, "", "The version of mpsd that runs.", ("version",))
 START_TIME: Final = _gauge(
     "mpsd_start_time_seconds",
-    "When mpsd started, in seconds since 1970: counters begin at 0 then, and count the events since.",
+    "Time at which mpsd started, in seconds since 1970. Counters begin at 0 then, and count later events.",
     unit="seconds",
 )
 HEALTHY: Final = _gauge("mpsd_node_healthy", "1 if the node is healthy, as GET /readyz says, otherwise 0.")
@@ -87,7 +87,7 @@ GPU_MEMORY_UNLEASED: Final = _gauge(
     "mpsd_gpu_memory_unleased_bytes", "Memory that counts as used by clients without a lease.", "gpu", unit="bytes"
 )
 GPU_MEMORY_HELD: Final = _gauge(
-    "mpsd_gpu_memory_held_bytes", "Memory in use on the GPU, by any process, as NVML tells.", "gpu", unit="bytes"
+    "mpsd_gpu_memory_held_bytes", "Memory in use on the GPU, by any process, as NVML reports it.", "gpu", unit="bytes"
 )
 GPU_THREADS: Final = _gauge(
     "mpsd_gpu_threads_ratio",
@@ -115,21 +115,21 @@ DAEMON_STATE: Final = Family(
 )
 DAEMON_STATE_SINCE: Final = _gauge(
     "mpsd_daemon_state_since_timestamp_seconds",
-    "When the control daemon came into its state, in seconds since 1970.",
+    "Time at which the control daemon entered its state, in seconds since 1970.",
     "daemon",
     unit="seconds",
 )
 DAEMON_SERVERS: Final = _gauge("mpsd_daemon_servers", "Servers of a control daemon.", "daemon")
 DAEMON_CLIENTS: Final = _gauge("mpsd_daemon_clients", "Clients that the servers of a control daemon list.", "daemon")
-DAEMON_DRIFT: Final = _gauge("mpsd_daemon_drift", "Limits that are not as mpsd set them, at the moment.", "daemon")
+DAEMON_DRIFT: Final = _gauge("mpsd_daemon_drift", "Limits that differ from the values that mpsd set.", "daemon")
 DEATHS: Final = _counter(
     "mpsd_daemon_deaths",
-    "Deaths of a control daemon that no operator wanted, by cause: the signal, `exit`, or `start` where it could not be"
+    "Deaths of a control daemon that no operator wanted, by cause: the signal, `exit`, or `start` if it could not be"
     " started.",
     "daemon",
     "cause",
 )
-HANGS: Final = _counter("mpsd_daemon_hangs", "Times that a control daemon ceased to answer.", "daemon")
+HANGS: Final = _counter("mpsd_daemon_hangs", "Number of times that a control daemon stopped answering.", "daemon")
 STARTS: Final = _counter(
     "mpsd_daemon_starts",
     "Starts of a control daemon by mpsd, by cause: `first`, `death`, `operator`, or `renewal` for its next user.",
@@ -143,7 +143,7 @@ RECOVERY: Final = _histogram(
 )
 CONVERSATION: Final = _histogram(
     "mpsd_control_conversation_duration_seconds",
-    "Time that a conversation on the control pipe took, others in the way included.",
+    "Time that a conversation on the control pipe took, including the wait for other conversations.",
     "daemon",
 )
 CONVERSATION_FAILURES: Final = _counter(
@@ -153,11 +153,11 @@ CONVERSATION_FAILURES: Final = _counter(
     "code",
 )
 DRIFT_FOUND: Final = _counter(
-    "mpsd_limit_drift_found", "Limits that others had changed, found by mpsd.", "daemon", "limit"
+    "mpsd_limit_drift_found", "Limits that mpsd found changed by another program.", "daemon", "limit"
 )
-DRIFT_UNDONE: Final = _counter("mpsd_limit_drift_undone", "Those of them that mpsd set back.", "daemon", "limit")
+DRIFT_UNDONE: Final = _counter("mpsd_limit_drift_undone", "Changed limits that mpsd set back.", "daemon", "limit")
 FOREIGN_COMMANDS: Final = _counter(
-    "mpsd_foreign_commands", "Commands that others gave to a control daemon and that change something.", "daemon"
+    "mpsd_foreign_commands", "Commands from programs other than mpsd that change a control daemon.", "daemon"
 )
 
 # -- admission and leases ----------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ FOREIGN_COMMANDS: Final = _counter(
 LEASES: Final = _gauge("mpsd_leases", "Leases by state; those that wait are requests in the queue.", "state")
 ADMISSIONS: Final = _counter(
     "mpsd_admissions",
-    "Requests for a lease that were decided, by outcome (`granted`, `refused`) and the code of the refusal.",
+    "Decided requests for a lease, by outcome (`granted`, `refused`) and the code of the refusal.",
     "outcome",
     "code",
 )
@@ -173,11 +173,11 @@ QUEUED: Final = _counter("mpsd_admissions_queued", "Requests for a lease that ha
 ENDED: Final = _counter("mpsd_leases_ended", "Leases that ended, and requests that left the queue without one.")
 WAITING: Final = _gauge("mpsd_waiting_requests", "Requests that wait for a lease.")
 WAITING_OLDEST: Final = _gauge(
-    "mpsd_waiting_oldest_seconds", "How long the oldest of them has waited; 0 when none waits.", unit="seconds"
+    "mpsd_waiting_oldest_seconds", "Time that the oldest request has waited; 0 if no request waits.", unit="seconds"
 )
 WAITING_BY_CLASS: Final = _gauge(
     "mpsd_waiting_class_requests",
-    "Requests that wait, by the class of their user: the name in [quota.NAME], or nothing for who has no quota.",
+    "Waiting requests by the class of their user: the name in [quota.NAME], or empty for a user without a quota.",
     "class",
     about_users=True,
 )
@@ -186,24 +186,24 @@ WAIT: Final = _histogram(
 )
 GRANT: Final = _histogram(
     "mpsd_lease_grant_duration_seconds",
-    "Time from a request that was granted at once to its answer: decided, stored, and open to its clients.",
+    "Time from a request to its answer, for requests granted at once: decided, stored, and open to its clients.",
 )
 
 # -- violations --------------------------------------------------------------------------------------------------------
 
-VIOLATIONS: Final = _counter("mpsd_violations", "Violations that were found, by kind.", "kind")
-OPEN_VIOLATIONS: Final = _gauge("mpsd_open_violations", "Violations that there are at the moment, by kind.", "kind")
+VIOLATIONS: Final = _counter("mpsd_violations", "Violations found, by kind.", "kind")
+OPEN_VIOLATIONS: Final = _gauge("mpsd_open_violations", "Current violations, by kind.", "kind")
 CLIENTS_ENDED: Final = _counter("mpsd_clients_ended", "Clients that mpsd ended.")
-QUARANTINED: Final = _gauge("mpsd_quarantined_uids", "Uids that are quarantined.")
+QUARANTINED: Final = _gauge("mpsd_quarantined_uids", "Quarantined uids.")
 
 # -- mpsd itself -------------------------------------------------------------------------------------------------------
 
-EVENTS: Final = _counter("mpsd_events", "Events, by name: each is a line of mpsd's log.", "event")
+EVENTS: Final = _counter("mpsd_events", "Events, by name. Each event is a line of mpsd's log.", "event")
 LOG_LINES: Final = _counter("mpsd_log_lines", "Lines of mpsd's log, by level.", "level")
-LINES_LOST: Final = _counter("mpsd_log_lines_lost", "Lines of mpsd's log that its reader was too slow for.")
+LINES_LOST: Final = _counter("mpsd_log_lines_lost", "Lines of mpsd's log lost because its reader was too slow.")
 LINES_LEFT_OUT: Final = _counter(
     "mpsd_log_lines_left_out",
-    "Lines and events left out since their user had too many (api.lines_per_uid); what they would tell is counted.",
+    "Lines and events left out because their user had too many (api.lines_per_uid); the counters include them.",
 )
 CPU: Final = _counter("mpsd_process_cpu_seconds", "Processor time that mpsd itself has used.", unit="seconds")
 MEMORY: Final = _gauge("mpsd_process_resident_memory_bytes", "Memory that mpsd itself uses.", unit="bytes")
@@ -217,17 +217,17 @@ _OF_CLIENT: Final = (*_OF_LEASE, "pid")
 
 LEASE_THREADS: Final = _gauge(
     "mpsd_lease_threads_granted_ratio",
-    "Threads that a lease has; 1 is the whole GPU.",
+    "Threads granted to a lease; 1 is the whole GPU.",
     *_OF_LEASE,
     unit="ratio",
     about_users=True,
 )
 LEASE_MEMORY: Final = _gauge(
-    "mpsd_lease_memory_granted_bytes", "Memory that a lease has.", *_OF_LEASE, unit="bytes", about_users=True
+    "mpsd_lease_memory_granted_bytes", "Memory granted to a lease.", *_OF_LEASE, unit="bytes", about_users=True
 )
 LEASE_MEMORY_HELD: Final = _gauge(
     "mpsd_lease_memory_held_bytes",
-    "Memory that the clients of a lease hold, as NVML tells; absent where it does not tell.",
+    "Memory that the clients of a lease hold, as NVML reports it; absent if NVML does not report it.",
     *_OF_LEASE,
     unit="bytes",
     about_users=True,
@@ -235,14 +235,14 @@ LEASE_MEMORY_HELD: Final = _gauge(
 LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE, about_users=True)
 LEASE_ACTIVITY: Final = _gauge(
     "mpsd_lease_sm_activity_ratio",
-    "How much of the time the SMs worked for the clients of a lease, as NVML tells; absent where it does not tell.",
+    "Part of the time that the SMs worked for the clients of a lease; absent if NVML does not report it.",
     *_OF_LEASE,
     unit="ratio",
     about_users=True,
 )
 CLIENT_MEMORY_HELD: Final = _gauge(
     "mpsd_client_memory_held_bytes",
-    "Memory that a client of a lease holds, as NVML tells; absent where it does not tell.",
+    "Memory that a client of a lease holds, as NVML reports it; absent if NVML does not report it.",
     *_OF_CLIENT,
     unit="bytes",
     about_users=True,
@@ -250,7 +250,7 @@ CLIENT_MEMORY_HELD: Final = _gauge(
 
 CLIENT_ACTIVITY: Final = _gauge(
     "mpsd_client_sm_activity_ratio",
-    "How much of the time the SMs worked for a client of a lease, as NVML tells; absent where it does not tell.",
+    "Part of the time that the SMs worked for a client of a lease; absent if NVML does not report it.",
     *_OF_CLIENT,
     unit="ratio",
     about_users=True,
@@ -303,6 +303,6 @@ SECTIONS: Final[dict[str, tuple[Family, ...]]] = {
         CLIENT_ACTIVITY,
     ),
 }
-"""Every family, by what it is about."""
+"""Every family, by section of docs/reference/metrics.md."""
 
 FAMILIES: Final = tuple(family for families in SECTIONS.values() for family in families)

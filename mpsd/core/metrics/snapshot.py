@@ -1,4 +1,4 @@
-"""The gauges of a node, from what is known of it at one moment: what GET /v1/status shows, as samples. Pure."""
+"""The gauges of a node, from a snapshot of it: the content of GET /v1/status as samples. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,26 +18,26 @@ from mpsd.core.model import Gpu, GpuView, Health, Known, Lease, LeaseState, Viol
 
 
 class OwnCost(NamedTuple):
-    """What mpsd itself uses."""
+    """The resources that mpsd itself uses."""
 
     cpu: float
     """Seconds of processor time since it started."""
     memory: int
-    """Bytes that are resident."""
+    """Resident bytes."""
     descriptors: int
     most_descriptors: int
 
 
 class NodeSnapshot(NamedTuple):
-    """A node at one moment, as its metrics tell of it."""
+    """The state of a node at one time, as far as its metrics report it."""
 
     now: datetime
     version: str
     health: NodeHealth
     granted: Mapping[str, Amount]
-    """By GPU, what leases have of it."""
+    """By GPU, the amount granted to leases."""
     unleased: Mapping[str, Amount]
-    """By GPU, what counts as used by clients without a lease."""
+    """By GPU, the amount that counts as used by clients without a lease."""
     memory_reserve: int
     threads_oversubscription: float
     leases: Mapping[str, Lease]
@@ -45,9 +45,9 @@ class NodeSnapshot(NamedTuple):
     classes: Iterable[str]
     """The class of the user of each request that waits."""
     quotas: Collection[str]
-    """The classes that there are."""
+    """The classes in the configuration."""
     shown: Collection[Lease]
-    """The leases of which the reader is shown more than sums."""
+    """The leases that the reader may see individually."""
     violations: Iterable[ViolationKind]
     quarantined: int
     lost_lines: int
@@ -55,7 +55,7 @@ class NodeSnapshot(NamedTuple):
 
 
 def blocks(node: NodeSnapshot, tally: Tally, *, about_users: bool) -> Iterator[Block]:
-    """Yield every family in the order of the table, those about single users only where they are wanted."""
+    """Yield every family in the order of the table; those about individual users only with `about_users`."""
     known = [view.gpu for view in node.health.gpus if view.gpu is not None]
     found = {
         **tally.blocks([each.name for each in node.health.daemons]),
@@ -88,7 +88,7 @@ def _all(node: NodeSnapshot, known: Sequence[Gpu]) -> Iterator[Block]:
 
 
 def _gpus(node: NodeSnapshot, known: Sequence[Gpu]) -> Iterator[Block]:
-    """Yield what is known of the GPUs; one that cannot be read at all is a reason of the node's."""
+    """Yield the families of the GPUs. A GPU that cannot be read at all is among the node's reasons instead."""
     yield infos(families.GPU, [(gpu.uuid, gpu.index, gpu.name, gpu.driver_version) for gpu in known])
     views = [view for view in node.health.gpus if view.gpu is not None]
     yield states(families.GPU_HEALTH, {(_uuid(view),): view.health for view in views}, Health)
@@ -143,7 +143,7 @@ def _classes(node: NodeSnapshot) -> Block:
 
 
 def _one_by_one(node: NodeSnapshot) -> Iterator[Block]:
-    """Yield what there is of each lease and of its clients. Of this there is most, so labels are made once."""
+    """Yield the families of each lease and its clients. They have most of the samples, so labels are made once."""
     usages = {_uuid(view): view.usage.value for view in node.health.gpus if isinstance(view.usage, Known)}
     threads: Samples = []
     granted: Samples = []

@@ -1,7 +1,7 @@
-"""What mpsd's counters stand at. They follow the lines of its log, each of which is an event. Pure.
+"""The counters of mpsd. They follow the lines of its log, each of which is an event. Pure.
 
-A counter and the events tell one story because there is one place where both come from: the batch of lines that is
-about to be written. What a user brings about beyond its share of the log is counted by `count_omitted`.
+Counters and events agree because both come from the same place: the batch of lines that is about to be written. Events
+that the log leaves out, because their user has too many, are counted by `count_omitted`.
 """
 
 from collections import Counter
@@ -16,12 +16,12 @@ from mpsd.core.mps.limits import LIMITS
 
 Facts: TypeAlias = Mapping[str, object]
 Line: TypeAlias = tuple[datetime, str, str, Facts]
-"""When it happened, its level, the name of its event, and the facts."""
+"""The time, the level, the name and the facts of an event."""
 
 _REFUSALS: Final = ("does_not_fit", "never_fits", "quota", "daemon_not_ready", "queue_full", "quarantined", "storage")
 _CAUSES: Final = ("exit", "start", "SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM")
 _FAILURES: Final = ("control_unresponsive", "control_unreachable", "control_busy", "control_broken")
-"""What is likely to be counted."""
+"""Likely values of labels: their series exist, at 0, before the first occurrence."""
 
 _LEVELS: Final = ("info", "warning", "error")
 
@@ -35,7 +35,7 @@ class Tally:
     """The counters of one mpsd, from its start on."""
 
     def __init__(self, began: datetime, events: Iterable[str], kinds_of_violations: Iterable[str]) -> None:
-        """Begin at 0 for each of these, so that the first one is an increase. No line is of before it `began`."""
+        """Begin at 0 for each event and kind, so that its first occurrence is an increase. No line precedes `began`."""
         self.began = began
         self._events = Counter(dict.fromkeys(events, 0))
         self._omitted = Counter[str]()
@@ -53,17 +53,17 @@ class Tally:
         self._left_out = 0
         self._waits = Histogram(_WAITS)
         self._waited = 0
-        """How many of those that were granted had waited."""
+        """The number of granted requests that had waited."""
         self.grants = Histogram(_GRANTS)
         self._recoveries: dict[str, Histogram] = {}
         self._conversations: dict[str, Histogram] = {}
         self._failures = Counter[tuple[str, str]]()
         self._down: dict[str, datetime] = {}
-        """Since when each control daemon is dead or silent."""
+        """By control daemon, the time since when it is dead or silent."""
         self._why_down: dict[str, str] = {}
-        """Why each is to be started, where that is known."""
+        """By control daemon, the cause of its next start, if it is known."""
         self._restarting: set[str] = set()
-        """Those of which an operator wants a restart."""
+        """The control daemons that an operator restarts."""
         self._followed: dict[str, Callable[[datetime, Facts], None]] = {
             "lease_refused": self._refuse,
             "violation": self._violate,
@@ -78,14 +78,14 @@ class Tally:
             "gpu_xid": self._fault,
             "lines_left_out": self._leave_out,
         }
-        """The events of which more is counted than that they happened."""
+        """The events whose facts are counted too, by the method that counts them."""
 
     def count(self, lines: Iterable[Line]) -> None:
         """Count lines that are about to be written."""
         for at, level, event, facts in lines:
             self._levels[level] += 1
             self._events[event] += 1
-            if event in self._followed:  # a grant, and its end, are not: they cost no call
+            if event in self._followed:  # grants and ends of leases are not, so they cost no call
                 self._followed[event](at, facts)
             elif "waited" in facts:
                 self._observe_wait(facts["waited"])
@@ -93,7 +93,7 @@ class Tally:
                 self._refuse(at, facts)
 
     def count_omitted(self, event: str, facts: Facts) -> None:
-        """Count what was left out of the log."""
+        """Count an event that is left out of the log."""
         self._omitted[event] += 1
         if "code" in facts:
             self._refused[_word(facts, "code")] += 1
@@ -101,16 +101,16 @@ class Tally:
             self._observe_wait(facts["waited"])
 
     def conversation(self, daemon: str, seconds: float, failure: str | None) -> None:
-        """Count a conversation on a control pipe, with the code of the error that it ended by."""
+        """Count a conversation on a control pipe; `failure` is the code of the error that ended it."""
         self._conversations.setdefault(daemon, Histogram(_CONVERSATIONS)).observe(seconds)
         if failure is not None:
             self._failures[daemon, failure] += 1
 
     def of(self, event: str) -> int:
-        """Return how often something happened, whether it was told or left out."""
+        """Return the number of occurrences of an event, including those left out of the log."""
         return self._events[event] + self._omitted[event]
 
-    # -- what is in the facts -----------------------------------------------------------------------------------------
+    # -- facts --------------------------------------------------------------------------------------------------------
 
     def _observe_wait(self, seconds: object) -> None:
         self._waited += 1
@@ -166,10 +166,10 @@ class Tally:
     def _leave_out(self, _: datetime, facts: Facts) -> None:
         self._left_out += _left_out(facts)
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- samples ------------------------------------------------------------------------------------------------------
 
     def blocks(self, daemons: Iterable[str]) -> dict[families.Family, Block]:
-        """Return the counters as samples. What is counted of each of these stands at 0 before anything happened."""
+        """Return the counters as samples. The series of each control daemon exist, at 0, from the start."""
         names, granted = tuple(daemons), self.of("lease_granted")
         limits = [limit.name for limit in LIMITS]
         refused = {**dict.fromkeys(_REFUSALS, 0), **self._refused}
@@ -208,15 +208,15 @@ class Tally:
 def _each(
     counted: Mapping[tuple[str, str], int], names: Iterable[str], likely: Iterable[str]
 ) -> dict[tuple[str, str], int]:
-    """Return what was counted, and 0 for what is likely to be, so that its first time is an increase."""
+    """Return the counts, and 0 for each likely value that has none, so that its first occurrence is an increase."""
     return {**{(name, each): 0 for name in names for each in likely}, **counted}
 
 
 def _word(facts: Facts, name: str) -> str:
-    """Return a fact as the value of a label; nothing where a line lacks it, which must be logged all the same."""
+    """Return a fact as the value of a label; an empty text if a line lacks it, since the line must be logged anyway."""
     return str(facts.get(name, ""))
 
 
 def _left_out(facts: Facts) -> int:
-    """Return how many further ones a line stands for, where there were too many to tell each."""
+    """Return the number of further occurrences that a line stands for, if there were too many to log each."""
     return cast("int", facts.get("left_out", 0))

@@ -1,6 +1,7 @@
-"""The history on disk: samples in three tiers, each longer and kept for longer than the one before, and the leases.
+"""The history on disk: the leases, and samples in three tiers.
 
-A sample is one row with what came together of all series that changed: their periods as JSON, under one checksum.
+Each tier has longer samples than the one before it, and keeps them for longer. A sample is one row with the periods of
+all series that changed, as JSON under one checksum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,25 +46,25 @@ ACCOUNTS_SCHEMA: Final = (
 """The versions of this store, the oldest first; a later mpsd adds to them and changes none."""
 
 TIERS: Final = (SECOND, MINUTE, HOUR)
-"""How long a sample is, in microseconds; in the first, a sample is as long as nothing changes, a minute at most."""
+"""The length of a sample of each tier (microseconds); in the first, a sample without changes lasts up to a minute."""
 
 _GAPS: Final = 100
 """Gaps that are kept."""
 
 _SHARE: Final = 4
-"""The samples of each tier, and the leases, may have one part in so many of the size."""
+"""The samples of each tier may take up one part in this many of the configured size, and so may the leases."""
 
 PAGE: Final = 16
-"""Samples that are read at a time."""
+"""Samples read at a time."""
 
 _SOME: Final = 64
-"""Rows that are removed, or leases that are read, at a time."""
+"""Rows removed, or leases read, at a time."""
 
 _LEASES_PER_UID: Final = 2000
-"""Ended leases of one user that are kept one by one."""
+"""Ended leases of one user that are kept individually."""
 
 _AFTER_ALL: Final = 2**62
-"""Behind the number of every sample that ends at the same moment."""
+"""Greater than the number of any sample."""
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ _USAGE: Final = "SELECT uid, value, noted FROM usage"
 
 
 class Gap(NamedTuple):
-    """From when to when no sample was stored, and why."""
+    """A span of time without a stored sample, and the reason."""
 
     since: int
     until: int
@@ -79,7 +80,7 @@ class Gap(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Up to where the last sample tells: its time, and the number of the last event by then."""
+    """The point that the last sample reaches: its time, and the number of the last event at that time."""
 
     at: int
     event: int
@@ -97,22 +98,22 @@ class AccountStore:
         notes = {str(name): _whole(value) for name, value in database.rows("SELECT name, value FROM notes")}
         self.cursor = Cursor(notes["at"], notes["event"]) if notes.keys() >= {"at", "event"} else None
         self.marks = [notes.get(f"tier{number}", 0) for number in range(len(TIERS))]
-        """Until when each tier but the first has the samples of the one before."""
+        """For each tier but the first, the time up to which it includes the samples of the tier before it."""
         ((last_sample, last_lease),) = database.rows(
             "SELECT (SELECT ifnull(max(number), 0) FROM samples), (SELECT ifnull(max(number), 0) FROM leases)"
         )
         self._last_sample, self._last_lease = _whole(last_sample), _whole(last_lease)
         self._numbers = {str(each): _whole(number) for number, each in database.rows("SELECT number, id FROM leases")}
-        """By lease, the number of its row."""
+        """By lease id, the number of its row."""
         counted = database.rows("SELECT tier, sum(length(data)) FROM samples GROUP BY tier")
         self._sizes = {_whole(tier): _whole(size) for tier, size in counted}
-        """By tier, the letters that its samples have."""
+        """By tier, the characters of its samples."""
         self._leases_size = _whole(next(iter(database.rows("SELECT ifnull(sum(length(data)), 0) FROM leases")))[0])
 
     def mend(self) -> str:
-        """Go on with an empty file, if others have changed the one that is written; return why, or nothing.
+        """Begin an empty file if another program has changed this one; return the reason, or an empty text.
 
-        Raises StorageError: it has to be tried again.
+        Raises StorageError if that fails: the caller must try again.
         """
         because = self._database.changed_from_outside()
         if because:
@@ -131,9 +132,9 @@ class AccountStore:
         gaps: Iterable[Gap] = (),
         usage: Mapping[int, Account] | None = None,
     ) -> None:
-        """Store samples (the tier, until when, and the periods) and leases. Raises StorageError: nothing is, then.
+        """Store samples (tier, end, and periods) and leases. Raises StorageError, and then stores nothing.
 
-        `usage` is what fairness knows of each user, as of now, where that is to be noted too.
+        `usage`, if given, is the current usage of each user for fairness, to be stored too.
         """
         rows: list[tuple[str, Sequence[object]]] = []
         sizes, marks, numbers = dict(self._sizes), list(self.marks), dict[str, int]()
@@ -157,7 +158,7 @@ class AccountStore:
             rows.append(("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)", row))
         rows += [("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)", summed(*gap)) for gap in gaps]
         if usage is not None:
-            # By the wall clock, since the other one ends with the boot.
+            # By the wall clock, since the monotonic clock ends with the boot.
             wall = cursor.at / SECOND
             put = "INSERT INTO usage VALUES (?, ?, ?, ?)"
             rows += [("DELETE FROM usage", ()), *((put, summed(uid, each.value, wall)) for uid, each in usage.items())]
@@ -168,10 +169,13 @@ class AccountStore:
         self._numbers.update(numbers)
 
     def prune(self, now: int, settings: History) -> None:
-        """Remove what is too old, or too much, some of it at a time; call it every minute. Raises StorageError."""
+        """Remove samples and leases beyond the configured age and size, in small batches. Raises StorageError.
+
+        Call it every minute.
+        """
         ages = (settings.seconds, settings.minutes, settings.hours)
         for tier, age in enumerate(ages):
-            # What the next tier does not have yet stays.
+            # Samples that the next tier does not include yet stay.
             limit = self.marks[tier + 1] if tier + 1 < len(TIERS) else now
             too_old = min(now - int(age * SECOND) - 2 * MINUTE, limit)
             while True:
@@ -218,7 +222,7 @@ class AccountStore:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def pages(self, tier: int, since: int) -> Iterator[list[Periods]]:
-        """Yield the samples of a tier that end after a moment, the oldest first: PAGE at a time, and then the rest."""
+        """Yield the samples of a tier that end after a time, the oldest first, in pages of PAGE and a rest."""
         last, number = since, _AFTER_ALL
         while True:
             rows = self._rows(
@@ -232,7 +236,7 @@ class AccountStore:
             number, last = _whole(rows[-1][0]), _whole(rows[-1][1])
 
     def leases(self, since: int) -> Iterator[LeaseRecord]:
-        """Yield the leases that ended after a moment."""
+        """Yield the leases that ended after a time."""
         number = 0
         query = "SELECT number, data FROM leases WHERE number > ? AND ended > ? ORDER BY number"
         while rows := self._rows(f"{query} LIMIT ?", (number, since, _SOME)):
@@ -250,11 +254,11 @@ class AccountStore:
         return [each for each in found if each is not None]
 
     def has(self, lease_id: str) -> bool:
-        """Tell whether there is a lease."""
+        """Tell whether the store has a lease."""
         return lease_id in self._numbers
 
     def gaps(self, since: int, until: int) -> list[Gap]:
-        """Return the gaps between two moments, the oldest first."""
+        """Return the gaps that overlap a span of time, the oldest first."""
         query = "SELECT since, until, because FROM gaps WHERE until > ? AND since < ? ORDER BY since"
         return [Gap(_whole(begin), _whole(end), str(why)) for begin, end, why in self._rows(query, (since, until))]
 
@@ -267,7 +271,7 @@ def _note(name: str, value: int) -> tuple[str, Sequence[object]]:
 
 
 def _decode(data: object, kind: type[T]) -> T | None:
-    """Return what a row says; None where it makes no sense, as only a defect could have written it."""
+    """Return the content of a row; None if it cannot be decoded, which only a defect could have caused."""
     try:
         return msgspec.json.decode(str(data), type=kind)
     except NOT_UNDERSTOOD:
@@ -279,9 +283,9 @@ def _whole(value: object) -> int:
 
 
 def stored_usage(accounts: Database, events: Database, half_life: float) -> dict[int, Account]:
-    """Return what fairness knew of every user, decayed by the time since; a clock that was set back is no time.
+    """Return the stored usage of every user for fairness, decayed since then; a clock that was set back counts as 0 s.
 
-    Up to 0.1, it stood beside the events: it is taken from there while nothing else was noted.
+    Releases up to 0.1 stored it in the store of events, which is read while this store has no notes.
     """
     now, wall = clock.monotonic(), clock.now().timestamp()
     has_noted = any(accounts.rows("SELECT 1 FROM notes LIMIT 1"))
@@ -290,7 +294,7 @@ def stored_usage(accounts: Database, events: Database, half_life: float) -> dict
         if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
             continue
         if not isfinite(value + noted):
-            continue  # as only a defect could write it; to forget what one user had harms nobody
+            continue  # only a defect could have written it, and losing the usage of one user harms nobody
         passed = max(wall - noted, 0.0)
         found[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
     return found

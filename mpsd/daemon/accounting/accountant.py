@@ -1,7 +1,7 @@
-"""Takes in what becomes of leases, samples what came together, and has it stored; answers what was, and when.
+"""The accountant follows the leases, stores samples of the accounts, and fills reports of the history.
 
-What was granted is summed up from the moments at which the events tell of it. What is held is as it was when the GPUs
-were read last, which happens anyway. A sample is stored every second in which something has changed, and every minute.
+Granted amounts are summed from the times of the events that report them. Held amounts come from the readings of the
+GPUs that the violation monitor takes anyway. A sample is stored after every second with a change, and every minute.
 """
 
 import asyncio
@@ -29,44 +29,44 @@ _INTERVAL: Final = 1.0
 """Seconds between two samples."""
 
 _READING: Final = 15 * SECOND
-"""After so long without a sample there was no mpsd, or one that could not store any: the GPUs are read more often."""
+"""A longer time without a sample is a gap: mpsd did not run, or could not store. GPUs are read more often than this."""
 
 _USAGE: Final = 10.0
-"""Seconds between two notes of what fairness knows of each user; so much of it a crash may forget."""
+"""Seconds between two notes of each user's usage for fairness; a crash loses at most this much of it."""
 
 
 class Accountant:
-    """The history of one node, up to this moment."""
+    """The history of one node, up to now."""
 
     def __init__(self, store: AccountStore, settings: LiveSettings, log: Logger) -> None:
         self.trouble = ""
-        """Why no sample can be stored at the moment, if so."""
+        """The reason why no sample can be stored now; empty if all is well."""
         self._store = store
         self._settings = settings
         self._log = log
         self._accounts = Accounts()
         self._minute, self._hour = Rollup(), Rollup()
-        """What has come together since the last sample of the second, and of the third tier."""
+        """The periods since the last sample of the second tier, and of the third."""
         self._batches: list[StoredBatches] = []
-        """What became of leases, and is not taken in yet."""
+        """The changes of leases that are not in the accounts yet."""
         self._usages: object = None
-        """The reading of the GPUs that was taken in last."""
+        """The last reading of the GPUs that is in the accounts."""
         self._gaps: list[Gap] = []
         """Gaps that are not stored yet."""
         self._since = 0
-        """When the last sample was stored."""
+        """The time of the last stored sample."""
         self._noted = -_USAGE
         self._node: Node | None = None
         self._events: Events | None = None
 
     def note(self, batches: StoredBatches) -> None:
-        """Have the leases of batches that were stored taken in, soon."""
+        """Queue the leases of stored batches for the accounts."""
         self._batches.append(batches)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
     async def run(self, node: Node, events: Events) -> None:
-        """Sample until cancelled; `node` has its leases again."""
+        """Sample until cancelled; `node` must have restored its leases."""
         self._node, self._events = node, events
         self._recover(node, events)
         try:
@@ -79,10 +79,10 @@ class Accountant:
             self.sample(node, events, _now(), everything=True)
 
     def _recover(self, node: Node, events: Events) -> None:
-        """Go on from where an earlier mpsd was."""
+        """Continue from the last sample of an earlier mpsd."""
         node.leases.publish()
         events.flush()
-        self._batches.clear()  # it is in the events, and in the leases that there are
+        self._batches.clear()  # the events and the living leases have the same changes
         cursor = self._store.cursor or Cursor(0, events.latest)
         self._since = cursor.at or _now()
         if cursor.at:
@@ -103,10 +103,10 @@ class Accountant:
             at=cursor.at,
             is_stored=self._store.has,
         )
-        self.sample(node, events, _now())  # from here on there is a sample to go on from
+        self.sample(node, events, _now())  # the next mpsd can continue from this sample
 
     def sample(self, node: Node, events: Events, now: int, *, everything: bool = False) -> None:
-        """Store what has come together since the last sample, where anything has changed, and every minute."""
+        """Store a sample of the time since the last one, if anything has changed or a minute has passed."""
         self._take_in()
         self._take_in_reading(node, now)
         is_minute = now // MINUTE != self._store.marks[1] // MINUTE
@@ -114,7 +114,7 @@ class Accountant:
             self._look_after_store()
         if not (is_minute or everything or self._accounts.is_changed or self._gaps):
             return
-        events.flush()  # so that their numbers say what is in the sample
+        events.flush()  # the number of the last event is stored with the sample
         is_hour = is_minute and now // HOUR != self._store.marks[2] // HOUR
         periods = self._accounts.take(now, everything=is_minute or everything)
         samples = [(0, now, periods)]
@@ -165,7 +165,7 @@ class Accountant:
             self._accounts.forget_names()
 
     def _look_after_store(self) -> None:
-        """Write a store anew that others have changed; what was in it is set aside."""
+        """Rewrite a store that another program has changed; the old file is set aside."""
         try:
             because = self._store.mend()
         except StorageError as error:
@@ -185,7 +185,7 @@ class Accountant:
                     follow(lease, moment)
 
     def _take_in_reading(self, node: Node, now: int) -> None:
-        """Take in what was read of the GPUs, where they were read since the last time."""
+        """Put a new reading of the GPUs, if there is one, into the accounts."""
         monitor = node.violation_monitor
         usages = monitor.usages
         if usages is self._usages:
@@ -197,16 +197,16 @@ class Accountant:
         readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in usages.items()}
         self._accounts.read(readings, now)
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- reports ------------------------------------------------------------------------------------------------------
 
     def finest(self, since: int) -> int:
-        """Return the seconds of the finest sample that is kept since a moment."""
+        """Return the length of the finest samples (s) that are kept since a time."""
         ages, passed = self._settings.current.history, (_now() - since) / SECOND
-        # A minute more: whoever asks for the last hour means it, however long the request took.
+        # A minute more, so that a request for exactly the last hour gets its samples although the request took time.
         return 1 if passed <= ages.seconds + 60 else 60 if passed <= ages.minutes + 60 else 3600
 
     async def fill(self, report: Report) -> int:
-        """Have a report made, of the series or by lease; return until when it tells. Others are served meanwhile."""
+        """Fill a report from the series, or from the leases; return its end. Other tasks run between two pages."""
         if self._node is None:
             return report.close(_now())
         if report.by is By.LEASE:
@@ -217,7 +217,7 @@ class Accountant:
                 _add(report, periods)
             if len(page) == PAGE:
                 await asyncio.sleep(0)
-        # What is not in that tier yet. Nothing is stored between the last page and this: the loop has no turn.
+        # The periods that are not in that tier yet. No sample is stored after the last page, since nothing awaits here.
         for rollup in (self._hour, self._minute)[2 - tier :]:
             _add(report, rollup.sums)
         now = self._catch_up(self._node)
@@ -239,14 +239,14 @@ class Accountant:
         return report.close(now)
 
     def gaps(self, since: int, until: int) -> list[Gap]:
-        """Return when no sample was stored, between two moments; up to now, where none can be."""
+        """Return the gaps in a span of time; if no sample can be stored now, the last gap lasts to its end."""
         found = [*self._store.gaps(since, until), *self._gaps]
         if self.trouble and self._since < until:
             found.append(Gap(self._since, until, self.trouble))
         return found
 
     def _catch_up(self, node: Node) -> int:
-        """Take in all that has happened, and return the time."""
+        """Bring the accounts up to date, and return the time."""
         node.leases.publish()
         self._take_in()
         return _now()
@@ -269,7 +269,7 @@ def _add(report: Report, periods: Periods) -> None:
 
 
 def _held(processes: Iterable[GpuProcess]) -> int | None:
-    """Return what processes hold (MiB); None where that is not known of each."""
+    """Return the memory that processes hold (MiB); None if it is unknown for any of them."""
     held = 0
     for each in processes:
         if not isinstance(each.memory, Known):

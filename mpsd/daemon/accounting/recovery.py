@@ -1,4 +1,4 @@
-"""What became of leases since the last sample of an earlier mpsd: the events tell of it, and the leases that live."""
+"""The recovery of the accounts since the last sample of an earlier mpsd, from the events and the living leases."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
@@ -15,11 +15,11 @@ from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName
 
 _Step: TypeAlias = tuple[int, Callable[[], None]]
-"""When something happened, and what takes it in."""
+"""The time of a change, and the function that puts it into the accounts."""
 
 
 class _Line(msgspec.Struct):
-    """What matters here of an event."""
+    """The facts of an event that the recovery uses."""
 
     at: datetime
     event: str
@@ -34,7 +34,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 def microseconds(at: datetime) -> int:
-    """Return a time as the accounts have it."""
+    """Return a time in the unit of the accounts: microseconds since 1970."""
     return round(at.timestamp() * SECOND)
 
 
@@ -48,14 +48,14 @@ def replay(
 ) -> None:
     """Bring the accounts from the last sample, `at`, to now.
 
-    `lines` are the events since, and `living` the leases of now. Of a lease that began and ended in between, no event
-    tells the name; it counts as unnamed. `is_stored` tells whether a lease was in the store before.
+    `lines` are the events since then, and `living` the current leases. Events have no names of leases, so a lease that
+    began and ended in between counts as unnamed. `is_stored` says whether the store already had a lease.
     """
     steps = list(_steps(accounts, lines, living, at, is_stored))
     steps.sort(key=lambda step: step[0])
     for _, take_in in steps:
         take_in()
-    # What no event tells, since its user has had more lines than one may have.
+    # Changes without an event: a user with more lines than the log allows has some left out.
     for record in [each for each in accounts.open.values() if each.id not in living]:
         accounts.end(record, max(at, record.began))
     for lease in living.values():
@@ -71,7 +71,7 @@ def _steps(
         try:
             line = _decode(text)
         except NOT_UNDERSTOOD:
-            continue  # it is of another release
+            continue  # it comes from another release
         moment = max(microseconds(line.at), at)
         if line.event == EventName.LEASE_GRANTED and not is_stored(line.lease):
             yield moment, partial(accounts.begin, _record(line, living.get(line.lease), moment))

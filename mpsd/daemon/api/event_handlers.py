@@ -1,4 +1,4 @@
-"""What the routes of the past do: the events, those to come too, and the history of what was granted and held."""
+"""The handlers of the events, past and future, and of the history of granted and held amounts."""
 
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
@@ -36,14 +36,14 @@ class Event(Struct):
     """
 
     seq: int
-    """Its number, one more than that of the previous event."""
+    """The number of the event, one more than that of the previous event."""
     at: Moment
-    """When it happened."""
+    """The time of the event."""
     level: Annotated[str, Meta(extra_json_schema={"enum": ["info", "warning", "error"]})]
     event: Annotated[str, words(EventName, more=True)]
-    """Its name."""
+    """The name of the event."""
     because: str | None = None
-    """Why it happened, in a sentence."""
+    """The reason, in a sentence."""
 
 
 class EventsQuery(RequestQuery, frozen=True):
@@ -52,8 +52,8 @@ class EventsQuery(RequestQuery, frozen=True):
     after: Annotated[
         str,
         text_parameter(
-            "The number of the last event that the caller has received: those behind it are sent. `0`: all that are"
-            " kept; `latest`: none but those to come.",
+            "The number of the last event that the caller has received; mpsd sends the later ones. `0`: all stored"
+            " events; `latest`: future events only.",
             refusal="is not the number of an event",
             hint="pass the seq of the last event that you received, or latest for those to come",
             pattern=r"^([0-9]{1,18}|latest)\Z",
@@ -70,8 +70,8 @@ class EventsQuery(RequestQuery, frozen=True):
     heartbeat: Annotated[
         int,
         parameter(
-            "With `follow`: after so many seconds without a line, mpsd sends one that says `heartbeat`, with the number"
-            " of the last event. `0`: never.",
+            "With `follow`: after this many seconds without a line, mpsd sends a `heartbeat` line with the number of"
+            " the last event. `0`: never.",
             refusal="is not a number of seconds from 0 to 3600",
             hint="pass whole seconds, fewer than your client waits for a line, such as heartbeat=3",
             at_least=0,
@@ -90,8 +90,8 @@ class EventHandlers:
     async def events(self, request: Request) -> AsyncIterator[bytes]:
         """Return the stored events after a number as lines, and with `follow` later ones too.
 
-        A follower that is too slow is disconnected, and can continue with the last number that it has. Raises
-        InvalidRequestError for a number that is no longer stored, instead of leaving a gap, and for a future one.
+        mpsd disconnects a follower that is too slow; the follower can continue after the last number that it has.
+        Raises InvalidRequestError for a number that is no longer stored, so that no gap arises, and for a future one.
         """
         query, events = request.query, self._events
         assert isinstance(query, EventsQuery)  # noqa: S101 - the route table says so
@@ -135,12 +135,12 @@ def _heartbeat(events: Events) -> bytes:
 
 
 class HistoryQuery(RequestQuery, frozen=True):
-    """What of the history a caller asks for."""
+    """The part of the history that a caller requests."""
 
     by: Annotated[
         str,
         text_parameter(
-            "What there is a series for: `gpu`, `user`, `name`, `lease`, or `label:KEY` for the values of a label.",
+            "The key of the series: `gpu`, `user`, `name`, `lease`, or `label:KEY` for the values of a label.",
             refusal="is not gpu, user, name, lease or label:KEY",
             hint="pass by=user, for example, or by=label:team",
             pattern=r"^(gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62})\Z",
@@ -149,7 +149,7 @@ class HistoryQuery(RequestQuery, frozen=True):
     since: Annotated[
         str,
         text_parameter(
-            "From when on: a time of RFC 3339, or whole seconds before now.",
+            "The beginning: a time of RFC 3339, or whole seconds before now.",
             refusal="is not a time of RFC 3339, nor a number of seconds",
             hint="pass since=3600 for the last hour, or since=2026-11-23T00:00:00Z",
             pattern=rf"^{_TIME}\Z",
@@ -158,7 +158,7 @@ class HistoryQuery(RequestQuery, frozen=True):
     until: Annotated[
         str,
         text_parameter(
-            "Until when: likewise.",
+            "The end, in the same form.",
             refusal="is not a time of RFC 3339, nor a number of seconds",
             hint="omit it for now, or pass until=2026-11-23T00:00:00Z",
             pattern=rf"^{_TIME}\Z",
@@ -167,7 +167,7 @@ class HistoryQuery(RequestQuery, frozen=True):
     step: Annotated[
         int,
         parameter(
-            "Seconds of a sample; it is never finer than what is kept. `0`: mpsd chooses.",
+            "Length of a sample in seconds, never less than that of the stored samples. `0`: mpsd chooses.",
             refusal="is not a number of seconds from 0 to 31536000",
             hint="pass whole seconds, such as step=60, or omit it",
             at_least=0,
@@ -177,7 +177,7 @@ class HistoryQuery(RequestQuery, frozen=True):
     gpu: Annotated[
         str,
         text_parameter(
-            "The UUID of the only GPU that counts.",
+            "The UUID of a GPU, to count this GPU only.",
             refusal="is not the UUID of a GPU",
             hint="GET /v1/gpus has them",
             pattern=r"^([\x21-\x7e]{1,128})?\Z",
@@ -186,7 +186,7 @@ class HistoryQuery(RequestQuery, frozen=True):
     user: Annotated[
         str,
         text_parameter(
-            "The uid of the only user that counts.",
+            "The uid of a user, to count this user only.",
             refusal="is not a uid",
             hint="pass user=1000, for example",
             pattern=r"^([0-9]{1,10})?\Z",
@@ -196,52 +196,52 @@ class HistoryQuery(RequestQuery, frozen=True):
 
 
 class HistoryTotalOut(Struct):
-    """What came together of one key: amounts times seconds."""
+    """The sums of one key: amounts times seconds."""
 
     seconds: float
-    """How long the samples are in which the key had anything."""
+    """The total length of the samples in which the key had anything."""
     leases: int
-    """Leases that had anything in it."""
+    """The number of leases."""
     threads_granted: float
     """Percent-seconds: a whole GPU for an hour is 360000."""
     memory_granted: float
     """Byte-seconds."""
     memory_held: float | None
-    """Byte-seconds, by the readings of the GPUs; null where there was none."""
+    """Byte-seconds, by the readings of the GPUs; null without a reading."""
     clients: float
     """Client-seconds."""
 
 
 class HistorySampleOut(Struct):
-    """The means over one sample. A time without a sample is one in which the key had nothing."""
+    """The means over one sample. During a time without a sample, the key had nothing."""
 
     time: Moment
-    """When it begins: a multiple of the resolution, since 1970."""
+    """The beginning of the sample: a multiple of the resolution, since 1970."""
     seconds: float
-    """How much of it is between since and until: the means are over that."""
+    """The length of its part between since and until, which is the span of the means."""
     threads_granted: float
     """Percent."""
     memory_granted: float
     """Bytes."""
     memory_held: float | None
-    """Bytes, by the readings of the GPUs; null where there was none."""
+    """Bytes, by the readings of the GPUs; null without a reading."""
     clients: float
 
 
 class HistorySeriesOut(Struct):
-    """What one key had."""
+    """The amounts of one key."""
 
     key: str | None
-    """The UUID of a GPU, a uid, a name, the id of a lease, or the value of a label; the latter are as users wrote them.
+    """The UUID of a GPU, a uid, a name, the id of a lease, or the value of a label. Users choose names and labels.
 
-    Null is for leases without such a name or label, and for those beyond the names and users that are told apart.
+    Null stands for leases without such a name or label, and for leases beyond the limits on separate names and users.
     """
     total: HistoryTotalOut
     samples: list[HistorySampleOut]
 
 
 class HistoryGapOut(Struct):
-    """A time in which no sample was stored: what was granted is in the sums all the same, as a mean over the gap."""
+    """A span without stored samples. The sums still include the granted amounts, as a mean over the gap."""
 
     since: Moment
     until: Moment
@@ -249,10 +249,10 @@ class HistoryGapOut(Struct):
 
 
 class HistoryOut(Struct):
-    """What was granted and held from one moment to another.
+    """The amounts that were granted and held from one time to another.
 
-    What was granted is exact. What was held is as the GPUs were read, every 10 seconds: by GPU, all that is in use on
-    it; otherwise, what processes of leases hold, for one lease as the mean over its life.
+    Granted amounts are exact. Held amounts come from the readings of the GPUs, every 10 seconds: by GPU, all memory in
+    use on it; otherwise, the memory that processes of leases hold, for a single lease as the mean over its life.
     """
 
     history: list[HistorySeriesOut]
@@ -261,12 +261,12 @@ class HistoryOut(Struct):
     since: Moment
     until: Moment
     resolution: int
-    """Seconds of a sample."""
+    """The length of a sample in seconds."""
     left_out: int
-    """How many keys are left out, where there are more than 1000: those with the least."""
+    """The number of keys beyond 1000, which are left out: those with the smallest amounts."""
     gaps: list[HistoryGapOut]
     because: str
-    """Why nothing is stored at the moment; empty when all is well."""
+    """The reason why nothing can be stored now; empty if all is well."""
 
 
 class HistoryHandlers:
@@ -277,7 +277,7 @@ class HistoryHandlers:
         self._accountant = accountant
 
     async def history(self, request: Request) -> HistoryOut:
-        """Return what was granted and held: of each GPU for everybody, else of whom the caller may see the leases."""
+        """Return the history: by GPU for every caller, otherwise of the users whose leases the caller may see."""
         query = request.query
         assert isinstance(query, HistoryQuery)  # noqa: S101 - the route table says so
         now = clock.now()
@@ -317,7 +317,7 @@ class HistoryHandlers:
         )
 
     def _is_seen(self, request: Request, by: By, user: int | None) -> Callable[[int | None], bool]:
-        """Return what tells whether a uid's leases are in the answer; None for what is no user's."""
+        """Return the test whether a uid's leases are in the answer; uid None stands for memory outside of leases."""
         if by is By.GPU and user is None:
             return lambda _: True
         own = None if request.admin or self._node.settings.current.api.open else request.credentials.uid

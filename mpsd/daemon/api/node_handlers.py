@@ -22,10 +22,10 @@ from mpsd.system import process_table
 
 
 class MetricsQuery(RequestQuery, frozen=True):
-    """Which metrics a caller asks for."""
+    """The metrics that a caller requests."""
 
     users: Annotated[
-        bool, parameter("Whether metrics about single users, their leases and clients are among them.")
+        bool, parameter("Whether to include metrics about individual users, their leases and clients.")
     ] = True
 
 
@@ -47,12 +47,12 @@ class NodeHandlers:
         return schema.HealthOut(ok=node.healthy, because=node.because)
 
     async def principal(self, request: Request) -> schema.PrincipalOut:
-        """Return who calls, and as what."""
+        """Return the user and the role of the caller."""
         who = request.credentials
         return schema.PrincipalOut(who.uid, who.gid, request.role.name.lower())
 
     async def metrics(self, request: Request) -> Answer:
-        """Return the node as metrics: sums for every caller, and series of leases for callers that may see them."""
+        """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
         query = request.query
         assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
         media_type = exposition.negotiated(request.accept)
@@ -81,7 +81,7 @@ class NodeHandlers:
         )
 
     def _notes(self, daemons: Iterable[model.Daemon]) -> list[str]:
-        """Return facts that are no fault but that an operator should know."""
+        """Return notes for the operator about facts that are no faults."""
         notes = [f"{each.because}; it needs {each.remedy}" for each in self._node.missing]
         notes += filter(None, (roles.unknown_names(self._node.settings.current.names),))
         notes += self._node.gpus.notes()

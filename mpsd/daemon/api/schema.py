@@ -28,12 +28,12 @@ def words(kind: type[StrEnum], *, more: bool = False) -> Meta:
 
 
 class PrincipalOut(Struct):
-    """Who the caller is to mpsd, by the kernel's word."""
+    """The caller, as the kernel identifies it."""
 
     uid: int
     gid: int
     role: Annotated[str, Meta(extra_json_schema={"enum": [each.name.lower() for each in Role]})]
-    """What it may do; each role includes those before it."""
+    """The rights of the caller; each role includes those before it."""
 
 
 class LimitsOut(Struct):

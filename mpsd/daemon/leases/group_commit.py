@@ -25,7 +25,7 @@ _DELAY: Final = 0.01
 """Seconds for which stored news may wait for further news, to be logged together."""
 
 StoredBatches: TypeAlias = Sequence[tuple[datetime, Mapping[str, Lease]]]
-"""When each of some turns was stored, and the leases that it changed."""
+"""The stored turns of the loop: for each, the time of storage and the leases that it changed."""
 
 _MAKE_ROOM: Final = "free space on the file system of the runtime directory, or make it writable again"
 
@@ -47,13 +47,12 @@ class GroupCommit:
     ) -> None:
         """Take the parts of the node that a commit concerns.
 
-        `account` is given the leases of the turns that were told, each as it was stored.
-        `find` returns a lease that has not ended. `finish` is called before a turn is stored, to decide what follows
-        from what was decided in it, and `refuse` for each lease that was to be granted, or to wait, and could not be
-        stored.
+        `account` receives the leases of each logged turn, in the state that was stored. `find` returns a lease that has
+        not ended. `finish` is called before a turn is stored, to make the decisions that follow from those of the turn.
+        `refuse` is called for each lease that was to be granted, or to wait, and could not be stored.
         """
         self.trouble = ""
-        """Why nothing can be stored at the moment; empty where it can."""
+        """The reason why nothing can be stored now; empty if all is well."""
         self._store = store
         self._log = log
         self._shares = LineShares(log, lambda: settings.current.api.lines_per_uid, minutes=10, lines="leases")
@@ -72,11 +71,11 @@ class GroupCommit:
         self._changed: dict[str, Lease] = {}
         self._events: list[LeaseEvent] = []
         self._traces: dict[str, dict[str, object]] = {}
-        """By request that waits, the trace that it is part of."""
+        """By waiting request, its trace."""
         self._unpublished: list[tuple[datetime, Sequence[LeaseEvent], Mapping[str, Lease]]] = []
-        """What is stored, since when, and has to be told, with the leases that it is about."""
+        """The stored news that are not logged yet: the time of storage, the news, and the leases that they concern."""
         self._reached = 0
-        """The latest turn whose news are among these, or were logged."""
+        """The latest turn whose news are logged or among these."""
         self._publishing: asyncio.TimerHandle | None = None
         log.before(self.catch_up)
 
@@ -209,7 +208,7 @@ class GroupCommit:
     def _without(
         self, result: CommitResult, events: list[LeaseEvent], changed: Mapping[str, Lease]
     ) -> tuple[list[LeaseEvent], dict[str, Lease]]:
-        """Return what is stored, and the news of it; what is not is not told: it comes with the next turn, or never."""
+        """Return the news and the leases that were stored. The others are logged with a later turn, or never."""
         if not self.trouble:
             self._log.error(EventName.STORE_FULL, because=result.because)
         self.trouble = result.because
@@ -227,9 +226,10 @@ class GroupCommit:
         )
 
     def publish_again(self, events: Sequence[LeaseEvent], leases: Mapping[str, Lease]) -> None:
-        """Tell what an earlier mpsd has stored, and had not told when it died: a grant by when it was made.
+        """Log the news that an earlier mpsd stored and did not log before it died.
 
-        `leases` are those that there are, by id: of another, nobody knows when it was granted.
+        A grant has the time of its decision. `leases` has the existing leases, by id; for any other lease, that time is
+        unknown.
         """
         now = clock.now()
         for each in events:

@@ -57,14 +57,14 @@ LEASES_SCHEMA: Final = (
 )
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
 
-In the second, `data` is a lease that has not ended, or nothing. The `news` of a turn of the loop, [[turn, news], ...],
-are in one of the rows that the turn changed: most turns change one lease, and are one row and one statement. `told` is
+In version 2, `data` is a lease that has not ended, or empty. The `news` of a turn of the loop, [[turn, news], ...], are
+in one of the rows that the turn changed: most turns change one lease, so they write one row in one statement. `told` is
 the turn up to which the news were in the history when the row was written.
 
-The third contains why the leases of a GPU may be incomplete, or nothing where they are complete; the row `*` is for
-every GPU without a row of its own.
+Version 3 adds the reason why the leases of a GPU may be incomplete, or an empty text if they are complete; the row `*`
+applies to every GPU without a row of its own.
 
-In the fourth, a lease has `holders`, each of its kind, instead of the one process that was its `holder`.
+Version 4 replaces the one process `holder` of a lease by `holders`, each with its kind.
 """
 
 LEASES_FIRST: Final = """

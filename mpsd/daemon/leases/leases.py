@@ -63,9 +63,10 @@ class Leases:
         account: Callable[[StoredBatches], None],
         published: int,
     ) -> None:
-        """`publish` stores, as events, what was logged up to a turn; it has done so up to the turn `published`.
+        """Take the parts of the node that the leases need.
 
-        `account` is given the leases that were stored, once they are told.
+        `publish` stores the news up to a turn as events, and has done so up to the turn `published`. `account` receives
+        the stored leases once their news are logged.
         """
         self.ledger = ledger
         self._settings = settings

@@ -188,12 +188,12 @@ class ViolationMonitor:
 
     @property
     def usages(self) -> Mapping[str, Reading[GpuUsage]]:
-        """What was read of the GPUs last, by UUID; another object after each reading."""
+        """The last reading of the GPUs, by UUID; each reading is a new object."""
         return self._usages
 
     @property
     def held_by_leases(self) -> Mapping[tuple[str, str], Mapping[ProcessIdentity, GpuProcess]]:
-        """What the processes of leases held then, by lease and GPU; those that hold nothing are left out."""
+        """The memory that processes held at the last reading, by lease and GPU; it omits leases that held none."""
         return self._held
 
     def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:

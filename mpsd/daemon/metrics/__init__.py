@@ -1,4 +1,4 @@
-"""The metrics of the node, gathered when somebody asks, and the TCP listener for those who ask from elsewhere.
+"""The metrics of the node, gathered at each scrape, and the TCP listener that serves them to other machines.
 
 Imported by: daemon, daemon/api.
 """

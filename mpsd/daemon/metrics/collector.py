@@ -1,4 +1,4 @@
-"""What a scrape is answered: gauges of this moment, and the counters that the log has kept."""
+"""The answer to a scrape: current gauges, and the counters that the log keeps."""
 
 from collections.abc import Callable
 
@@ -21,13 +21,13 @@ class Collector:
         self._node = node
         self._log = log
         self.grants = log.tally.grants
-        """How long grants took: whoever answers them observes it."""
+        """The durations of grants, observed by the handler that answers the requests."""
         self.trouble = ""
-        """Why the metrics are not offered on TCP, where they are to be."""
+        """The reason why the configured TCP listener does not serve the metrics; empty if all is well."""
 
     def answer(self, media_type: str, shows: Callable[[Lease], bool] | None) -> bytes:
-        """Return the metrics in this form. `shows` says which leases the reader sees; None: nothing about users."""
-        # What is stored and waits to be told is told first: counters, gauges and events are then of one moment.
+        """Return the metrics. `shows` says which leases the reader may see; None leaves out individual users."""
+        # Stored changes are published first, so that counters, gauges and events describe the same moment.
         self._node.leases.publish()
         about_users = shows is not None
         found = snapshot.blocks(self._look(shows), self._log.tally, about_users=about_users)

@@ -1,7 +1,7 @@
-"""The TCP listener for Prometheus: GET /metrics and nothing else, for whoever can reach it.
+"""The TCP listener for Prometheus. It serves GET /metrics only; every caller that reaches it gets the answer.
 
-Callers are not known, so each may be hostile. Few are connected at a time, each for one answer and some seconds, and
-the metrics are gathered once a second at most: a flood of them costs leases nothing that matters.
+Callers are not authenticated, so any of them may be hostile. The listener limits the connections, and closes each after
+one answer or a few seconds. It gathers the metrics at most once a second, so a flood of requests hardly delays leases.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ _MOST: Final = 32
 """Connections at a time."""
 
 _FRESH: Final = 1.0
-"""Seconds for which an answer is given again."""
+"""Seconds for which an answer is reused."""
 
 _PAUSES: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, *(60.0,) * 60)
-"""Seconds between two attempts to listen where another process has the port: an hour in all."""
+"""Seconds between two attempts to listen while another process has the port: an hour in total."""
 
 _HINT: Final = "free the port, or set another (metrics.listen) and restart mpsd; under systemd it needs mpsd-tcp.conf"
 
 
 class Endpoint:
-    """The metrics of one node on TCP, if its configuration says so."""
+    """The TCP listener of one node, if the configuration has one."""
 
     def __init__(self, node: Node, collector: Collector, log: Logger) -> None:
         self._settings = node.settings
         self._collector = collector
         self._log = log
         self._answers: dict[tuple[str, bool], tuple[float, bytes]] = {}
-        """By form, and whether users are in it: the last answer, and until when it is given."""
+        """By format, and whether users are in it: the time until which the last answer is reused, and that answer."""
 
     async def run(self) -> None:
-        """Serve until cancelled; return at once where there is nothing to serve, and where no port is to be had."""
+        """Serve until cancelled. Return at once without a configured address, and after an hour without the port."""
         address = self._settings.current.metrics.listen
         if not address:
             return
@@ -73,7 +73,7 @@ class Endpoint:
         self._log.error(EventName.METRICS_NOT_LISTENING, address=address, because=because, hint=_HINT)
 
     async def _receive(self, message: Message) -> None:
-        """Answer a request, and hang up. Raises ConnectionResetError when its caller has hung up."""
+        """Answer a request, and close the connection. Raises ConnectionResetError if the caller has closed it."""
         message.close = True
         if message.trouble or message.path != _PATH or message.method not in _METHODS:
             answer = unroutable(message, _METHODS if message.path == _PATH else ())

@@ -1,4 +1,4 @@
-"""What mpsd decided: its log, and its events, which outlive a boot.
+"""The record of mpsd's decisions: its log, and its events, which outlive a boot.
 
 Imported by: every room of the daemon.
 """

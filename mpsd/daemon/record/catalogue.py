@@ -1,7 +1,7 @@
-"""The catalogue of events: how grave each kind is, which facts it has, and when it is logged.
+"""The catalogue of events: the levels of each kind, its facts, and its meaning.
 
-docs/reference/events.md is made from it. A gate holds the callers of the logger to it, and so does every node of the
-tests, with what it has really logged.
+docs/reference/events.md is generated from it. A gate compares the calls of the logger with it, and every test compares
+the events that its node logged.
 """
 
 from typing import Final, NamedTuple
@@ -13,21 +13,21 @@ class EventKind(NamedTuple):
     """One kind of event."""
 
     levels: str
-    """`info`, `warning` and `error`, those that it can have."""
+    """Its possible levels, of `info`, `warning` and `error`."""
     facts: str
-    """Its facts, by name; one that is not always there has a `?`."""
+    """The names of its facts; a `?` marks a fact that can be absent."""
     meaning: str
 
 
 COMMON: Final = {
-    "seq": "The number of the event, one more than that of the event before. Lines of the log have none.",
-    "at": "When it happened, in RFC 3339 and UTC.",
+    "seq": "The number of the event, one more than that of the previous event. Lines of the log have none.",
+    "at": "The time of the event, in RFC 3339 and UTC.",
     "level": "`info`, `warning` or `error`.",
     "event": "The kind of the event.",
     "trace_id": "The trace of the request that caused it, where its header `traceparent` names one.",
     "span_id": "The caller's span in that trace.",
 }
-"""What every event has, the trace where there is one."""
+"""The fields of every event; those of the trace are present if the event has one."""
 
 FACTS: Final = {
     "active_thread_percentage": "Percent of a GPU's threads.",
@@ -35,10 +35,10 @@ FACTS: Final = {
     "applied": "Settings that are in force from now on.",
     "asked": "The request, cut short.",
     "because": "The reason, in a sentence.",
-    "before": "The state before.",
-    "by": "`token` where nothing but the lease's token says that the process belongs to it.",
-    "bytes": "How many bytes were removed.",
-    "cause": "The reason why a server is suspect; of a death, the signal, `exit`, or `start` where it could not start.",
+    "before": "The previous state.",
+    "by": "`token` if only the lease's token shows that the process belongs to it.",
+    "bytes": "The number of bytes removed.",
+    "cause": "The reason why a server is suspect; of a death, the signal, `exit`, or `start` if it could not start.",
     "cgroup": "The control group that holds the lease.",
     "client": "The pid of a client process.",
     "clients": "The pids of client processes.",
@@ -46,28 +46,28 @@ FACTS: Final = {
     "command": "A command of NVIDIA's, or a limit that was set by one.",
     "container": "The id of the container, as the control group's path names it.",
     "daemon": "The control daemon, such as `gpu0`.",
-    "daemons": "Control daemons, each with what there is to say of it.",
-    "delay": "Seconds until it is started again.",
-    "ended": "How many leases ended while mpsd was not there.",
-    "exception": "The traceback. Such a line is in the log alone; the API does not have it.",
-    "failed": "Why the step before did not end it.",
+    "daemons": "Control daemons, each with its details.",
+    "delay": "Seconds until the control daemon is started again.",
+    "ended": "The number of leases that ended while mpsd did not run.",
+    "exception": "The traceback. Only the log has such a line; the API does not.",
+    "failed": "The reason why the previous step did not end the client.",
     "file": "The path of a file.",
     "found": "The value that was found.",
-    "given": "The limits that a server's log says it gave.",
+    "given": "The limits that the server gave, by its log.",
     "gpu": "The UUID of a GPU.",
     "gpus": "The UUIDs of GPUs.",
     "health": "`ok`, `unknown`, `faulty`, `unsupported` or `misconfigured`.",
     "hint": "The remedy.",
-    "how": "How a process ended.",
+    "how": "The way in which a process ended.",
     "index": "The index of a GPU.",
     "kind": "The kind of the violation.",
     "lease": "The id of a lease.",
-    "leases": "Leases, or how many.",
-    "left_out": "How many lines of the same kind were left out before this one.",
+    "leases": "Leases, or their number.",
+    "left_out": "The number of lines of the same kind that were left out before this one.",
     "library": "The library's name.",
     "limit": "The limit that was hit, or that differs.",
     "limits": "Names of limits.",
-    "lines": "How many lines, or of what kind.",
+    "lines": "The number of lines, or their kind.",
     "missing": "The requirement that is missing.",
     "mode": "A compute mode, or the mode of the socket.",
     "name": "The name of the GPU's model.",
@@ -81,7 +81,7 @@ FACTS: Final = {
     "pinned_device_mem_limit": "Bytes of a GPU's memory.",
     "pod": "The pod's uid, as the control group's path names it.",
     "policy": "`report` or `terminate`.",
-    "processes": "How many client processes the lease may have; 0: any number.",
+    "processes": "The number of client processes that the lease may have; 0: any number.",
     "program": "The control program.",
     "proof": "The proof by a canary.",
     "server": "The pid of an MPS server; for `node_started`, the server's program.",
@@ -89,8 +89,8 @@ FACTS: Final = {
     "socket": "The path of the API's socket.",
     "state": "The state from now on, or the outcome of an operation.",
     "status": "The server's exit status.",
-    "stays_because": "Why the client is still there.",
-    "step": "The step that is taken.",
+    "stays_because": "The reason why the client still runs.",
+    "step": "The step that mpsd takes.",
     "stop_daemons": "The treatment of the control daemons: `never`, `drain` or `at once`.",
     "suspects": "The uids that may have caused it.",
     "ttl": "Seconds.",
@@ -104,7 +104,7 @@ FACTS: Final = {
     "words": "The words of the server's log.",
     "xid": "The number of the fault in NVIDIA's list of XID errors.",
 }
-"""What each fact is, whichever event has it."""
+"""The meaning of each fact, the same for all events that have it."""
 
 _GROUP: Final = "cgroup? unit? container? pod?"
 _LEASE: Final = "lease uid pid"
@@ -130,10 +130,10 @@ CATALOGUE: Final = {
     ),
     EventName.SOCKET_REPLACED: EventKind("warning", "socket uid", "Another user's socket was where mpsd's belongs."),
     EventName.PEER_REFUSED: EventKind("warning", "uid pid asked because", "A caller lacks the role for its request."),
-    EventName.API_DEFECT: EventKind("error", "path exception left_out?", "A defect of mpsd's made a request fail."),
+    EventName.API_DEFECT: EventKind("error", "path exception left_out?", "A defect in mpsd made a request fail."),
     EventName.GPU_FOUND: EventKind("info", "index uuid name", "mpsd has found a GPU."),
     EventName.GPU_XID: EventKind("error", "uuid xid because", "A GPU reported a fault."),
-    EventName.GPU_HEALTH: EventKind("info error", "index uuid health because?", "A GPU is readable, or no longer."),
+    EventName.GPU_HEALTH: EventKind("info error", "index uuid health because?", "A GPU is readable, or is no longer."),
     EventName.COMPUTE_MODE_SET: EventKind("info", f"{_MODE} found because", "mpsd has set the compute mode of a GPU."),
     EventName.COMPUTE_MODE_RESTORED: EventKind("info", f"{_MODE} because", "A GPU has its own compute mode again."),
     EventName.COMPUTE_MODE_LEFT: EventKind(
@@ -168,7 +168,7 @@ CATALOGUE: Final = {
     EventName.LIMIT_DRIFT: EventKind("warning", "daemon limit wanted found command", "A limit is not as mpsd set it."),
     EventName.LIMIT_DRIFT_ENDED: EventKind("info", "daemon limits? because", "The limits are as mpsd set them again."),
     EventName.PIPE_ACCESS_DRIFT: EventKind(
-        "warning", "daemon path wanted found", "Somebody has changed who can reach a control daemon."
+        "warning", "daemon path wanted found", "Another program has changed the access to a control daemon."
     ),
     EventName.PIPE_ACCESS_NOT_HELD: EventKind("error", "daemon because", "The pipe directory does not stay closed."),
     EventName.SERVER_ORPHANED: EventKind("warning", "daemon server", "A server has outlived its control daemon."),
@@ -185,19 +185,19 @@ CATALOGUE: Final = {
     EventName.SERVER_SERVES: EventKind("info", "daemon because", "A server that was suspect serves clients."),
     EventName.SERVER_RECORD_NOT_STORED: EventKind("error", "daemon because", "Evidence against a server is not noted."),
     EventName.FOREIGN_COMMAND: EventKind(
-        "warning", "daemon command left_out?", "Somebody beside mpsd gave a control daemon a command."
+        "warning", "daemon command left_out?", "A program other than mpsd gave a control daemon a command."
     ),
     EventName.LOG_SHORTENED: EventKind("info", "daemon bytes", "mpsd has shortened the log of a control daemon."),
     EventName.LOG_NOT_SHORTENED: EventKind("warning", "daemon because", "The log of a control daemon stays too long."),
     EventName.LOG_SILENT: EventKind(
-        "warning", "daemon because suspects", "The log of a control daemon shows nothing of what happens."
+        "warning", "daemon because suspects", "The log of a control daemon no longer shows its activity."
     ),
-    EventName.LOG_RESUMED: EventKind("info", "daemon because", "The log of a control daemon shows what happens again."),
+    EventName.LOG_RESUMED: EventKind("info", "daemon because", "The log of a control daemon shows its activity again."),
     EventName.LOG_NOT_WATCHED: EventKind("warning", "daemon because", "The log of a control daemon is only polled."),
-    EventName.LOG_POSITION_NOT_STORED: EventKind("warning", "daemon because", "How far a log was read is not noted."),
+    EventName.LOG_POSITION_NOT_STORED: EventKind("warning", "daemon because", "The position in a log is not noted."),
     EventName.DEATH_TALLY_NOT_STORED: EventKind("error", "daemon because", "A death cannot be noted on disk."),
     EventName.DAEMON_RECORD_NOT_STORED: EventKind("error", "daemon because", "A start cannot be noted on disk."),
-    EventName.FILE_DAMAGED: EventKind("warning", "daemon? because", "A file of mpsd's makes no sense."),
+    EventName.FILE_DAMAGED: EventKind("warning", "daemon? because", "A file of mpsd is damaged."),
     EventName.PIPE_ACCESS_NOT_STORED: EventKind(
         "error", "daemon because", "The uids with pipe access cannot be noted on disk."
     ),
@@ -205,7 +205,7 @@ CATALOGUE: Final = {
     EventName.UID_PARDONED: EventKind("warning", "uid because", "An administrator has pardoned a uid."),
     EventName.QUARANTINE_NOT_STORED: EventKind("error", "because", "A quarantine cannot be stored."),
     EventName.SHARED_MEMORY_DIFFERS: EventKind(
-        "warning", "pid because hint", "A container has another /dev/shm than its MPS server."
+        "warning", "pid because hint", "A container and its MPS server have different /dev/shm."
     ),
     EventName.LEASE_GRANTED: _of_lease(
         f"gpus active_thread_percentage pinned_device_mem_limit processes waited? {_GROUP} because",
@@ -216,8 +216,8 @@ CATALOGUE: Final = {
     ),
     EventName.LEASE_WAITS: _of_lease("because", "A request waits in the queue."),
     EventName.LEASE_RENEWED: _of_lease("ttl", "A lease has more time to live."),
-    EventName.LEASE_CLAIMED: _of_lease(f"{_GROUP} because", "A claim was taken; the lease is this user's from now on."),
-    EventName.LEASE_CLAIM_RETURNED: _of_lease("because", "A claim that was taken could not be opened, and is a claim."),
+    EventName.LEASE_CLAIMED: _of_lease(f"{_GROUP} because", "A user took a claim, and has the lease from now on."),
+    EventName.LEASE_CLAIM_RETURNED: _of_lease("because", "A taken claim could not be opened, and is a claim again."),
     EventName.LEASE_CLAIM_EXPIRED: _of_lease("because", "No process took a claim in time."),
     EventName.LEASE_HOLDER_ADDED: _of_lease(f"{_GROUP} because", "A lease has another holder beside its first."),
     EventName.LEASE_HANDED_OVER: _of_lease(f"{_GROUP} because", "A lease has another holder instead of its first."),
@@ -226,22 +226,22 @@ CATALOGUE: Final = {
     EventName.LEASE_EXPIRING: _of_lease("clients because hint", "The time to live of a lease expires soon."),
     EventName.LEASE_EXPIRED: _of_lease("clients because", "The time to live of a lease has expired."),
     EventName.LEASES_RESTORED: EventKind("info", "leases ended", "A new mpsd has taken up the leases of the last one."),
-    EventName.LEASE_NOT_RESTORED: EventKind("error", "lease gpus because", "A stored lease makes no sense."),
+    EventName.LEASE_NOT_RESTORED: EventKind("error", "lease gpus because", "A stored lease cannot be understood."),
     EventName.LEASE_NOT_RESTORED_ENDED: EventKind("info", "lease because", "A GPU is no longer held for such a lease."),
     EventName.LEASES_INCOMPLETE: EventKind(
-        "error", "daemon gpu pids because", "A GPU may have clients of leases that are not known."
+        "error", "daemon gpu pids because", "A GPU may have clients of unknown leases."
     ),
     EventName.LEASES_COMPLETE: EventKind("info", "gpu because", "All leases on a GPU are known."),
     EventName.CLIENT_ATTRIBUTED: _of_lease("client unit? container? pod? by?", "A client belongs to a lease."),
     EventName.VIOLATION: EventKind(
-        "warning", "kind pid lease daemon policy because hint", "A process can do what it may not."
+        "warning", "kind pid lease daemon policy because hint", "A process has more access than it may have."
     ),
     EventName.VIOLATION_ENDED: EventKind("info", "kind pid lease daemon", "A violation has ended."),
     EventName.CLIENT_FORCED: EventKind(
         "warning", "step pid because server? failed?", "mpsd takes a step to end a client."
     ),
     EventName.CLIENT_NOT_ENDED: EventKind("warning", "pid because stays_because?", "A client cannot be ended yet."),
-    EventName.CLIENT_LET_GO: EventKind("info", "pid because", "A client that was about to be ended is not."),
+    EventName.CLIENT_LET_GO: EventKind("info", "pid because", "mpsd no longer ends a client that it was about to end."),
     EventName.CLIENT_END_RESUMED: EventKind("info", "step pid because", "A new mpsd continues to end a client."),
     EventName.CLIENT_ENDED: EventKind("info", "pid because", "A client that mpsd ended is gone."),
     EventName.LEASE_ENDED: _of_lease("code? because", "A lease has ended."),
@@ -268,5 +268,5 @@ CATALOGUE: Final = {
 
 
 def facts_of(kind: EventName) -> dict[str, bool]:
-    """Return the facts of an event, by name, each with whether it is always there."""
+    """Return the facts of an event by name; True marks a fact that is always present."""
     return {each.rstrip("?"): not each.endswith("?") for each in CATALOGUE[kind].facts.split()}

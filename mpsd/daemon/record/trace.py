@@ -1,7 +1,7 @@
-"""The trace that a request is part of, by its header `traceparent`: it goes into the events that the request causes.
+"""The trace of a request, from its header `traceparent`. The events that the request causes carry it.
 
-It holds for the task that answers the request, and for as long as it does. What is called back later, or runs in
-another task, is not caused by the request alone, and has none of it.
+The trace applies to the task that answers the request, until the answer. Later callbacks and other tasks have no trace,
+since the request is not their only cause.
 
 Source: W3C, "Trace Context", Level 1, section 3.2.
 """
@@ -21,18 +21,18 @@ _FIRST_VERSION: Final = b"00"
 
 
 class Trace(NamedTuple):
-    """What a request says of its trace, and the task that answers it."""
+    """The trace of a request, and the task that answers the request."""
 
     facts: dict[str, object]
     task: "asyncio.Task[object] | None"
 
 
 CURRENT: Final = ContextVar[Trace | None]("trace", default=None)
-"""The trace of the request that is answered; `facts` reads it, unless it is None."""
+"""The trace of the current request, or None; `facts` reads it."""
 
 
 def parse(header: bytes) -> dict[str, object] | None:
-    """Return the facts of a trace: which one, and the caller's span in it; None for a header that is not valid."""
+    """Return the facts of a trace, its id and the caller's span; None for a header that is not valid."""
     found = _HEADER.fullmatch(header)
     if found is None or (found["version"] == _FIRST_VERSION and found["more"] is not None):
         return None
@@ -41,7 +41,7 @@ def parse(header: bytes) -> dict[str, object] | None:
 
 @contextmanager
 def following(header: bytes) -> Iterator[None]:
-    """Have the events of this task be of a request's trace meanwhile; a header that is not valid names none."""
+    """Add a request's trace to the events of this task within the context; an invalid header adds none."""
     facts = parse(header)
     if facts is None:
         yield
@@ -54,6 +54,6 @@ def following(header: bytes) -> Iterator[None]:
 
 
 def facts() -> dict[str, object]:
-    """Return what the events that are caused now say of a trace; call it only where CURRENT has one."""
+    """Return the facts of the trace for the events that this task causes; call it only if CURRENT is not None."""
     trace = CURRENT.get()
     return trace.facts if trace is not None and trace.task is asyncio.current_task() else {}

@@ -1,4 +1,4 @@
-/* What a user may have done: each button asks first, and says what follows. */
+/* The actions of a user. Each button opens a dialog first, which describes the effect. */
 
 import { ask, explained } from "./server.js";
 import { byId, make, say } from "./dom.js";
@@ -8,7 +8,7 @@ const RANKS = ["observer", "user", "operator", "admin"];
 /** Tell whether a principal has at least this role. */
 export const mayAs = (principal, role) => RANKS.indexOf(principal.role) >= RANKS.indexOf(role);
 
-/** Say something to the user, aloud for a screen reader. */
+/** Show a message to the user; a screen reader speaks it. */
 export function announce(text) {
   byId("announcement").textContent = text;
 }
@@ -27,7 +27,7 @@ const OPERATIONS = {
   reset: { title: "Reset", role: "admin", fields: () => [] },
 };
 
-/** Return what may be done to a control daemon, as it is now, by this principal. */
+/** Return the operations that this principal may begin on a control daemon in its current state. */
 export function operationsOf(daemon, principal) {
   const isStopped = ["held", "draining"].includes(daemon.state) || daemon.drained;
   const senseful = daemon.state === "failed" ? ["reset"] : isStopped ? ["resume", "restart"] : ["hold", "drain", "restart"];
@@ -53,7 +53,7 @@ export function operationButton(verb, daemon, principal, done) {
   }, title);
 }
 
-/** Make the buttons of a lease: for its owner and for administrators; none otherwise, or when it has ended. */
+/** Make the buttons of a lease, for its owner and for administrators. An ended lease has none. */
 export function leaseButtons(lease, principal, done) {
   const may = mayAs(principal, "admin") || (mayAs(principal, "user") && lease.owner.uid === principal.uid);
   if (!may || lease.ended !== null) return [];
@@ -90,7 +90,7 @@ export function leaseButtons(lease, principal, done) {
   return [renew, release];
 }
 
-/** Ask in a dialog, and act if the answer is yes; a refusal is shown there, and changes nothing. */
+/** Ask in a dialog, and act if the user confirms. The dialog shows a refusal, which changes nothing. */
 export function question({ title, text, verb, fields, act, done }) {
   const dialog = byId("question");
   const refusal = make("p", { class: "refusal", role: "alert" });

@@ -1,4 +1,4 @@
-/* Elements: made, and brought to what they are to show. Text is set as text; nothing here makes HTML of it. */
+/* The functions here make and update elements. They set text as text, never as HTML. */
 
 /** Return the element of this id. */
 export const byId = (id) => document.getElementById(id);
@@ -22,19 +22,19 @@ export function draw(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Give an element this text, unless it has it: a screen reader reads what changes. */
+/** Set the text of an element if it differs: a screen reader speaks every change. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Give an element this attribute, unless it has it. */
+/** Set an attribute of an element if it differs. */
 export function set(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
 /**
- * Bring the children of an element to a list of items: one child for each, by its key, in their order.
- * A child that stays is updated and not made anew, so that it keeps its focus; `update` gets the child and the item.
+ * Update the children of an element from a list of items: one child for each, by its key, in the order of the list.
+ * A child whose key stays is updated, not replaced, so that it keeps the focus. `update` gets the child and the item.
  */
 export function bring(parent, items, keyOf, create, update = () => {}) {
   const there = new Map([...parent.children].map((child) => [child.dataset.key, child]));
@@ -54,7 +54,7 @@ export function bring(parent, items, keyOf, create, update = () => {}) {
   }
 }
 
-/** Bring an element to a list of sentences, one child `li` each. */
+/** Update an element from a list of sentences, with one child `li` for each. */
 export function bringTexts(parent, texts) {
   const numbered = texts.map((text, number) => ({ text, number }));
   bring(parent, numbered, (each) => each.number, () => make("li"), (child, each) => say(child, each.text));

@@ -2,12 +2,12 @@
 
 import { bring, byId, make } from "./dom.js";
 
-/** How many are kept. */
+/** The number of events that the page keeps. */
 export const MOST = 200;
 
 const GRAVE = new Set(["warning", "error"]);
 
-/** Make the line of an event; the lease that it names leads to its story. */
+/** Make the line of an event, with a link to the story of the lease that it names. */
 export function lineOf(event) {
   const said = make("span", { class: "said" });
   const [lease] = event.leases;
@@ -20,14 +20,14 @@ export function lineOf(event) {
   return make("li", { class: event.level }, make("time", {}, event.when), said);
 }
 
-/** The events that are kept, and shown. */
+/** The events that the page keeps and shows. */
 export class Events {
   constructor() {
     this.kept = [];
     this.last = null;
   }
 
-  /** Add one, unless it was there: after a break, mpsd is asked for those behind the last. */
+  /** Add an event, unless the page has it: after a lost connection, it requests the events after the last one. */
   add(event) {
     if (this.last !== null && event.seq <= this.last) return;
     this.last = event.seq;

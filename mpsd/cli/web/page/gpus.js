@@ -1,4 +1,4 @@
-/* GPUs as bars of slices: each lease a slice of threads and of memory. Every bar stands there as numbers too. */
+/* GPUs as bars: each lease is a slice of the threads and of the memory. The page shows the numbers of every bar too. */
 
 import { age, percent, plural, size } from "./words.js";
 import { bring, byId, make, say, set } from "./dom.js";
@@ -9,14 +9,14 @@ const OTHER = "var(--slice-other)";
 const LOOKS = { ok: "good", ready: "good", lost: "bad", failed: "bad" };
 const look = (word) => `state-${LOOKS[word] ?? "warn"}`;
 
-/** The colour of a lease, the same wherever it is shown: by its id. */
+/** Return the colour of a lease, by its id: it is the same in every place. */
 export function colourOf(lease) {
   let sum = 0;
   for (const letter of lease) sum = (sum * 31 + letter.codePointAt(0)) % 65521;
   return `var(--slice-${sum % COLOURS})`;
 }
 
-/** Return the slices of a GPU: its leases, those of others that are not shown, and clients without a lease. */
+/** Return the slices of a GPU: its leases, the hidden leases of other users, and clients without a lease. */
 function slicesOf(gpu, node, principal) {
   const shares = node.leases
     .filter((lease) => lease.ended === null && lease.granted !== null)
@@ -123,7 +123,7 @@ function createEntry(slice) {
   return Object.assign(make("li", {}, swatch, name, figures), { swatch, name, figures });
 }
 
-/** Show slices as wide as their part; the numbers are the bar's name for whoever does not see it. */
+/** Show slices in proportion to their amounts; the accessible name of the bar contains the numbers. */
 function showBar(bar, slices, partOf, label, reserved = 0) {
   const shown = slices.filter((each) => partOf(each) > 0);
   const words = shown.filter((each) => each.name).map((each) => `${each.name} ${Number(partOf(each).toFixed(1))}%`);

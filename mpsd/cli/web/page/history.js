@@ -1,4 +1,4 @@
-/* The last day: what was granted and held of each GPU, drawn, and as numbers for each hour. */
+/* The last day: the granted and held amounts of each GPU, as a chart and as numbers for each hour. */
 
 import { bringTexts, byId, draw, make, say } from "./dom.js";
 import { clock, hours, percent, plural, size } from "./words.js";
@@ -9,7 +9,7 @@ const HOUR = 3600000;
 const HEIGHT = 100;
 const GIB = 1024 ** 3;
 
-/** Read the history and show it; an mpsd that keeps none is no error. */
+/** Read the history and show it. An mpsd without a history is no error. */
 export async function readHistory(gpus) {
   let found;
   try {
@@ -47,7 +47,7 @@ function cardOf(series, gpu, found) {
   );
 }
 
-/** What was granted and held in all, in the units of `mpsctl usage`. */
+/** The totals that were granted and held, in the units of `mpsctl usage`. */
 function factsOf(total) {
   return [
     `${hours(total.threads_granted / 100)} GPU hours granted`,
@@ -57,7 +57,7 @@ function factsOf(total) {
   ];
 }
 
-/** Draw an area of what was granted, and a line of what was held; each sample is as wide as it is long. */
+/** Draw the granted amounts as an area and the held ones as a line; the width of a sample is its length in time. */
 function course(series, found, label, granted, held) {
   const begin = Date.parse(found.since);
   const width = Date.parse(found.until) - begin;

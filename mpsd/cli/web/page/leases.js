@@ -22,7 +22,7 @@ function memory(lease) {
   return lease.pinned_device_mem_limit === null ? "-" : size(lease.pinned_device_mem_limit);
 }
 
-/** The columns: heading, text, and what they are sorted by where that is not the text. */
+/** The columns: heading, text, and the sort key if it differs from the text. */
 const COLUMNS = [
   ["Lease", (lease) => lease.id],
   ["State", (lease) => (lease.wait ? `${lease.state}, place ${lease.wait.position}` : lease.state)],
@@ -52,7 +52,7 @@ const WAITING = [
 const FREE = new Set(["Name", "Because", "User"]);
 const NUMBERS = new Set(["Lease", "Threads", "Memory", "Held", "Clients", "Age", "Expires", "Place", "Since"]);
 
-/** Return the leases of a view: chosen by its text, sorted by its column, or the principal's own first. */
+/** Return the leases of a view: filtered by its text, and sorted by its column, or the principal's own first. */
 export function arranged(node, principal, view) {
   const text = view.filter.toLowerCase();
   const found = node.leases.filter((lease) => (view.ended || lease.ended === null)
@@ -72,7 +72,7 @@ export function arranged(node, principal, view) {
   });
 }
 
-/** Make the headings once; a heading sorts, a second time the other way round, and a third not at all. */
+/** Make the headings once. The first click on a heading sorts, the second reverses the order, the third ends sorting. */
 export function prepareTables(view, change) {
   const sortable = COLUMNS.map(([heading]) => make("th", { role: "columnheader", scope: "col" }, make("button", {
     type: "button",
@@ -88,7 +88,7 @@ export function prepareTables(view, change) {
   byId("queue-table").tHead.rows[0].append(...WAITING.map(([heading]) => plain(heading)), plain("Actions"));
 }
 
-/** Show both tables, and the sums of what is not shown. */
+/** Show both tables, and the sums of the leases that are not shown. */
 export function showLeases(node, principal, view, done) {
   [...byId("lease-table").tHead.rows[0].cells].forEach((cell) => {
     const isSorted = cell.textContent === view.sort;

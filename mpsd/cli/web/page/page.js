@@ -1,5 +1,5 @@
 /*
- * The page: it shows what mpsd answers, and asks again when an event says that something changed, and every few seconds.
+ * The page shows mpsd's answers. It requests them again after each event, and every few seconds.
  *
  * The fragment of the address is the view: `#/` with the filter and order of the leases, `#/SECTION`, `#/story/SUBJECT`.
  */
@@ -18,7 +18,7 @@ const EVERY = 5000;
 const SOON = 500;
 const HISTORY_EVERY = 300000;
 const LONGEST_PAUSE = 5000;
-const GIVE_UP = 60000; // later, another program may have the port
+const GIVE_UP = 60000; // after this long, another program may have the port
 
 const events = new Events();
 const view = { filter: "", sort: "", down: false, ended: false };
@@ -33,7 +33,7 @@ let answeredAt = Date.now();
 
 const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
-// -- showing ----------------------------------------------------------------------------------------------------------
+// -- display ----------------------------------------------------------------------------------------------------------
 
 function show() {
   if (node === null || isPaused) return;
@@ -54,7 +54,7 @@ function show() {
   events.show();
 }
 
-/** What is not well, with what to do, and what mpsd put back; what the first line says is not said again. */
+/** Return the problems with their remedies, and the limits that mpsd set back, without repeating the first line. */
 function toKnow(status, first) {
   const remedy = (subject, each) => (first.includes(each.because) ? `${subject}: ${each.hint}` : `${each.because} → ${each.hint}`);
   return [
@@ -64,13 +64,13 @@ function toKnow(status, first) {
   ];
 }
 
-/** Say that what is shown is old, and why; nothing once it is not. */
+/** Show that the page's content is old, and why; an empty text removes the message. */
 function trouble(text) {
   document.body.classList.toggle("stale", text !== "");
   say(byId("connection"), text && node ? `${text}; this is how the node was at ${clock(node.now)}` : text);
 }
 
-/** End the page for good: there is no server behind it, or none that knows its session. */
+/** End the page for good: its server is gone, or does not know its session. */
 function end(text) {
   isOver = true;
   clearTimeout(timer);
@@ -82,7 +82,7 @@ function end(text) {
   }
 }
 
-// -- asking -----------------------------------------------------------------------------------------------------------
+// -- requests ---------------------------------------------------------------------------------------------------------
 
 async function refresh() {
   principal ??= await ask("GET", "/page/principal");
@@ -103,7 +103,7 @@ function answered() {
   trouble("");
 }
 
-/** Judge a failure: whether the page ends, or says so and tries again. */
+/** Handle a failed request: end the page, or show a message and try again later. */
 function failed(error) {
   if (error.status === 401 || error.code === "no_session") end(explained(error));
   else if (error.status) {
@@ -113,7 +113,7 @@ function failed(error) {
   else trouble("mpsctl web does not answer");
 }
 
-/** Ask again in a moment: something has changed. */
+/** Schedule a refresh soon, after a change. */
 function refreshSoon() {
   isWanted = true;
   if (!isRefreshing) wait(SOON);
@@ -124,7 +124,7 @@ function wait(milliseconds) {
   if (!isOver) timer = setTimeout(refreshNow, milliseconds);
 }
 
-/** Ask, one time at a time, and again after a while; a tab that is not looked at asks nothing. */
+/** Refresh the page, never twice at a time, and schedule the next refresh. A hidden tab sends no requests. */
 async function refreshNow() {
   if (isOver || isRefreshing) return;
   isRefreshing = true;
@@ -134,7 +134,7 @@ async function refreshNow() {
   wait(isWanted ? SOON : EVERY);
 }
 
-/** Follow the events for as long as the page lives, from the last one that it has. */
+/** Follow the events for the life of the page, from the last one that it has. */
 async function follow() {
   let pause = 1000;
   while (!isOver) {
@@ -144,7 +144,7 @@ async function follow() {
         if (isOver) return;
         pause = 1000;
         if (line === null) {
-          isNew = true; // what there was has come
+          isNew = true; // the stored events have all arrived
           events.show();
         } else if (line.ended) {
           end("mpsctl web has ended: start it again, and open its link");
@@ -175,7 +175,7 @@ function arrived(event) {
 
 // -- views ------------------------------------------------------------------------------------------------------------
 
-/** Show what the address names. */
+/** Show the view that the address names. */
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [kind, subject] = path.split("/");
@@ -208,7 +208,7 @@ function route() {
   } else if (wasStory) byId("main").focus();
 }
 
-/** Keep the view of the leases in the address, so that a link to it can be given away. */
+/** Keep the view of the leases in the address, so that the address can be shared. */
 function keepView() {
   const said = new URLSearchParams();
   if (view.filter) said.set("filter", view.filter);

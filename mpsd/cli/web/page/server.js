@@ -1,13 +1,13 @@
 /*
- * What is asked of `mpsctl web`, which serves this page.
+ * The requests to `mpsctl web`, which serves this page.
  *
- * The link's token is exchanged for a session once. The session is kept for this tab alone, and sent as a header: a
- * cookie would go to every other server on this address too, whatever its port.
+ * The page exchanges the link's token for a session once. It keeps the session for this tab alone, and sends it as a
+ * header: a browser would send a cookie to every other server on this address too, on any port.
  */
 
 const KEY = "mpsctl-web-session";
 
-/** An answer that is no success: `status`, `code`, `detail` and `hint`, as the API has them. */
+/** A refusal: `status`, `code`, `detail` and `hint`, as in the API. */
 export class Refused extends Error {
   constructor(status, problem) {
     super(problem.detail);
@@ -15,13 +15,13 @@ export class Refused extends Error {
   }
 }
 
-/** Return what an error says to a reader. */
+/** Return the text of an error for the user. */
 export const explained = (error) => (error.hint ? `${error.message} (${error.hint})` : error.message);
 
 export const hasSession = () => sessionStorage.getItem(KEY) !== null;
 export const forget = () => sessionStorage.removeItem(KEY);
 
-/** Open a session with the token of the link, if this page was opened by one; the token leaves the address at once. */
+/** Open a session with the link's token, if the address has one, and remove the token from the address at once. */
 export async function openSession() {
   const found = /^#token=([\w-]+)$/.exec(location.hash);
   if (found === null) return;
@@ -48,13 +48,13 @@ async function send(method, path, body, signal) {
   throw new Refused(answer.status, problem);
 }
 
-/** Ask, and return the JSON of the answer; null where it has none. Throws Refused, and TypeError without an answer. */
+/** Send a request, and return the answer's JSON, or null. Throws Refused, or TypeError if there is no answer. */
 export async function ask(method, path, body) {
   const answer = await send(method, path, body, AbortSignal.timeout(30000));
   return answer.status === 204 ? null : answer.json();
 }
 
-/** Yield the lines of an answer as they come, decoded; null for an empty one. */
+/** Yield the decoded lines of an answer as they arrive; null for an empty line. */
 export async function* linesOf(path) {
   const answer = await send("GET", path);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

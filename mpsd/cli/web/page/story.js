@@ -1,4 +1,4 @@
-/* The story of one lease, GPU or control daemon, as `mpsctl explain` tells it. */
+/* The story of one lease, GPU or control daemon, with the content of `mpsctl explain`. */
 
 import { bring, bringTexts, byId, make, say } from "./dom.js";
 import { ask, explained } from "./server.js";
@@ -6,7 +6,7 @@ import { leaseButtons } from "./actions.js";
 import { lineOf } from "./events.js";
 import { plural } from "./words.js";
 
-/** Make the parts of a story anew, for another subject. */
+/** Make the empty parts of a story, for a new subject. */
 export function beginStory(subject) {
   const story = byId("story");
   const parts = {
@@ -26,7 +26,7 @@ export function beginStory(subject) {
   Object.assign(story, { parts, subject });
 }
 
-/** Read the story, and show it if it is still the one that is looked at. */
+/** Read the story, and show it if the page still shows its subject. */
 export async function readStory(subject, node, principal, done) {
   const story = byId("story");
   let found;

@@ -1,4 +1,4 @@
-/* Figures as mpsctl prints them (mpsd/cli/render.py); tests/web compares the two. */
+/* Figures as mpsctl prints them (mpsd/cli/render.py); tests/cli/web compares the two. */
 
 const UNITS = [["TiB", 1024 ** 4], ["GiB", 1024 ** 3], ["MiB", 1024 ** 2], ["KiB", 1024]];
 const AGES = [["d", 86400], ["h", 3600], ["m", 60]];
@@ -14,13 +14,13 @@ export function size(bytes) {
 /** A percentage as `25%`. */
 export const percent = (value) => `${Number(value.toPrecision(6))}%`;
 
-/** Seconds of something as hours of it. */
+/** An amount times seconds, as the amount times hours. */
 export function hours(seconds) {
   const found = seconds / 3600;
   return found.toFixed(found >= 1 || found === 0 ? 2 : 4);
 }
 
-/** A number of things. */
+/** A number with its noun. */
 export const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
 /** A span of seconds in its largest unit: `12s`, `3m`, `5h`, `9d`. */
@@ -30,20 +30,20 @@ export function span(exactly) {
   return `${seconds}s`;
 }
 
-/** How long ago a time of the API was at another. */
+/** The span from one time of the API to a later one. */
 export const age = (then, now) => span((Date.parse(now) - Date.parse(then)) / 1000);
 
-/** How far ahead a time of the API lies. */
+/** The span from now to a future time of the API. */
 export const until = (then, now) => age(now, then);
 
 let ahead = 0;
 
-/** Have times shown by a clock that is so many seconds ahead of UTC: the node's, as mpsctl shows them there. */
+/** Set the offset of displayed times from UTC (s) to the node's, so that they read as in mpsctl there. */
 export function setClock(seconds) {
   ahead = seconds;
 }
 
-/** A time of the API by the node's clock. */
+/** A time of the API on the node's clock. */
 export function clock(at) {
   const time = new Date(new Date(at).getTime() + ahead * 1000);
   return time.toISOString().slice(0, 19).replace("T", " ");

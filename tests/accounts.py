@@ -1,4 +1,4 @@
-"""The accounts that follow from the events alone, and the same as the history has them: there is one story."""
+"""A check that the history agrees with the accounts that follow from the events alone."""
 
 import json
 from collections import defaultdict
@@ -14,7 +14,7 @@ AMOUNTS: Final = ("leases", "threads_granted", "memory_granted")
 
 
 def from_events(events: Iterable[Mapping[str, Any]], by: str, until: datetime) -> dict[str, dict[str, float]]:
-    """Return what leases were granted, as the times of the events have it, for each GPU or user."""
+    """Return the granted amounts of each GPU or user, by the times of the events."""
     sums = defaultdict[str, dict[str, float]](lambda: dict.fromkeys(AMOUNTS, 0.0))
     begun: dict[str, tuple[datetime, Mapping[str, Any]]] = {}
 
@@ -38,7 +38,7 @@ def from_events(events: Iterable[Mapping[str, Any]], by: str, until: datetime) -
 
 
 def history(node: Node, by: str, **query: object) -> Any:
-    """Return what the history tells."""
+    """Return an answer of the history."""
     more = "".join(f"&{name}={value}" for name, value in query.items())
     answer = node.get(f"/v1/history?by={by}{more}")
     assert answer.status == 200, answer.json
@@ -46,13 +46,13 @@ def history(node: Node, by: str, **query: object) -> Any:
 
 
 def totals(answer: Any) -> dict[str, dict[str, float]]:
-    """Return the totals of what was granted, by key, of those that were granted anything."""
+    """Return the totals of granted amounts, by key, without keys that were granted nothing."""
     found = {each["key"]: {name: each["total"][name] for name in AMOUNTS} for each in answer["history"]}
     return {key: amounts for key, amounts in found.items() if amounts["leases"]}
 
 
 def check_one_story(node: Node) -> None:
-    """See that the history tells what the events do, and that its samples come to its totals."""
+    """Check that the history agrees with the events, and that its samples add up to its totals."""
     for by in ("gpu", "user"):
         answer = history(node, by, since=86_000)
         events = map(json.loads, node.get("/v1/events").body.splitlines())

@@ -1,4 +1,4 @@
-"""What a node of the tests has logged is in the catalogue of events: each kind, its level, and its facts."""
+"""A check that the events of a test's node are in the catalogue: each kind, its level, and its facts."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from mpsd.daemon.record.log import EventName
 
 
 def wrong_facts(line: Mapping[str, Any]) -> str:
-    """Say what is wrong with an event by the catalogue; nothing where it is as the catalogue says."""
+    """Return the differences between an event and the catalogue; an empty text for none."""
     if line["event"] not in set(EventName):
         return f"{line['event']} is not in the catalogue"
     name = EventName(line["event"])
@@ -21,6 +21,6 @@ def wrong_facts(line: Mapping[str, Any]) -> str:
 
 
 def check_events(lines: Iterable[Mapping[str, Any]]) -> None:
-    """Fail where a node has logged what the catalogue does not have."""
+    """Fail if a node has logged an event that differs from the catalogue."""
     wrong = {found for line in lines if (found := wrong_facts(line))}
     assert not wrong, "\n".join(sorted(wrong))

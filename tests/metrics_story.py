@@ -1,6 +1,6 @@
-"""Whether the metrics of a node and its events tell one story: each counter against the events, counted once more.
+"""A check that the metrics of a node agree with its events, by an independent count of the events.
 
-What is counted here is counted from what GET /v1/events says, line by line, by other code than mpsd's.
+The count reads GET /v1/events line by line, with code of its own.
 """
 
 import json
@@ -17,7 +17,7 @@ _SLACK: Final = 1e-5
 """Seconds by which a sum of floats may differ."""
 
 Samples = dict[str, float]
-"""By name and labels, as they read in a query."""
+"""Values by name and labels, in the syntax of a query."""
 
 
 def metrics(node: Node, query: str = "") -> Samples:
@@ -40,7 +40,7 @@ def parsed(text: str) -> Samples:
 
 
 def key(name: str, labels: Mapping[str, object]) -> str:
-    """Return how a sample reads, its labels by name."""
+    """Return the text of a sample, with its labels sorted by name."""
     inner = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()))
     return f"{name}{{{inner}}}" if inner else name
 
@@ -73,11 +73,11 @@ _COUNTED: Final[dict[str, Callable[[Event], Iterable[tuple[str, Mapping[str, obj
         [("mpsd_daemon_hangs_total", {"daemon": event["daemon"]})] if event["on"] == "silent" else []
     ),
 }
-"""What each event adds one to."""
+"""The counters that each event increases by one."""
 
 
 def retold(events: Iterable[Event]) -> Samples:
-    """Count the events once more."""
+    """Return the counters that follow from the events."""
     counted: Counter[str] = Counter()
     waited = 0.0
     recoveries: dict[str, list[float]] = {}
@@ -112,17 +112,17 @@ _RETOLD: Final = (
 
 
 def since(events: Iterable[Event], start: float) -> list[Event]:
-    """Return the events of this mpsd alone, which started then."""
+    """Return the events of the mpsd that started at this time."""
     return [each for each in events if datetime.fromisoformat(each["at"]).timestamp() >= start - _SLACK]
 
 
 def differences(
     node: Node, read: Callable[[Node], Sequence[Event]] | None = None
 ) -> tuple[dict[str, tuple[float, float]], list[Event]]:
-    """Return which counters differ from the events of the mpsd that runs: the counter, and what the events come to.
+    """Return the counters that differ from the events of the running mpsd, each with the value that the events give.
 
-    Events that come between the two requests are no difference: the metrics are asked again until none comes. `read`
-    is for more events than mpsd keeps.
+    Events between the two requests are no difference: the check repeats until there are none. `read` is for more events
+    than mpsd keeps.
     """
     read = read or _events
     while True:

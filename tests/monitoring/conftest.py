@@ -1,4 +1,4 @@
-"""A node for the rules and the dashboard, which nobody disturbs."""
+"""A node for the rules and the dashboard, which no test changes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every query of the dashboard and the rules, asked of a real Prometheus that scraped a node through an incident."""
+"""A real Prometheus, which scrapes a node through an incident, answers every query of the dashboard and the rules."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ from tests.tools import needed
 DASHBOARD: Final = json.loads((ROOT / "monitoring/grafana/mpsd.json").read_text())
 
 VARIABLES: Final = {"$instance": ".*", "$__rate_interval": "20s"}
-"""What Grafana puts into a query."""
+"""Variables of a query, with the values that Grafana substitutes."""
 
 COMMAND: Final = "set_default_active_thread_percentage 10"
 
 
 def queries() -> dict[str, str]:
-    """Return the queries of all panels by where they stand."""
+    """Return the queries of all panels by their position."""
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
         for panel in DASHBOARD["panels"]
@@ -39,10 +39,10 @@ def queries() -> dict[str, str]:
 
 
 class Prometheus:
-    """A real one, that scrapes one address twice a second and follows mpsd's rules."""
+    """A real Prometheus that scrapes one address twice a second and evaluates mpsd's rules."""
 
     def __init__(self, directory: Path, target: str) -> None:
-        """Start it, with all that it stores in a directory."""
+        """Start Prometheus with its storage in a directory."""
         program = needed("prometheus", "prometheus")
         self.port = free_port()
         config = directory / "prometheus.yml"
@@ -65,13 +65,13 @@ class Prometheus:
         )
 
     def close(self) -> None:
-        """End it."""
+        """End Prometheus."""
         self._process.terminate()
         self._process.wait(timeout=30)
         self._log.close()
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """Return the data of an answer of its API. Raises AssertionError for an error."""
+        """Return the data of an answer of its API. Raises AssertionError for an error response."""
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=20) as answer:
             said = json.load(answer)
@@ -79,13 +79,13 @@ class Prometheus:
         return said["data"]
 
     def query(self, query: str) -> list[Any]:
-        """Return what a query finds now."""
+        """Return the current result of a query."""
         found: list[Any] = self.ask("query", query=query)["result"]
         return found
 
 
 def free_port() -> int:
-    """Return a port that no process has."""
+    """Return a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -113,7 +113,7 @@ def lease(node: Node, **asked: object) -> Any:
 
 
 def incident(node: Node) -> None:
-    """Have happen what the dashboard is there to show."""
+    """Cause the incidents that the dashboard shows."""
     first = node.daemons()["gpu0"]["pid"]
     kill(first)
     kill(next_ready(node, "gpu0", first)["pid"])
@@ -129,7 +129,7 @@ def incident(node: Node) -> None:
 
 
 def substituted(query: str) -> str:
-    """Return a query with what Grafana puts in for its variables."""
+    """Return a query with the values that Grafana substitutes for its variables."""
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
     assert "$" not in query
@@ -138,7 +138,7 @@ def substituted(query: str) -> str:
 
 @pytest.mark.slow
 def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) -> None:
-    """Each query finds something after an incident, the rules fire for it, and Prometheus read what mpsd counted."""
+    """After an incident, each query has a result, the rules fire, and Prometheus has the counters of mpsd."""
     address = f"127.0.0.1:{free_port()}"
     node = make_node(
         simulate=2,
@@ -155,7 +155,7 @@ def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) ->
             client.alloc("256MiB")
             with SimulatedClient(env) as extra:
                 event(node, "violation", pid=extra.hello["pid"])
-                node.get(f"/v1/leases/{granted['id']}/verify")  # the GPUs are read for it
+                node.get(f"/v1/leases/{granted['id']}/verify")  # it reads the GPUs
                 left = dict(queries())
 
                 def look() -> bool:
@@ -185,7 +185,7 @@ def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) ->
 
 
 def test_queries_ask_for_what_there_is() -> None:
-    """Each name in a query is one of mpsd's, each query is of the node that was chosen, and no two panels are one."""
+    """Each name in a query is a metric of mpsd, each query selects the chosen node, and no two panels are equal."""
     for place, query in queries().items():
         assert {*re.findall(r"\bmpsd_\w+(?=[{])", query)} <= NAMES, place
         assert 'instance=~"$instance"' in query, place

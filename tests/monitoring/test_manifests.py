@@ -1,4 +1,4 @@
-"""What scrapes mpsd on a machine and on a cluster fits together: port, names, labels, and mpsd's own configuration."""
+"""The files that configure scrapes, on a machine and a cluster, agree on port, names, labels and settings."""
 
 import configparser
 import importlib.util
@@ -19,7 +19,7 @@ OVERLAY: Final = KUBERNETES / "overlays/metrics"
 
 
 def fits(monitor: Any, template: Any, config: str) -> None:
-    """See that a PodMonitor finds the pods of a template, and the port on which mpsd listens in them."""
+    """Check that a PodMonitor selects the pods of a template, and the port on which mpsd listens in them."""
     assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
@@ -34,7 +34,7 @@ def fits(monitor: Any, template: Any, config: str) -> None:
 
 
 def test_overlay() -> None:
-    """The overlay's PodMonitor, port and configuration belong together; the rest of it is the device plugin's."""
+    """The overlay's PodMonitor, port and configuration agree; the rest equals the overlay of the device plugin."""
     (recipe,) = documents(OVERLAY / "kustomization.yaml")
     assert recipe["resources"] == ["../device-plugin", "podmonitor.yaml"]
     (monitor,) = documents(OVERLAY / "podmonitor.yaml")
@@ -59,7 +59,7 @@ def test_chart() -> None:
 
 
 def test_scrape_job() -> None:
-    """The job has the name that the alerts ask for, and a target that mpsd takes as its address."""
+    """The job has the name in the alerts, and a target that mpsd accepts as its address."""
     (job,) = yaml.safe_load((FILES / "scrape.yml").read_text())["scrape_configs"]
     assert job["job_name"] == "mpsd"
     (target,) = job["static_configs"][0]["targets"]

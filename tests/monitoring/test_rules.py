@@ -1,4 +1,4 @@
-"""The alert rules: each fires for what it is about, none for a node that is well, and each leads to its section."""
+"""Each alert fires in its incident, none fires for a healthy node, and each links to its section of the guide."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ NAMES: Final = {
         else [family.series]
     )
 }
-"""Every name that a query can ask for."""
+"""Every name that a query can contain."""
 
 
 def state(daemon: str, word: str) -> str:
@@ -170,23 +170,23 @@ CASES: Final[dict[str, tuple[dict[str, str], str, dict[str, str], str]]] = {
         "mpsd on node1 has 90% of its file descriptors open",
     ),
 }
-"""For each alert: the series of an incident, one value a minute; when it is looked at; its own labels; its summary."""
+"""For each alert: the series of an incident, one value a minute; the time of evaluation; its labels; its summary."""
 
 DESCRIPTIONS: Final = {
     "MpsdDaemonRestarts": "3 starts after a death in 15 minutes; its clients die with it.",
     "MpsdControlPipeFails": "10 conversations on its pipe failed in 10 minutes.",
 }
-"""Those of them that have a figure in them, which Prometheus extrapolates to the whole range."""
+"""The descriptions that contain a number, which Prometheus extrapolates to the whole range."""
 
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
-    """Return promtool, of Debian's package prometheus."""
+    """Return the path of promtool, from Debian's package prometheus."""
     return needed("promtool", "prometheus")
 
 
 def run(promtool: str, tmp_path: Path, tests: list[dict[str, Any]]) -> str:
-    """Run these tests of the rules; return what promtool complains about."""
+    """Run these tests of the rules; return the complaints of promtool."""
     file = tmp_path / "tests.yml"
     document = {"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": tests}
     file.write_text(yaml.safe_dump(document, sort_keys=False))
@@ -195,7 +195,7 @@ def run(promtool: str, tmp_path: Path, tests: list[dict[str, Any]]) -> str:
 
 
 def incident(alert: str, **of_alert: Any) -> dict[str, Any]:
-    """Return a test in which an alert fires as it is to, or with what is given instead."""
+    """Return a test in which an alert fires as expected, except for the given changes."""
     series, at, own, summary = CASES[alert]
     rule = ALERTS[alert]
     labels = own if "instance" in own else {"instance": "node1", "job": "mpsd", **own}
@@ -214,26 +214,26 @@ def incident(alert: str, **of_alert: Any) -> dict[str, Any]:
 
 
 def test_every_alert_has_a_case() -> None:
-    """No alert is without a test."""
+    """Every alert has a test."""
     assert {*CASES} == {*ALERTS}
 
 
 @pytest.mark.parametrize("alert", CASES)
 def test_fires(promtool: str, tmp_path: Path, alert: str) -> None:
-    """It fires in its incident with its labels and words, and not before that has lasted as long as it says."""
+    """An alert fires in its incident with its labels and texts, and only after the time in the rule."""
     before = incident(alert, eval_time="0m", exp_alerts=[])
     assert run(promtool, tmp_path, [incident(alert)]) == ""
     assert run(promtool, tmp_path, [before] if "for" in ALERTS[alert] else []) == ""
 
 
 def test_a_test_can_fail(promtool: str, tmp_path: Path) -> None:
-    """Promtool sees an alert that is missing, so that the tests above say something."""
+    """Promtool reports a missing alert, so the tests above can fail."""
     assert "FAILED" in run(promtool, tmp_path, [incident("MpsdDown", exp_alerts=[])])
 
 
 @pytest.mark.parametrize("rule", ALERTS.values(), ids=ALERTS)
 def test_a_rule(rule: dict[str, Any]) -> None:
-    """A rule asks for metrics that there are, and its runbook is a section of the guide that stays."""
+    """A rule uses existing metrics, and its runbook is an existing section of the guide with a stable anchor."""
     assert {*re.findall(r"\bmpsd_\w+(?=[{\[) ]|$)", rule["expr"])} <= NAMES | {"mpsd_daemon_state", "mpsd_gpu_health"}
     page, _, anchor = rule["annotations"]["runbook"].partition("#")
     assert page == "docs/guide/operator.md"
@@ -242,7 +242,7 @@ def test_a_rule(rule: dict[str, Any]) -> None:
 
 
 def test_a_well_node_is_quiet(promtool: str, tmp_path: Path, node: Node) -> None:
-    """What a real node that is well says, for two hours, fires no alert."""
+    """The metrics of a healthy real node, repeated for two hours, fire no alert."""
     found = metrics(node)
     series = [
         {"series": name[:-1] + f",{NODE}}}" if name.endswith("}") else f"{name}{{{NODE}}}", "values": f"{value}x120"}

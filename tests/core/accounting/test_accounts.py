@@ -1,4 +1,4 @@
-"""The accounts add up to what was granted, whatever comes in which order, and however often it is stored or not."""
+"""The accounts add up to the granted amounts, for any order of changes, and any number of stored samples."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ STEPS = st.lists(
 
 
 def record(number: int, at: int, *, name: str = "", gpus: int = 1, uid: int | None = None) -> LeaseRecord:
-    """Return a lease that begins."""
+    """Return the record of a new lease."""
     shares = [ShareRecord(f"GPU-{gpu}", 10 + number % 7, 100 + number) for gpu in range(gpus)]
     return LeaseRecord(f"lease-{number}", number % 3 if uid is None else uid, name, (), shares, at, at)
 
@@ -41,7 +41,7 @@ def summed(periods: Iterable[tuple[Series, Period]]) -> dict[str, list[int]]:
 
 @given(STEPS)
 def test_sums_are_exact(steps: list[tuple[str, int, int]]) -> None:
-    """Of every lease, each GPU has what it was granted there for as long as it had it, to the microsecond."""
+    """Each GPU has the granted amounts of every lease, for the exact time of the lease in microseconds."""
     accounts, now, stored = Accounts(), START, Periods()
     last, disk = START, dict[str, LeaseRecord]()
     begun = list[LeaseRecord]()
@@ -87,7 +87,7 @@ def test_sums_are_exact(steps: list[tuple[str, int, int]]) -> None:
 
 
 def test_a_restart_with_what_had_not_changed() -> None:
-    """A series that was not in the last samples, since nothing of it had changed, is summed up from where it was."""
+    """A series without changes is missing in the last samples; its sum continues from its own last sample."""
     accounts, stored = Accounts(), Periods()
     accounts.begin(record(1, START))
     stored += accounts.take(START + SECOND, everything=False)
@@ -107,7 +107,7 @@ def test_a_restart_with_what_had_not_changed() -> None:
     st.sampled_from([1, 7, 60, 3600]),
 )
 def test_samples_come_to_the_total(periods: list[tuple[int, int, int]], step: int) -> None:
-    """A period that is in several samples is divided among them, and nothing of it is lost."""
+    """A period that overlaps several samples is divided among them without a loss."""
     report = Report(By.GPU, "", START, START + 4 * HOUR, step)
     for begin, length, threads in periods:
         report.add(Series("GPU-0", 1), Period(START + begin, START + begin + length, threads=threads))
@@ -118,7 +118,7 @@ def test_samples_come_to_the_total(periods: list[tuple[int, int, int]], step: in
 
 
 def test_only_what_is_between_counts() -> None:
-    """Of a period that began before, or is not over, the part that is within."""
+    """Only the part of a period within the report counts."""
     report = Report(By.GPU, "", START, START + 10 * SECOND, 1)
     report.add(Series("GPU-0", 1), Period(START - 10 * SECOND, START + 10 * SECOND, threads=200 * SECOND, carried=2))
     (line,), left_out = report.lines()
@@ -132,7 +132,7 @@ def held(by_lease: dict[str, Any]) -> GpuReading:
 
 
 def test_what_is_held() -> None:
-    """It is as it was read last; a GPU that could not be read is unknown; the rest of a GPU is nobody's."""
+    """Held memory keeps its last reading, is unknown for an unreadable GPU, and the rest of a GPU has no user."""
     accounts = Accounts()
     accounts.begin(record(1, START))
     accounts.read({"GPU-0": held({"lease-1": 300})}, START + 10 * SECOND)
@@ -145,7 +145,7 @@ def test_what_is_held() -> None:
 
 
 def test_names_are_bounded() -> None:
-    """Whoever has too many names, or too long labels, has what comes next counted without them."""
+    """Leases beyond a user's limit on names, or with too long labels, count without name and labels."""
     accounts = Accounts()
     for number in range(100):
         accounts.begin(record(number, START, name=f"n{number}", uid=7))
@@ -159,7 +159,7 @@ def test_names_are_bounded() -> None:
 
 
 def test_users_are_bounded() -> None:
-    """Users beyond those that are told apart count together."""
+    """Users beyond the limit count together."""
     accounts = Accounts()
     for uid in range(3000):
         accounts.begin(record(uid, START, uid=uid))
@@ -167,7 +167,7 @@ def test_users_are_bounded() -> None:
 
 
 def test_the_clock_is_set_back() -> None:
-    """No time has passed then, and what comes later counts again."""
+    """A clock that is set back adds no time, and later time counts again."""
     accounts = Accounts()
     accounts.begin(record(1, START))
     accounts.take(START + 10 * SECOND, everything=True)
@@ -177,7 +177,7 @@ def test_the_clock_is_set_back() -> None:
 
 
 def test_the_length_of_samples() -> None:
-    """mpsd chooses one that makes no more than 300 samples, and is not finer than what is kept."""
+    """mpsd chooses a length with at most 300 samples, and no finer than the stored samples."""
     assert step_of(START, START + HOUR, 1) == 15
     assert step_of(START, START + 10 * SECOND, 1) == 1
     assert step_of(START, START + 24 * HOUR, 60) == 300

@@ -1,4 +1,4 @@
-"""Both forms of the metrics are what their readers take them for; prometheus_client's own parsers say so."""
+"""The parsers of prometheus_client accept both formats of the metrics, and find the same content in them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -37,7 +37,7 @@ PARSERS: Final[dict[str, Callable[[str], Iterable[Any]]]] = {TEXT: text_families
 
 
 def samples(media_type: str, blocks: Iterable[Block]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Return what a parser makes of it: values by name and labels."""
+    """Return the samples that a parser finds in a text: values by name and labels."""
     text = render(blocks, media_type).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -48,7 +48,7 @@ def samples(media_type: str, blocks: Iterable[Block]) -> dict[tuple[str, tuple[t
 
 @pytest.mark.parametrize("media_type", PARSERS)
 def test_what_a_parser_reads(media_type: str) -> None:
-    """Every sample comes back with the value and the labels that it had, whatever is in them."""
+    """A parser finds every sample with its value and its labels, for any text in the labels."""
     gpu = "gpu"
     assert samples(media_type, BLOCKS) == {
         ("mpsd_build_info", (("version", "0.1.0"),)): 1,
@@ -64,7 +64,7 @@ def test_what_a_parser_reads(media_type: str) -> None:
 
 @pytest.mark.parametrize("media_type", PARSERS)
 def test_a_histogram(media_type: str) -> None:
-    """Buckets are cumulative and include their bounds; the last has all; sum and count are those of what was seen."""
+    """Buckets are cumulative and include their bounds, and the last includes all values. Sum and count are exact."""
     histogram = Histogram((0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 2.0):
         histogram.observe(value)
@@ -81,7 +81,7 @@ def test_a_histogram(media_type: str) -> None:
 
 @pytest.mark.parametrize(("media_type", "parse"), PARSERS.items())
 def test_types(media_type: str, parse: Callable[[str], Iterable[Any]]) -> None:
-    """A family keeps its type, its help and its unit, as far as the form has names for them."""
+    """A family keeps its type, its help and its unit, as far as the format has names for them."""
     found = {family.name: family for family in parse(render(BLOCKS, media_type).decode())}
     for block in BLOCKS:
         family = block.family
@@ -115,11 +115,11 @@ def test_types(media_type: str, parse: Callable[[str], Iterable[Any]]) -> None:
     ],
 )
 def test_the_form_that_is_asked_for(accept: str, media_type: str) -> None:
-    """OpenMetrics is for who prefers it; the fifth from the end is what Prometheus 2.42 sends."""
+    """A scraper that prefers OpenMetrics gets it. The fifth header from the end is the one of Prometheus 2.42."""
     assert negotiated(accept) == media_type
 
 
 def test_labels() -> None:
-    """Labels stand in the order of their names, and none leave nothing."""
+    """Labels appear in the order of their names; without labels, the text is empty."""
     assert labels(("a", "b"), (1, "x")) == '{a="1",b="x"}'
     assert not labels((), ())

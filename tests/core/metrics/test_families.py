@@ -1,4 +1,4 @@
-"""The table of metrics keeps Prometheus' rules for names, and what every label is bounded by."""
+"""The table of metrics keeps Prometheus' rules for names, and the values of every label are bounded."""
 
 import re
 from typing import Final
@@ -13,7 +13,7 @@ BOUNDED: Final = {
     "version", "kind", "gpu", "index", "name", "driver", "xid", "daemon", "cause", "code", "limit", "state",
     "outcome", "class", "event", "level", "lease", "uid", "pid",
 }  # fmt: skip
-"""Labels, none of which has a value that a user chose: `name` is a GPU's, and `class` is in the configuration."""
+"""The labels. Users choose none of their values: `name` is a GPU's, and `class` is in the configuration."""
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -28,7 +28,7 @@ def test_a_name(family: Family) -> None:
 
 
 def test_names_are_one_family_s() -> None:
-    """No sample of a family could be taken for another's."""
+    """No two families have samples of the same name."""
     series = [
         name
         for family in FAMILIES
@@ -44,6 +44,6 @@ def test_names_are_one_family_s() -> None:
 
 
 def test_what_is_about_users() -> None:
-    """Whatever names a lease, a uid or a process is about users, and so kept from who is shown sums only."""
+    """A family with a lease, a uid or a process among its labels is about users, and hidden from readers of sums."""
     for family in FAMILIES:
         assert family.about_users == bool({"lease", "uid", "pid", "class"} & {*family.labels}), family.name

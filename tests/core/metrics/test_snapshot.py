@@ -1,4 +1,4 @@
-"""The gauges of a node say what its snapshot says, and nothing about single users where that is not wanted."""
+"""The gauges agree with the node's snapshot, and leave out individual users on request."""
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -73,7 +73,7 @@ LEASE: Final = Lease(
 
 
 def node(**otherwise: Any) -> NodeSnapshot:
-    """Return a node with one GPU and one lease, but for this."""
+    """Return a node with one GPU and one lease, except for these changes."""
     views, daemons = otherwise.pop("views", (VIEW,)), otherwise.pop("daemons", (DAEMON,))
     found = NodeSnapshot(
         now=NOW,
@@ -97,7 +97,7 @@ def node(**otherwise: Any) -> NodeSnapshot:
 
 
 def samples(snapshot: NodeSnapshot, *, about_users: bool = True) -> dict[str, float]:
-    """Return every sample by how it reads."""
+    """Return every sample by its text."""
     tally = Tally(NOW, EventName, ViolationKind)
     found = blocks(snapshot, tally, about_users=about_users)
     return {f"{block.family.name}{key}": value for block in found for key, value in block.samples}
@@ -189,13 +189,13 @@ CASES: Final[list[tuple[NodeSnapshot, dict[str, float | None]]]] = [
 
 @pytest.mark.parametrize(("snapshot", "expected"), CASES)
 def test_samples(snapshot: NodeSnapshot, expected: dict[str, float | None]) -> None:
-    """What is known is told, and what is not known is absent, never 0."""
+    """A known value has a sample; an unknown value has none, instead of 0."""
     found = samples(snapshot)
     assert {key: found.get(key) for key in expected} == expected
 
 
 def test_every_family_is_told() -> None:
-    """A node tells every family of the table, in its order; without users, all but those about them."""
+    """A node has every family of the table, in its order; without users, all but the families about them."""
     tally = Tally(NOW, EventName, ViolationKind)
     assert [each.family for each in blocks(node(), tally, about_users=True)] == [*FAMILIES]
     sums = [each.family for each in blocks(node(), tally, about_users=False)]
@@ -204,7 +204,7 @@ def test_every_family_is_told() -> None:
 
 @pytest.mark.parametrize("about_users", [True, False])
 def test_no_user_chooses_a_label(*, about_users: bool) -> None:
-    """Neither a lease's name nor its labels are in the metrics, and without users not even its id, uid or pid."""
+    """The metrics contain no name and no labels of a lease; without users, they contain no id, uid or pid either."""
     text = "\n".join(samples(node(), about_users=about_users))
     assert "chosen" not in text
     assert ("lease-1" in text, 'uid="' in text, 'pid="' in text) == (about_users,) * 3

@@ -1,4 +1,4 @@
-"""What is counted of each event: one line, or a story of some."""
+"""The counters after each event, for single lines and for sequences of lines."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -20,12 +20,12 @@ OF_GPU0: Final = {"daemon": "gpu0"}
 
 
 def tally() -> Tally:
-    """Return one that has counted nothing."""
+    """Return a tally that has counted nothing."""
     return Tally(NOW, EventName, ViolationKind)
 
 
 def told(story: Story) -> Tally:
-    """Return one that has counted these lines: after how many seconds, what, and the facts."""
+    """Return a tally that has counted these lines, each with its time in seconds, its event and its facts."""
     counted = tally()
     for seconds, event, facts in story:
         counted.count([(NOW + timedelta(seconds=seconds), "info", event, facts)])
@@ -33,13 +33,13 @@ def told(story: Story) -> Tally:
 
 
 def values(counted: Tally, *daemons: str) -> dict[str, float]:
-    """Return every sample that is not 0, by how it reads."""
+    """Return every sample that is not 0, by its text."""
     blocks = counted.blocks(daemons or ("gpu0",))
     return {f"{block.family.name}{key}": value for block in blocks.values() for key, value in block.samples if value}
 
 
 def state(on: str, name: str = "gpu0") -> Mapping[str, Any]:
-    """Return the facts of a step of a control daemon's life that count."""
+    """Return the facts, of a step in a control daemon's life, that are counted."""
     return {"daemon": name, "on": on, "state": "", "before": "", "because": ""}
 
 
@@ -149,14 +149,14 @@ STORIES: Final[dict[str, tuple[Story, dict[str, float]]]] = {
 
 @pytest.mark.parametrize("name", STORIES)
 def test_a_story(name: str) -> None:
-    """Each story comes to these figures."""
+    """Each sequence of events gives these samples."""
     story, expected = STORIES[name]
     found = values(told(story))
     assert {key: found.get(key, 0) for key in expected} == expected
 
 
 def test_nothing_is_told_of_another() -> None:
-    """What happens to one control daemon is not counted of another, and each has its series from the start."""
+    """An event counts for its own control daemon only, and each control daemon has its series from the start."""
     counted = told([(0, "daemon_death", {"daemon": "gpu1", "cause": "exit"})])
     deaths = counted.blocks(("gpu0", "gpu1"))[families.DEATHS].samples
     assert [key for key, value in deaths if value] == ['_total{daemon="gpu1",cause="exit"}']
@@ -164,7 +164,7 @@ def test_nothing_is_told_of_another() -> None:
 
 
 def test_what_was_left_out_of_the_log_counts() -> None:
-    """A user with too many lines makes no grant uncounted: only the events are those of the log."""
+    """Grants count although their user has too many lines; only the counter of events follows the log."""
     counted = tally()
     counted.count_omitted("lease_granted", {"waited": 2.0})
     counted.count_omitted("lease_refused", {"code": "quota"})
@@ -178,7 +178,7 @@ def test_what_was_left_out_of_the_log_counts() -> None:
 
 
 def test_conversations() -> None:
-    """A conversation counts by its time, and by its error if it has one."""
+    """A conversation counts with its duration, and with its error if it has one."""
     counted = tally()
     counted.conversation("gpu0", 0.02, None)
     counted.conversation("gpu0", 3.0, "control_unresponsive")
@@ -189,6 +189,6 @@ def test_conversations() -> None:
 
 
 def test_events_that_are_followed_exist() -> None:
-    """Each event of which more is counted is one of the catalogue, and each counter is of the table."""
+    """Each event with counted facts is in the catalogue, and each counter is in the table."""
     assert {*tally()._followed} <= {*EventName}
     assert {*tally().blocks(("gpu0",))} <= {*FAMILIES}

@@ -1,4 +1,4 @@
-"""What was granted and held: on a real node, over its restarts and deaths, and for whom it is to be seen."""
+"""The history of a real node, over its restarts and deaths, and its readers."""
 
 import json
 import os
@@ -20,7 +20,7 @@ GIB = 1024**3
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start a node that the tests share which change nothing."""
+    """Start a node that is shared by the tests that do not change it."""
     return node_for_all(simulate=1).start()
 
 
@@ -32,7 +32,7 @@ def granted(node: Node, **asked: Any) -> Any:
 
 
 def pass_time(seconds: float) -> None:
-    """Let time pass: amounts are over time."""
+    """Wait, since amounts accumulate over time."""
     end = time.monotonic() + seconds
     wait_until(lambda: time.monotonic() >= end, what=f"{seconds} s to pass", deadline=seconds + 10)
 
@@ -48,10 +48,10 @@ def total(node: Node, by: str, key: str | None, **query: object) -> Any:
 
 
 class TestGranted:
-    """What was granted is exact."""
+    """Granted amounts are exact."""
 
     def test_one_story(self, make_node: Start) -> None:
-        """The sums are those of the events' times, by GPU, user, name, label and lease."""
+        """The sums follow the times of the events, by GPU, user, name, label and lease."""
         node = make_node(simulate=2).start()
         first = granted(node, name="first", labels={"team": "red"})
         both = granted(node, gpus=2, name="both", labels={"team": "blue"})
@@ -72,7 +72,7 @@ class TestGranted:
             assert sum(each[amount] for each in by_lease.values()) == pytest.approx(user[1][amount], rel=1e-9)
 
     def test_a_change_is_seen_when_it_came(self, make_node: Start) -> None:
-        """Samples of a second show when a lease came, although nothing had changed for long before."""
+        """Samples of a second show the begin of a lease, even after a long time without changes."""
         node = make_node(simulate=1).start()
         lease = granted(node, threads=40)
         pass_time(3.5)
@@ -87,7 +87,7 @@ class TestGranted:
         release(node, more)
 
     def test_thousands_of_brief_leases(self, make_node: Start) -> None:
-        """Each counts in the sums, whoever makes how many of whatever names; few are kept one by one."""
+        """All leases of any number and any names count in the sums; few are stored individually."""
         node = make_node(simulate=1, config="[api]\nlines_per_uid = 60\n").start()
         for number in range(300):
             release(node, granted(node, name=f"job {number}", labels={"n": str(number)}))
@@ -99,10 +99,10 @@ class TestGranted:
 
 
 class TestRestart:
-    """mpsd comes and goes, and the accounts lose and double nothing."""
+    """mpsd stops and starts, and the accounts lose and double nothing."""
 
     def test_stopped(self, make_node: Start) -> None:
-        """A lease that lives on is accounted for the pause too."""
+        """The sums of a lease that lives on include the pause."""
         node = make_node(simulate=1).start()
         lease = granted(node, name="on")
         node.end()
@@ -115,7 +115,7 @@ class TestRestart:
         assert total(node, "name", "on")["leases"] == 1
 
     def test_killed(self, make_node: Start) -> None:
-        """SIGKILL at any moment: what began and ended since the last sample is in the events."""
+        """After SIGKILL at any time, the events provide the leases that began and ended since the last sample."""
         node = make_node(simulate=1).start()
         held = granted(node, name="held")
         for pause in (0.0, 0.005, 0.05, 1.2):
@@ -130,7 +130,7 @@ class TestRestart:
         check_one_story(node)
 
     def test_a_pause_is_a_gap(self, make_node: Start) -> None:
-        """Where mpsd was away for longer than the GPUs are read, the answer says so."""
+        """The answer reports a pause of mpsd that is longer than the interval between readings of the GPUs."""
         node = make_node(simulate=1).start()
         lease = granted(node)
         node.end()
@@ -142,7 +142,7 @@ class TestRestart:
         check_one_story(node)
 
     def test_damaged(self, make_node: Start) -> None:
-        """A store that is damaged is set aside, and mpsd begins anew."""
+        """mpsd sets a damaged store aside, and begins a new one."""
         node = make_node(simulate=1).start()
         release(node, granted(node))
         node.end()
@@ -155,7 +155,7 @@ class TestRestart:
         assert total(node, "name", "new")["leases"] == 1
 
     def test_removed_while_it_runs(self, make_node: Start) -> None:
-        """One that others remove is made anew, within a minute."""
+        """mpsd creates a removed store again within a minute."""
         node = make_node(simulate=1).start()
         (node.root / "state" / "accounts.db").unlink()
         wait_until(lambda: node.events("store_rewritten"), what="it to be made anew", deadline=90)
@@ -164,7 +164,7 @@ class TestRestart:
 
 @as_root
 def test_full_disk(make_node: Start) -> None:
-    """Samples stop, with an event and a note in the status; leases do not. Afterwards the gap is there to see."""
+    """Samples stop, with an event and a note in the status; leases continue. Later, the history shows the gap."""
     node = make_node(simulate=1)
     (node.root / "state").mkdir(mode=0o700)
     with mounted(node.root / "state", "3m"):
@@ -217,7 +217,7 @@ def test_who_sees_what(make_node: Start) -> None:
     ],
 )
 def test_refused(node: Node, query: str, words: str) -> None:
-    """What makes no sense is refused, with what would."""
+    """mpsd refuses a request that makes no sense, and names one that would."""
     answer = node.get(f"/v1/history?{query}")
     assert answer.status == 422
     assert words in answer.json["detail"]

@@ -1,4 +1,4 @@
-"""The TCP listener: sums for whoever reaches it, and nothing that a hostile caller does reaches anything else."""
+"""The TCP listener serves sums to every caller, and a hostile caller disturbs nothing else."""
 
 import contextlib
 import socket
@@ -22,19 +22,19 @@ DEADLINE = 20
 
 @pytest.fixture
 def port() -> int:
-    """Give a port that nobody has."""
+    """Give a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def config(port: int, more: str = "") -> str:
-    """Return a configuration that offers the metrics on TCP."""
+    """Return a configuration with a TCP listener for the metrics."""
     return f'[metrics]\nlisten = "127.0.0.1:{port}"\n{more}'
 
 
 def say(port: int, raw: bytes) -> bytes:
-    """Send bytes, and return everything that comes back until the other side hangs up."""
+    """Send bytes, and return all bytes that arrive until the other side closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as connection:
         with contextlib.suppress(ConnectionError):
             connection.sendall(raw)
@@ -62,7 +62,7 @@ def leased(node: Node) -> Iterator[Any]:
 
 
 def test_sums(make_node: Callable[..., Node], port: int) -> None:
-    """It answers with the sums and nothing about users, until the configuration says otherwise."""
+    """The answer has sums and nothing about users, unless the configuration includes them."""
     node = make_node(simulate=1, control=None, config=config(port)).start()
     event(node, "metrics_listening", address=f"127.0.0.1:{port}")
     with leased(node) as lease:
@@ -78,7 +78,7 @@ def test_sums(make_node: Callable[..., Node], port: int) -> None:
 
 
 def test_nothing_else(make_node: Callable[..., Node], port: int) -> None:
-    """No other path and no other method is there, and each connection has one answer."""
+    """The listener has no other path and no other method, and each connection gets one answer."""
     node = make_node(simulate=1, control=None, config=config(port)).start()
     for path in ("/", "/v1/status", "/v1/leases", "/healthz", "/metrics/"):
         assert ask(port, "GET", path)[0] == 404, path
@@ -93,7 +93,7 @@ def test_nothing_else(make_node: Callable[..., Node], port: int) -> None:
 
 
 def test_not_listening_by_default(make_node: Callable[..., Node]) -> None:
-    """Without the setting nothing listens on TCP."""
+    """Without the setting, mpsd does not listen on TCP."""
     node = make_node(simulate=1, control=None).start()
     process = Path("/proc") / str(node.pid)
     tables = [(process / "net" / name).read_text() for name in ("tcp", "tcp6")]
@@ -104,7 +104,7 @@ def test_not_listening_by_default(make_node: Callable[..., Node]) -> None:
 
 
 def test_a_busy_port(make_node: Callable[..., Node], port: int) -> None:
-    """A port that another process has keeps mpsd from nothing: it says so, and takes the port once it is free."""
+    """A port in use does not stop mpsd: it logs the reason, and listens once the port is free."""
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
@@ -120,10 +120,10 @@ def test_a_busy_port(make_node: Callable[..., Node], port: int) -> None:
 
 
 class TestHostile:
-    """What a caller does who means harm."""
+    """Hostile callers."""
 
     def test_nonsense(self, make_node: Callable[..., Node], port: int) -> None:
-        """Bytes that are no request get a refusal or nothing, and mpsd serves on."""
+        """Bytes that are no request get a refusal or no answer, and mpsd continues to serve."""
         node = make_node(simulate=1, control=None, config=config(port)).start()
         for raw in (
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
@@ -140,7 +140,7 @@ class TestHostile:
         assert not node.events("library_report")
 
     def test_many_connections(self, make_node: Callable[..., Node], port: int) -> None:
-        """Those beyond the maximum are turned away, the silent ones hang up by the deadline, and the API serves on."""
+        """Excess connections are refused, silent ones are closed at the deadline, and the API continues to serve."""
         node = make_node(simulate=1, control=None, config=config(port) + "[api]\nheader_deadline = 3\n").start()
         silent = [socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) for _ in range(80)]
         try:
@@ -155,7 +155,7 @@ class TestHostile:
                 each.close()
 
     def test_a_flood(self, make_node: Callable[..., Node], port: int) -> None:
-        """Scrapes without a pause get one answer a second, made once: mpsd does not gather for each of them."""
+        """Scrapes without a pause share one answer a second, for which mpsd gathers the metrics once."""
         node = make_node(simulate=1, control=None, config=config(port)).start()
         bodies = set[bytes]()
 

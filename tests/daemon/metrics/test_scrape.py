@@ -1,4 +1,4 @@
-"""What a real mpsd answers on /metrics: to whom, in which form, and that it is the story that the events tell."""
+"""The answers of a real mpsd on /metrics: their readers, their formats, and their agreement with the events."""
 
 import subprocess
 from collections.abc import Callable
@@ -32,7 +32,7 @@ COMMAND: Final = "set_default_active_thread_percentage 10"
 
 @pytest.fixture(scope="module")
 def shared(node_for_all: Start) -> Node:
-    """Start a node that nobody disturbs."""
+    """Start a node that no test changes."""
     return node_for_all(control=None, config=ROLES).start()
 
 
@@ -49,10 +49,10 @@ def about(found: dict[str, float], text: str) -> dict[str, float]:
 
 
 class TestForm:
-    """In which form the metrics come."""
+    """The formats of the metrics."""
 
     def test_every_family(self, shared: Node) -> None:
-        """A scrape of root's has every family of the table that has anything to say, and no other."""
+        """A scrape by root has every family of the table that has samples here, and no other."""
         granted = lease(shared)
         names = {name.partition("{")[0] for name in metrics(shared)}
         shared.request("DELETE", f"/v1/leases/{granted['id']}")
@@ -73,12 +73,12 @@ class TestForm:
 
     @pytest.mark.parametrize("accept", [None, "text/plain"])
     def test_text(self, shared: Node, accept: str | None) -> None:
-        """Prometheus' own text is the answer to whoever asks for nothing else."""
+        """Prometheus' own text format is the default."""
         answer = shared.request("GET", "/metrics", headers={"Accept": accept} if accept else {})
         assert answer.headers["Content-Type"] == TEXT
 
     def test_openmetrics(self, shared: Node) -> None:
-        """OpenMetrics, where that is asked for, is what its strict parser takes, and says the same."""
+        """On request, the answer is OpenMetrics that its strict parser accepts, with the same content."""
         answer = shared.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"})
         assert answer.headers["Content-Type"] == OPENMETRICS
         parsed = list(text_string_to_metric_families(answer.body.decode()))  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class TestForm:
         assert kinds == {family.name: family.kind for family in FAMILIES}
 
     def test_promtool(self, shared: Node) -> None:
-        """`promtool check metrics` finds nothing to complain about."""
+        """`promtool check metrics` finds no fault."""
         promtool = needed("promtool", "prometheus")
         granted = lease(shared)
         text = shared.get("/metrics").body
@@ -102,7 +102,7 @@ class TestForm:
 
 @needs_root
 class TestRoles:
-    """Who sees what."""
+    """The metrics that each role sees."""
 
     def test_leases(self, shared: Node, make_line: MakeLine) -> None:
         """A user sees the sums and its own leases, an observer the sums, root all; a stranger nothing."""
@@ -119,7 +119,7 @@ class TestRoles:
         assert line.call("GET", "/metrics", uid=2309).answer().status == 403
 
     def test_sums_alone(self, shared: Node, make_line: MakeLine) -> None:
-        """Whoever wants no users in the metrics gets none, whatever it may see."""
+        """A request without users gets none, even from a caller that may see them."""
         granted = make_line(shared).granted(uid=USER, threads=10, memory="1GiB")
         text = shared.get("/metrics?users=false").body.decode()
         assert granted["id"] not in text
@@ -129,10 +129,10 @@ class TestRoles:
 
 
 class TestSeries:
-    """What there is of a lease, and for how long."""
+    """The series of a lease, and their life."""
 
     def test_of_a_lease(self, make_node: Callable[..., Node]) -> None:
-        """A lease, its clients and what they hold have series for as long as they last, and not a scrape longer."""
+        """A lease and its clients have series, with their held memory, for exactly as long as they exist."""
         node = make_node(simulate=1, control=None).start()
         granted = lease(node, name='a "name"', labels={"team": "vision"})
         env = {name: str(value) for name, value in granted["env"].items()}
@@ -155,7 +155,7 @@ class TestSeries:
         assert not about(metrics(node), granted["id"])
 
     def test_who_waits(self, make_node: Callable[..., Node], make_line: MakeLine) -> None:
-        """The queue has its length, the age of its oldest, and the classes of its users; then the wait is counted."""
+        """The queue has series for its length, oldest request and users' classes; after the grant, the wait counts."""
         node = make_node(simulate=1, control=None, config='[quota."*"]\nleases = 9\n').start()
         first = lease(node, threads=100)
         line = make_line(node)
@@ -174,7 +174,7 @@ class TestSeries:
 
 @pytest.mark.slow
 def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
-    """Through deaths, silence, strangers' commands, refusals and violations, counters and sums are the events'."""
+    """Counters and sums agree with the events, through deaths, silence, foreign commands, refusals and violations."""
     node = make_node(simulate=2, control=None, config=QUICK).start()
     granted = lease(node)
     first = node.daemons()["gpu0"]["pid"]
@@ -214,7 +214,7 @@ def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
 
 
 def test_too_many_lines(make_node: Callable[..., Node]) -> None:
-    """What a user brings about beyond its share of the log is counted all the same."""
+    """Events of a user beyond its share of the log still count."""
     node = make_node(simulate=1, control=None, config="[api]\nlines_per_uid = 1\n").start()
     for _ in range(12):
         node.request("DELETE", f"/v1/leases/{lease(node)['id']}")

@@ -1,7 +1,7 @@
 """A real Chromium for tests, without a window, driven by the DevTools protocol over a pipe.
 
-No library and no driver: a command is a line of JSON with an id, its answer has the same id, and an event has none. See
-https://chromedevtools.github.io/devtools-protocol/. A pipe is nobody else's to connect to, as a port would be.
+It needs no library and no driver: a command is JSON with an id, its answer has the same id, and an event has none. See
+https://chromedevtools.github.io/devtools-protocol/. No other process can connect to a pipe, unlike a port.
 """
 
 import base64
@@ -20,18 +20,18 @@ from typing import Any, Final, Self
 from tests.harness import BROWSER, wait_until
 
 PROGRAM: Final = "chromium"
-"""Debian's package, and its program."""
+"""The name of Debian's package, and of its program."""
 
 _DEADLINE: Final = 30.0
-"""Seconds for any answer: none should come near it."""
+"""Seconds for any answer, far more than an answer should take."""
 
 _FREE: Final = 10
-"""A descriptor from which on the ends of the pipes lie, so that neither of them is 3 or 4 already."""
+"""The lowest descriptor for the ends of the pipes, so that none of them is already 3 or 4."""
 
 _FLAGS: Final = (
     "--headless=new",
     BROWSER,
-    "--no-sandbox",  # which root's Chromium cannot have, and a container's not either
+    "--no-sandbox",  # Chromium has no sandbox as root or in a container
     "--no-first-run",
     "--no-default-browser-check",
     "--disable-background-networking",
@@ -49,19 +49,19 @@ _FLAGS: Final = (
 )
 
 KEYS: Final = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
-"""Keys by their names, with their codes."""
+"""Keys by name, with their codes."""
 
 
 def missing() -> str | None:
-    """Say why no browser can run here; None where one can."""
+    """Return the reason why no browser can run here, or None."""
     return None if shutil.which(PROGRAM) else "apt-get install chromium"
 
 
 class Browser:
-    """A Chromium with a profile of its own, which ends with the `with` around it."""
+    """A Chromium with its own profile, which ends with its `with` block."""
 
     def __init__(self, profile: Path) -> None:
-        """Start it."""
+        """Start Chromium."""
         program = shutil.which(PROGRAM)
         assert program is not None
         theirs_in, self._out = _pipe()
@@ -82,16 +82,16 @@ class Browser:
         self._received = b""
         self._number = 0
         self._events: list[dict[str, Any]] = []
-        self.call("Browser.getVersion")  # it has all of its processes then
+        self.call("Browser.getVersion")  # all of its processes run once it answers
 
     def __enter__(self) -> Self:
-        """Nothing more is to be done."""
+        """Return the browser, which already runs."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End it and all of its processes."""
+        """End Chromium and all of its processes."""
         os.close(self._out)
         with contextlib.suppress(OSError):
             while os.read(self._in, 65536):
@@ -114,7 +114,7 @@ class Browser:
         return page
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Send a command, and return its result. Raises AssertionError for an error."""
+        """Send a command, and return its result. Raises AssertionError for an error response."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -130,8 +130,8 @@ class Browser:
                 self._events.append(message)
 
     def events(self, session: str, method: str) -> list[dict[str, Any]]:
-        """Return what events of this kind said of a tab so far."""
-        self.call("Browser.getVersion")  # whose answer follows every event that was sent before
+        """Return the parameters of all events of this kind in a tab so far."""
+        self.call("Browser.getVersion")  # its answer follows every earlier event
         return [
             each["params"] for each in self._events if each.get("sessionId") == session and each["method"] == method
         ]
@@ -161,7 +161,7 @@ _STILL: Final = """(async () => {
     }
     return place;
 })()"""
-"""Where the middle of an element is, once it has stayed there for three frames: what is above it may still grow."""
+"""The middle of an element, once it has not moved for three frames: elements above it may still grow."""
 
 
 class Page:
@@ -175,11 +175,11 @@ class Page:
         return self._browser.call(method, self._session, **parameters)
 
     def events(self, method: str) -> list[dict[str, Any]]:
-        """Return what events of this kind said so far."""
+        """Return the parameters of all events of this kind so far."""
         return self._browser.events(self._session, method)
 
     def open(self, url: str) -> None:
-        """Go to an address, as its user types it."""
+        """Open an address, as if the user typed it."""
         self.call("Page.navigate", url=url)
 
     def close(self) -> None:
@@ -187,23 +187,23 @@ class Page:
         self._browser.call("Target.closeTarget", targetId=self._target)
 
     def resize(self, width: int, height: int) -> None:
-        """Give the page a screen of this size."""
+        """Set the size of the page's screen."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
         )
 
     def prefer(self, scheme: str) -> None:
-        """Prefer `light` or `dark`."""
+        """Set the preferred colours: `light` or `dark`."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def do(self, script: str) -> Any:
-        """Return the value of an expression of JavaScript; of a promise, what it becomes."""
+        """Return the value of a JavaScript expression; for a promise, its result."""
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait(self, script: str, what: str, *, deadline: float = 15.0) -> None:
-        """Wait until an expression is true for JavaScript."""
+        """Wait until a JavaScript expression is truthy."""
         wait_until(
             lambda: self.do(f"!!({script})"), what=f"{what}; {script}", deadline=deadline, not_yet=(AssertionError,)
         )
@@ -216,31 +216,31 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def type(self, text: str) -> None:
-        """Type a text into what has the focus."""
+        """Type a text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def click(self, script: str) -> None:
-        """Click the middle of an element, as a mouse does."""
+        """Click the middle of an element with the mouse."""
         place = self.do(_STILL % script)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def text(self, script: str) -> str:
-        """Return what a user reads of an element."""
+        """Return the visible text of an element."""
         return str(self.do(f"({script}).innerText"))
 
     def heap(self) -> int:
-        """Return the bytes of JavaScript's heap, once what nothing refers to is gone."""
+        """Return the size of the JavaScript heap in bytes, after a garbage collection."""
         self.call("HeapProfiler.collectGarbage")
         return int(self.call("Runtime.getHeapUsage")["usedSize"])
 
     def counters(self) -> dict[str, int]:
-        """Return how many documents, nodes and listeners there are."""
+        """Return the numbers of documents, nodes and listeners."""
         self.call("HeapProfiler.collectGarbage")
         return self.call("Memory.getDOMCounters")
 
     def accessible(self) -> list[dict[str, Any]]:
-        """Return what a screen reader has of the page: role, name and more of each element."""
+        """Return the accessibility tree: role, name and more of each element."""
         nodes = self.call("Accessibility.getFullAXTree")["nodes"]
         return [
             {"role": each["role"]["value"], "name": each.get("name", {}).get("value", "")}
@@ -254,7 +254,7 @@ class Page:
         return base64.b64decode(found["data"])
 
     def complaints(self) -> list[str]:
-        """Return the errors and warnings that the browser noted of the page, violations of its policy among them."""
+        """Return the errors and warnings of the browser about the page, including violations of its policy."""
         logged = [each["entry"] for each in self.events("Log.entryAdded")]
         thrown = [each["exceptionDetails"] for each in self.events("Runtime.exceptionThrown")]
         printed = [each for each in self.events("Runtime.consoleAPICalled") if each["type"] in {"error", "warning"}]
@@ -266,7 +266,7 @@ class Page:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return the reading and the writing end of a pipe, both high; what is started gets neither by itself."""
+    """Return the reading and the writing end of a pipe, both at high descriptors that no child inherits by default."""
     found = os.pipe()
     high = tuple(fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _FREE) for each in found)
     for each in found:

@@ -91,7 +91,7 @@ class Shell:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End it, with everything that it started."""
+        """End the shell and all of its children."""
         os.killpg(self._bash.pid, signal.SIGKILL)
         self._bash.communicate()
         os.close(self._own)

@@ -440,7 +440,7 @@ def terminal(data: bytes) -> None:
 
 
 def headers(data: bytes) -> None:
-    """Whatever a header says, metrics have one of two forms, and a trace is one or none; labels keep their text."""
+    """For any header, metrics have one of two formats, and a trace is valid or None; labels keep their text."""
     text = text_of(data)
     assert exposition.negotiated(text) in {exposition.TEXT, exposition.OPENMETRICS}
     found = trace.parse(data)

@@ -1,6 +1,6 @@
-"""The catalogue of events has every kind, and each place that logs one has the level and the facts that it says.
+"""The catalogue of events has every kind, and each call of the logger uses the level and the facts in its row.
 
-Facts that a place passes on, as `**facts`, are seen when a node of the tests logs them: tests/catalogued.py.
+tests/catalogued.py checks facts that a call passes on as `**facts`, when a node of the tests logs them.
 """
 
 import ast
@@ -13,20 +13,20 @@ from tests.catalogued import wrong_facts
 from tests.gate.source import modules
 
 LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "defect": "error", "change": "info"}
-"""The level of an event by the method that is called: `GroupCommit.change` tells what happens to leases."""
+"""The level of an event by the called method; `GroupCommit.change` logs the events of leases."""
 
 NOT_LOGGED: Final = "mpsd/daemon/record/"
-"""Where the events themselves are defined."""
+"""The room that defines the events."""
 
 
 ADDED: Final = {"daemon", "exception", "lease", "uid", "pid"}
-"""Facts that a place need not name: those that a logger is bound to, a defect's traceback, and what `change` adds."""
+"""Facts that a call need not name: those bound to a logger, a defect's traceback, and those that `change` adds."""
 
 
 def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
-    """Yield each call that names an event: where it is, its level if the method says that, and the facts it names.
+    """Yield each call that names an event: its place, its level if the method determines it, and the facts it names.
 
-    Among the facts, `**` stands for others that are passed on.
+    Among the facts, `**` stands for further facts that the call passes on.
     """
     for module in modules("mpsd/daemon"):
         if module.path.startswith(f"{NOT_LOGGED}log"):
@@ -42,7 +42,7 @@ def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
 
 
 def test_every_kind_is_there() -> None:
-    """Each event has a row, and each fact of a row its meaning; nothing has a meaning that no event has."""
+    """Each event has a row, and each fact in a row has a meaning; no meaning is without an event."""
     assert CATALOGUE.keys() == set(EventName)
     facts = {fact for name in EventName for fact in facts_of(name)}
     assert facts == FACTS.keys()
@@ -58,7 +58,7 @@ def test_rows_are_sound() -> None:
 
 
 def test_each_place_says_what_the_catalogue_says() -> None:
-    """Whoever logs an event does so at a level, and with facts, that its row has."""
+    """Each call of the logger uses a level and facts from the event's row."""
     wrong = []
     for place, name, level, facts in logged():
         if unknown := facts - facts_of(name).keys() - {"**"}:
@@ -74,13 +74,13 @@ def test_each_place_says_what_the_catalogue_says() -> None:
 
 
 def test_every_place_is_seen() -> None:
-    """The test above sees the places where events are logged: next to all kinds, each at its level."""
+    """The test above finds the calls of the logger: nearly all kinds, each with its level."""
     seen = {name for _, name, _, _ in logged()}
     assert len(seen) > 0.9 * len(EventName)
 
 
 def test_what_was_logged_is_compared() -> None:
-    """The comparison of lines is one: a kind, a level and facts that are not in the catalogue are found."""
+    """The comparison of logged lines finds a kind, a level and facts that are not in the catalogue."""
     line = {"at": "", "level": "info", "event": "store_writable"}
     assert not wrong_facts(line)
     assert "unknown fact because" in wrong_facts({**line, "because": ""})

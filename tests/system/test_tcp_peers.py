@@ -1,4 +1,4 @@
-"""Whose a loopback connection is, by the kernel's word."""
+"""The owner of a loopback connection, from the kernel."""
 
 import os
 import socket
@@ -30,7 +30,7 @@ def listening() -> socket.socket:
 
 
 def test_own() -> None:
-    """A connection of this process is its user's, whichever end is asked about."""
+    """A connection of this process belongs to its user, for a query about either end."""
     with listening() as listener, socket.create_connection(listener.getsockname()) as client:
         server, peer = listener.accept()
         with server:
@@ -41,7 +41,7 @@ def test_own() -> None:
 
 @needs_root
 def test_of_another() -> None:
-    """A connection of another user is that user's; once it has closed it, it is nobody's, and not root's."""
+    """A connection of another user belongs to that user; once closed, it belongs to no user, and not to root."""
     with listening() as listener:
         command = [sys.executable, "-I", "-c", _STRANGER, f"{listener.getsockname()[1]}", f"{NOBODY}"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as stranger:
@@ -56,6 +56,6 @@ def test_of_another() -> None:
 
 
 def test_none() -> None:
-    """Where there is no such connection, it is nobody's."""
+    """A missing connection belongs to no user."""
     with listening() as listener:
         assert uid_of(("127.0.0.1", 1), listener.getsockname()) is None

@@ -1,4 +1,4 @@
-"""mpsctl usage: who was granted how much."""
+"""`mpsctl usage`: the amounts that were granted."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ def admit(node: Node, **asked: object) -> None:
 
 
 def test_by_user(node: Node) -> None:
-    """By default it is a line for each user."""
+    """The default is a line for each user."""
     admit(node)
     heading, row = node.mpsctl("usage").stdout.splitlines()
     assert heading.split()[0] == "USER"
@@ -25,7 +25,7 @@ def test_by_user(node: Node) -> None:
 
 
 def test_forms(node: Node) -> None:
-    """JSON is the API's own answer; CSV has a line for each key."""
+    """JSON is the API's answer; CSV has a line for each key."""
     admit(node, name="train", labels={"team": "a"})
     answer = json.loads(node.mpsctl("usage", "--by", "name", "-o", "json").stdout)
     assert ("train", 1) in [(each["key"], each["total"]["leases"]) for each in answer["history"]]
@@ -36,7 +36,7 @@ def test_forms(node: Node) -> None:
 
 
 def test_choices(node: Node) -> None:
-    """A GPU, a user and a stretch of time are chosen as for the lists."""
+    """A GPU, a user and a span of time are chosen with the options of the lists."""
     admit(node, gpu="1")
     assert node.mpsctl("usage", "--by", "gpu", "--gpu", "1").stdout.splitlines()[1].split()[:2] == ["1", "1"]
     assert node.mpsctl("usage", "--user", "4242").stdout == "nothing was granted\n"
@@ -45,7 +45,7 @@ def test_choices(node: Node) -> None:
 
 
 def test_refused(node: Node) -> None:
-    """What is no key, or no stretch of time, is refused."""
+    """A value that is no key, or no span of time, is refused."""
     assert node.mpsctl("usage", "--by", "nothing").returncode == 2
     done = node.mpsctl("usage", "--since", "1h", "--until", "2h")
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""What was granted and held, as a table and as CSV."""
+"""Granted and held amounts, as a table and as CSV."""
 
 import csv
 import io
@@ -16,7 +16,7 @@ GIB = 1024**3
 
 
 def answer(*keys: str | None, by: str = "name", **more: Any) -> Any:
-    """Return an answer of the API, with an hour of half a GPU and 2 GiB for each key."""
+    """Return an answer of the API with an hour of half a GPU and 2 GiB for each key."""
     total = {
         "seconds": HOUR,
         "leases": 3,
@@ -30,14 +30,14 @@ def answer(*keys: str | None, by: str = "name", **more: Any) -> Any:
 
 
 def test_a_table() -> None:
-    """Hours of whole GPUs and of GiB, and how much of these was held."""
+    """The table has hours of whole GPUs and of GiB, and the held part of the latter."""
     heading, row = usage.view(answer("train"), {}, PLAIN).splitlines()
     assert re.split(" {2,}", heading) == ["NAME", "LEASES", "GPU HOURS", "GIB HOURS", "HELD GIB HOURS", "HELD"]
     assert row.split() == ["train", "3", "0.5000", "2.00", "0.5000", "25%"]
 
 
 def test_what_is_not_known() -> None:
-    """What was never read is a dash, and empty in CSV; so is a key that there is not."""
+    """An amount without a reading, or a missing key, is a dash in the table, and empty in CSV."""
     found = answer(None)
     found["history"][0]["total"]["memory_held"] = None
     assert usage.view(found, {}, PLAIN).splitlines()[1].split() == ["-", "3", "0.5000", "2.00", "-", "-"]
@@ -45,7 +45,7 @@ def test_what_is_not_known() -> None:
 
 
 def test_gaps_are_told() -> None:
-    """A time without samples stands below the table, as do keys that are left out."""
+    """Notes below the table name gaps without samples, and the number of keys left out."""
     gap = {"since": "2026-11-23T10:00:00Z", "until": "2026-11-23T11:00:00Z", "because": "the disk is full"}
     lines = usage.view(answer("a", gaps=[gap], left_out=7), {}, PLAIN).splitlines()
     assert lines[-2].endswith(": no samples: the disk is full")
@@ -53,20 +53,20 @@ def test_gaps_are_told() -> None:
 
 
 def test_nothing() -> None:
-    """Where nothing was granted, it says so."""
+    """An empty table says that nothing was granted."""
     assert usage.view(answer(), {}, PLAIN) == "nothing was granted"
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1"])
 def test_no_formula(name: str) -> None:
-    """No name is a formula for a spreadsheet."""
+    """No name becomes a formula in a spreadsheet."""
     (row,) = csv.reader(io.StringIO(usage.as_csv(answer(name), headings=False)))
     assert row[0][0] not in "=+-@\t\r"
 
 
 @pytest.mark.parametrize("name", ['a,"b"', "a;b", "\x1b[2J", "a\nb", "ä"])
 def test_any_name(name: str) -> None:
-    """Whatever a name is, it is one cell of one row, and acts on no terminal."""
+    """Any name is one cell of one row, and does not act on a terminal."""
     text = usage.as_csv(answer(name), headings=False)
     ((key, *_),) = csv.reader(io.StringIO(text))
     assert key == plain(name)
@@ -75,6 +75,6 @@ def test_any_name(name: str) -> None:
 
 
 def test_gpus_by_index() -> None:
-    """A GPU has the index that the other tables have; one that is gone, its UUID."""
+    """A GPU has its index, as in the other tables; a GPU that is gone has its UUID."""
     lines = usage.view(answer("GPU-a", "GPU-b", by="gpu"), {"GPU-a": "0"}, PLAIN).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["0", "GPU-b"]

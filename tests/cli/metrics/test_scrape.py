@@ -1,4 +1,4 @@
-"""`mpsctl metrics`: as text, and as a file that node_exporter reads."""
+"""`mpsctl metrics`: the text, and the file for node_exporter."""
 
 import stat
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.node import Node
 
 
 def test_text(node: Node) -> None:
-    """The command prints what GET /metrics answers, users included unless they are not wanted."""
+    """The command prints the answer of GET /metrics, with users unless --no-users is given."""
     lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
     shown, sums = node.mpsctl("metrics"), node.mpsctl("metrics", "--no-users")
     node.request("DELETE", f"/v1/leases/{lease}")
@@ -25,7 +25,7 @@ class TestFile:
     """A file for the textfile collector."""
 
     def test_is_whole_and_readable(self, node: Node, tmp_path: Path) -> None:
-        """It replaces the one before at once, everybody can read it, and it has sums unless users are asked for."""
+        """It replaces the previous file atomically, is readable for every user, and has sums only without --users."""
         lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
         file = tmp_path / "mpsd.prom"
         file.write_text("older")
@@ -41,7 +41,7 @@ class TestFile:
         node.request("DELETE", f"/v1/leases/{lease}")
 
     def test_mpsd_is_away(self, tmp_path: Path) -> None:
-        """Without mpsd the file stays as it is: it tells its age itself."""
+        """Without mpsd, the file does not change: its age shows that."""
         file = tmp_path / "mpsd.prom"
         file.write_text("older")
         done = run_mpsctl(tmp_path / "mpsd.sock", "metrics", "--textfile", str(file))
@@ -53,7 +53,7 @@ class TestFile:
         [("mpsd.txt", 2, "only files whose names end with .prom"), ("no/mpsd.prom", 78, "No such file")],
     )
     def test_refused(self, node: Node, tmp_path: Path, name: str, status: int, said: str) -> None:
-        """A name that node_exporter does not read, and a directory that is not there, are refused with the reason."""
+        """The command refuses a name that node_exporter ignores, and a missing directory, with the reason."""
         done = node.mpsctl("metrics", "--textfile", str(tmp_path / name))
         assert done.returncode == status
         assert said in done.stderr

@@ -1,4 +1,4 @@
-"""`mpsctl web` in front of a node of several leases, and a browser to look at it."""
+"""Fixtures for `mpsctl web`: the server in front of a node, and a browser."""
 
 import http.client
 import json
@@ -19,7 +19,7 @@ from tests.node import Answer, Node
 HOST: Final = "127.0.0.1"
 
 _AS_USER: Final = """
-import email.parser, http.server, os, mpsd.cli.main, mpsd.cli.web.serve  # which that user may not read
+import email.parser, http.server, os, mpsd.cli.main, mpsd.cli.web.serve  # modules that the other user may not read
 import mpsd.cli.commands.status, encodings.idna
 uid = int(os.environ["MPSD_TEST_UID"])
 os.setgroups([])
@@ -30,10 +30,10 @@ mpsd.cli.main.main()
 
 
 class Web:
-    """A `mpsctl web`, and requests to it, as a program sends them that knows how."""
+    """A `mpsctl web`, and requests to it from a program that knows its protocol."""
 
     def __init__(self, socket: Path | str, *arguments: str, uid: int | None = None, **options: Any) -> None:
-        """Start it, by default as the user of the tests."""
+        """Start `mpsctl web`, by default as the user of the tests."""
         if uid is not None:
             options["env"] = {**os.environ, "MPSD_TEST_UID": f"{uid}"}
             options["before"] = ("-c", _AS_USER)
@@ -52,7 +52,7 @@ class Web:
 
     @property
     def session(self) -> str:
-        """A session, for which the link is used."""
+        """A session, opened with the link."""
         if self._session is None:
             answer = self.send("POST", "/page/session", {"token": self.token}, headers={"Origin": self.origin})
             assert answer.status == 200, answer
@@ -60,13 +60,13 @@ class Web:
         return self._session
 
     def forget(self) -> None:
-        """Forget the session, so that the next one is opened by the token that is known then."""
+        """Forget the session, so that the next use of `session` opens another with the current token."""
         self._session = None
 
     def send(
         self, method: str, path: str, body: object = None, *, headers: Mapping[str, str | None] | None = None
     ) -> Answer:
-        """Send one request, without a session; a header that is None is left out."""
+        """Send one request without a session; a header whose value is None is omitted."""
         raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         said = {"Host": f"{HOST}:{self.port}", "Content-Type": "application/json" if raw is not None else None}
         connection = http.client.HTTPConnection(HOST, self.port, timeout=30)
@@ -91,7 +91,7 @@ class Web:
         return self.send(method, path, body, headers={**own, **(headers or {})})
 
     def clean_up(self) -> None:
-        """End it if it has not ended, and close what is still open of it."""
+        """End `mpsctl web` if it still runs, and close its pipes."""
         self.process.kill()
         self.process.wait(timeout=30)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -99,7 +99,7 @@ class Web:
                 pipe.close()
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
-        """End it, and return its exit status and what it said on stderr."""
+        """End `mpsctl web`, and return its exit status and its stderr."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         _, said = self.process.communicate(timeout=30)
@@ -108,7 +108,7 @@ class Web:
 
 @pytest.fixture(scope="module")
 def shared_web(shared_node: Node) -> Iterator[Web]:
-    """Give a `mpsctl web` that all tests of a module share."""
+    """Start a `mpsctl web` that all tests of a module share."""
     web = Web(shared_node.socket)
     yield web
     web.end()
@@ -116,7 +116,7 @@ def shared_web(shared_node: Node) -> Iterator[Web]:
 
 @pytest.fixture
 def make_web() -> Iterator[Callable[..., Web]]:
-    """Give a maker of `mpsctl web`, for tests that end theirs."""
+    """Return a function that starts a `mpsctl web`, for tests that end it."""
     made: list[Web] = []
 
     def make(socket: Path | str, *arguments: str, **options: Any) -> Web:
@@ -130,7 +130,7 @@ def make_web() -> Iterator[Callable[..., Web]]:
 
 @pytest.fixture(scope="module")
 def browser(private_root: Path) -> Iterator[Browser]:
-    """Give a browser that all tests of a module share."""
+    """Start a browser that all tests of a module share."""
     profile = private_root / "chromium"
     with Browser(profile) as started:
         yield started
@@ -139,7 +139,7 @@ def browser(private_root: Path) -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(make_web: Callable[..., Web], browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Give a function that opens the page of a node in a tab of its own, and waits until it shows the node."""
+    """Return a function that opens the page of a node in a new tab, and waits until the page shows the node."""
     opened: list[Page] = []
 
     def open_(node: Node, *, width: int = 1200) -> Page:

@@ -1,4 +1,4 @@
-"""The last day on the page is the one of `GET /v1/history`."""
+"""The last day on the page agrees with `GET /v1/history`."""
 
 import os
 from collections.abc import Callable
@@ -22,13 +22,13 @@ READ = """[...document.querySelectorAll('#history-list > article')].map(card => 
 
 
 def hours(seconds: float) -> str:
-    """Print seconds of something as hours, as `mpsctl usage` does."""
+    """Format an amount times seconds in hours, as `mpsctl usage` does."""
     found = seconds / 3600
     return f"{found:.2f}" if found >= 1 or not found else f"{found:.4f}"
 
 
 def test_history(make_node: Callable[..., Node], open_page: Callable[..., Page]) -> None:
-    """Each GPU has its totals, its course as two pictures with names, and the hours of it as a table."""
+    """Each GPU has its totals, two charts with accessible names, and a table of hours."""
     node = make_node().start()
     lease = node.request("POST", "/v1/leases", {"threads": 50, "memory": "8GiB", "gpu": "0", "pid": os.getpid()}).json
     path = "/v1/history?by=gpu&since=86400"

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, beside a living node: it shows what the API answers, and does what its buttons say."""
+"""The page in a real Chromium with a running node: it shows the API's answers, and its buttons have their effects."""
 
 import json
 import os
@@ -23,25 +23,25 @@ pytestmark = pytest.mark.browser
 Open = Callable[..., Page]
 
 HOSTILE: Final = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
-"""A name that is HTML, where anything takes it for such."""
+"""A name that would act as HTML if the page took it for HTML."""
 
 ROWS: Final = """[...document.querySelectorAll('#{}-table tbody tr')].map(row =>
     Object.fromEntries([...row.cells].map(cell => [cell.dataset.heading, cell.innerText.trim()])))"""
 
 
 ASKED: Final = "performance.getEntriesByType('resource').filter(each => each.name.endsWith('/page/node')).length"
-"""How often the page was answered what the node is."""
+"""The number of answers of /page/node that the page has received."""
 
 
 def rows(page: Page, table: str) -> list[dict[str, str]]:
-    """Return what a table shows, by its headings."""
+    """Return the rows of a table, each by its headings."""
     found: list[dict[str, str]] = page.do(ROWS.format(table))
     return found
 
 
 @pytest.fixture
 def leases(node: Node) -> Iterator[list[str]]:
-    """Give a node with three leases and one that waits; the last is of a hostile name."""
+    """Start a node with three leases and one that waits; the last one has a hostile name."""
     wanted = [
         {"threads": 50, "memory": "8GiB", "gpu": "0", "name": "training"},
         {"threads": 12.5, "memory": "1536MiB", "gpu": "1", "name": "notebook", "ttl": 3600},
@@ -57,10 +57,10 @@ def leases(node: Node) -> Iterator[list[str]]:
 
 
 class TestContent:
-    """What the page shows is what the API answers."""
+    """The content of the page agrees with the API."""
 
     def test_node(self, node: Node, open_page: Open) -> None:
-        """The first line, what is not well and the counts are those of `mpsctl status`."""
+        """The first line, the problems and the counts agree with `mpsctl status`."""
         page = open_page(node)
         status = node.get("/v1/status").json
         said = node.mpsctl("status").stdout
@@ -78,7 +78,7 @@ class TestContent:
         assert status["version"] in counts
 
     def test_gpus(self, node: Node, leases: list[str], open_page: Open) -> None:
-        """Each GPU has its figures, and a slice for each lease, as wide as its part of the whole."""
+        """Each GPU has its figures, and a slice for each lease in proportion to its share."""
         page = open_page(node)
         shown = page.do("""[...document.querySelectorAll('#gpu-list > article')].map(card => ({
             heading: card.querySelector('h3').innerText,
@@ -124,7 +124,7 @@ class TestContent:
                 assert f" {row[word]} " in f"{printed[lease]} "
 
     def test_queue(self, node: Node, leases: list[str], open_page: Open) -> None:
-        """Who waits has a place and the reason, until that is over."""
+        """A waiting request has a place and a reason until it is granted."""
         page = open_page(node)
         (row,) = rows(page, "queue")
         waiting = next(each for each in node.get("/v1/leases").json["leases"] if each["state"] == "waiting")
@@ -142,7 +142,7 @@ class TestContent:
         )
 
     def test_events(self, node: Node, open_page: Open) -> None:
-        """Events are the sentences that `mpsctl events` prints, the latest first, and new ones come by themselves."""
+        """Events are the sentences of `mpsctl events`, the latest first, and new ones appear without a reload."""
         page = open_page(node)
         lease = node.request("POST", "/v1/leases", {"threads": 5, "memory": "1GiB", "pid": os.getpid()}).json["id"]
         page.wait(f"document.getElementById('event-list').innerText.includes('{lease}: granted')", "the event")
@@ -161,7 +161,7 @@ class TestContent:
         wait_until(lambda: shown() == printed(), what="the same events")
 
     def test_story(self, node: Node, leases: list[str], open_page: Open) -> None:
-        """A lease's story is the one of `mpsctl explain`; its address leads to it, and Back to the node."""
+        """A lease's story agrees with `mpsctl explain`; it has an address of its own, and Back returns to the node."""
         page = open_page(node)
         page.click(f"[...document.querySelectorAll('#lease-table a')].find(each => each.innerText === '{leases[0]}')")
         page.wait("document.querySelectorAll('#story .events li').length > 0", "the story")
@@ -183,7 +183,7 @@ class TestContent:
         assert not page.complaints()
 
     def test_texts_of_others(self, node: Node, leases: list[str], open_page: Open) -> None:
-        """A name that is HTML stands there as it is, wherever it is shown; the policy of the page was not needed."""
+        """The page shows a name with HTML as text everywhere, and without any violation of its policy."""
         page = open_page(node)
         page.open(f"{page.do('location.origin')}/#/story/{leases[2]}")
         page.wait("document.querySelectorAll('#story .events li').length > 0", "the story")
@@ -200,7 +200,7 @@ class TestContent:
 
     @pytest.mark.usefixtures("leases")
     def test_filter_and_order(self, node: Node, open_page: Open) -> None:
-        """The filter and the order are in the address, so that it shows the same again."""
+        """The filter and the order are in the address, so that the address shows the same view again."""
         page = open_page(node)
         page.click(
             "[...document.querySelectorAll('#lease-table th button')].find(each => each.innerText === 'Threads')"
@@ -220,7 +220,7 @@ class TestContent:
         assert page.do("document.getElementById('filter').value") == "ning"
 
     def test_mpsd_is_gone(self, make_node: Callable[..., Node], open_page: Open) -> None:
-        """While no mpsd answers, the page says so, and that what it shows is old; it recovers by itself."""
+        """While no mpsd answers, the page says so, and that its content is old; it recovers by itself."""
         node = make_node()
         page = open_page(node.start())
         node.end()
@@ -235,10 +235,10 @@ class TestContent:
 
 
 class TestSession:
-    """The page lives as long as its `mpsctl web`, in the one tab that opened it."""
+    """The page lives as long as its `mpsctl web`, and only in the tab that opened it."""
 
     def test_end(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
-        """When it ends, the page says so, forgets its session, and asks no more."""
+        """When `mpsctl web` ends, the page says so, forgets its session, and sends no more requests."""
         web = make_web(node.socket)
         page = browser.page(web.link)
         page.wait("!document.getElementById('overview').hidden", "the node")
@@ -253,7 +253,7 @@ class TestSession:
         page.close()
 
     def test_killed(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
-        """One that is killed is said to be gone, beside what was known last."""
+        """After SIGKILL of `mpsctl web`, the page says that it is gone, and keeps its last content."""
         web = make_web(node.socket)
         page = browser.page(web.link)
         page.wait("!document.getElementById('overview').hidden", "the node")
@@ -263,7 +263,7 @@ class TestSession:
         page.close()
 
     def test_used_link(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
-        """A link that was used shows nothing of the node, and says how to get another; so does none at all."""
+        """A page with a used link, or without one, shows nothing of the node, and says how to get a link."""
         web = make_web(node.socket)
         assert web.session
         for link, said in (
@@ -277,7 +277,7 @@ class TestSession:
             page.close()
 
     def test_pause(self, node: Node, open_page: Open) -> None:
-        """A page that is paused stays as it is, until it is not."""
+        """A paused page does not change until it is resumed."""
         page = open_page(node)
         page.click("document.getElementById('pause')")
         asked = page.do(ASKED)
@@ -290,10 +290,10 @@ class TestSession:
 
 
 class TestActions:
-    """Each button asks first, says what follows, and does it; whoever may not do a thing has no button for it."""
+    """Each button asks first, describes its effect, and has it; a user without the right has no button."""
 
     def test_hold_and_resume(self, node: Node, open_page: Open) -> None:
-        """A hold with its reason, and back."""
+        """A hold with its reason, and the resume after it."""
         page = open_page(node)
         page.click("document.querySelector('[aria-label=\"Hold gpu1\"]')")
         assert page.text("document.getElementById('question-heading')") == "Hold gpu1?"
@@ -303,7 +303,7 @@ class TestActions:
         page.press("Enter")
         assert "for a test" in node.wait_for_state("gpu1", "held")["because"]
         page.wait("document.querySelector('[aria-label=\"Resume gpu1\"]')", "the button that resumes")
-        held = as_here(node.daemons()["gpu1"]["because"])  # with the user's name, as mpsctl prints it
+        held = as_here(node.daemons()["gpu1"]["because"])  # it has the user's name, as mpsctl prints it
         assert held in page.text("document.getElementById('gpu-list')")
         page.click("document.querySelector('[aria-label=\"Resume gpu1\"]')")
         page.click("document.querySelector('#question button[type=submit]')")
@@ -342,7 +342,7 @@ class TestActions:
         )
 
     def test_release_and_renew(self, node: Node, leases: list[str], open_page: Open) -> None:
-        """A lease gets more time, and ends."""
+        """A renewal gives a lease more time, and a release ends it."""
         page = open_page(node)
         button = f"document.querySelector('[aria-label=\"{{}} {leases[1]} (notebook)\"]')"
         page.click(button.format("Renew"))
@@ -358,7 +358,7 @@ class TestActions:
         wait_until(lambda: node.get(f"/v1/leases/{leases[1]}").json["state"] == "ended", what="the lease to end")
 
     def test_refusal(self, node: Node, leases: list[str], open_page: Open) -> None:
-        """What mpsd refuses is said in the dialog with the way out, and nothing changes."""
+        """The dialog shows mpsd's refusal with its remedy, and nothing changes."""
         page = open_page(node)
         page.click(f"document.querySelector('[aria-label=\"Renew {leases[1]} (notebook)\"]')")
         page.do("document.querySelector('#question input').select()")
@@ -377,7 +377,7 @@ class TestActions:
     def test_another_user(
         self, make_node: Callable[..., Node], browser: Browser, make_web: Callable[..., Web], opened: str
     ) -> None:
-        """A user who is no administrator has no button for what is not its own, and sees of it what mpsd shows."""
+        """A user who is no administrator has buttons for its own leases only, and sees of others what mpsd shows."""
         is_open = opened == "true"
         node = make_node(config=f"[api]\nopen = {opened}\n").start()
         node.root.parent.chmod(0o711)

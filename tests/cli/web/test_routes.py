@@ -1,4 +1,4 @@
-"""Of all that can be asked for, `routes` passes on what is spelled as the API's document spells it."""
+"""`routes` passes on only requests that are spelled as in the API's document."""
 
 import re
 from typing import Final
@@ -30,7 +30,7 @@ _PLAIN: Final = re.compile(r"(/[A-Za-z0-9._-]+)+(\?[A-Za-z0-9_=&:.+-]*)?", re.AS
 
 @given(TARGETS)
 def test_one_spelling(target: str) -> None:
-    """Whatever is passed on has plain segments that lead nowhere else, and a query for the history alone."""
+    """A path that is passed on has only plain segments that stay in place, and only the history has a query."""
     if methods_of(target):
         assert _PLAIN.fullmatch(target)
         assert not {"", ".", ".."} & {*target.partition("?")[0].split("/")[1:]}
@@ -38,7 +38,7 @@ def test_one_spelling(target: str) -> None:
 
 
 def test_some_are_passed_on() -> None:
-    """The routes that the page needs are."""
+    """The routes that the page needs are passed on."""
     assert methods_of("/v1/leases/lease-1") == {"DELETE"}
     assert methods_of("/v1/daemons/gpu0/hold") == {"POST"}
     assert methods_of("/v1/history?by=gpu&since=86400") == {"GET"}

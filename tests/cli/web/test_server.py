@@ -1,4 +1,4 @@
-"""The server of `mpsctl web` gives nothing to a stranger on the node, nor to a page of another site."""
+"""The server of `mpsctl web` serves neither other users of the node nor pages of other sites."""
 
 import contextlib
 import os
@@ -33,27 +33,27 @@ REQUESTS: Final = (
     ("POST", "/v1/daemons/gpu0/hold"),
     ("DELETE", "/v1/leases/lease-1"),
 )
-"""One of each kind that needs a session."""
+"""Requests that need a session, one of each kind."""
 
 
 @pytest.fixture
 def web(shared_web: Web) -> Web:
-    """Give the one of the module."""
+    """Return the `mpsctl web` of the module."""
     return shared_web
 
 
 def body_of(method: str) -> object:
-    """Return a body, where the method takes one."""
+    """Return a body if the method takes one."""
     return {} if method == "POST" else None
 
 
 class TestSession:
-    """Without a session of its own, no request learns or does anything."""
+    """A request without a session gets no data and has no effect."""
 
     @pytest.mark.parametrize(("method", "path"), REQUESTS)
     @pytest.mark.parametrize("said", [None, "Bearer ", "Bearer x", "Basic eDp4"])
     def test_none(self, web: Web, method: str, path: str, said: str | None) -> None:
-        """No header, an empty one, a wrong one and one of another kind are refused alike."""
+        """A missing header, an empty one, a wrong one and one of another kind get the same refusal."""
         headers = {"Authorization": said, "Origin": web.origin}
         answer = web.send(method, path, body_of(method), headers=headers)
         assert answer.status == 401
@@ -72,13 +72,13 @@ class TestSession:
 
     @pytest.mark.parametrize("token", ["", "x", "é", "\udcff", None, 1, ["x"]])
     def test_wrong_token(self, web: Web, token: object) -> None:
-        """Whatever is no token opens nothing."""
+        """A text that is no token opens no session."""
         answer = web.send("POST", "/page/session", {"token": token}, headers={"Origin": web.origin})
         assert answer.status in {400, 403}
         assert b'"session"' not in answer.body
 
     def test_links_differ(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """No two links have the same token, which has 256 bits, and no argument or variable has it."""
+        """Every link has a different token of 256 bits, which appears in no argument and no variable."""
         first, second = make_web(node.socket), make_web(node.socket)
         assert first.token != second.token
         assert len(first.token) == 43
@@ -88,28 +88,28 @@ class TestSession:
 
 
 class TestSites:
-    """A request that another site may have had a browser send is refused, session or not."""
+    """The server refuses every request that another site may have caused, with or without a session."""
 
     @pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("GET", "/page.js"), *REQUESTS])
     @pytest.mark.parametrize(
         "host", [None, "evil.example", f"{HOST}", "evil.example:{port}", "localhost.evil.example:{port}"]
     )
     def test_host(self, web: Web, method: str, path: str, host: str | None) -> None:
-        """A name that leads to the loopback address (DNS rebinding) is not the page's."""
+        """A foreign host name that resolves to the loopback address (DNS rebinding) is refused."""
         headers = {"Host": host and host.format(port=web.port), "Origin": web.origin}
         answer = web.ask(method, path, body_of(method), headers=headers)
         assert answer.status == 403
         assert f"ssh -L {web.port}" in answer.json["hint"]
 
     def test_two_hosts(self, web: Web) -> None:
-        """A request that names two hosts names none."""
+        """A request with two hosts is refused."""
         with connected(web) as connection:
             own = f"Host: {HOST}:{web.port}\r\n"
             connection.sendall(f"GET /page.js HTTP/1.1\r\n{own}{own}Connection: close\r\n\r\n".encode())
             assert received(connection).startswith(b"HTTP/1.1 403 ")
 
     def test_localhost_is_the_page_too(self, web: Web) -> None:
-        """Localhost is the other name of it."""
+        """`localhost` is a valid host name of the server."""
         host = f"localhost:{web.port}"
         answer = web.ask("GET", "/page/node", headers={"Host": host, "Origin": f"http://{host}"})
         assert answer.status == 200
@@ -127,7 +127,7 @@ class TestSites:
         ],
     )
     def test_origin(self, web: Web, method: str, path: str, origin: str) -> None:
-        """An origin that is not the page's own to the letter is refused; so is another name of the same server."""
+        """An origin that differs from the page's own in any letter is refused, even with the server's other name."""
         origin = origin.format(host=f"{HOST}:{web.port}", port=web.port)
         answer = web.ask(method, path, body_of(method), headers={"Origin": origin})
         assert answer.status == 403
@@ -135,29 +135,29 @@ class TestSites:
 
     @pytest.mark.parametrize("method", ["POST", "DELETE"])
     def test_no_origin(self, web: Web, method: str) -> None:
-        """What changes something names where it comes from."""
+        """A request that changes anything must have an origin."""
         path = {"POST": "/v1/daemons/gpu0/hold", "DELETE": "/v1/leases/lease-1"}[method]
         assert web.ask(method, path, body_of(method), headers={"Origin": None}).status == 403
 
     @pytest.mark.parametrize("site", ["cross-site", "same-site", "none", ""])
     @pytest.mark.parametrize(("method", "path"), REQUESTS)
     def test_fetch_metadata(self, web: Web, method: str, path: str, site: str) -> None:
-        """What the browser itself says of a request is believed before all else."""
+        """The browser's own header about the site of a request has precedence."""
         assert web.ask(method, path, body_of(method), headers={"Sec-Fetch-Site": site}).status == 403
 
     @pytest.mark.parametrize("destination", ["iframe", "frame", "embed", "object", "script", "image", ""])
     def test_page_as_a_part_of_another(self, web: Web, destination: str) -> None:
-        """The document may be opened from anywhere, and be a part of nothing."""
+        """A link on any site may open the document, but no site may embed it."""
         said = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": destination}
         assert web.send("GET", "/", headers=said).status == 403
         assert web.send("GET", "/", headers={**said, "Sec-Fetch-Dest": "document"}).status == 200
 
     def test_script_for_another_site(self, web: Web) -> None:
-        """The page's modules are for the page."""
+        """No other site may load the page's modules."""
         assert web.send("GET", "/page.js", headers={"Sec-Fetch-Site": "same-site"}).status == 403
 
     def test_headers(self, web: Web) -> None:
-        """Every answer forbids frames, foreign scripts and guessed types, and allows no other origin."""
+        """Every answer forbids frames, foreign scripts and type sniffing, and allows no other origin."""
         answers = [
             web.send("GET", "/"),
             web.send("GET", "/page.js"),
@@ -178,7 +178,7 @@ class TestSites:
             assert "Set-Cookie" not in each.headers
 
     def test_preflight(self, web: Web) -> None:
-        """A browser that asks whether another site may send a request is told no."""
+        """A preflight request from another site gets a refusal."""
         said = {"Origin": "http://evil.example", "Access-Control-Request-Method": "DELETE"}
         answer = web.send("OPTIONS", "/v1/leases/lease-1", headers=said)
         assert answer.status == 501
@@ -186,7 +186,7 @@ class TestSites:
 
 
 class TestRoutes:
-    """Of the API, the page passes on what it needs, and nothing else."""
+    """The server passes on only the routes that the page needs."""
 
     @pytest.mark.parametrize(
         ("method", "path"),
@@ -223,12 +223,12 @@ class TestRoutes:
         ],
     )
     def test_nothing_else(self, web: Web, method: str, path: str) -> None:
-        """Other routes, other spellings and other files are not there."""
+        """Other routes, other spellings and other files do not exist."""
         path = path.replace("%0d%0aX: y", "%0d%0aX:y")
         assert web.ask(method, path, body_of(method)).status in {404, 405}
 
     def test_the_table_is_of_the_api(self, node: Node) -> None:
-        """Each row is a route of mpsd, so that none outlives its route."""
+        """Each row is a route of mpsd, so a row cannot outlive its route."""
         document = node.get("/v1/openapi.json").json["paths"]
         there = {(method.upper(), path) for path, row in document.items() for method in row}
         rows = {(each.method, re.sub(re.escape(routes.NAME), "{}", each.path.pattern)) for each in routes.PASSED_ON}
@@ -237,18 +237,18 @@ class TestRoutes:
 
     @pytest.mark.parametrize("method", ["PUT", "PATCH", "TRACE", "CONNECT", "OPTIONS", "get"])
     def test_methods(self, web: Web, method: str) -> None:
-        """A method that the page does not use is not served."""
+        """A method that the page does not use is refused."""
         assert web.ask(method, "/page/node").status == 501
 
     def test_wrong_method(self, web: Web) -> None:
-        """A path names the methods that it takes."""
+        """A refused method gets the list of allowed methods."""
         answer = web.ask("DELETE", "/page/node")
         assert answer.status == 405
         assert answer.headers["Allow"] == "GET"
         assert web.ask("POST", "/", {}).status == 405
 
     def test_secrets_stay(self, web: Web, node: Node) -> None:
-        """The token in a lease's environment, which makes a process a part of it, leaves in no answer."""
+        """No answer contains the token in a lease's environment, which makes a process a member of the lease."""
         lease = node.request(
             "POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "ttl": 60, "pid": os.getpid()}
         ).json
@@ -262,7 +262,7 @@ class TestRoutes:
 
 
 class TestHostileInput:
-    """What is too large, too slow or no HTTP costs nobody else anything."""
+    """Input that is too large, too slow or no HTTP does not disturb other clients."""
 
     @pytest.mark.parametrize(
         "sent",
@@ -278,10 +278,10 @@ class TestHostileInput:
         ],
     )
     def test_no_http(self, web: Web, sent: bytes) -> None:
-        """It is refused or disconnected, and the server serves the next."""
+        """Input that is no HTTP is refused or disconnected, and the server continues to serve."""
         with connected(web) as connection:
             connection.sendall(sent)
-            with contextlib.suppress(OSError):  # it has disconnected already
+            with contextlib.suppress(OSError):  # the server has already disconnected
                 connection.shutdown(socket.SHUT_WR)
             answer = received(connection)
         assert answer == b"" or re.match(rb"HTTP/1\.[01] [45]\d\d |\{", answer), answer
@@ -303,13 +303,13 @@ class TestHostileInput:
         ],
     )
     def test_bodies(self, web: Web, body: bytes, headers: dict[str, str | None], status: int) -> None:
-        """A body is a JSON object of a length that is said; no form of another site is one."""
+        """A body is a JSON object with a stated length, which no form of another site can be."""
         answer = web.ask("POST", "/v1/daemons/gpu0/resume", body, headers=headers)
         assert answer.status == status
         assert answer.headers["Connection"] == "close"
 
     def test_too_many(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """Connections beyond a number are turned away, and there is a place again once one has left."""
+        """Excess connections are refused, and a place is free again once a connection closes."""
         web = make_web(node.socket)
         with contextlib.ExitStack() as stack:
             for _ in range(MOST):
@@ -320,7 +320,7 @@ class TestHostileInput:
         wait_until(lambda: web.send("GET", "/").status == 200, what="a place", not_yet=(OSError,))
 
     def test_slow_request(self, web: Web) -> None:
-        """A request that has begun is whole within its time, however often a byte of it comes; else it is cut off."""
+        """A request that is not complete by its deadline is disconnected, although bytes keep arriving."""
         with connected(web) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n")
 
@@ -336,11 +336,11 @@ class TestHostileInput:
 
 
 class TestStrangers:
-    """Whoever else has an account on the node gets nothing from the port, even with the link."""
+    """Other users of the node get nothing from the port, even with the link."""
 
     @needs_root
     def test_another_user(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """A connection of another uid is closed unread, with a word and without the page."""
+        """The server closes a connection of another uid unread, after a short message and without the page."""
         web = make_web(node.socket)
         answer = as_nobody(web, f"GET / HTTP/1.1\r\nHost: {HOST}:{web.port}\r\n\r\n")
         assert answer.startswith("HTTP/1.1 403 ")
@@ -349,21 +349,21 @@ class TestStrangers:
 
     @needs_root
     def test_another_user_with_a_session(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """It is refused with a session that works as well."""
+        """Another user is refused even with a valid session."""
         web = make_web(node.socket)
         request = f"GET /page/node HTTP/1.1\r\nHost: {HOST}:{web.port}\r\nAuthorization: Bearer {web.session}\r\n\r\n"
         assert as_nobody(web, request).startswith("HTTP/1.1 403 ")
 
     @needs_root
     def test_a_user_that_is_named(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """A user whose ssh forwards the port is let in by --for-user, and under sudo by itself."""
+        """`--for-user` admits a user whose ssh forwards the port; under sudo, the default is the calling user."""
         for arguments, more in ((("--for-user", f"{NOBODY}"), {}), ((), {"SUDO_UID": f"{NOBODY}"})):
             web = make_web(node.socket, *arguments, env={**os.environ, **more})
             answer = as_nobody(web, f"GET / HTTP/1.1\r\nHost: {HOST}:{web.port}\r\nConnection: close\r\n\r\n")
             assert answer.startswith("HTTP/1.1 200 ")
 
     def test_no_other_address(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """It listens on 127.0.0.1, and nowhere else."""
+        """The server listens on 127.0.0.1 only."""
         web = make_web(node.socket)
         with open("/proc/net/tcp") as file:  # noqa: PTH123 - /proc is not for pathlib
             addresses = {
@@ -375,11 +375,11 @@ class TestStrangers:
 
 
 class TestLife:
-    """It ends with who started it, and says so to the pages."""
+    """`mpsctl web` ends with the process that started it, and notifies the pages."""
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_signals(self, node: Node, make_web: Callable[..., Web], number: signal.Signals) -> None:
-        """A signal ends it as it ends any program, and nothing listens any more; an open page is told."""
+        """A signal ends it with the usual exit status; the port is closed, and an open page is notified."""
         web = make_web(node.socket)
         request = f"GET /page/events HTTP/1.1\r\nHost: {HOST}:{web.port}\r\nAuthorization: Bearer {web.session}\r\n\r\n"
         with connected(web) as stream:
@@ -391,7 +391,7 @@ class TestLife:
             connected(web).__enter__()
 
     def test_parent(self, node: Node) -> None:
-        """It ends when the process that started it is gone, whatever that was."""
+        """It ends when its parent is gone, for any kind of parent."""
         program = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "web"]
         shell = 'trap "" HUP; "$@" </dev/null & read stop'
         with subprocess.Popen(
@@ -399,12 +399,12 @@ class TestLife:
         ) as parent:
             assert parent.stdout is not None
             port = int(parent.stdout.readline().split(":")[2].partition("/")[0])
-            parent.communicate(timeout=30)  # it ends once its input does, and mpsctl holds its output until it ends too
+            parent.communicate(timeout=30)  # the parent ends with its input; mpsctl keeps the output open
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HOST, port))
 
     def test_reader_of_its_link(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """It ends when nobody can read another link of it."""
+        """It ends when its output has no reader for another link."""
         web = make_web(node.socket)
         assert web.process.stdout is not None
         web.process.stdout.close()
@@ -413,7 +413,7 @@ class TestLife:
         assert "is gone" in web.process.stderr.read()
 
     def test_terminal(self, node: Node, make_web: Callable[..., Web]) -> None:
-        """On a terminal, Enter prints another link, which opens another session; it ends with the terminal."""
+        """On a terminal, Enter prints another link, which opens another session; the server ends with the terminal."""
         own, theirs = pty.openpty()
         web = make_web(node.socket, stdin=theirs)
         os.close(theirs)
@@ -428,7 +428,7 @@ class TestLife:
         assert web.process.wait(timeout=30) in {0, -signal.SIGHUP}
 
     def test_open(self, node: Node, make_web: Callable[..., Web], short_tmp: Path) -> None:
-        """A browser is called with a private file that leads to a link: arguments are everybody's to read."""
+        """The browser's argument is a private file that leads to the link, since every user can read arguments."""
         browser = short_tmp / "browser"
         browser.write_text(
             f"#!/bin/sh\nfile=${{1#file://}}\nls -l $file >{short_tmp}/mode\ncat $file >{short_tmp}/page\n"
@@ -451,7 +451,7 @@ class TestLife:
         assert not directory.exists()
 
     def test_mpsd_is_gone(self, make_node: Callable[..., Node], make_web: Callable[..., Web]) -> None:
-        """While no mpsd answers, the page is told why and what to do; the next mpsd answers it without more ado."""
+        """While no mpsd answers, requests get the reason and the remedy; a new mpsd answers them again."""
         node = make_node()
         node.start()
         web = make_web(node.socket)
@@ -466,13 +466,13 @@ class TestLife:
         assert web.ask("GET", "/page/node").status == 200
 
     def test_taken_port(self, web: Web, node: Node) -> None:
-        """A port that another program has is a matter of configuration."""
+        """A port in use is an error of configuration."""
         done = node.mpsctl("web", "--port", f"{web.port}")
         assert done.returncode == 78
         assert f"cannot listen on {HOST}, port {web.port}: Address already in use" in done.stderr
 
     def test_no_mpsd(self, node: Node, short_tmp: Path) -> None:
-        """Without an mpsd it says so, and serves nothing."""
+        """Without an mpsd, it says so, and does not serve."""
         done = subprocess.run(
             [sys.executable, "-m", "mpsd.cli.main", "--socket", f"{short_tmp}/none", "web"],
             capture_output=True, text=True, check=False, timeout=30, cwd=ROOT,
@@ -483,13 +483,13 @@ class TestLife:
 
 @contextlib.contextmanager
 def connected(web: Web) -> Iterator[socket.socket]:
-    """Connect to the port, for as long as the block lasts."""
+    """Connect to the port for the time of the block."""
     with socket.create_connection((HOST, web.port), timeout=30) as connection:
         yield connection
 
 
 def received(connection: socket.socket) -> bytes:
-    """Return all that comes until the other side closes."""
+    """Return all bytes until the other side closes the connection."""
     pieces = []
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(65536):
@@ -516,7 +516,7 @@ with socket.socket() as connection:
 
 
 def as_nobody(web: Web, request: str) -> str:
-    """Return what a user without rights is answered."""
+    """Return the answer to a user without rights."""
     return subprocess.run(
         [sys.executable, "-I", "-c", _STRANGER, str(web.port), str(NOBODY), request],
         capture_output=True,

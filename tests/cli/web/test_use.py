@@ -1,4 +1,4 @@
-"""The page for every user: by keyboard, with a screen reader, on a phone, light and dark; and for an hour."""
+"""The page for every user: by keyboard, with a screen reader, on a phone, light and dark; and over a long time."""
 
 import json
 import os
@@ -41,12 +41,12 @@ CONTRAST: Final = """(() => {
     }
     return low;
 })()"""
-"""Texts whose contrast with what they stand on is below 4.5 (WCAG 2.2, 1.4.3)."""
+"""Texts whose contrast with their background is below 4.5 (WCAG 2.2, 1.4.3)."""
 
 
 @pytest.fixture
 def leased(node: Node) -> Node:
-    """Give a node with a lease on each GPU, and one of a name without an end."""
+    """Start a node with a lease on each GPU, one of them with a very long name."""
     for number, name in ((0, "training"), (1, "x" * 64)):
         request = {"threads": 30, "memory": "4GiB", "gpu": f"{number}", "name": name, "pid": os.getpid(), "ttl": 3600}
         assert node.request("POST", "/v1/leases", request).status == 201
@@ -54,7 +54,7 @@ def leased(node: Node) -> Node:
 
 
 def focused(page: Page) -> str:
-    """Return what a screen reader says of what has the focus: role and name."""
+    """Return the role and the accessible name of the focused element."""
     for each in page.call("Accessibility.getFullAXTree")["nodes"]:
         properties = {item["name"]: item["value"].get("value") for item in each.get("properties", [])}
         if properties.get("focused") and each["role"]["value"] != "RootWebArea":
@@ -63,7 +63,7 @@ def focused(page: Page) -> str:
 
 
 def test_keyboard(leased: Node, open_page: Open) -> None:
-    """Tab leads to every control, in the order of the page, and the focus is seen; Enter holds a control daemon."""
+    """Tab reaches every control in the order of the page, the focus is visible, and Enter holds a control daemon."""
     page = open_page(leased)
     page.do("document.activeElement.blur()")
     stops = []
@@ -101,7 +101,7 @@ def test_keyboard(leased: Node, open_page: Open) -> None:
 
 
 def test_focus_stays(leased: Node, open_page: Open) -> None:
-    """What has the focus keeps it while the node changes around it."""
+    """The focused element keeps the focus while the node changes."""
     page = open_page(leased)
     page.do("document.querySelector('#lease-table tbody button').focus()")
     before = focused(page)
@@ -115,7 +115,7 @@ def test_focus_stays(leased: Node, open_page: Open) -> None:
 
 @pytest.mark.parametrize("width", [1200, 360])
 def test_screen_reader(leased: Node, open_page: Open, width: int) -> None:
-    """Every control has a name, every table a caption and headings, every bar its figures, also on a phone."""
+    """Every control has a name, every table a caption and headings, every bar its figures, on a phone too."""
     page = open_page(leased, width=width)
     found = page.accessible()
     controls = [
@@ -145,7 +145,7 @@ def test_screen_reader(leased: Node, open_page: Open, width: int) -> None:
 
 
 def test_what_is_announced(leased: Node, open_page: Open) -> None:
-    """A death of a control daemon is said aloud, in the sentence of the event, and so is the health that changes."""
+    """Live regions announce a death of a control daemon, with the event's sentence, and a change of health."""
     page = open_page(leased)
     page.wait("document.querySelectorAll('#event-list li').length > 3", "the events")
     page.do("""{ const spoken = document.getElementById('announcement');
@@ -159,7 +159,7 @@ def test_what_is_announced(leased: Node, open_page: Open) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast(leased: Node, open_page: Open, scheme: str) -> None:
-    """Every text stands out from its ground, light and dark, in a dialog too."""
+    """Every text has enough contrast with its background, light and dark, in a dialog too."""
     page = open_page(leased)
     page.prefer(scheme)
     assert page.do(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
@@ -174,7 +174,7 @@ def test_contrast(leased: Node, open_page: Open, scheme: str) -> None:
 
 @pytest.mark.parametrize("width", [320, 360, 768, 1024, 1160])
 def test_width(leased: Node, open_page: Open, width: int) -> None:
-    """Nothing is wider than the screen, whatever a lease is called: not the page, its dialogs, nor a story."""
+    """The page, its dialogs and a story fit the width of the screen, for any name of a lease."""
     page = open_page(leased, width=width)
     wide = f"""[...document.querySelectorAll('body *')].filter(each => each.checkVisibility()
         && !each.closest('.unseen, th:not(:has(button)), .skip') && each.getBoundingClientRect().right > {width} + 0.5
@@ -193,7 +193,7 @@ def test_width(leased: Node, open_page: Open, width: int) -> None:
 
 
 def test_weight(node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
-    """The whole page is small, comes from its own server alone, and violates nothing of its own policy."""
+    """The whole page is small, comes from its own server only, and does not violate its own policy."""
     web = make_web(node.socket)
     page = browser.page(web.link)
     page.wait("!document.getElementById('overview').hidden", "the node")
@@ -202,23 +202,23 @@ def test_weight(node: Node, browser: Browser, make_web: Callable[..., Web]) -> N
     weight = sum(len(web.send("GET", each.removeprefix(web.origin)).body) for each in {*asked} if is_file(each))
     assert 10000 < weight < MOST
     assert not page.complaints()
-    assert page.do("location.hash") == "#/"  # no token in the address, nor where Back leads
+    assert page.do("location.hash") == "#/"  # neither the address nor the history of the tab has the token
     assert not [each for each in page.call("Page.getNavigationHistory")["entries"] if web.token in each["url"]]
     page.close()
 
 
 def is_file(url: str) -> bool:
-    """Tell whether an address is one of the page's files."""
+    """Tell whether an address belongs to a file of the page."""
     return "/page/" not in url and "/v1/" not in url
 
 
 def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
-    """Thousands of events and hundreds of leases leave the page as large as a few of them: nothing is kept for ever."""
+    """Thousands of events and hundreds of leases do not make the page larger than a few: it keeps nothing for ever."""
     node = make_node(config="[api]\nlines_per_uid = 100000\n").start()
     page = open_page(node)
 
     def live(leases: int) -> tuple[int, dict[str, int]]:
-        """Have so many leases come and go, with events of refusals between them; return what the page has then."""
+        """Grant and end this many leases, with refusals between them; return the page's heap and counters afterwards."""
         lease = ""
         with Api(str(node.socket)) as api:
             for _ in range(leases):
@@ -250,14 +250,14 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
 
 
 class TestOtherSites:
-    """Another site in the same browser gets nothing of the page, whatever it tries."""
+    """Another site in the same browser gets nothing of the page by any means."""
 
     def test_attacks(self, node: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
         """Fetches, forms, frames, scripts, images, sockets and event streams, from another origin."""
         victim, evil = make_web(node.socket), make_web(node.socket)
         open_ = browser.page(victim.link)
         open_.wait("!document.getElementById('overview').hidden", "the victim's page")
-        page = browser.page(f"http://localhost:{evil.port}/style.css")  # another origin, of a server that is there
+        page = browser.page(f"http://localhost:{evil.port}/style.css")  # another origin with an existing server
         page.wait("location.port !== ''", "the other origin")
         page.call("Page.setBypassCSP", enabled=True)
         page.call("Page.reload")
@@ -289,13 +289,13 @@ class TestOtherSites:
         page.wait("document.readyState === 'complete'", "the form's answer")
         assert node.daemons()["gpu0"]["state"] == "ready"
         said = {"Origin": victim.origin}
-        assert victim.send("POST", "/page/session", {"token": victim.token}, headers=said).status == 403  # used, once
+        assert victim.send("POST", "/page/session", {"token": victim.token}, headers=said).status == 403  # it is used
         page.close()
         open_.close()
 
 
 def framed(target: str) -> str:
-    """Return a script that frames a page and says whether it has anything in it."""
+    """Return a script that frames a page and reports whether the frame has content."""
     return f"""new Promise(done => {{
         const frame = document.createElement('iframe');
         frame.src = '{target}/';
@@ -306,7 +306,7 @@ def framed(target: str) -> str:
 
 
 def loaded(tag: str, attribute: str, url: str) -> str:
-    """Return a script that loads an address by an element, and says how that ended."""
+    """Return a script that loads an address by an element, and reports the outcome."""
     return f"""new Promise(done => {{
         const element = document.createElement('{tag}');
         if ('{tag}' === 'link') element.rel = 'stylesheet';

@@ -1,4 +1,4 @@
-"""The trace of a request, by its `traceparent` header, is in the events that it causes, and in no others."""
+"""The trace of a request, from its `traceparent` header, is in the events that the request causes, and in no others."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ FACTS: Final = {"trace_id": TRACE, "span_id": SPAN}
     [HEADER, f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-01", f"fe-{TRACE}-{SPAN}-01-of-a-later-version"],
 )
 def test_valid(header: str) -> None:
-    """A header of this version, or of a later one that begins alike, names a trace and a span."""
+    """A header of this version, or of a later version with the same prefix, names a trace and a span."""
     assert parse(header.encode()) == FACTS
 
 
@@ -52,12 +52,12 @@ def test_valid(header: str) -> None:
     ],
 )
 def test_not_valid(header: str) -> None:
-    """Anything else names none, as the standard has it."""
+    """Any other header names none, as the standard requires."""
     assert parse(header.encode()) is None
 
 
 def test_what_is_called_back_later_is_of_no_trace() -> None:
-    """Only the task that answers a request is of its trace: no callback, and no other task, that it leaves behind."""
+    """Only the task that answers a request has its trace; later callbacks and other tasks that it started have none."""
     with TemporaryFile("w+", encoding="utf-8") as stream:
         log = configure(LogFormat.JSON, stream=stream)
 
@@ -87,17 +87,17 @@ def node(node_for_all: Start) -> Node:
 
 
 def ask(node: Node, method: str, path: str, body: object = None, header: str | None = HEADER) -> Any:
-    """Send a request of a trace."""
+    """Send a request with a trace."""
     return node.request(method, path, body, headers={} if header is None else {"traceparent": header})
 
 
 def traced(line: dict[str, Any]) -> dict[str, Any]:
-    """Return what an event says of a trace."""
+    """Return the trace and the span in an event."""
     return {name: line[name] for name in ("trace_id", "span_id") if name in line}
 
 
 def test_a_lease(node: Node) -> None:
-    """The grant and the end of a lease are of the traces of their requests; without a header, of none."""
+    """The grant and the end of a lease have the traces of their requests, and without a header none."""
     lease = ask(node, "POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).json["id"]
     other = "1" * 32
     ask(node, "DELETE", f"/v1/leases/{lease}", header=f"00-{other}-{SPAN}-01")
@@ -111,7 +111,7 @@ def test_a_lease(node: Node) -> None:
 
 
 def test_a_refusal_and_an_operation(node: Node) -> None:
-    """So are a refusal, and the begin of an operation."""
+    """A refusal, and the begin of an operation, have the traces of their requests."""
     assert ask(node, "POST", "/v1/leases", {"threads": 1, "memory": "900GiB"}).status == 422
     operation = ask(node, "POST", "/v1/daemons/gpu0/drain").json["id"]
     ask(node, "POST", "/v1/daemons/gpu0/resume", header=None)
@@ -121,7 +121,7 @@ def test_a_refusal_and_an_operation(node: Node) -> None:
 
 
 def test_who_waits(node: Node) -> None:
-    """A request that waits keeps its trace for its grant, though another request's end brings that about."""
+    """A waiting request keeps its trace for its grant, although the end of another lease causes the grant."""
     first = ask(node, "POST", "/v1/leases", {"threads": 100, "memory": "1MiB"}, header=None).json["id"]
     with connect(node.socket) as caller:
         body = {"threads": 100, "memory": "1MiB", "wait": 30}
@@ -138,7 +138,7 @@ def test_who_waits(node: Node) -> None:
 
 
 def test_one_connection(node: Node) -> None:
-    """On one connection each request is of its own trace, and two headers are as good as none."""
+    """On one connection, each request has its own trace; a request with two headers has none."""
     before = len(node.events("lease_granted"))
     with connect(node.socket) as caller:
         for headers in ([f"traceparent: {HEADER}"], [], [f"traceparent: {HEADER}"] * 2):

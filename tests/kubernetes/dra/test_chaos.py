@@ -1,4 +1,4 @@
-"""No lease leaks, is doubled, or ends under a container, whatever dies between Prepare and the container's end.
+"""No lease leaks, doubles or ends before its container, for any death between Prepare and the container's end.
 
 Pods with claims come and go on a node whose kubelet, driver, mpsd and containers are killed at random, also in the
 middle of a step; some pods are deleted by force while no program is there to unprepare their claims. In CI there are a

@@ -1,4 +1,4 @@
-"""No lease leaks, is doubled, or ends under a container, whatever dies between Allocate and the container's end.
+"""No lease leaks, doubles or ends before its container, for any death between Allocate and the container's end.
 
 Pods come and go on a node whose kubelet, plugin, mpsd and containers are killed at random, also in the middle of a
 step. In CI there are a few kills; by hand, as many as you set:

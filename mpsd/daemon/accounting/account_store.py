@@ -294,7 +294,7 @@ def stored_usage(accounts: Database, events: Database, half_life: float) -> dict
         if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
             continue
         if not isfinite(value + noted):
-            continue  # only a defect could have written it, and losing the usage of one user harms nobody
+            continue  # only a defect could have written it; losing the usage of one user does no harm
         passed = max(wall - noted, 0.0)
         found[uid] = Account(value * 0.5 ** (passed / half_life), 0.0, now)
     return found

@@ -226,7 +226,7 @@ CATALOGUE: Final = {
     EventName.LEASE_EXPIRING: _of_lease("clients because hint", "The time to live of a lease expires soon."),
     EventName.LEASE_EXPIRED: _of_lease("clients because", "The time to live of a lease has expired."),
     EventName.LEASES_RESTORED: EventKind("info", "leases ended", "A new mpsd has taken up the leases of the last one."),
-    EventName.LEASE_NOT_RESTORED: EventKind("error", "lease gpus because", "A stored lease cannot be understood."),
+    EventName.LEASE_NOT_RESTORED: EventKind("error", "lease gpus because", "A stored lease cannot be parsed."),
     EventName.LEASE_NOT_RESTORED_ENDED: EventKind("info", "lease because", "A GPU is no longer held for such a lease."),
     EventName.LEASES_INCOMPLETE: EventKind(
         "error", "daemon gpu pids because", "A GPU may have clients of unknown leases."

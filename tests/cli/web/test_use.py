@@ -218,7 +218,7 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
     page = open_page(node)
 
     def live(leases: int) -> tuple[int, dict[str, int]]:
-        """Grant and end this many leases, with refusals between them; return the page's heap and counters afterwards."""
+        """Grant and end this many leases, with refusals between them; return the heap and counters of the page."""
         lease = ""
         with Api(str(node.socket)) as api:
             for _ in range(leases):

@@ -49,7 +49,7 @@ class GroupCommit:
 
         `account` receives the leases of each logged turn, in the state that was stored. `find` returns a lease that has
         not ended. `finish` is called before a turn is stored, to make the decisions that follow from those of the turn.
-        `refuse` is called for each lease that was to be granted, or to wait, and could not be stored.
+        `refuse` is called for each lease, granted or waiting, that could not be stored.
         """
         self.trouble = ""
         """The reason why nothing can be stored now; empty if all is well."""

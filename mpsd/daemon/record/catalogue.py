@@ -58,7 +58,7 @@ FACTS: Final = {
     "gpus": "The UUIDs of GPUs.",
     "health": "`ok`, `unknown`, `faulty`, `unsupported` or `misconfigured`.",
     "hint": "The remedy.",
-    "how": "The way in which a process ended.",
+    "how": "The end of a process, such as its exit status or its signal.",
     "index": "The index of a GPU.",
     "kind": "The kind of the violation.",
     "lease": "The id of a lease.",

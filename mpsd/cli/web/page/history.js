@@ -9,7 +9,7 @@ const HOUR = 3600000;
 const HEIGHT = 100;
 const GIB = 1024 ** 3;
 
-/** Read the history and show it. An mpsd without a history is no error. */
+/** Read the history and show it. An mpsd without a history is not an error. */
 export async function readHistory(gpus) {
   let found;
   try {

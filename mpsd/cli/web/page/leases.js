@@ -72,7 +72,7 @@ export function arranged(node, principal, view) {
   });
 }
 
-/** Make the headings once. The first click on a heading sorts, the second reverses the order, the third ends sorting. */
+/** Make the headings once. The first click on a heading sorts, the second reverses it, the third undoes it. */
 export function prepareTables(view, change) {
   const sortable = COLUMNS.map(([heading]) => make("th", { role: "columnheader", scope: "col" }, make("button", {
     type: "button",

@@ -1,7 +1,7 @@
 /*
  * The page shows mpsd's answers. It requests them again after each event, and every few seconds.
  *
- * The fragment of the address is the view: `#/` with the filter and order of the leases, `#/SECTION`, `#/story/SUBJECT`.
+ * The fragment of the address is the view: `#/` with filter and order of the leases, `#/SECTION`, `#/story/SUBJECT`.
  */
 
 import { Events, isGrave } from "./events.js";

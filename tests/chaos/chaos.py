@@ -104,7 +104,7 @@ class Chaos:
         for _ in range(self.dice.randrange(12)):
             self.look()
 
-    # -- those who use the node ----------------------------------------------------------------------------------------
+    # -- the users of the node -----------------------------------------------------------------------------------------
 
     def _member(self, daemon: str, *, goes: bool = False) -> Member:
         self.members.append(Member(self.node, daemon, goes=goes))
@@ -219,7 +219,7 @@ class Chaos:
             for each in self._at_work(first.daemon):
                 self._let_go(each, Member.leave)
 
-    # -- those who operate it ------------------------------------------------------------------------------------------
+    # -- the operators of the node -------------------------------------------------------------------------------------
 
     def operate(self) -> None:
         """Hold, drain, restart, resume or reset a control daemon."""

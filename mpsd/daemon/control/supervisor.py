@@ -206,8 +206,8 @@ class Supervisor:
     def renew_for(self, uid: int) -> bool:
         """Request a replacement where the last user was another one, and is gone; tell whether one is in progress.
 
-        Whatever such a user still has open, the log's FIFO or a connection, does not lead to the daemon of the next
-        user. A replacement that is only due counts as in progress, too.
+        An open FIFO of the log, or an open connection, of the last user does not lead to the daemon of the next user.
+        A replacement that is only due counts as in progress, too.
         """
         if self._pipe_access.was_anothers(uid) and not self.drainer.desired.waits:
             self._renewal.want(uid, self.ask)

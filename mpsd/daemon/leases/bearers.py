@@ -1,6 +1,6 @@
 """Leases that outlive their last known process, because other processes carry their token, as daemons of the holder do.
 
-`ray start`, `tmux -d` and every program that forks twice leave processes that belong to nobody's family, and that may
+`ray start`, `tmux -d` and every program that forks twice leave processes that belong to no family, and that may
 become clients of MPS minutes later. When the last process of a lease is gone, mpsd therefore looks for processes of its
 owner's real uid that were started with its token; the lease is tied to them, and ends with them. mpsd looks for them at
 no other time, once for all leases that need it at one moment, and beside the loop, because a user may have thousands of

@@ -221,7 +221,7 @@ class LeaseStore:
             leases.append(lease)
             self._rows[lease.id] = _Row(_whole(number), lease.state, events)
         if leases and newest < published:
-            # Everything in the history was in this store before: somebody has replaced the store by an older one.
+            # Everything in the history was in this store before: the store was replaced by an older one.
             return self._begin_anew(f"it ends with turn {newest}, and the history knows of turn {published}")
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])

@@ -484,7 +484,7 @@ class Node(RuleBasedStateMachine):
         else:
             assert any(limit in each for each in lacks.values())
 
-    # -- the head is never delayed by whoever comes later --------------------------------------------------------------
+    # -- no later request delays the head ------------------------------------------------------------------------------
 
     def note_head(self) -> None:
         """Record the current first in the queue, which ends the reservation of another."""

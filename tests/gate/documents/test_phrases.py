@@ -6,7 +6,9 @@ out".
 """
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -17,7 +19,7 @@ from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import mpsctl
 from mpsd.core.errors import MpsdError, catalogue
 from mpsd.core.settings import quota_rows, rows
-from tests.gate.source import ROOT, dotted, modules
+from tests.gate.source import ROOT, Module, dotted, modules
 
 Check = Callable[[str], Iterator[str]]
 """Yields the faults of a text."""
@@ -124,6 +126,32 @@ def _prose(text: str) -> Iterator[str]:
             yield f"says {word.group()!r}; say instead: {instead}"
 
 
+_HIDES_THE_ACTOR: Final = {
+    unwanted: _UNWANTED[unwanted]
+    for unwanted in (
+        r"\bwhoever\b",
+        r"\b(?:those|anyone|one) who\b",
+        r"\bwho (?:is|are|was|were) (?:there|here|left)\b",
+        r"\bwho asks\b",
+        r"\bpeople\b",
+        r"\bin vain\b",
+        r"\b(?:is|are|was|were|be) told\b(?! apart)",
+        r"\b(?:go|goes|going|went) on\b",
+        r"\bof others'",
+    )
+} | _DIALECT
+"""Words that no docstring and no comment may contain. Readers of the code know the terms behind the other ones."""
+
+
+def _source(text: str) -> Iterator[str]:
+    """Check a sentence of a docstring or a comment."""
+    if found := _RELATIVE.match(text):
+        yield f"has a relative clause for a noun: {found.group()[-30:]!r}"
+    for unwanted, instead in _HIDES_THE_ACTOR.items():
+        if word := re.search(unwanted, text, re.IGNORECASE):
+            yield f"says {word.group()!r}; say instead: {instead}"
+
+
 # -- what there is to read ---------------------------------------------------------------------------------------------
 
 
@@ -186,6 +214,35 @@ def _sentences(text: str) -> Iterator[tuple[int, str]]:
 _END: Final = re.compile(r"(?<=[.?!]) +")
 
 
+SOURCES: Final = ("mpsd", "tests", "bench")
+"""Folders whose docstrings and comments are checked."""
+
+
+def _docstrings() -> Iterator[tuple[str, str, Check]]:
+    """Yield each sentence of the docstrings and comments, without literals and quotations."""
+    for module in (module for folder in SOURCES for module in modules(folder)):
+        for line, text in _remarks(module):
+            plain = " ".join(re.sub(r'``?[^`]*``?|"[^"]*"', "X", text).split())
+            yield from ((f"{module.path}:{line}", each, _source) for each in _END.split(plain) if each)
+
+
+def _remarks(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield the docstrings and comments of a module with their lines; adjacent comments are one text."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+    begin, comment = 0, ""
+    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
+        if token.type == tokenize.COMMENT:
+            text = token.string.removeprefix("#").strip(" -")
+            if text.startswith(("noqa", "type:", "fmt:")):
+                continue
+            begin, comment = begin or token.start[0], f"{comment} {text}".strip()
+        elif comment and token.type != tokenize.NL:
+            yield begin, comment
+            begin, comment = 0, ""
+
+
 _RAISED: Final = {error.__name__ for error in catalogue()} | {MpsdError.__name__}
 
 
@@ -232,7 +289,9 @@ def _text(node: ast.AST) -> str:
 
 
 @pytest.mark.parametrize(
-    "texts", [_settings, _commands, _errors, _code, _documents], ids=lambda texts: texts.__name__.strip("_")
+    "texts",
+    [_settings, _commands, _errors, _code, _documents, _docstrings],
+    ids=lambda texts: texts.__name__.strip("_"),
 )
 def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> None:
     """Every help, error and sentence begins and ends correctly, and contains no unwanted word."""
@@ -263,6 +322,8 @@ def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> No
         (_prose, "What mpsd keeps: leases."),
         (_prose, "A claim is taken once; who comes later is refused."),
         (_prose, "The user loses his lease."),
+        (_source, "Whoever waited in vain is told which limit it waited for."),
+        (_source, "What a lease has on one GPU."),
     ],
 )
 def test_what_it_finds(check: Check, text: str) -> None:
@@ -280,6 +341,7 @@ def test_what_it_finds(check: Check, text: str) -> None:
         (_words, "there is no lease 'lease-1'"),
         (_prose, "What is wrong, and what do I type?"),
         (_prose, "A user who holds a lease can command the daemon."),
+        (_source, "Return the leases of one user, the oldest first."),
     ],
 )
 def test_what_it_lets_pass(check: Check, text: str) -> None:

@@ -1,6 +1,6 @@
 """No lease leaks, doubles or ends before its container, for any death between Prepare and the container's end.
 
-Pods with claims come and go on a node whose kubelet, driver, mpsd and containers are killed at random, also in the
+Pods with claims start and end on a node whose kubelet, driver, mpsd and containers are killed at random, also in the
 middle of a step; some pods are deleted by force while no program is there to unprepare their claims. In CI there are a
 few kills; by hand, as many as you set:
 

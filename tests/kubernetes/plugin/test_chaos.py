@@ -1,6 +1,6 @@
 """No lease leaks, doubles or ends before its container, for any death between Allocate and the container's end.
 
-Pods come and go on a node whose kubelet, plugin, mpsd and containers are killed at random, also in the middle of a
+Pods start and end on a node whose kubelet, plugin, mpsd and containers are killed at random, also in the middle of a
 step. In CI there are a few kills; by hand, as many as you set:
 
     MPSD_CHAOS_KILLS=500 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/kubernetes/plugin/test_chaos.py

@@ -64,12 +64,20 @@ def hand_over(
     print_lease(api, form, api.hold(find.find(api, lease), request))
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.argument("lease", shell_complete=lease_names)
+class _WithoutLease(click.Command):
+    """A command whose first argument may be left out before `--`, which click would remove, and take COMMAND for it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, with an empty LEASE where they begin with `--`."""
+        return super().parse_args(ctx, ["", *args] if args[:1] == ["--"] else args)
+
+
+@click.command(cls=_WithoutLease, context_settings={"allow_interspersed_args": False})
+@click.argument("lease", metavar="[LEASE]", shell_complete=lease_names)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
 def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
-    """Take a claimed lease, and run COMMAND with its environment.
+    """Take a claimed lease, and run COMMAND with its environment. Without LEASE (`-- COMMAND`): the one in MPSD_LEASE.
 
     The token of the lease is taken from the environment variable MPSD_LEASE_TOKEN, never from an argument, which any
     user could read. mpsctl is replaced by COMMAND, which keeps its pid and holds the lease. If the claim cannot be
@@ -84,4 +92,4 @@ def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
         raise InvalidRequestError(
             f"{_TOKEN} is not set, so the claim cannot be taken", hint="set it to the token that came with the lease"
         )
-    start.become(api, api.hold(find.find(api, lease), {"token": token}), command)
+    start.become(api, api.hold(find.find(api, lease or None), {"token": token}), command)

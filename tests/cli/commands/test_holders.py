@@ -88,6 +88,20 @@ def test_claim(node: Node) -> None:
     assert again.stdout == ""
 
 
+def test_claim_of_the_environment(node: Node) -> None:
+    """`claim -- COMMAND` takes the lease in MPSD_LEASE; without that variable, it requests a name."""
+    lease = admitted(node, "--claim")
+    names = {name: str(lease["env"][name]) for name in ("MPSD_LEASE", "MPSD_LEASE_TOKEN")}
+    taken = run_mpsctl(
+        node.socket, "claim", "--", "sh", "-c", "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", env={**os.environ, **names}
+    )
+    assert (taken.returncode, taken.stderr, float(taken.stdout)) == (0, "", 10)
+    unnamed = {name: value for name, value in os.environ.items() if name != "MPSD_LEASE"}
+    unnamed["MPSD_LEASE_TOKEN"] = names["MPSD_LEASE_TOKEN"]
+    refused = run_mpsctl(node.socket, "claim", "--", "true", env=unnamed)
+    assert (refused.returncode, "Name a LEASE" in refused.stderr) == (2, True)
+
+
 def without_token() -> dict[str, str]:
     """Return this environment without a token."""
     return {name: value for name, value in os.environ.items() if name != "MPSD_LEASE_TOKEN"}

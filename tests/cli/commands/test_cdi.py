@@ -3,6 +3,7 @@
 The tests call the hook like a runtime, for a process of their own; `tests/container/test_cdi.py` has real runtimes.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -377,7 +378,11 @@ class TestHook:
 
 def has_socket(pid: int) -> bool:
     """Return whether a process has a socket open."""
-    return any(str(each.readlink()).startswith("socket:") for each in Path(f"/proc/{pid}/fd").iterdir())
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            if str(each.readlink()).startswith("socket:"):
+                return True
+    return False
 
 
 @pytest.fixture

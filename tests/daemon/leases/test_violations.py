@@ -312,7 +312,10 @@ def test_steps(node: Node) -> None:
             assert steps(node, stray.pid) == ["terminate_client", "SIGTERM", "SIGKILL"]
             assert "failed" not in node.events("client_forced", step="terminate_client")[0]
         assert good.compute(0.01)["ok"]
-        assert node.ask("gpu0", f"get_client_list {server}") == [str(good.pid)]
+        wait_until(
+            lambda: node.ask("gpu0", f"get_client_list {server}") == [str(good.pid)],
+            what="the server to list the other client alone",
+        )
     assert {line["pid"] for line in node.events("client_forced")} == {stray.pid}
 
 

@@ -1,6 +1,8 @@
 """The values that all parts of mpsd share: readings, processes, GPUs, control daemons and leases. No behaviour.
 
 Values that are made at every grant are structs: to make, compare or hash one costs a tenth of what a dataclass costs.
+Those that a lease consists of form no cycles, so the garbage collector does not track them (`gc=False`): that saves 16
+bytes for each, and the time to visit it.
 """
 
 from collections.abc import Mapping
@@ -38,7 +40,7 @@ Reading: TypeAlias = Known[T] | Unknown
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class ProcessIdentity(Struct, frozen=True):
+class ProcessIdentity(Struct, frozen=True, gc=False):
     """The identity of a process: a pid alone is reused, a pid with its start time is not (within one boot)."""
 
     pid: Pid
@@ -58,7 +60,7 @@ class DaemonProcess:
     """Whether it was started to serve many users at a time."""
 
 
-class Owner(Struct, frozen=True):
+class Owner(Struct, frozen=True, gc=False):
     """The owner of a lease: uid and gid from the kernel, which authorise, and the process that holds the lease.
 
     `pid` is 0 where a control group or a claim holds it.
@@ -73,7 +75,7 @@ class Owner(Struct, frozen=True):
 # -- holders -----------------------------------------------------------------------------------------------------------
 
 
-class ControlGroup(Struct, frozen=True):
+class ControlGroup(Struct, frozen=True, gc=False):
     """The identity of a control group: a path is reused, the inode of its directory is not (within one boot)."""
 
     hierarchy: str
@@ -92,7 +94,7 @@ class GroupLife(StrEnum):
     """Until it is removed."""
 
 
-class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
+class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind", gc=False):
     """A process holds the lease until it has exited."""
 
     identity: ProcessIdentity
@@ -102,7 +104,7 @@ class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
     """Its real uid at that time, where an administrator named the owner of the lease."""
 
 
-class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
+class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind", gc=False):
     """A control group holds the lease: a container, a job, a unit, with every group below it."""
 
     group: ControlGroup
@@ -114,7 +116,7 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
     the kernel does not count it, or for a holder of an earlier mpsd."""
 
 
-class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
+class Claim(Struct, frozen=True, tag="claim", tag_field="kind", gc=False):
     """The lease has no holder yet: the first process that presents its token in time becomes one."""
 
     seconds: float
@@ -374,7 +376,7 @@ class Stop(StrEnum):
     """SIGTERM comes first: the requester of the lease states that its program then finishes its work on the GPU."""
 
 
-class LeaseRequest(Struct, frozen=True):
+class LeaseRequest(Struct, frozen=True, gc=False):
     """A request for a lease. A fraction stands for that part of one GPU's threads and of its memory."""
 
     threads: ActiveThreadPercentage | None = None
@@ -400,7 +402,7 @@ class LeaseRequest(Struct, frozen=True):
     """The requested time to live in seconds; the lease has the result of a renewal."""
 
 
-class Share(Struct, frozen=True):
+class Share(Struct, frozen=True, gc=False):
     """The share of a lease on one GPU."""
 
     gpu: str
@@ -411,7 +413,7 @@ class Share(Struct, frozen=True):
     """The environment that holds each client process to its share."""
 
 
-class Lease(Struct, frozen=True):
+class Lease(Struct, frozen=True, gc=False):
     """A promise: its holders may use these shares until the lease ends. A waiting lease is a place in the queue.
 
     `until` and `expires` are seconds of the clock that does not jump: the end of its waiting, and of its time to live.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpsd.core.model import ReadBack
 
 
-class ActiveThreadPercentage(Struct, frozen=True, order=True):
+class ActiveThreadPercentage(Struct, frozen=True, order=True, gc=False):
     """A share of a GPU's threads in tenths of a percent: (0, 1000].
 
     A tenth is the finest step that MPS reports back: 33.333 reads back as 33.3, and 0.001 as 0.0 (measured on
@@ -73,7 +73,7 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True):
         return f"{self.tenths / 10:.1f}"
 
 
-class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
+class PinnedDeviceMemLimit(Struct, frozen=True, order=True, gc=False):
     """A pinned device memory limit in whole MiB, the finest unit of MPS.
 
     The control daemon applies every MiB but reports less: from 1 GiB on it reads back whole GiB, rounded down (`1536M`

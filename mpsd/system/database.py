@@ -11,13 +11,16 @@ import contextlib
 import os
 import sqlite3
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 from mpsd.core.errors import ConfigurationError, StorageError
 from mpsd.system.store_file import StoreFile
+
+Statement: TypeAlias = tuple[str, Sequence[object]]
+"""SQL, and the values of its parameters."""
 
 _APPLICATION: Final = 0x6D707364
 """"mpsd", so that another program's database is never taken for mpsd's own."""
@@ -182,8 +185,11 @@ class Database:
         """Yield the rows of a query one by one, so that thousands of rows need no memory at the same time."""
         return self._connection.execute(query, values)
 
-    def commit(self, statements: Sequence[tuple[str, Sequence[object]]], *, needed: bool = False) -> None:
+    def commit(self, statements: Iterable[Statement], *, needed: bool = False) -> None:
         """Execute all of these statements or none. Raises StorageError and then changes nothing.
+
+        `statements` may be an iterator, so that thousands of rows need no memory at the same time; if `needed`, it must
+        be a sequence.
 
         `needed` is for changes that must find space on a full disk, such as the end of a lease: the ballast is given up
         for them, bit by bit. Other changes are refused until the ballast is whole again.
@@ -202,10 +208,10 @@ class Database:
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
-    def _attempt(self, statements: Sequence[tuple[str, Sequence[object]]]) -> None:
+    def _attempt(self, statements: Iterable[Statement]) -> None:
         cursor = self._cursor
         self._commits += 1
-        if len(statements) == 1:
+        if isinstance(statements, Sequence) and len(statements) == 1:
             cursor.execute(*statements[0])  # a single statement is its own transaction
             return
         cursor.execute("BEGIN IMMEDIATE")
@@ -213,7 +219,7 @@ class Database:
             for statement, values in statements:
                 cursor.execute(statement, values)
             cursor.execute("COMMIT")
-        except sqlite3.Error:
+        except BaseException:  # an iterator can raise anything
             with suppress(sqlite3.Error):
                 cursor.execute("ROLLBACK")
             raise

@@ -12,6 +12,9 @@ from typing import Final
 
 _COMPANIONS: Final = ("-journal", "-wal")
 
+_PIECE: Final = 64 * 1024
+"""Bytes of the file that are read and compared at a time, since the file can have many megabytes."""
+
 
 class StoreFile:
     """One file, open for reading for as long as SQLite has it open: closing it earlier would release SQLite's locks."""
@@ -81,7 +84,12 @@ class StoreFile:
         return ""
 
     def _has(self, content: bytes) -> bool:
-        return os.pread(self._descriptor, len(content) + 1, 0) == content
+        with memoryview(content) as whole:
+            pieces = (
+                os.pread(self._descriptor, _PIECE, at) == whole[at : at + _PIECE]
+                for at in range(0, len(content) + 1, _PIECE)
+            )
+            return all(pieces)
 
 
 def _inode(found: os.stat_result) -> tuple[int, int]:

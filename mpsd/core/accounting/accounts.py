@@ -25,7 +25,7 @@ _BRIEF: Final = 20
 """Leases that began and ended within one sample: for each user, this many are stored individually."""
 
 
-class ShareRecord(Struct, array_like=True):
+class ShareRecord(Struct, array_like=True, gc=False):
     """The share of a lease on one GPU, and the memory that its processes hold there."""
 
     gpu: str
@@ -37,14 +37,14 @@ class ShareRecord(Struct, array_like=True):
     known_total: int = 0
 
 
-class LeaseRecord(Struct, array_like=True):
-    """The record of one lease."""
+class LeaseRecord(Struct, array_like=True, gc=False):
+    """The record of one lease. It refers to nothing that refers to it, so the garbage collector can ignore it."""
 
     id: str
     uid: int
     name: str
     labels: Labels
-    shares: list[ShareRecord]
+    shares: tuple[ShareRecord, ...]
     began: int
     at: int
     """The time up to which its sums are complete."""
@@ -54,6 +54,8 @@ class LeaseRecord(Struct, array_like=True):
     clients: int = 0
     clients_total: int = 0
     ended: int | None = None
+    row: int = 0
+    """The number of its row in the store; 0 until it is stored."""
 
     def series(self) -> list[Series]:
         """Return the series in which the lease counts, one for each share."""
@@ -138,8 +140,6 @@ class Accounts:
         self._names: dict[int, set[tuple[str, Labels]]] = {}
         self._brief: dict[int, int] = {}
         """By uid, the number of leases that began and ended since the last stored sample."""
-        self._stored: set[str] = set()
-        """The open leases that are already on disk."""
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -191,9 +191,7 @@ class Accounts:
         record.advance(at)
         record.ended = at
         del self.open[record.id]
-        if record.id in self._stored:
-            self._stored.remove(record.id)
-        else:
+        if not record.row:
             # The sums count every lease, but a user with thousands of short leases gets only some of them listed.
             brief = self._brief[record.uid] = self._brief.get(record.uid, 0) + 1
             if brief > _BRIEF:
@@ -280,7 +278,8 @@ class Accounts:
 
     def list_anew(self) -> None:
         """Mark all open leases as not stored, after the store has lost them."""
-        self._stored.clear()
+        for record in self.open.values():
+            record.row = 0
         self.changed.update(self.open)
 
     @property
@@ -314,7 +313,6 @@ class Accounts:
 
     def note_stored(self) -> None:
         """Note that the records of all changed leases are on disk."""
-        self._stored |= self.changed.keys() & self.open.keys()
         self.changed.clear()
         self._brief.clear()
 
@@ -334,7 +332,6 @@ class Accounts:
         """
         for record in records:
             self.open[record.id] = record
-            self._stored.add(record.id)
             for number, series in enumerate(record.series()):
                 if series not in self._accounts:
                     start = since.get(series, least)
@@ -366,7 +363,7 @@ def record_of(lease: Lease, at: int) -> LeaseRecord:
         lease.owner.uid,
         request.name,
         tuple(sorted(request.labels.items())) if request.labels else (),
-        [ShareRecord(share.gpu, share.threads.tenths, share.memory.mebibytes) for share in lease.shares],
+        tuple(ShareRecord(share.gpu, share.threads.tenths, share.memory.mebibytes) for share in lease.shares),
         at,
         at,
         clients=len(lease.clients),

@@ -4,8 +4,11 @@ Each tier has longer samples than the one before it, and keeps them for longer. 
 all series that changed, as JSON under one checksum.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import isfinite
+from sys import intern
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -13,10 +16,11 @@ import msgspec
 from mpsd.core.accounting.accounts import LeaseRecord
 from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, Series
 from mpsd.core.admission.usage import Account
+from mpsd.core.errors import StorageError
 from mpsd.core.settings import History
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system import clock
-from mpsd.system.database import Database, summed
+from mpsd.system.database import Database, Statement, summed
 
 ACCOUNTS_SCHEMA: Final = (
     """
@@ -86,6 +90,17 @@ class Cursor(NamedTuple):
     event: int
 
 
+@dataclass
+class _Totals:
+    """The numbers of the last rows, and the characters of their data."""
+
+    last_sample: int
+    last_lease: int
+    samples: dict[int, int]
+    """By tier."""
+    leases: int = 0
+
+
 class AccountStore:
     """The samples, the leases and the gaps."""
 
@@ -102,13 +117,14 @@ class AccountStore:
         ((last_sample, last_lease),) = database.rows(
             "SELECT (SELECT ifnull(max(number), 0) FROM samples), (SELECT ifnull(max(number), 0) FROM leases)"
         )
-        self._last_sample, self._last_lease = _whole(last_sample), _whole(last_lease)
-        self._numbers = {str(each): _whole(number) for number, each in database.rows("SELECT number, id FROM leases")}
-        """By lease id, the number of its row."""
         counted = database.rows("SELECT tier, sum(length(data)) FROM samples GROUP BY tier")
-        self._sizes = {_whole(tier): _whole(size) for tier, size in counted}
-        """By tier, the characters of its samples."""
-        self._leases_size = _whole(next(iter(database.rows("SELECT ifnull(sum(length(data)), 0) FROM leases")))[0])
+        self._totals = _Totals(
+            _whole(last_sample), _whole(last_lease), {_whole(tier): _whole(size) for tier, size in counted}
+        )
+        self._count_leases()
+
+    def _count_leases(self) -> None:
+        self._totals.leases = _whole(self._rows("SELECT ifnull(sum(length(data)), 0) FROM leases", ())[0][0])
 
     def mend(self) -> str:
         """Begin an empty file if another program has changed this one; return the reason, or an empty text.
@@ -126,7 +142,7 @@ class AccountStore:
     def commit(
         self,
         samples: Sequence[tuple[int, int, Periods]],
-        leases: Iterable[LeaseRecord],
+        leases: Collection[LeaseRecord],
         cursor: Cursor,
         *,
         gaps: Iterable[Gap] = (),
@@ -136,37 +152,29 @@ class AccountStore:
 
         `usage`, if given, is the current usage of each user for fairness, to be stored too.
         """
-        rows: list[tuple[str, Sequence[object]]] = []
-        sizes, marks, numbers = dict(self._sizes), list(self.marks), dict[str, int]()
-        last_sample, last_lease, leases_size = self._last_sample, self._last_lease, self._leases_size
-        for tier, until, periods in samples:
+        totals, marks = replace(self._totals, samples=dict(self._totals.samples)), list(self.marks)
+        for tier, until, _ in samples:
             marks[tier] = until
-            if periods:
-                last_sample += 1
-                data = to_json(periods).decode()
-                rows.append(("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", summed(last_sample, tier, until, data)))
-                sizes[tier] = sizes.get(tier, 0) + len(data)
-            if tier:
-                rows.append(_note(f"tier{tier}", until))
-        for record in leases:
-            number = self._numbers.get(record.id)
-            if number is None:
-                number = numbers[record.id] = last_lease = last_lease + 1
-            data = to_json(record).decode()
-            leases_size += len(data)
-            row = summed(number, record.id, record.uid, record.ended, data)
-            rows.append(("INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)", row))
-        rows += [("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)", summed(*gap)) for gap in gaps]
-        if usage is not None:
-            # By the wall clock, since the monotonic clock ends with the boot.
-            wall = cursor.at / SECOND
-            put = "INSERT INTO usage VALUES (?, ?, ?, ?)"
-            rows += [("DELETE FROM usage", ()), *((put, summed(uid, each.value, wall)) for uid, each in usage.items())]
-        rows += [_note("at", cursor.at), _note("event", cursor.event)]
-        self._database.commit(rows)
-        self.cursor, self.marks, self._sizes, self._leases_size = cursor, marks, sizes, leases_size
-        self._last_sample, self._last_lease = last_sample, last_lease
-        self._numbers.update(numbers)
+        new = [record for record in leases if not record.row]
+        for record in new:
+            totals.last_lease += 1
+            record.row = totals.last_lease
+        try:
+            # One row after the other, since the first sample after a start can have thousands of leases.
+            self._database.commit(
+                chain(
+                    _sample_rows(samples, totals),
+                    _lease_rows(leases, totals),
+                    (("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)", summed(*gap)) for gap in gaps),
+                    _usage_rows(usage, cursor.at) if usage is not None else (),
+                    (_note("at", cursor.at), _note("event", cursor.event)),
+                )
+            )
+        except StorageError:
+            for record in new:
+                record.row = 0
+            raise
+        self.cursor, self.marks, self._totals = cursor, marks, totals
 
     def prune(self, now: int, settings: History) -> None:
         """Remove samples and leases beyond the configured age and size, in small batches. Raises StorageError.
@@ -179,7 +187,7 @@ class AccountStore:
             limit = self.marks[tier + 1] if tier + 1 < len(TIERS) else now
             too_old = min(now - int(age * SECOND) - 2 * MINUTE, limit)
             while True:
-                excess = self._sizes.get(tier, 0) - settings.size // _SHARE
+                excess = self._totals.samples.get(tier, 0) - settings.size // _SHARE
                 found = [
                     (_whole(number), _whole(size))
                     for number, until, size in self._rows(
@@ -192,32 +200,30 @@ class AccountStore:
                 if not found:
                     break
                 self._database.commit([("DELETE FROM samples WHERE number = ?", (number,)) for number, _ in found])
-                self._sizes[tier] = self._sizes.get(tier, 0) - sum(size for _, size in found)
+                self._totals.samples[tier] = self._totals.samples.get(tier, 0) - sum(size for _, size in found)
         self._prune_leases(now - int(settings.hours * SECOND), settings.size // _SHARE)
         self._database.commit(
             [("DELETE FROM gaps WHERE since NOT IN (SELECT since FROM gaps ORDER BY since DESC LIMIT ?)", (_GAPS,))]
         )
 
     def _prune_leases(self, too_old: int, size: int) -> None:
-        self._leases_size = _whole(self._rows("SELECT ifnull(sum(length(data)), 0) FROM leases", ())[0][0])
+        self._count_leases()
         crowded = self._rows(
             "SELECT uid, count(*) FROM leases WHERE ended IS NOT NULL GROUP BY uid HAVING count(*) > ?",
             (_LEASES_PER_UID,),
         )
         for uid, count in crowded:
-            query = "SELECT number, id, length(data) FROM leases WHERE uid = ? AND ended IS NOT NULL ORDER BY ended"
+            query = "SELECT number, length(data) FROM leases WHERE uid = ? AND ended IS NOT NULL ORDER BY ended"
             self._remove_leases(self._rows(f"{query} LIMIT ?", (uid, _whole(count) - _LEASES_PER_UID)))
-        query = "SELECT number, id, length(data) FROM leases WHERE ended IS NOT NULL"
+        query = "SELECT number, length(data) FROM leases WHERE ended IS NOT NULL"
         while found := self._rows(f"{query} AND ended < ? LIMIT ?", (too_old, _SOME)):
             self._remove_leases(found)
-        while self._leases_size > size and (found := self._rows(f"{query} ORDER BY ended LIMIT ?", (_SOME,))):
+        while self._totals.leases > size and (found := self._rows(f"{query} ORDER BY ended LIMIT ?", (_SOME,))):
             self._remove_leases(found)
 
     def _remove_leases(self, found: Sequence[tuple[object, ...]]) -> None:
-        self._database.commit([("DELETE FROM leases WHERE number = ?", (number,)) for number, _, _ in found])
-        for _, lease_id, size in found:
-            self._numbers.pop(str(lease_id), None)
-            self._leases_size -= _whole(size)
+        self._database.commit([("DELETE FROM leases WHERE number = ?", (number,)) for number, _ in found])
+        self._totals.leases -= sum(_whole(size) for _, size in found)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -246,16 +252,19 @@ class AccountStore:
                 if record is not None:
                     yield record
 
-    def open_leases(self) -> list[LeaseRecord]:
-        """Return the leases that had not ended when the last sample was stored."""
-        found = (
-            _decode(data, LeaseRecord) for (data,) in self._rows("SELECT data FROM leases WHERE ended IS NULL", ())
-        )
-        return [each for each in found if each is not None]
+    def open_leases(self) -> Iterator[LeaseRecord]:
+        """Yield the leases that had not ended when the last sample was stored."""
+        for number, data in self._database.rows("SELECT number, data FROM leases WHERE ended IS NULL"):
+            record = _decode(data, LeaseRecord)
+            if record is not None:
+                record.row = _whole(number)
+                for share in record.shares:
+                    share.gpu = intern(share.gpu)  # thousands of records name the same few GPUs
+                yield record
 
     def has(self, lease_id: str) -> bool:
         """Tell whether the store has a lease."""
-        return lease_id in self._numbers
+        return bool(self._rows("SELECT 1 FROM leases WHERE id = ?", (lease_id,)))
 
     def gaps(self, since: int, until: int) -> list[Gap]:
         """Return the gaps that overlap a span of time, the oldest first."""
@@ -266,7 +275,33 @@ class AccountStore:
         return list(self._database.rows(query, *values))
 
 
-def _note(name: str, value: int) -> tuple[str, Sequence[object]]:
+def _sample_rows(samples: Iterable[tuple[int, int, Periods]], totals: _Totals) -> Iterator[Statement]:
+    for tier, until, periods in samples:
+        if periods:
+            totals.last_sample += 1
+            data = to_json(periods).decode()
+            totals.samples[tier] = totals.samples.get(tier, 0) + len(data)
+            yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", summed(totals.last_sample, tier, until, data)
+        if tier:
+            yield _note(f"tier{tier}", until)
+
+
+def _lease_rows(leases: Iterable[LeaseRecord], totals: _Totals) -> Iterator[Statement]:
+    for record in leases:
+        data = to_json(record).decode()
+        totals.leases += len(data)
+        row = summed(record.row, record.id, record.uid, record.ended, data)
+        yield "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)", row
+
+
+def _usage_rows(usage: Mapping[int, Account], at: int) -> Iterator[Statement]:
+    yield "DELETE FROM usage", ()
+    for uid, account in usage.items():
+        # By the wall clock, since the monotonic clock ends with the boot.
+        yield "INSERT INTO usage VALUES (?, ?, ?, ?)", summed(uid, account.value, at / SECOND)
+
+
+def _note(name: str, value: int) -> Statement:
     return "INSERT OR REPLACE INTO notes VALUES (?, ?, ?)", summed(name, value)
 
 

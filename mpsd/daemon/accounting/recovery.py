@@ -88,7 +88,7 @@ def _record(line: _Line, lease: Lease | None, moment: int) -> LeaseRecord:
         return record
     threads, memory = round(line.active_thread_percentage * 10), line.pinned_device_mem_limit // MIB
     return LeaseRecord(
-        line.lease, line.uid, "", (), [ShareRecord(gpu, threads, memory) for gpu in line.gpus], moment, moment
+        line.lease, line.uid, "", (), tuple(ShareRecord(gpu, threads, memory) for gpu in line.gpus), moment, moment
     )
 
 

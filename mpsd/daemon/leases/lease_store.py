@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from sys import intern
 from typing import Final, TypeAlias
 
 import msgspec
+from msgspec import structs
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
@@ -16,7 +18,7 @@ from mpsd.daemon.leases.unrestored import UnrestoredLease
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
-from mpsd.system.database import Database, summed
+from mpsd.system.database import Database, Statement, summed
 
 LEASES_SCHEMA: Final = (
     """
@@ -86,9 +88,6 @@ class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
     event: EventName
     facts: dict[str, object]
 
-
-Statement: TypeAlias = tuple[str, Sequence[object]]
-"""An SQLite statement, and its values."""
 
 _Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
@@ -218,7 +217,7 @@ class LeaseStore:
             except NOT_UNDERSTOOD as error:
                 unrestored.append(UnrestoredLease.of_row(_whole(number), str(data), error))
                 continue
-            leases.append(lease)
+            leases.append(_sharing_strings(lease))
             self._rows[lease.id] = _Row(_whole(number), lease.state, events)
         if leases and newest < published:
             # Everything in the history was in this store before: the store was replaced by an older one.
@@ -340,6 +339,20 @@ class LeaseStore:
         """Return a row for a lease, which may not be on disk yet."""
         row = self._rows[lease_id] = _Row(self._free.pop() if self._free else next(self._new))
         return row
+
+
+def _sharing_strings(lease: Lease) -> Lease:
+    """Return an equal lease whose repeated strings, such as UUIDs of GPUs, are one object in all leases."""
+    shares = (
+        structs.replace(
+            share,
+            gpu=intern(share.gpu),
+            daemon=intern(share.daemon),
+            env={intern(name): intern(value) for name, value in share.env.items()},
+        )
+        for share in lease.shares
+    )
+    return structs.replace(lease, because=intern(lease.because), shares=tuple(shares))
 
 
 def _whole(value: object) -> int:

@@ -26,7 +26,7 @@ STEPS = st.lists(
 
 def record(number: int, at: int, *, name: str = "", gpus: int = 1, uid: int | None = None) -> LeaseRecord:
     """Return the record of a new lease."""
-    shares = [ShareRecord(f"GPU-{gpu}", 10 + number % 7, 100 + number) for gpu in range(gpus)]
+    shares = tuple(ShareRecord(f"GPU-{gpu}", 10 + number % 7, 100 + number) for gpu in range(gpus))
     return LeaseRecord(f"lease-{number}", number % 3 if uid is None else uid, name, (), shares, at, at)
 
 

@@ -238,7 +238,8 @@ BROWSER: Final = "--remote-debugging-pipe"
 """The argument by which the browsers of tests are known (tests/browser.py)."""
 
 _GRACE: Final = 2.0
-"""Seconds for a process that is already ending: after `quit` a process is gone within a few milliseconds."""
+"""Seconds for a process or a descriptor that is about to be gone: after `quit`, a process is gone within a few
+milliseconds."""
 
 
 def _entries(folder: str, prefixes: tuple[str, ...]) -> Iterator[str]:
@@ -280,7 +281,8 @@ class Watch:
         gc.collect()  # objects that only waited for the collector close now, with their own ResourceWarning
         end = time.monotonic() + _GRACE
         lines, processes = self._look()
-        while not all(process.lost for process in processes) and time.monotonic() < end:
+        # A thread of gRPC closes its descriptors some time after the channel; a lost process never ends by itself.
+        while lines and not (processes and all(each.lost for each in processes)) and time.monotonic() < end:
             time.sleep(_FIRST_PAUSE)
             lines, processes = self._look()
         return lines, processes

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import dropwhile
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -112,8 +113,11 @@ _RETOLD: Final = (
 
 
 def since(events: Iterable[Event], start: float) -> list[Event]:
-    """Return the events of the mpsd that started at this time."""
-    return [each for each in events if datetime.fromisoformat(each["at"]).timestamp() >= start - _SLACK]
+    """Return the events of the mpsd that started at this time.
+
+    It also writes earlier ones: an mpsd that was killed had stored a change without having written its event yet.
+    """
+    return list(dropwhile(lambda each: datetime.fromisoformat(each["at"]).timestamp() < start - _SLACK, events))
 
 
 def differences(

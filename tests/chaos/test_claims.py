@@ -90,6 +90,7 @@ class Runtime:
     containers: list[Container] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     made: int = 0
+    strikes: list[threading.Timer] = field(default_factory=list)
 
     def ask(self, method: str, path: str, body: object = None) -> Answer:
         """Send a request; if mpsd is killed before its answer, repeat it to the next mpsd.
@@ -119,7 +120,8 @@ class Runtime:
                 signal.pidfd_send_signal(mpsd, signal.SIGKILL)
             os.close(mpsd)
 
-        threading.Timer(self.dice.random() * 0.008, kill).start()
+        self.strikes.append(threading.Timer(self.dice.random() * 0.008, kill))
+        self.strikes[-1].start()
 
     def begin(self) -> None:
         """Claim a lease, and proceed with it as far as the random numbers allow."""
@@ -211,6 +213,8 @@ def test_killed_at_any_moment(start: Start, dice: random.Random) -> None:
         for each in runtime.containers:
             each.end()
         runtime.containers.clear()
+        for strike in runtime.strikes:
+            strike.join()
     runtime.settle()
     (gpu,) = node.get("/v1/gpus").json["gpus"]
     assert (gpu["threads_granted"], gpu["memory_granted"]) == (0, 0)

@@ -347,6 +347,7 @@ class TestOneDriver:
             )
             wait_until(lambda: reaches(node, ANN) and not reaches(node, BOB), what="all to be as before")
         wait_until(lambda: is_closed(directory), what="the lease's end")
+        assert node.get("/v1/status").status == 200  # mpsd has also read the access back
         directory.chmod(0o755)
         again = "user::rwx,group::r-x,other::r-x"
         event(node, "pipe_access_drift", path=str(directory), found=again)

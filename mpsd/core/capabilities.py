@@ -52,7 +52,7 @@ class Capability(IntEnum):
 
 
 FRONT_END: Final = frozenset[Capability]()
-"""A front-end connects to a socket that is root's own (measured, drivers 470 to 555)."""
+"""No capability: a front-end connects to a socket that belongs to root (measured, drivers 470 to 555)."""
 
 DAEMON: Final = frozenset(
     {Capability.SETUID, Capability.KILL, Capability.SETGID, Capability.MKNOD, Capability.CHOWN},

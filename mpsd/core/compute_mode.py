@@ -41,8 +41,8 @@ def step(*, wanted: bool, found: ComputeMode | None, now: ComputeMode | None, he
     """Return the next step for a GPU.
 
     `wanted` says whether the mode must be exclusive-process. `found` is the mode that was saved before mpsd changed it,
-    if it did, and `now` the current mode. `held` says whether this mpsd has already seen the wanted mode: mpsd does not
-    undo a change by others after that. Before that, mpsd replaces a mode that several processes may share even if a
+    if it did, and `now` the current mode. `held` says whether this mpsd has already seen the wanted mode: after that,
+    mpsd does not undo a change by others. Before that, mpsd replaces a mode that several processes may share even if a
     mode is saved, because mpsd may have died in between, or the driver may have been reloaded; the saved mode then
     stays.
     """

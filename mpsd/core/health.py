@@ -107,7 +107,7 @@ LIMITS: Final = frozenset(_LIMITS.values())
 
 
 REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
-"""The hint for a caller who is refused for such a reason; the reason's own hint is for an operator."""
+"""The hint for a caller that is refused for such a reason; the reason's own hint is for an operator."""
 
 _ASK_HINT: Final = "only an operator of this node can change it: tell one"
 """The hint for other callers about all other reasons."""

@@ -18,7 +18,7 @@ _LONGEST_NUMBER: Final = 10
 
 
 class Role(IntEnum):
-    """The rights of a peer; each role includes those before it."""
+    """The rights of a peer; each role includes the rights of the roles before it."""
 
     OBSERVER = 1
     """Read."""
@@ -56,8 +56,8 @@ class UserIdentity:
 def role_of(user: UserIdentity, settings: Settings, *, administers: bool) -> Role | None:
     """Return the role of a user; None where the configuration grants none.
 
-    `administers` says whether the user is an administrator: `may_administer` is true, and the caller is where that
-    counts.
+    `administers` says whether the user is an administrator: `may_administer` is true, and the caller is outside
+    containers.
     """
     roles, names = settings.roles, settings.names
     if administers:

@@ -624,7 +624,7 @@ class Settings:
                 own = self.violations.no_lease
             case ViolationKind.PROCESSES:
                 own = self.violations.processes
-            case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither is proof of misuse
+            case ViolationKind.LIMITS | ViolationKind.SHORT:  # neither proves misuse
                 return OnViolation.REPORT
             case ViolationKind.MEMORY:
                 own = self.violations.memory

@@ -51,7 +51,7 @@ from mpsd.system.rundir import RunDir
 
 
 class StopDaemons(StrEnum):
-    """The fate of the control daemons when mpsd ends."""
+    """The treatment of the control daemons when mpsd ends."""
 
     NEVER = "never"
     """They keep running, with their clients, and the next mpsd adopts them."""

@@ -65,7 +65,7 @@ class LeaseRecord(Struct, array_like=True, gc=False):
         return [Series(share.gpu, uid, self.name, self.labels) for share in self.shares]
 
     def advance(self, at: int) -> None:
-        """Bring the sums up to this time."""
+        """Add the current amounts to the sums, up to this time."""
         passed, self.at = _passed(self.at, at), at
         self.clients_total += self.clients * passed
         for share in self.shares:
@@ -148,7 +148,7 @@ class Accounts:
         record = self.open.get(lease.id)
         if lease.state is LeaseState.ENDED:
             if record is None and lease.granted is not None:
-                record = self._begin(record_of(lease, at))  # it was granted and ended at the same time
+                record = self._begin(record_of(lease, at))  # the lease was granted and ended at the same time
             if record is not None:
                 self.end(record, at)
         elif record is None:
@@ -182,7 +182,8 @@ class Accounts:
         for number, series in enumerate(record.series()):
             account = self._touch(series, at)
             account.weigh(record, number, -1)
-            if account.total.start == at and not account.total.begun:  # the period that begins now is without it
+            # A period that begins now does not include the lease.
+            if account.total.start == at and not account.total.begun:
                 account.total.carried, account.total.first_carried = account.open, account.first
 
     def end(self, record: LeaseRecord, at: int) -> None:

@@ -25,7 +25,7 @@ from mpsd.core.units import MIB, briefly, format_size
 
 
 class Refusal(Struct, frozen=True):
-    """Why a GPU admits nobody at the moment, and what to do about it. `limit` is `health` or `hold`."""
+    """Why a GPU admits no request at the moment, and the remedy. `limit` is `health` or `hold`."""
 
     limit: str
     because: str
@@ -71,13 +71,14 @@ class Offer(Struct, frozen=True):
     limits: Limits
     """The maximum that its control daemon gives any client."""
     many_users: bool
-    """Whether its daemon serves several uids at once; otherwise the clients of a second uid wait until the first has
-    none."""
+    """Whether its daemon serves several uids at once; otherwise clients of a second uid wait until those of the first
+    have exited."""
     client_priority: bool = True
     """Whether its driver supports client priorities."""
     refusal: Refusal | None = None
     unleased: Amount = NOTHING
-    """The use by clients without a lease. It is granted to nobody, but alone never makes a request impossible."""
+    """The use by clients without a lease. No request is granted this amount, but this amount alone never makes a
+    request impossible."""
 
     def refuses(self, uid: int) -> Refusal | None:
         """Return why a user is granted nothing here; None where the user may be granted something."""
@@ -294,7 +295,7 @@ _CLOSENESS: Final = (ExceedsDaemonLimitError, NeverFitsError, InvalidRequestErro
 
 
 def why_never(candidates: Iterable[Candidate]) -> Shortage:
-    """Say why no GPU can ever grant a request, for the GPU that comes closest: the operator can raise a limit."""
+    """Say why no GPU can ever grant a request, by the GPU that comes closest: there, an operator may raise a limit."""
     largest_first = sorted(candidates, key=lambda each: (each[0].memory, each[0].threads), reverse=True)
     shortages = (never(need, offer) for offer, need in largest_first)
     return min((each for each in shortages if each is not None), key=lambda each: _CLOSENESS.index(each.error))

@@ -34,12 +34,12 @@ class Ledger:
         self._room = Room()
         self._users: dict[int, UserTotals] = {}
         self._unleased: Mapping[int, Amount] = {}
-        """By uid, what the user's clients without a lease use."""
+        """By uid, the use by the user's clients without a lease."""
         self._worth: dict[str, Amount] = {}
         """By waiting lease, the amount that counts against the quota of its user."""
         self._deadlines = Deadlines()
         self._claimed: set[str] = set()
-        """The claims that nobody has taken yet."""
+        """The claims that no holder has taken yet."""
         self._arrivals = 0
 
     # -- what callers may read ----------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Ledger:
     def impossible(self) -> list[tuple[Lease, Shortage]]:
         """Return the waiting leases that the present GPUs can never grant, with the reasons.
 
-        A lease whose GPU is absent at the moment is not among them, because nobody knows what that GPU will have.
+        A lease whose GPU is absent at the moment is not among them, because the capacity of that GPU is unknown.
         """
         there = (lease for lease in self.waiting.values() if self._offers.has(lease.request))
         return [
@@ -127,8 +127,8 @@ class Ledger:
     def offer(self, offers: Iterable[Offer], now: float, unleased: Mapping[int, Amount] = {}) -> bool:
         """Replace the offers of the GPUs, and tell whether they differ from the previous ones.
 
-        Leases that hold a share keep it, also where the GPU now offers less. `unleased` splits by uid what the offers
-        contain in sum: what clients without a lease use. It counts as if their user held it.
+        Leases that hold a share keep it, also where the GPU now offers less. `unleased` is the use by clients without a
+        lease, by uid; the offers contain its sum. It counts as if the user of these clients held it.
         """
         offered = {offer.gpu: offer for offer in offers}
         if (offered, unleased) == (self._offers.by_gpu, self._unleased):
@@ -225,7 +225,7 @@ class Ledger:
     def attach(
         self, lease_id: str, clients: tuple[ProcessIdentity, ...], bearers: tuple[ProcessIdentity, ...] = ()
     ) -> Lease:
-        """Note the clients of a lease, for which it may take places, and the processes that have its token."""
+        """Note the clients of a lease, which may take places on its GPUs, and the processes that have its token."""
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
         before = self.leases[lease_id]
         lease = self.leases[lease_id] = structs.replace(before, clients=clients, bearers=bearers, state=state)
@@ -243,7 +243,8 @@ class Ledger:
     def take(self, lease_id: str, owner: Owner, holder: Holder, ttl: float | None, now: float) -> Lease:
         """Take a claim: the lease then belongs to this owner and is held by this holder. `put_back` undoes it.
 
-        Raises CapacityError where the daemon serves one user at a time, and another user has more than a claim there.
+        Raises CapacityError where the daemon serves one user at a time, and another user has a lease there that is not
+        just a claim.
         """
         before = self.leases[lease_id]
         self._leave(before, now)
@@ -295,7 +296,7 @@ class Ledger:
         return self._room.find(candidates, lease.owner.uid, lease.request.gpus, reserved, self.rules.placement)
 
     def _choose(self, lease: Lease, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-        """Return the places that a new request gets after all waiting leases that come before it have got theirs."""
+        """Return the places for a new request, after all waiting leases that come before it were given places."""
         if not self._queue.leases:
             return self._find(lease, candidates, NOTHING_RESERVED)
         reserved = Reservations()
@@ -309,7 +310,7 @@ class Ledger:
             if not chosen and keep(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
                 break
         chosen = self._find(lease, candidates, reserved)
-        for counted in taken:  # `settle` counts them when it grants the leases
+        for counted in taken:  # `settle` counts these places when it grants the leases
             self._room.leave(*counted)
         return chosen
 

@@ -112,7 +112,7 @@ def time_to_live(quota: Quota, requested: float | None) -> float | None:
 
 
 LONGEST_NOTICE: Final = 900.0
-"""Maximum seconds of notice before the end of a lease: nobody would act on an earlier notice."""
+"""Maximum seconds of notice before the end of a lease: users forget an earlier notice."""
 
 _SHORTEST_NOTICE: Final = 60.0
 """Seconds in which a user can read the notice and type `mpsctl renew`."""

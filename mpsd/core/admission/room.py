@@ -74,13 +74,13 @@ class Room:
         held.parts[each] = held.parts.get(each, 0) + 1
 
     def leave(self, gpu: str, uid: int, amount: Amount, each: Amount) -> None:
-        """Remove such a lease."""
+        """Remove a lease whose client processes have the part `each`."""
         held = self._held[gpu]
         held.amount -= amount
         held.parts[each] -= 1
         if not held.parts[each]:
             del held.parts[each]
-        if held.uids[uid] == amount:  # each lease has at least one client, so it was the last one
+        if held.uids[uid] == amount:  # each lease has at least one client, so this lease was the last one
             del held.uids[uid]
         else:
             held.uids[uid] -= amount
@@ -155,7 +155,7 @@ class Room:
         return _lacking(offer, own, need) is not None
 
     def _missing(self, candidate: Candidate, uid: int) -> float:
-        """Return the part of a request's need that is missing on a usable GPU; 0 where nothing is missing."""
+        """Return the part of a request's need that a usable GPU lacks; 0 where it lacks nothing."""
         offer, need = candidate
         held = self._held[offer.gpu]
         limit = _obstacle(offer, held, need, uid, NOTHING_RESERVED)
@@ -193,7 +193,7 @@ class Room:
     def refuse_second(self, gpu: str, offer: Offer | None, uid: int) -> None:
         """Raise CapacityError where the daemon of a GPU serves one user at a time, and another user is there.
 
-        For a GPU that is absent, nobody knows how many users its daemon serves.
+        For an absent GPU, the number of users that its daemon serves is unknown.
         """
         if offer is None:
             because = f"GPU {gpu} is not there, and another user has a lease on it"
@@ -203,7 +203,7 @@ class Room:
             raise _shortage("user", offer, held, NOTHING, uid).raised()
 
     def is_spent(self, offers: Iterable[Offer], reserved: Reservations) -> bool:
-        """Tell whether no GPU has anything left beside the reservations, so that the search can stop."""
+        """Tell whether no GPU can grant anything beside the reservations, so that the search can stop."""
         return all(
             (offer.refusal is not None and offer.refusal.uids is None)
             or self._is_spent(offer, reserved.from_all.get(offer.gpu))

@@ -1,4 +1,4 @@
-"""The use of GPUs by clients without a lease: such a client occupies no GPU by being unknown. Pure."""
+"""The use of GPUs by clients without a lease, so that no capacity is granted twice that such a client uses. Pure."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""How much of the node each user has had lately, which decides between equals in the queue. Pure.
+"""The recent usage of the node by each user, which decides between equals in the queue. Pure.
 
 A user's usage is the integral over time of the greater of its share of the node's threads and its share of the node's
 memory, decaying with a half-life: yesterday's use counts for less than the present one.
@@ -16,7 +16,7 @@ _AHEAD: Final = 1.0
 """Seconds for which the amount that a user holds is counted ahead when users are compared."""
 
 _FORGOTTEN: Final = 1e-3
-"""Share-seconds that are not worth keeping."""
+"""Share-seconds below which an account is forgotten."""
 
 
 class Account(Struct, frozen=True):
@@ -60,9 +60,9 @@ class Usage:
     def rank(self, uid: int, now: float) -> float:
         """Return the value by which users are compared, the lesser first: the usage, with one second ahead.
 
-        The second ahead counts what the user holds now. Without it, all that becomes free at one moment would go to one
-        user who had used nothing of it yet. The value is rounded to a millionth, so that equal users are equal and the
-        earlier request decides, regardless of the rounding of floats.
+        The second ahead counts what the user holds now. Without it, all capacity that becomes free at one moment would
+        be granted to the same user. The value is rounded to a millionth, so that equal users are equal and the earlier
+        request decides, regardless of the rounding of floats.
         """
         account = self._accounts.get(uid)
         return 0.0 if account is None else round(self._value(account, now) + account.rate * _AHEAD, 6)

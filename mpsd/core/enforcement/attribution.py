@@ -49,9 +49,9 @@ def by_cgroup(client: Client, leases: Sequence[Lease], has_room: Callable[[Lease
 def by_token(client: Client, named: Lease | None, has_room: Callable[[Lease], bool]) -> AttributedClient:
     """Return the lease that a client's environment names, if the client has its token and the lease has room for it.
 
-    A process sets its own environment, so the lease must belong to the client's own uid, which the kernel reports: no
-    user can thus be given the client of another user, or use the lease of another user. A client with the token of a
-    lease of its own uid could have asked for that lease, so the comparison need not take constant time.
+    A process sets its own environment, so the lease must belong to the client's own uid, which the kernel reports: thus
+    no client counts towards, or uses, the lease of another user. A client with the token of a lease of its own uid
+    could have read that lease's token from mpsd, so the comparison need not take constant time.
     """
     own = client.environment or {}
     if named is None or not named.token or own.get(TOKEN) != named.token or named.owner.uid != client.uid:

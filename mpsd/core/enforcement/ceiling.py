@@ -1,7 +1,7 @@
 """How far the limits of a control daemon are open, and for whom. Pure.
 
 A client gets the lesser of the server's limits at the moment when they bind, and of the limits in its own environment;
-nobody can change them afterwards. The moment is not documented: it may be when the process connects, or when it creates
+they cannot be changed afterwards. The moment is not documented: it may be when the process connects, or when it creates
 a context, which may be minutes later, and may happen a second time. mpsd therefore keeps a server's limits at what the
 leases need whose processes may still come, and lowers them behind a client only after its context is proven.
 """
@@ -49,8 +49,8 @@ class _Slot:
     held: bool = False
     """Whether the turn does not pass, because the lease waits for its turn on another GPU."""
     answered: bool = False
-    """Whether a caller that waited for the turn got its answer: the turn has begun, and a repeated request does not
-    extend it."""
+    """Whether the caller that waited for the turn got its answer. The turn then has begun, and a repeated request does
+    not extend it."""
 
 
 class Ceiling(Struct, frozen=True):
@@ -113,13 +113,13 @@ class ExpectedClients:
     """The leases of one control daemon whose processes are still expected, in the order of their turns.
 
     `awaited` decides how long each is expected. In strict mode, a lease that is always expected gets its turn again and
-    again, and a lease with a window gets a single turn; its later processes have to ask for another.
+    again. A lease with a window gets a single turn, and its later processes must request another.
     """
 
     def __init__(self) -> None:
         self._expected: dict[str, Limits] = {}
         self._sizes: dict[Limits, int] = {}
-        """How many of them get which limits: thousands of leases usually request the same few sizes."""
+        """The number of leases for each size of limits: thousands of leases usually request the same few sizes."""
         self._since: dict[str, float] = {}
         """The leases that have a window, and since when; the earliest first."""
         self._asking: set[str] = set()

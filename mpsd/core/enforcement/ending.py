@@ -3,8 +3,8 @@
 A client that is killed while the GPU works for it leaves that work behind: other clients of its server may meet an
 illegal address, and if it was the only client, a later one can hang. The server therefore ends the client's contexts
 first, by `terminate_client`, and signals follow its answer `0`. A SIGTERM before that is for programs that finish their
-work on it, where their lease says so. That a program catches the signal proves nothing: the runtimes of Go and Java
-catch it and exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating clients; mps-facts B4.3.
+work on it, where their lease says so. A handler for the signal proves nothing: the runtimes of Go and Java have one,
+and exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating clients; mps-facts B4.3.
 """
 
 from enum import StrEnum
@@ -33,7 +33,7 @@ class EndStep(StrEnum):
 
 
 class EndCause(Struct, frozen=True):
-    """Why a process is to end, and for which part of mpsd: each part can withdraw its own cause."""
+    """Why mpsd ends a process, and which part of mpsd requested that: each part can withdraw its own cause."""
 
     by: str
     because: str
@@ -81,7 +81,7 @@ class Ending(Struct, frozen=True):
     """The servers that have ended its contexts."""
     refused: tuple[Refused, ...] = ()
     unreleased: tuple[tuple[str, ProcessIdentity], ...] = ()
-    """Control daemons and servers that had no other client, and had not ended its contexts before a signal did."""
+    """The servers, each with its control daemon, whose only client it was, and whose contexts for it a signal ended."""
 
     @property
     def because(self) -> str:
@@ -139,7 +139,7 @@ class Move(NamedTuple):
     until: float = 0.0
     because: str = ""
     suspects: tuple[Place, ...] = ()
-    """Servers that the signal deprives of their only client, and that had not ended its contexts."""
+    """Servers whose only client the signal ends before they have ended its contexts."""
 
 
 def next_move(ending: Ending, seen: Seen) -> Move:
@@ -163,7 +163,7 @@ def next_move(ending: Ending, seen: Seen) -> Move:
 
 
 def _end_contexts(ending: Ending, left: tuple[Place, ...], seen: Seen) -> Move | None:
-    """Return what to do about contexts that no server has ended; None where signals harm nobody."""
+    """Return what to do about contexts that no server has ended; None where signals harm no other client."""
     if seen.unknown:
         return Move(Act.STAY, because=seen.unknown)
     refused = {each.server: each for each in ending.refused}

@@ -12,4 +12,4 @@ LEASE: Final = "MPSD_LEASE"
 (TOKEN,) = SECRETS
 
 TOKEN_BYTES: Final = 16
-"""128 bits, which nobody guesses."""
+"""Bytes of a token: 128 bits cannot be guessed."""

@@ -112,7 +112,7 @@ class ServerHealth:
     def cannot_start(self, now: datetime) -> str | None:
         """Say that servers do not start, with what the last one logged, as long as that is true.
 
-        A failure in the future was noted before the clock was set back: nobody knows how long ago it was.
+        A failure with a time in the future was noted before the clock was set back, so its age is unknown.
         """
         if len(self.failures) < _TRIES or not timedelta() <= now - self.failures[-1] <= _WINDOW:
             return None

@@ -100,7 +100,7 @@ def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
 
 
 def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) -> str:
-    """Say how `found` is less than each process of a lease is to get; empty where it is not."""
+    """Say how `found` is less than the part of each process of a lease; empty where it is not."""
     limits, deficits = ceiling.each_process(lease, share), []
     for limit in LIMITS:
         has, reported, exactly = limit.found(found), limit.wanted(limits), limit.found(part(lease, share))

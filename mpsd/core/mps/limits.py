@@ -72,7 +72,7 @@ class Limit:
     since: int
     """The first driver branch that has it, by NVIDIA's documentation."""
 
-    # Its commands, variable and log line.
+    # Its commands, its variable and its log line.
     default_setter: str
     """The command that sets the value for the next server."""
     default_getter: str

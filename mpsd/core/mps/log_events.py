@@ -14,7 +14,7 @@ from mpsd.core.mps.limits import Limit, LimitValue
 class ForeignCommand:
     """A foreign command that can have changed something: `Cmd:...` outside mpsd's conversations (measured).
 
-    It is logged before it is carried out or refused, so it can also have changed nothing.
+    It is logged before it is carried out or refused, so it may have changed nothing.
     """
 
     text: str

@@ -75,9 +75,9 @@ class DesiredState:
     deadline: float | None = None
     """The time, in seconds since boot, after which the remaining leases and clients are ended."""
     replaced: ProcessIdentity | None = None
-    """The process that a restart must replace; None when there was none, or none was known yet."""
+    """The process that a restart must replace; None when no process existed, or its identity was unknown yet."""
     quitting: bool = False
-    """Whether that process has got the command to quit, or is about to get it: this cannot be undone.
+    """Whether that process has got the command to quit, or is about to get it, which cannot be undone.
 
     A drain whose time has expired replaces the daemon, too, where a client cannot be ended otherwise.
     """
@@ -130,9 +130,9 @@ class DrainStep(StrEnum):
     END = "end"
     """End the blockers: their time has expired."""
     QUIT = "quit"
-    """No blocker is left: tell the daemon to quit, and wait for clients that may connect at this very moment."""
+    """No blocker is left: send `quit` to the daemon, and wait for clients that may connect at this very moment."""
     FORCE = "force"
-    """Tell the daemon to end its clients by force: everything else was tried."""
+    """Make the daemon end its clients by force: everything else was tried."""
     DONE = "done"
     """The desired state is reached."""
 
@@ -142,7 +142,7 @@ def next_step(desired: DesiredState, observed: ObservedState) -> DrainStep:
     if not desired.waits or desired.intent is Intent.DRAIN:
         return _drained(desired, observed) if desired.waits else DrainStep.NOTHING
     if desired.replaced is None or observed.process != desired.replaced:
-        # The old process is gone, by our command or by itself: any present or future process is its successor.
+        # The old process is gone, by mpsd's command or by itself: any present or future process is its successor.
         return DrainStep.DONE if observed.process is not None and observed.answers else DrainStep.WAIT
     if not desired.quitting and (observed.blockers or not observed.answers):
         # The clients of a daemon that does not answer are unknown.

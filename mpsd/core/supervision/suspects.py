@@ -1,7 +1,8 @@
 """The uids that may have crashed a control daemon, and the uids that mpsd quarantines for it. Pure.
 
-Any user who can connect to a control daemon can crash it (measured, drivers 470 to 555), and nothing shows who did: its
-log ends. All uids with pipe access are therefore suspects, and only a uid that was alone can be named as the cause.
+Any user who can connect to a control daemon can crash it (measured, drivers 470 to 555), and nothing shows which user
+did: its log ends. All uids with pipe access are therefore suspects, and a uid is named as the cause only if no other
+had access.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -57,7 +58,7 @@ class LetIn(Struct, frozen=True):
 
 
 class Crash(Struct, frozen=True):
-    """A suspect death: the control daemon, the time (seconds of the clock that does not jump), and who had access."""
+    """A suspect death: the control daemon, the time (seconds of the monotonic clock), and the uids with access."""
 
     daemon: str
     at: float
@@ -97,5 +98,5 @@ def to_quarantine(crashes: Sequence[Crash], policy: QuarantinePolicy, now: float
 
 
 def without(crashes: Iterable[Crash], uids: Collection[int]) -> tuple[Crash, ...]:
-    """Return the crashes at which none of these uids had access: the other crashes are explained, or pardoned."""
+    """Return the crashes at which none of these uids had access. The other crashes are explained, or pardoned."""
     return tuple(each for each in crashes if not set(uids) & set(each.let_in.uids))

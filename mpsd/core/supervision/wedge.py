@@ -24,8 +24,8 @@ one."""
 LIMITS: Final = Limits(ActiveThreadPercentage(100), PinnedDeviceMemLimit(512))
 """The maximum for a canary's context: 10 % and 512 MiB. The ceiling is opened this far only for a canary that an
 operator starts. A canary that a suspicion starts uses the ceiling as it is: where the ceiling is closed, its context is
-refused with an error, which also proves that CUDA answers. This way no process gets more than before because a client
-was killed. A context takes some 300 to 500 MiB on a data centre GPU, and less with fewer threads. The memory comes from
+refused with an error, which also proves that CUDA answers. Thus, no process gets larger limits because a client was
+killed. A context takes some 300 to 500 MiB on a data centre GPU, and less with fewer threads. The memory comes from
 `admission.memory_reserve`, whose default is the same size."""
 
 FAILURES: Final = 3

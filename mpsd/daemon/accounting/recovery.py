@@ -71,7 +71,7 @@ def _steps(
         try:
             line = _decode(text)
         except NOT_UNDERSTOOD:
-            continue  # it comes from another release
+            continue  # the event comes from another release
         moment = max(microseconds(line.at), at)
         if line.event == EventName.LEASE_GRANTED and not is_stored(line.lease):
             yield moment, partial(accounts.begin, _record(line, living.get(line.lease), moment))

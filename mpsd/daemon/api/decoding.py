@@ -92,7 +92,7 @@ _WORDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]
 
 
 def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
-    """Return msgspec's message about a body in words that name the field; the original is for programmers."""
+    """Return msgspec's message about a body in words that name the field; the original message is for programmers."""
     place = _PLACE.fullmatch(message)
     what, field = (place["what"], place["field"]) if place is not None else (message, None)
     subject = field or "the request body"

@@ -101,7 +101,7 @@ class Dispatcher(Generic[H]):
             self._note_refusal(error, message)
             await connection.send(message, problem_answer(error))
         except ConnectionResetError:
-            raise  # nobody waits for an answer any more
+            raise  # the caller no longer waits for an answer
         except OSError as error:
             without = descriptors.are_none_left(error)
             refused = problem_answer(descriptors.refusal(str(error.strerror))) if without else None

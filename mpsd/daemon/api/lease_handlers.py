@@ -111,10 +111,7 @@ class LeaseHandlers:
         return may_see(request, self._node.settings.current, lease)
 
     def _theirs(self, request: Request, *, act: bool) -> Lease:
-        """Return the lease that the path names.
-
-        Raises NotFoundError, and NotPermittedError for that of another user.
-        """
+        """Return the lease in the path. Raises NotFoundError, and NotPermittedError for another user's lease."""
         lease = self._node.leases.find(request.names["id"])
         allowed = is_own(request, lease) if act else self._may_see(request, lease)
         if not allowed:
@@ -152,7 +149,7 @@ class LeaseHandlers:
             elif isinstance(error, DoesNotFitError):
                 error.hint += self._holding(request, error)
             raise
-        if lease.granted == lease.created:  # it did not wait
+        if lease.granted == lease.created:  # the request did not wait
             self._collector.grants.observe(clock.monotonic() - began)
         return _lease_out(lease)
 
@@ -222,7 +219,7 @@ class LeaseHandlers:
         """End a lease; a lease that has ended already is no error.
 
         Raises AlreadyClaimedError for a lease that was taken, where the caller wants to release it only if it was not.
-        That is decided in the same turn of the loop.
+        The check and the release take place in the same turn of the loop.
         """
         assert isinstance(request.query, ReleaseQuery)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
@@ -258,7 +255,7 @@ class LeaseHandlers:
         return _lease_out(await self._node.leases.clients.attach(lease.id))
 
     async def cdi(self, request: Request) -> bytes:
-        """Return the CDI document of a claimed lease that nobody has taken; its hook runs mpsd's own mpsctl.
+        """Return the CDI document of a claimed lease that no holder has taken; its hook runs mpsd's own mpsctl.
 
         Raises AlreadyClaimedError, and NotFoundError for a lease that waits or has ended.
         """

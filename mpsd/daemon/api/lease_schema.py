@@ -61,7 +61,7 @@ PidNumber = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class RequestedClaim(Struct, forbid_unknown_fields=True):
-    """A lease that nobody holds yet: the first holder that is named with its token takes it."""
+    """A lease without a holder yet: the first holder that a request names with the lease's token takes it."""
 
     uid: Uid | None = None
     """The uid whose processes alone can take it; null: any uid, and until then the claim counts as the caller's."""
@@ -106,7 +106,7 @@ class LeaseRequest(RequestBody, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     """A higher priority goes first; above 0 only with a quota that allows it."""
     wait: Annotated[float, Meta(ge=0, le=1e9)] | None = 0.0
-    """Seconds to wait for what is not free now; null: without end."""
+    """Seconds to wait until the request fits; null: without a limit."""
     ttl: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     """Seconds after which the lease ends unless it is renewed; null: it has no such time."""
     name: Text = ""
@@ -153,7 +153,7 @@ class HolderRequest(RequestBody, kw_only=True):
 
 
 class HolderOut(Struct, omit_defaults=True):
-    """A holder of a lease: a `process`, a `cgroup`, or a `claim` that nobody has taken yet."""
+    """A holder of a lease: a `process`, a `cgroup`, or a `claim` that no holder has taken yet."""
 
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["process", "cgroup", "claim"]})]
     pid: int | None = None
@@ -320,7 +320,7 @@ def _bytes(memory: PinnedDeviceMemLimit | None) -> int | None:
 
 
 class OthersOut(Struct):
-    """The sums over all other users, for a caller who may see no more of their leases."""
+    """The sums over all other users, for a caller that may not see their leases."""
 
     leases: int
     waiting: int

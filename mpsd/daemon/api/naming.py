@@ -65,7 +65,7 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iter
 
 @contextmanager
 def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: bool) -> Iterator[Named]:
-    """Yield the owner and the holder of a request for another holder; `is_claim`: whether it is to take the lease.
+    """Yield the owner and the holder of a request for another holder; `is_claim`: whether that holder takes a claim.
 
     Raises InvalidRequestError, NotPermittedError and PeerUnknownError.
     """
@@ -84,7 +84,7 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
                 return
             group = named_groups.of_process(living.pid)
             try:
-                held = NamedHolder.group(group, life)  # before the check: then the process was seen in its group
+                held = NamedHolder.group(group, life)  # before `is_gone`: the group is then that of this process
                 if living.is_gone():
                     raise _no_process(living.pid)
                 _check_group(request, group, is_bounded=is_bounded)
@@ -128,7 +128,7 @@ def check_holders(request: Request, lease: Lease) -> None:
 
 
 def claim_seconds(request: Request, body: HolderRequest, settings: Settings) -> float:
-    """Return for how long a claim is to hold a lease. Raises NotPermittedError and InvalidRequestError.
+    """Return how long a claim holds a lease. Raises NotPermittedError and InvalidRequestError.
 
     The claim is for the owner of the lease, or for the uid that it names.
     """
@@ -162,7 +162,7 @@ def _owner(
 
 
 def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
-    """Return a user as quotas know it: the caller with all its groups, another one as far as its process shows."""
+    """Return a user with the groups that count for quotas: all of the caller, the given one of another user."""
     return request.user if uid == request.user.uid else UserIdentity(uid, frozenset((gid,)))
 
 

@@ -1,4 +1,4 @@
-"""The operator routes. An order to a control daemon is stored, and can be queried until it is done."""
+"""The operator routes. A command to a control daemon is stored, and can be queried until it is finished."""
 
 import secrets
 from collections import OrderedDict
@@ -33,14 +33,14 @@ class ReloadOut(msgspec.Struct):
     needs_restart: list[str]
     """Settings that changed and take effect at the next start of mpsd."""
     unknown: str
-    """Which names of users and groups are unknown; empty where none is."""
+    """A sentence about unknown names of users and groups; empty where all are known."""
 
 
 _Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
 
 
 class HoldRequest(RequestBody):
-    """Why admission is stopped."""
+    """The reason why admission is stopped."""
 
     reason: _Reason | None = None
     """In the operator's words, for users whose requests are refused because of it; one line without control
@@ -48,7 +48,7 @@ class HoldRequest(RequestBody):
 
 
 class DrainRequest(RequestBody):
-    """How long the present clients have, and why."""
+    """The time that the present clients have, and the reason for the drain."""
 
     timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     """Seconds after which they are ended; null: no limit."""
@@ -72,7 +72,7 @@ class OperatorHandlers:
         return ReloadOut(list(done.applied), list(done.needs_restart), done.unknown)
 
     async def reset(self, request: Request) -> schema.OperationOut:
-        """Clear a control daemon's deaths, its GPU's reports, and who changed the GPU's mode; then try again."""
+        """Clear a control daemon's deaths, and the reports and the compute mode's state of its GPU; then try again."""
         supervisor = self._node.supervisor(request.names["name"])
         supervisor.reset()
         self._node.gpus.reset(supervisor.gpu.uuid)
@@ -120,7 +120,7 @@ class OperatorHandlers:
         return schema.OperationOut.of(operation)
 
     def _done(self, request: Request, supervisor: Supervisor, verb: str, did: str) -> schema.OperationOut:
-        """Keep an operation that is done, and return it."""
+        """Keep a finished operation, and return it."""
         name, now, state = supervisor.name, clock.now(), supervisor.snapshot().state
         because = f"uid {request.credentials.uid} {did} {name}; it is {state}"
         done = schema.OperationOut(_operation_id(), name, verb, Outcome.DONE, because, now, now, [])

@@ -39,12 +39,12 @@ class Request(Struct, frozen=True):
     process: Callable[[], Process | None]
     """Watches the process that connected, while its connection is open; returns None where it is not visible."""
     has_left: Callable[[], bool]
-    """Tells whether nobody waits for the answer any more."""
+    """Tells whether the caller no longer waits for the answer."""
     names: Mapping[str, str]
     query: RequestQuery | None = None
     body: RequestBody | None = None
     accept: str = ""
-    """Which media types the caller takes, if it says so."""
+    """The media types that the caller accepts, if its request names any."""
 
 
 def is_own(request: Request, lease: Lease) -> bool:
@@ -53,5 +53,5 @@ def is_own(request: Request, lease: Lease) -> bool:
 
 
 def may_see(request: Request, settings: Settings, lease: Lease) -> bool:
-    """Tell whether a caller is shown a lease, and not only sums that it is in."""
+    """Tell whether the caller may see this lease, and not only sums that include it."""
     return settings.api.open or is_own(request, lease)

@@ -90,7 +90,7 @@ class ServerOut(Struct):
     clients: list[int]
     orphan: bool
     limits: LimitsOut
-    """The maximum of its next client; nulls while it does not report it."""
+    """The limits of its next client; nulls while the server does not report them."""
 
     @classmethod
     def of(cls, server: Server) -> "ServerOut":
@@ -115,7 +115,7 @@ class DaemonOut(Struct):
     limits: LimitsOut
     """The limits read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
     limits_wanted: LimitsOut
-    """The maximum that its next client is to get."""
+    """The limits that mpsd sets for its next client."""
     verified: bool
     """Whether it is certain that the next client gets no more; false while the limits change, or are unknown."""
     drift: list[DriftOut]
@@ -205,7 +205,7 @@ class GpuOut(Struct):
     """A GPU: its capacity, what was granted of it, and what is really held; null stands for what could not be read.
 
     `clients` is the maximum of client processes of the leases. `unleased` is what clients without a lease use, by the
-    threads that their environment names and the memory that they hold: it is granted to nobody.
+    threads that their environment names and the memory that they hold: no request is granted this amount.
     """
 
     uuid: str | None
@@ -341,7 +341,7 @@ class SuspectOut(Struct):
 class QuarantinesOut(Struct):
     """The quarantined uids, and those that may follow.
 
-    While several uids have access to a control daemon, nobody can tell which of them crashed it.
+    While several uids have access to a control daemon, the one that crashed it cannot be determined.
     """
 
     quarantines: list[QuarantineOut]

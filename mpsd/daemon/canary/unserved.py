@@ -19,7 +19,7 @@ class Unserved(Struct, frozen=True, forbid_unknown_fields=True):
 
     daemon: ProcessIdentity
     server: ProcessIdentity | None
-    """None for a control daemon that had no server, and did not serve the client that started one."""
+    """None for a control daemon that had no server, and did not serve the client for which it started one."""
     because: str
     wedged: bool
     """Whether that is proven."""

@@ -251,7 +251,7 @@ class ServerWatch:
         return Unserved(daemon.process.identity, _server_of(daemon), because, wedged)
 
     def _conclude(self, unserved: Unserved | None) -> None:
-        self._record.keep(unserved)  # before any caller sees it
+        self._record.keep(unserved)  # stored before any caller sees the evidence
         self._unserved = unserved
         self._changed()
 

@@ -42,7 +42,8 @@ _MOST_COMMANDS: Final = 64
 """Foreign commands that are remembered until mpsd can ask for their effect; the latest count."""
 
 _MOST_LOGGED: Final = 16
-"""Log entries of one kind, in one reading of the log, that are reported one by one: nobody may fill mpsd's own log."""
+"""Log entries of one kind, in one reading of the log, that are reported one by one, so that no user can fill mpsd's own
+log."""
 
 
 _OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
@@ -90,7 +91,8 @@ class ControlLog:
         self._settled = 0
         """The number of foreign commands whose effect is known."""
         self.is_unaccounted = False
-        """Whether others said anything since the last query for its effect; that can have been any command."""
+        """Whether the log has had lines of others since the last query for their effect; they may stand for any
+        command."""
         self._daemon = 0
         """The pid of the running control daemon."""
         self._seen: dict[int, int] = {}
@@ -164,8 +166,9 @@ class ControlLog:
         self._seen = {each.pid: each.start_ticks for each in servers}
 
     def last_words(self) -> str:
-        """Return the last line that the daemon wrote, or nothing; for use right after its death."""
-        with contextlib.suppress(OSError):  # they are only for display, and must not delay the handling of the death
+        """Return the last line that the daemon wrote, or an empty text; for use right after its death."""
+        # The words are only for display, and must not delay the handling of the death.
+        with contextlib.suppress(OSError):
             self.look()
         line = parse(self._last_line)
         return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
@@ -309,7 +312,7 @@ class ControlLog:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def _keep(self) -> None:
-        """Store the position in the log, and what follows from the entries: nobody will read them again."""
+        """Store the position in the log, and the facts from the entries, which are never read again."""
         file = _File(self.key, self._reader.origin, self._control.position, self._server.position, self.serving)
         try:
             atomic_file.write(self._paths.reading, encoding.to_json(file))

@@ -29,7 +29,7 @@ class Ended(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The same in a word, as metrics count it."""
+        """The end in a word, as metrics count it."""
         return self.signal or ("exit" if self.started else "start")
 
 
@@ -120,8 +120,8 @@ class DeathTally:
     def load(self) -> None:
         """Read what an earlier mpsd noted in this boot; deaths before a reboot are forgiven.
 
-        A damaged file is logged, and counts as none: it is mpsd's own, in its runtime directory, and forgiving a death
-        harms nobody.
+        A damaged file is logged, and counts as none: it is mpsd's own, in its runtime directory, and a forgiven death
+        harms no client.
         """
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
@@ -160,7 +160,7 @@ class DeathTally:
         return decision
 
     def forget(self) -> None:
-        """Forget the deaths, at the order of an operator."""
+        """Forget the deaths, by an operator's command."""
         self._note((), None)
 
     def _note(self, deaths: tuple[Death, ...], decision: Decision | None) -> None:

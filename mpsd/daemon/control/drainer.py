@@ -1,4 +1,4 @@
-"""Executes an operator's order to one control daemon: waits for its leases and clients, or ends the late ones.
+"""Executes an operator's command on one control daemon: waits for its leases and clients, or ends the late ones.
 
 `mpsd/core/supervision/drain.py` decides the next step from the state on disk and the observations, never from the
 memory of this mpsd: the next mpsd continues from the same place.
@@ -67,7 +67,7 @@ class Drainer:
         self._ending: asyncio.Task[None] | None = None
         """The task that ends leases."""
         self._leaving: DesiredState | None = None
-        """A desired state of this mpsd alone: it is to exit, and its control daemons with it."""
+        """A desired state for the end of this mpsd, which is never stored: mpsd exits, and its control daemons too."""
 
     # -- the desired state --------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Drainer:
         return self._leaving or self._stored.desired
 
     def load(self) -> None:
-        """Restore the order that an earlier mpsd got, and log it: that mpsd may have died before it could answer."""
+        """Restore the command that an earlier mpsd got, and log it: that mpsd may have died before it could answer."""
         self._stored.load()
         desired = self._stored.desired
         if desired.operation:
@@ -87,7 +87,7 @@ class Drainer:
     def want(self, command: OperatorCommand, there: ProcessIdentity | None, *, silent: bool) -> str:
         """Set the desired state of a daemon that is this process; return the operation that it now belongs to.
 
-        `silent` tells whether the daemon answers nobody. Raises StorageError; nothing has changed then.
+        `silent` tells whether the daemon does not answer. Raises StorageError; nothing has changed then.
         """
         before, now = self._stored.desired, clock.since_boot()
         after = DesiredState(
@@ -206,12 +206,12 @@ class Drainer:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the desired state is a drain that is done."""
+        """Whether the desired state is a finished drain."""
         return self.desired.intent is Intent.DRAIN and not self.desired.operation
 
     @property
     def hint(self) -> str | None:
-        """How an operator can withdraw the order, where that is possible."""
+        """How an operator can withdraw the command, where that is possible."""
         if self._leaving is not None:
             return "to keep it running: systemctl start mpsd; without systemd, send mpsd SIGTERM once more"
         return f"resume admission: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
@@ -224,7 +224,7 @@ class Drainer:
         answers: bool,
         unidentified: int = 0,
     ) -> bool:
-        """Observe the present processes, and take the next step; tell whether the daemon `there` is to quit now.
+        """Observe the present processes, and take the next step; tell whether the daemon `there` must quit now.
 
         `present` are its clients, each with its server, and the servers that outlived a control daemon, with None;
         `unidentified` is the number of further clients whose processes mpsd does not see. Raises StorageError: a step
@@ -262,7 +262,7 @@ class Drainer:
         return identified
 
     def has_to_force(self, there: ProcessIdentity | None) -> bool:
-        """Tell whether a daemon that is to quit must be forced: by an operator's order, or after a timeout."""
+        """Tell whether a daemon must be forced to quit: by an operator's command, or after a timeout."""
         return not self.desired.quitting or self._next(there, answers=False) is DrainStep.FORCE
 
     def _observe(self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0) -> None:
@@ -314,7 +314,7 @@ class Drainer:
         return f"drain of {self._name}"
 
     def _is_tried(self, process: ProcessIdentity) -> bool:
-        """Tell whether everything was tried to end a process, and it stays."""
+        """Tell whether a process still runs after every attempt to end it."""
         return bool(self._endings.stays(process)) and self._endings.is_wanted(process, self._cause)
 
     def _end_all(self) -> None:

@@ -1,4 +1,4 @@
-"""How a control daemon is started: with which environment and privileges, and by which record it is found again."""
+"""The start of a control daemon: its environment and privileges, and the record by which the next mpsd finds it."""
 
 import asyncio
 import os
@@ -87,7 +87,7 @@ class Launcher:
         return started, proof
 
     def lock_holder(self) -> str | None:
-        """Name the holder of the lock that a control daemon needs to start; None when nobody holds it."""
+        """Name the holder of the lock that a control daemon needs to start; None when no process holds it."""
         for each in file_locks.holders(self._paths.control_lock):
             return f"pid {each.pid} (uid {process_table.uid_of(each.pid)}) holds {self._paths.control_lock}"
         return None

@@ -22,7 +22,7 @@ _LATE: Final = 1.0
 """Seconds after which a conversation that does not show is missing: it shows within 3 ms (measured, all versions)."""
 
 _PAUSE: Final = 0.05
-"""Seconds between two checks of a FIFO that nobody reads."""
+"""Seconds between two checks of a FIFO that the daemon does not read."""
 
 
 class LogSilence:
@@ -48,7 +48,7 @@ class LogSilence:
         self._unread_since: tuple[float, int] | None = None
         """Since when the FIFO has held something while the log did not grow, and the size of the log then."""
         self._moving: asyncio.TimerHandle | None = None
-        """The next check of a FIFO that nobody reads."""
+        """The next check of a FIFO that the daemon does not read."""
 
     def forget(self) -> None:
         """Forget the present daemon: another one follows, or none."""

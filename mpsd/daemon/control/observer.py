@@ -44,7 +44,7 @@ _MOST_UNDONE: Final = 8
 
 
 class _Questions:
-    """The questions to one server in a conversation, after its limits are set if they are to be."""
+    """The questions to one server in a conversation, which first sets the server's limits if any are wanted."""
 
     def __init__(
         self, talk: Conversation, identity: ProcessIdentity, wanted: Limits | None, limits: Iterable[Limit]
@@ -126,7 +126,7 @@ class Observer:
     def present(self) -> dict[ProcessIdentity, int | None]:
         """The processes that use the GPU through MPS: each client, with its server; each orphaned server, with None.
 
-        Nobody can ask an orphaned server for its clients, so it stands for some.
+        An orphaned server cannot be asked for its clients, so it counts as having some.
         """
         clients = {client: server.pid for server in self._servers.values() for client in server.opened}
         return {**clients, **dict.fromkeys(self._orphans)}
@@ -245,7 +245,7 @@ class Observer:
             self.control_log.expect(self.pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
             if most := self.control_log.descriptors_used_up:
-                # A process that waits for the seat is connected as well, but has no part in it.
+                # A process that waits for the seat is connected as well, but does not occupy it.
                 error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.let_in}"
                 name = self._paths.pipe_directory.name
                 error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
@@ -295,12 +295,12 @@ class Observer:
         meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
         if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
-            # The log of an honest server proves which limits apply; whether this server is honest, nobody knows.
+            # The log of an honest server proves which limits apply, but it is unknown whether this server is honest.
             facts = {"command": shown(meanwhile.most), "given": shown(given)}
             self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
             meanwhile = None
         if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
-            meanwhile = None  # new clients may have got anything, and no other user is to blame
+            meanwhile = None  # the limits of new clients are unknown, and no command of another user was seen
         known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)

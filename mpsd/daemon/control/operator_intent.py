@@ -21,7 +21,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"desired": "wish
 
 
 class OperatorIntent:
-    """The last order of an operator; without one, the daemon is to run."""
+    """The last command of an operator; without one, the desired state of the daemon is to run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class OperatorIntent:
         return self._stored.ended
 
     def load(self) -> None:
-        """Read the order that an earlier mpsd got.
+        """Read the command that an earlier mpsd got.
 
         A file that cannot be decoded counts as `hold`, which it may have said.
         """

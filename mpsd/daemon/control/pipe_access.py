@@ -1,7 +1,7 @@
 """Pipe access to each control daemon, by the leases: opened before a grant is answered, closed with the last lease.
 
 Any local user who can connect to a control daemon's socket can be its client, and take its only seat; drivers 470 and
-535 obey any such user (from 550 on other users may not change defaults). mpsd therefore guards the way there: the pipe
+535 obey any such user (from 550 on other users may not change defaults). mpsd therefore guards the access: the pipe
 directory, and the socket too, because a process that has opened the socket with O_PATH can connect to it later, however
 closed the directory is by then (both measured: docs/enforcement.md).
 
@@ -68,7 +68,7 @@ class PipeAccess:
     def shut(self, *, many_users: bool) -> None:
         """Admit no uid until `admit`: a control daemon that starts has no limits yet, and makes its lock.
 
-        `many_users` tells whether it is to serve many users. Raises PipeAccessError.
+        `many_users` tells whether the daemon serves many users. Raises PipeAccessError.
         """
         self._is_shut, self._many_users = True, many_users
         self.hold()
@@ -139,7 +139,7 @@ class PipeAccess:
         self._sure, self._held = False, wanted
         for path, meant in self._acls(wanted):
             try:
-                # Where the present access differs from the wanted one, there is no use in reading it first.
+                # A file that is known to have another access list need not be read before it is written.
                 found = None if before.get(path, meant) != meant else acl.read(path)
                 if found != meant:
                     acl.write(path, meant)
@@ -147,7 +147,7 @@ class PipeAccess:
             except FileNotFoundError:
                 if path in {self.paths.pipe_directory, self.paths.control_socket}:
                     return False
-                continue  # nobody can open a missing file, and older drivers make no pid file
+                continue  # no process can open a missing file, and older drivers make no pid file
             except OSError as error:
                 raise self._failed(path, meant, error.strerror or str(error)) from error
             if found != meant:

@@ -16,7 +16,7 @@ from mpsd.system import proc
 
 
 class Renewal:
-    """Whether one control daemon is to be replaced for its next user, and whether that is in progress."""
+    """Whether one control daemon must be replaced for its next user, and whether that is in progress."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Renewal:
 
     @property
     def is_due(self) -> bool:
-        """Whether the daemon is to be replaced, and was not asked for its clients yet."""
+        """Whether the daemon must be replaced, and was not asked for its clients yet."""
         return self._next_user is not None
 
     @property
@@ -65,7 +65,7 @@ class Renewal:
             return None
         (uid, _), self._next_user = self._next_user, None
         if self._lifecycle.state is not State.READY or self._is_used:
-            self._lifecycle.notify_changed()  # it stays, and callers that wait for another one continue
+            self._lifecycle.notify_changed()  # the daemon stays, and callers that wait for a new one continue
             return None
         self.is_running = True
         return uid
@@ -95,7 +95,7 @@ class Renewal:
     def is_deserted(self) -> bool:
         """Whether the daemon has no lease and no living process left.
 
-        A client of another pid namespace is listed as pid 0 (R580), and nobody can see whether that process lives.
+        A client of another pid namespace is listed as pid 0 (R580), and mpsd cannot see whether that process lives.
         """
         unseen = any(0 in each.clients for each in self._observer.servers)
         return not any(self._leases.on(self._name)) and not unseen and not self.present
@@ -118,7 +118,7 @@ class Renewal:
             self._next_user = None
 
     async def is_blocked_by_last_user(self) -> bool:
-        """Tell whether a daemon answers nobody because of its last user, and has no client.
+        """Tell whether a daemon does not answer because of its last user, and has no client.
 
         That user has its one seat, or has used up the daemon's descriptors: no process can have become a client since.
         """

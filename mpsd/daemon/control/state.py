@@ -48,7 +48,7 @@ class Lifecycle:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the daemon answers nobody, although it runs."""
+        """Whether the daemon runs and does not answer."""
         return self.state is State.UNRESPONSIVE
 
     def ask(self) -> Callable[[], bool]:
@@ -96,7 +96,7 @@ class Heartbeat:
         self._until = inf
 
     def back_in(self, seconds: float | None) -> None:
-        """Promise to call this again within this many seconds; None is for a wait that only news can end."""
+        """Promise to call this again within this many seconds; None is for a wait that only an event ends."""
         self._until = inf if seconds is None else clock.monotonic() + seconds + _GRACE
 
     @property

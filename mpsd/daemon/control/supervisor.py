@@ -1,6 +1,6 @@
 """The supervisor of one control daemon: it starts or adopts it, proves it, watches it, and restarts it.
 
-The loop takes the action that the state requires. Events in the meantime (a death, an operator's order, new settings)
+The loop takes the action that the state requires. Events in the meantime (a death, an operator's command, new settings)
 are noted and wake the loop. The state has one writer, `_move`, which stamps it, gives the reason, and logs it.
 """
 
@@ -97,7 +97,7 @@ class Supervisor:
             control_log=self._control_log,
             leases=leases,
         )
-        self._wanted = True  # whether it should run at all
+        self._wanted = True  # whether the daemon must run at all
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
         self._due = 0.0
@@ -141,7 +141,7 @@ class Supervisor:
         )
 
     def reset(self) -> None:
-        """Forget the deaths and try again, at the order of an operator; a running daemon is not affected."""
+        """Forget the deaths and try again, by an operator's command; a running daemon is not affected."""
         self._wanted = True
         self._death_tally.forget()
         self._move(Event.RESET, "an operator reset it")
@@ -162,7 +162,8 @@ class Supervisor:
 
     def ask(self) -> Callable[[], bool]:
         """Query the daemon soon; return a function that tells whether a conversation has begun and ended since."""
-        if self._lifecycle.state not in {State.STARTING, State.COOLING}:  # there it bounds a start, or a delay
+        # In these two states, this deadline bounds a start or a delay.
+        if self._lifecycle.state not in {State.STARTING, State.COOLING}:
             self._due = 0.0
         self._wake.set()
         return self._lifecycle.ask()
@@ -175,13 +176,13 @@ class Supervisor:
     async def servers_now(self) -> tuple[Server, ...] | None:
         """Query the servers again, and return them; None where the daemon does not answer, and nothing is known."""
         if self._lifecycle.state is State.COOLING or self._death_tally.failed is not None:
-            await self._instance.find_orphans()  # it is dead, and can have no servers but these
+            await self._instance.find_orphans()  # a dead daemon can have no servers but these
             return self._observer.servers
         done, patience = self.ask(), 2 * self._settings.current.daemon.answer_deadline
         until = clock.monotonic() + patience
         while not done() or self._lifecycle.state in {State.DOWN, State.STARTING}:
             if self.pipe.waits_for:
-                until = clock.monotonic() + patience  # the ending of another client has its seat
+                until = clock.monotonic() + patience  # the ending of another client occupies the daemon's only seat
             elif clock.monotonic() >= until:
                 return None
             with contextlib.suppress(TimeoutError):
@@ -229,7 +230,7 @@ class Supervisor:
         return self._observer.canaries
 
     def intend(self, command: OperatorCommand) -> str:
-        """Execute an operator's order, from now on; return the operation that it now belongs to, if there is one.
+        """Execute an operator's command; return the operation that the command belongs to, if there is one.
 
         Raises StorageError; nothing has changed then.
         """
@@ -269,8 +270,8 @@ class Supervisor:
                 except OSError as error:
                     await self._wait_for_resources(error)
                 except StorageError as error:
-                    # The state that must be on disk before the next step is not: nothing is lost, and the supervisor
-                    # waits.
+                    # The state could not be stored, and must be on disk before the next step: the supervisor waits, and
+                    # nothing is lost.
                     self._lifecycle.explain(error.detail, error.hint)
                     await self._sleep(_TICK)
         finally:
@@ -391,7 +392,7 @@ class Supervisor:
             await self._sleep(self._settings.current.daemon.probe_interval if reached else LISTEN_POLL)
 
     async def _watch(self) -> None:
-        """Check once a second, and at news in the log; query the daemon where there is a reason, or when it is due."""
+        """Check once a second, and at each change of the log; query the daemon for a reason, or when it is due."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
         await self._instance.find_orphans()
         desired = self.drainer.desired
@@ -402,7 +403,7 @@ class Supervisor:
             self._move(Event.STOP, f"it is replaced, since its last user keeps it from answering: {because}")
             return
         if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), stopped and is_unresponsive)):
-            # There is a reason to query it at once; a daemon that is known to be stopped cannot answer before it
+            # The daemon must be queried at once, unless it is stopped: a stopped daemon cannot answer before it
             # continues.
             self._due = 0.0
         if stopped:
@@ -424,7 +425,7 @@ class Supervisor:
         if distrusted is not None:
             self._move(Event.STOP, f"it is replaced, since it may not serve clients: {distrusted}")
             return
-        # The daemon was asked for its clients since the order, or it is asked now.
+        # The daemon was asked for its clients since the command, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
             await self._sleep(clock.until_next(_TICK))
 
@@ -447,7 +448,7 @@ class Supervisor:
         # A missing socket is checked all the time, and the daemon is queried as soon as the socket is back.
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.current.daemon.probe_interval
-        # Requests during the conversation may concern what came later.
+        # A query that was requested during this conversation may be about a later client, so it needs another one.
         self._due = 0.0 if gone or questions < self._lifecycle.questions else clock.monotonic() + pause
         self._lifecycle.answer(questions)
         return not gone
@@ -455,7 +456,7 @@ class Supervisor:
     # -- draining and ending ------------------------------------------------------------------------------------------
 
     def _drain(self) -> bool:
-        """Take the next step of an operator's order; tell whether there is more to do at once."""
+        """Take the next step of an operator's command; tell whether another step can follow at once."""
         state, desired = self._lifecycle.state, self.drainer.desired
         if not desired.waits:
             return False

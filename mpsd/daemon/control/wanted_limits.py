@@ -1,4 +1,4 @@
-"""The limits that a control daemon is to hold, and the conversation that sets them and reports its state."""
+"""The wanted limits of a control daemon, and the conversation that sets them and reports the daemon's state."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -81,7 +81,7 @@ class WantedLimits:
         return ""
 
     def forget(self) -> None:
-        """Forget the proof: the process is another one, or does not hold what it held."""
+        """Forget the proof: the process is another one, or its limits may have changed."""
         self.proved = self._others = False
 
     async def hold(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
@@ -146,8 +146,8 @@ class Prober:
             # versions).
             self._pipe_access.admit()
         except (LimitNotHeldError, ControlUnknownCommandError, PipeAccessError) as error:
-            # The daemon is not silent; but mpsd admits nobody while a limit does not hold, or while others have pipe
-            # access.
+            # The daemon is not silent; but mpsd grants no lease while a limit does not hold, or while other uids have
+            # pipe access.
             self._wanted_limits.forget()
             event = EventName.PIPE_ACCESS_NOT_HELD if isinstance(error, PipeAccessError) else EventName.LIMITS_NOT_HELD
             self._log.error(event, because=error.detail)

@@ -38,8 +38,8 @@ class Endings:
         self._left_alone = set[ProcessIdentity]()
         """Processes that are not ended because they belong to other users than their leases'."""
         self.suspect: Callable[[str, int, int, str], None] = lambda *_: None
-        """Called with control daemon, server, uid and reason, where a server may serve no client from now on. It did
-        not end the contexts of its only client, which was ended nevertheless, or it did not return from ending
+        """Called with control daemon, server, uid and reason, where a server may serve no client from now on. Such a
+        server did not end the contexts of its only client, which was ended nevertheless, or did not return from ending
         contexts.
         """
 
@@ -134,7 +134,7 @@ class Endings:
         if left is steps.ending:
             return
         if left is not None:
-            steps.ending = left  # the ending continues; the next step stores this
+            steps.ending = left  # the ending continues for its other causes; the next step stores this
             return
         self._log.info(EventName.CLIENT_LET_GO, pid=target.pid, because=steps.ending.because)
         self._store.forget(target)

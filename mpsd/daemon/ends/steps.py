@@ -83,7 +83,7 @@ class EndSteps:
         self._log = log
         self._killed = False
         self._powerless = ""
-        """Why mpsd cannot send it signals, if so."""
+        """The reason why mpsd cannot send it signals, if it cannot."""
         self._pause = _FIRST_LOOK
 
     @property
@@ -141,7 +141,7 @@ class EndSteps:
             await self._living.gone_within(seconds)
 
     async def _stay(self, because: str) -> None:
-        """Report once why the process stays, and check again after a while."""
+        """Report once why the process still runs, and check again after a while."""
         if self.stays != because:
             self.stays = because
             self._log.warning(
@@ -271,7 +271,7 @@ class EndSteps:
     # -- signals ------------------------------------------------------------------------------------------------------
 
     def _signal(self, act: Act, suspects: tuple[Place, ...]) -> None:
-        """Send a signal, after recording it; a program that was to stop gracefully on SIGTERM gets no second one."""
+        """Send a signal, after recording it; a program that stops gracefully on SIGTERM gets no second one."""
         if self.ending.uid >= 0 and proc.real_uid(self.pid) not in {self.ending.uid, None}:
             self._powerless = "it runs as another user than when its end began, and mpsd signals no process of others"
             self._forced("none", failed=self._powerless)

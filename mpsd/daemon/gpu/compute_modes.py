@@ -30,8 +30,7 @@ class ComputeModes:
         """GPUs seen in exclusive-process mode since the setting required it, they were found, and an operator last
         reset them."""
         self._refused: dict[str, tuple[str, str]] = {}
-        """Why a GPU's mode could not be changed, with a remedy. mpsd does not retry before an event that may change
-        that."""
+        """Why a GPU's mode could not be changed, with a remedy. mpsd retries only after an event that may help."""
         self._logged: dict[str, str] = {}
         """The last logged problem of each GPU."""
 
@@ -128,7 +127,7 @@ class ComputeModes:
         try:
             reading = await change_compute_mode(self._source, gpu, _EXCLUSIVE)
         except ComputeModeError:
-            self._forget(gpu)  # whatever sets the mode next, it is not mpsd
+            self._forget(gpu)  # mpsd did not change the mode, so it must not restore one
             raise
         if isinstance(reading, Known):
             self._held.add(gpu.uuid)

@@ -110,7 +110,7 @@ class Gpus:
         self._soon.set()
 
     def want(self, mode: WantedComputeMode, because: str) -> None:
-        """Request a compute mode for the GPUs, or their own, to be set soon."""
+        """Request a compute mode for the GPUs, or their own mode; it is set soon."""
         self.modes.want(mode, because)
         self._soon.set()
         self._changed()

@@ -43,7 +43,7 @@ class GroupWatch:
         self._watched: dict[tuple[str, int], _Watched] = {}
         """By hierarchy and inode."""
         self._at: dict[tuple[str, str], list[_Watched]] = {}
-        """By hierarchy and path, which a removed group may have left to another one."""
+        """The groups by hierarchy and path; another group may have the path of a removed one."""
         self._of: dict[str, tuple[HoldingGroup, ...]] = {}
         self._order: deque[_Watched] = deque()
         self._hierarchies: list[Hierarchy] = []
@@ -146,7 +146,7 @@ class GroupWatch:
         for hierarchy in self._hierarchies:
             for path in membership.groups(hierarchy.name):
                 for watched in self._at.get((hierarchy.name, path), ()):
-                    if not watched.group.is_removed():  # otherwise another group has its name
+                    if not watched.group.is_removed():  # otherwise another group has the same name
                         yield watched
 
     def contains(self, lease_id: str, pid: int) -> bool:

@@ -56,8 +56,8 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         """Create a connection whose first request may take `patience` seconds to arrive.
 
-        `serve` answers a request through `send` or `stream`, and is cancelled when nobody waits for the answer any
-        more. `inside` contains the connection while it is open.
+        `serve` answers a request through `send` or `stream`, and is cancelled when the caller no longer waits for the
+        answer. `inside` contains the connection while it is open.
         """
         self.peer = peer
         self.deadline = clock.monotonic() + patience
@@ -94,7 +94,7 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = False
         """Whether the caller has closed its sending side; it may still read."""
         self.parting = False
-        """Whether the next answer is the last one, because another process will answer soon."""
+        """Whether the next answer is the last one, because the next mpsd will answer later requests."""
         self._taken: asyncio.Future[None] | None = None
         """Present while the kernel has not taken all sent data; done when it has."""
 
@@ -209,7 +209,7 @@ class Connection(asyncio.BufferedProtocol):
                 case b"accept":
                     self._accept += b"," + value
                 case b"traceparent":
-                    self._trace += value  # two of them make one that is not valid
+                    self._trace += value  # two such headers together are not a valid value
 
     def on_headers_complete(self) -> None:
         """Begin a request.
@@ -254,7 +254,7 @@ class Connection(asyncio.BufferedProtocol):
         message, self._coming, self._size = self._coming, None, 0
         if message is not None:
             message.complete = True
-            if self.is_answering:  # otherwise nobody waits for its body yet
+            if self.is_answering:  # otherwise no task waits for its body yet
                 message.wake()
 
     # -- answering -----------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._last = self._last or self.parting or message.close
                 self._go_on()
             if self._in_hand.done():
-                await asyncio.sleep(0)  # the next one arrived with it; all other connections come first
+                await asyncio.sleep(0)  # the next request arrived with this one; all other connections come first
 
     def leave(self) -> None:
         """Answer the current request, if there is one, and close."""

@@ -137,7 +137,7 @@ class Listener:
             loop.remove_reader(self._listener)
 
     def shut(self) -> None:
-        """Accept nobody any more, and announce the end to the open connections: new ones wait for the next listener."""
+        """Stop accepting, and announce the end to the open connections: new connections wait for the next listener."""
         self._shut = True
         for each in self._connections:
             each.parting = True

@@ -68,7 +68,7 @@ class Peer:
         return self._principal
 
     def _is_contained(self) -> bool:
-        """Tell whether the peer's process is in a container, is invisible, or is gone, because then nobody can tell."""
+        """Tell whether the peer's process is, or may be, in a container: an invisible or dead process counts."""
         found = self.process()
         # The check of the process comes last: while it lives, what was looked up by its pid was its own.
         return found is None or host_environment.is_contained(found.pid) or found.is_gone()

@@ -34,7 +34,8 @@ _STATUS: Final = 503
 def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Callable[[], object]) -> bool:
     """Answer the waiting callers that mpsd cannot start; return whether the wanted configuration has changed since.
 
-    Only root gets the reason, because it may concern no other user. Where nobody waits, the function returns at once.
+    Only root gets the reason, which is not meant for other users. Without a waiting caller, the function returns at
+    once.
     """
     before = wanted()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the file is checked anyway

@@ -63,7 +63,7 @@ class Bearers:
             carriers: Carriers = {}
             try:
                 carriers = await asyncio.to_thread(process_table.started_with, TOKEN, _owners(leases))
-            except OSError as error:  # for example without descriptors: handled as if there were no tokens
+            except OSError as error:  # for example without descriptors: handled as if no process carried a token
                 unseen = f"; whether others carry its token could not be read: {error.strerror}"
             for lease in leases:
                 # Changes since then count: the lease may have been released, or a carrier may have become its client.
@@ -72,7 +72,7 @@ class Bearers:
                     self._end(lease.id, alone[lease.id] + unseen)
 
     def carriers(self, leases: Iterable[Lease]) -> Carriers:
-        """Return the carriers of the leases' tokens; for the start of mpsd, when no caller is kept waiting."""
+        """Return the carriers of the leases' tokens; for the start of mpsd, when no caller waits."""
         wanted = _owners(each for each in leases if each.token)
         return process_table.started_with(TOKEN, wanted) if wanted else {}
 
@@ -86,5 +86,5 @@ class Bearers:
 
 
 def _owners(leases: Iterable[Lease]) -> dict[str, int]:
-    """Return, by token, the uid whose processes alone count."""
+    """Return, by token, the only uid whose processes count."""
     return {lease.token: lease.owner.uid for lease in leases}

@@ -45,7 +45,7 @@ class Claims:
         self._group_commit = group_commit
         self._limit_gates = limit_gates
         self._openings: dict[str, asyncio.Task[Lease]] = {}
-        """By claim that was taken, the task that stores it and opens it to its holder."""
+        """By taken claim, the task that stores it and opens it to its holder."""
 
     def granted(self, lease_id: str) -> Lease:
         """Return a lease that can get another holder. Raises NotFoundError."""
@@ -62,7 +62,7 @@ class Claims:
         return lease
 
     def untaken(self, lease_id: str) -> Lease:
-        """Return a claim that nobody has taken yet. Raises NotFoundError and AlreadyClaimedError."""
+        """Return a claim that no holder has taken yet. Raises NotFoundError and AlreadyClaimedError."""
         lease = self.granted(lease_id)
         self.check_untaken(lease)
         return lease
@@ -99,9 +99,9 @@ class Claims:
     ) -> Lease:
         """Let this holder take a claim for this owner; it is stored, and open to the holder, before it is returned.
 
-        `check` raises why this owner may not have it. Whichever error is raised, the claim is unchanged:
-        AlreadyClaimedError for all but the first caller, NotFoundError, DoesNotFitError, StorageError, and as
-        `LimitGates.open` and `descriptors.duplicate`. The first caller may ask again, and gets the same outcome.
+        `check` raises an error where this owner may not have the lease. Whichever error is raised, the claim is
+        unchanged: AlreadyClaimedError for all but the first caller, NotFoundError, DoesNotFitError, StorageError, and
+        as `LimitGates.open` and `descriptors.duplicate`. The first caller may ask again, and gets the same outcome.
         """
         before = self.granted(lease_id)
         if holders.claim_of(before) is None:
@@ -113,7 +113,7 @@ class Claims:
             return self._held(lease_id, named.holder)
         check(before)
         now = clock.monotonic()
-        self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, because it fails without descriptors
+        self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, because this step fails without descriptors
         try:
             lease = self._ledger.take(lease_id, owner, named.holder, ttl, now)
         except MpsdError:
@@ -143,7 +143,7 @@ class Claims:
         if self._openings.get(lease_id) is opening:
             del self._openings[lease_id]
         if not opening.cancelled():
-            opening.exception()  # the callers may have left, and then nobody else retrieves it
+            opening.exception()  # the callers may have left, and then no other code retrieves the exception
 
     def _held(self, lease_id: str, holder: Holder) -> Lease:
         """Return a lease in its present state, for one of its holders.
@@ -168,7 +168,7 @@ class Claims:
         """Make a lease a claim for its own owner, so that it outlives its holders; stored before it is returned.
 
         With a uid the claim is for that one, for example for a container whose program runs as an unexpected user. A
-        claim that nobody has taken stays one for its present uid, with this deadline.
+        claim that no holder has taken stays one for its present uid, with this deadline.
 
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
@@ -194,7 +194,7 @@ class Claims:
         return self._ledger.leases.get(lease_id, left)
 
     async def _put_back(self, before: Lease, taken: Lease, refusal: CapacityError) -> None:
-        """Make a lease a claim again that could not be opened to its new holder, until the claim's deadline.
+        """Turn a lease that could not be opened to its new holder into a claim again, until the claim's deadline.
 
         Later changes have precedence: a lease that others hold, that has clients or that is closing stays unchanged.
         """
@@ -220,7 +220,7 @@ class Claims:
             await self._group_commit.over()
 
     def why_expired(self, lease: Lease, claim: Claim) -> str:
-        """Report that nobody took a claim in time, and return why the lease ends."""
+        """Report that no holder took a claim in time, and return why the lease ends."""
         because = f"its claim was not taken within {claim.seconds:g} s"
         if lease.expires is not None and (claim.deadline is None or lease.expires < claim.deadline):
             because = f"its time to live of {lease.ttl:g} s has expired before its claim was taken"

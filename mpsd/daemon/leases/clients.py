@@ -45,7 +45,7 @@ class Clients:
         self._keep(lease, lambda each: each != gone)
 
     def leave_to(self, lease: Lease, bearers: tuple[ProcessIdentity, ...]) -> None:
-        """Note that of a lease's processes only these are left, which carry its token."""
+        """Note that only these processes of a lease are left, which carry its token."""
         clients = tuple(each for each in lease.clients if each in bearers)
         lease = self._ledger.attach(lease.id, clients, bearers)
         self._limit_gates.follow(lease)
@@ -93,9 +93,10 @@ class Clients:
         return found, found.lease is None or not self.is_borne(found.lease, client.identity)
 
     def is_borne(self, lease: Lease, identity: ProcessIdentity) -> bool:
-        """Tell whether a process belongs to a lease by a token alone: by its own token, or by that of its ancestors.
+        """Tell whether a process belongs to a lease only because it, or an ancestor of it, carries the lease's token.
 
-        The lease's other processes prove nothing about processes that share a control group with its bearers.
+        A process that only shares a control group with processes of the lease counts too: it may be the group of a
+        bearer.
         """
         if not lease.bearers:
             return False
@@ -105,7 +106,7 @@ class Clients:
         return identity in lease.bearers or not proven or proven.isdisjoint(proc.ancestors(identity.pid))
 
     def ends_nobody(self, violation: Violation) -> bool:
-        """Tell whether a violation might not exist without the processes that belong to its lease by a token alone."""
+        """Tell whether a violation depends on processes that belong to the lease by its token alone."""
         lease = self._ledger.leases.get(violation.lease or "")
         if lease is None or not lease.bearers or violation.kind not in _BY_ATTRIBUTION:
             return False

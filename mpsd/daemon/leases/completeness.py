@@ -1,4 +1,4 @@
-"""Whether the leases of each GPU are complete: where some may be lost, nothing is granted until their clients end.
+"""Whether the leases of each GPU are complete: where leases may be lost, nothing is granted until their clients end.
 
 A new lease store contains no lease. A control daemon that is older than the store may have clients whose leases were in
 the previous store, and their shares would be granted again. A GPU therefore counts as incomplete until its control
@@ -55,7 +55,7 @@ class Completeness:
             self._log.info(EventName.LEASES_COMPLETE, gpu=gpu, because=because)
 
     def look(self, daemon: Daemon) -> str:
-        """Check which clients are left on a GPU with incomplete leases; return why they still are, or an empty text.
+        """Return why the leases of a GPU are still incomplete, by its present clients; empty where they are complete.
 
         Raises StorageError when they are complete and that could not be stored.
         """

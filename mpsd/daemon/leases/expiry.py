@@ -1,4 +1,4 @@
-"""Reports when the time to live of a lease ends soon, and when it is over: its processes get no other notice."""
+"""Reports when the time to live of a lease ends soon, and when it has expired: its processes get no other notice."""
 
 from typing import Final
 
@@ -21,7 +21,7 @@ class Expiry:
         self._ledger = ledger
         self._group_commit = group_commit
         self._reported: dict[str, float] = {}
-        """By lease, the reported moment of its end."""
+        """By lease, the end that was reported."""
 
     def look(self, now: float) -> None:
         """Report the leases that expire soon; an mpsd that has just started reports them again."""
@@ -39,7 +39,7 @@ class Expiry:
         self._reported = soon
 
     def over(self, lease: Lease, *, ends_clients: bool) -> str:
-        """Report a lease whose time to live is over, with its remaining clients, and return why it ends."""
+        """Report a lease whose time to live has expired, with its remaining clients, and return why it ends."""
         because = f"its time to live of {lease.ttl:g} s has expired"
         afterwards = "its clients are ended" if ends_clients else _AFTERWARDS
         facts = {"clients": [each.pid for each in lease.clients], "because": f"{because}; {afterwards}"}

@@ -97,7 +97,8 @@ class GroupCommit:
     def _trace_of(self, lease: Lease, event: EventName, *, waited: bool) -> dict[str, object]:
         """Return what an event tells of the trace of the request that caused it.
 
-        For the grant of a request that `waited` that is its own, and not the one that has made room for it.
+        The grant of a request that `waited` has the trace of that request, and not that of the request that made room
+        for it.
         """
         now = trace.facts()
         if lease.state is LeaseState.WAITING:
@@ -240,7 +241,7 @@ class GroupCommit:
         self._publish()
 
     def catch_up(self) -> None:
-        """Log the news that wait for it, because something else is about to be logged."""
+        """Log the stored news, because another line is about to be logged, and must not precede them."""
         if self._unpublished:
             self._publish()
 

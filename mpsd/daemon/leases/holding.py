@@ -1,4 +1,4 @@
-"""The ties that keep leases alive, and the fate of a lease when a holder, or the last of its processes, is gone."""
+"""The processes and groups that keep leases alive, and the end of a lease when the last of them is gone."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,7 +13,7 @@ from mpsd.daemon.leases.limit_gates import LimitGates
 
 
 class Holding:
-    """The ties of the leases; when the last one is gone, the lease ends."""
+    """The processes and groups that leases are tied to; when the last one is gone, the lease ends."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Holding:
         end: Callable[[str, str], None],
         is_unheard: Callable[[str], bool],
     ) -> None:
-        """Take the parts; `end` ends a lease for a reason; `is_unheard` tells whether no caller got a lease yet."""
+        """Take the parts; `end` ends a lease for a reason; `is_unheard` tells whether no caller has got it yet."""
         self._ledger = ledger
         self._group_commit = group_commit
         self._end = end
@@ -51,7 +51,7 @@ class Holding:
         return lease.id in self._ledger.leases
 
     def _drop(self, lease_id: str, gone: Holder) -> None:
-        """Remove a holder that is gone, unless it was the last: users want to know which one that was."""
+        """Remove a holder that is gone, unless it was the last: users can then see which holder that was."""
         lease = self._ledger.leases.get(lease_id)
         if lease is None:
             return
@@ -85,7 +85,7 @@ class Holding:
             self._end_for_want_of_processes(lease, f"{holders.all_said(lease)}, {because}")
 
     def _end_for_want_of_processes(self, lease: Lease, because: str) -> None:
-        if self._is_unheard(lease.id):  # so no process has its token
+        if self._is_unheard(lease.id):  # no caller has got the lease, so no process has its token
             self._end(lease.id, because)
         else:
             self.bearers.end_unless_borne(lease, because)

@@ -99,7 +99,7 @@ class CommitResult:
 
     because: str = ""
     refused: tuple[Lease, ...] = ()
-    """Those that are not on disk, or only as a place in the queue: no caller may learn that they were granted."""
+    """The leases that are not on disk, or only as a place in the queue: no caller may learn that they were granted."""
 
 
 _ALL_STORED: Final = CommitResult()
@@ -116,7 +116,7 @@ class StoredLeases:
     unrestored: Sequence[UnrestoredLease] = ()
     """Invalid leases of this boot; their rows stay until `discard`."""
     because: str = ""
-    """Why there is nothing, where the store as a whole was invalid."""
+    """Why no lease could be read, where the store as a whole was invalid."""
 
 
 class _Row(msgspec.Struct):
@@ -180,7 +180,7 @@ class LeaseStore:
             _, lease_id = self._unpublished_batches.popleft()
             row = self._rows.get(lease_id)
             if row is None:
-                continue  # its row was written again since
+                continue  # the row was written again since
             row.events = self._unpublished(row.events)
             if row.state is LeaseState.ENDED and not row.events:
                 del self._rows[lease_id]
@@ -220,7 +220,7 @@ class LeaseStore:
             leases.append(_sharing_strings(lease))
             self._rows[lease.id] = _Row(_whole(number), lease.state, events)
         if leases and newest < published:
-            # Everything in the history was in this store before: the store was replaced by an older one.
+            # Every turn in the history was in this store before, so the store was replaced by an older one.
             return self._begin_anew(f"it ends with turn {newest}, and the history knows of turn {published}")
         unpublished.sort(key=itemgetter(0))
         self.batch = max([self._published, *(batch for batch, _ in unpublished)])
@@ -300,7 +300,7 @@ class LeaseStore:
 
     def _completeness_rows(self) -> list[Statement]:
         if self._incomplete is None:
-            return []  # it was never read, and the new file marks everything as incomplete
+            return []  # the completeness was never read, and the new file marks every GPU as incomplete
         put = "INSERT INTO incomplete VALUES (?, ?, ?)"
         rows: list[Statement] = [(put, summed(gpu, because)) for gpu, because in self._incomplete.items()]
         return [("DELETE FROM incomplete", ()), *rows]

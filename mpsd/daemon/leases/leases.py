@@ -97,7 +97,7 @@ class Leases:
         self.left_behind: Callable[[Lease], None] = lambda _: None
         """Called with a lease that has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
-        """By lease whose outcome no caller has got yet."""
+        """The requests whose outcome no caller has got yet, by lease."""
         self._ended = OrderedDict[str, Lease]()
         self._unsettled = False
         """Whether a lease ended in this turn, so that others may be granted its shares."""
@@ -120,7 +120,7 @@ class Leases:
                     self.closing.look()
                     self._holder_watch.look()
                     self._group_commit.look_for_room()
-                    self.settle()  # the order changes with time alone
+                    self.settle()  # the order of the queue changes with time alone
         finally:
             self._group_commit.close()
             self._holder_watch.close()
@@ -128,7 +128,7 @@ class Leases:
     def restore(self) -> None:
         """Restore the leases of an earlier mpsd of this boot; call it before any caller can request one.
 
-        Leases whose processes died meanwhile end now, and so do places in the queue to which nobody can come back.
+        Leases whose processes died meanwhile end now, and so do places in the queue that no caller can resume.
         """
         found, now = self._store.read(self._published), clock.monotonic()
         if found.because:
@@ -137,7 +137,7 @@ class Leases:
         self._group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
         enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self._holder_watch.restore)
         entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
-        # All of them are in the ledger before the first one ends: its shares must not be granted twice.
+        # All restored leases are in the ledger before one of them ends: no share must be granted twice.
         carriers = self._holding.carriers(entered)
         for lease in entered:
             self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
@@ -217,7 +217,9 @@ class Leases:
             claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
         try:
-            self._holder_watch.watch(requested.id, named, Purpose.LEASE)  # first, because it fails without descriptors
+            self._holder_watch.watch(
+                requested.id, named, Purpose.LEASE
+            )  # first, because this step fails without descriptors
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
             self._holder_watch.unwatch(requested.id)
@@ -240,7 +242,7 @@ class Leases:
         """
         pending = self._pending.get(lease.id)
         if pending is None:
-            return lease  # a caller got it before, so it is stored
+            return lease  # a caller got this lease before, so it is stored
         pending.listeners += 1
         pending.held_until = None
         try:
@@ -272,7 +274,7 @@ class Leases:
         pending.listeners -= 1
         lease = self.ledger.find(lease_id)
         if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
-            return  # others listen, or it has ended, or a caller got its outcome
+            return  # other callers wait for it, it has ended, or a caller got its outcome
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
         elif is_full(self._pending.values(), pending.uid, most := self._settings.current.admission.hang_ups_per_uid):
@@ -337,7 +339,7 @@ class Leases:
             self._pending[lease.id].decide(None)
 
     def publish(self) -> None:
-        """Log the decisions that wait for it, because a caller is about to read them."""
+        """Log the decisions that are not logged yet, because a caller is about to read them."""
         self._group_commit.catch_up()
 
     async def as_stored(self) -> None:

@@ -52,19 +52,19 @@ _CANARY_PATIENCE: Final = 60.0
 
 @dataclass(slots=True)
 class _Gate:
-    """One control daemon, and the leases whose processes are to attach to it."""
+    """One control daemon, and the leases whose processes will attach to it."""
 
     supervisor: Supervisor
     limits: Limits
     expected: ExpectedClients = field(default_factory=ExpectedClients)
     lower_at: float = NEVER
-    """When limits that are wider than needed are to be lowered."""
+    """The time at which limits that are wider than needed will be lowered."""
     until: float = NEVER
-    """When the needed limits change by themselves."""
+    """The time at which the needed limits change without an event."""
 
 
 class LimitGates:
-    """The gates of all control daemons."""
+    """The limits of all control daemons, and the leases that they are open for."""
 
     def __init__(self, settings: LiveSettings, pipe_access: NodePipeAccess) -> None:
         self._pipe_access = pipe_access
@@ -76,17 +76,17 @@ class LimitGates:
         self._proofs: dict[ProcessIdentity, ContextProof] = {}
         """The context proofs of the clients at the last reading of NVML."""
         self._read_at = NEVER
-        """When the GPUs are to be read for the memory of clients."""
+        """The time of the next reading of the GPUs for the memory of clients."""
         self._pause = _FIRST_READING
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
         """Set while new processes of some lease would find its ceiling closed."""
         self._wakes = NEVER
-        """When `run` looks again by itself."""
+        """The time of the next check by `run`."""
         self._moved = asyncio.Event()
-        """Set, and replaced, after every settlement: callers that wait for a gate look again."""
+        """Set, and replaced, each time that the limits were settled: callers that wait for them check again."""
         self._waiting = 0
-        """How many callers wait for that."""
+        """The number of callers that wait for that."""
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
@@ -134,7 +134,7 @@ class LimitGates:
                     await self._changed.wait()
 
     def look(self) -> None:
-        """Look again soon: the state of a control daemon has changed."""
+        """Check again soon: the state of a control daemon has changed."""
         self._changed.set()
 
     # -- expected processes -------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class LimitGates:
     def follow(self, lease: Lease) -> None:
         """Expect processes of a lease, or stop expecting them, by its present state; its window begins again.
 
-        A claim that nobody has taken opens nothing, because no processes of it are expected.
+        A claim that no holder has taken opens nothing, because no process of it is expected.
         """
         if claim_of(lease) is not None:
             return
@@ -191,12 +191,12 @@ class LimitGates:
             else:
                 is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
             if not anew:
-                continue  # the caller settles all of them
+                continue  # the caller settles all control daemons
             if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
                 self._settle(gate)
-            elif is_other and limits is None:  # the next request may well need what this one leaves
+            elif is_other and limits is None:  # the next request may need the same limits
                 gate.lower_at = min(gate.lower_at, now + _LINGER)
-            elif is_other and limits == gate.limits:  # a previous lease left them, and all others need no more
+            elif is_other and limits == gate.limits:  # left by an earlier lease; no other lease needs wider ones
                 gate.lower_at = NEVER
             elif is_other:
                 self._settle(gate)
@@ -223,9 +223,9 @@ class LimitGates:
         return any(not gate.expected.expects(lease.id) for gate in gates)
 
     async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
-        """Open the gates for leases with room that have a new process, by its family or by the token that it carries.
+        """Open the limits for leases with room that have a new process, by its family or by the token that it carries.
 
-        A new process is only evidence that it may become a client, and the gate opens no further than the lease's own
+        A new process is only evidence that it may become a client, and the limits open no further than the lease's own
         part.
         """
         while True:
@@ -242,7 +242,7 @@ class LimitGates:
                     self._open_for_carriers(pids)
 
     def _open_for_carriers(self, pids: Collection[int]) -> None:
-        """Open the gates for leases whose token a new process carries that has left their family (8 us a process)."""
+        """Open the limits for leases whose token a new process outside their families carries (8 us per process)."""
         closed = {each.token: each for each in self._leases.values() if each.token and self._is_closed_to(each)}
         owners = {token: lease.owner.uid for token, lease in closed.items()}
         for token, carrier in process_table.started_with_among(pids if owners else (), TOKEN, owners):
@@ -253,7 +253,7 @@ class LimitGates:
             self.follow(lease)
 
     def _wake_if_needed(self, gate: _Gate) -> None:
-        """Wake `run` if callers wait, or if it has to look earlier; the gate is settled already."""
+        """Wake `run` if callers wait, or if its next check must be earlier; the limits are settled already."""
         if self._waiting or gate.lower_at < self._wakes or gate.until < self._wakes:
             self._changed.set()
 
@@ -328,7 +328,7 @@ class LimitGates:
                     return
                 patience = None
             elif supervisor.pipe.waits_for:
-                patience = None  # the ending of a client takes as long as its work, and is no fault
+                patience = None  # the end of a client takes as long as its work on the GPU, and is no fault
             elif is_open and patience is None:
                 patience = clock.monotonic() + self._patience
                 if supervisor.snapshot().log_silent_since is not None:

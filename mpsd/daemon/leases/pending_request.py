@@ -18,11 +18,12 @@ class PendingRequest(Struct):
     decided: "asyncio.Future[None] | None" = None
     """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
     refusal: MpsdError | None = None
-    """Why it has ended, if it has."""
+    """The reason why it has ended, if it has."""
     listeners: int = 0
-    """How many connections wait for the answer: a request may be repeated by its request_id."""
+    """The number of connections that wait for the answer: a request may be repeated by its request_id."""
     held_until: float | None = None
-    """Where nobody listens: until when it is kept for a peer that may come back, in seconds of the monotonic clock."""
+    """The time until which the request is kept while no caller waits, in seconds of the monotonic clock: a caller may
+    return."""
 
     @classmethod
     def waiting(cls, uid: int, held_until: float | None = None) -> Self:
@@ -63,5 +64,5 @@ def stopping() -> StoppingError:
 
 
 def code_of(refusal: MpsdError | None) -> dict[str, object]:
-    """Return the fact about a request that ended in the queue by a refusal; none of a lease that has just ended."""
+    """Return the code of a refusal as a fact of the event about a lease's end; no fact without a refusal."""
     return {} if refusal is None else {"code": refusal.code}

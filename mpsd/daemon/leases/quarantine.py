@@ -23,7 +23,7 @@ _MOST_CRASHES: Final = 256
 class _File(Struct, forbid_unknown_fields=True):
     boot_id: str
     crashes: tuple[Crash, ...]
-    """Those of that boot."""
+    """The crashes of that boot."""
     quarantined: tuple[QuarantinedUid, ...]
 
 
@@ -57,7 +57,7 @@ class Quarantine:
             self._crashes = file.crashes
 
     def follow(self, call: Callable[[], None]) -> None:
-        """Call this whenever a uid was quarantined or pardoned."""
+        """Register a function that is called whenever a uid was quarantined or pardoned."""
         self._followers.append(call)
 
     @property

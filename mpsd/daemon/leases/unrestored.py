@@ -43,7 +43,7 @@ class UnrestoredLease:
         """Return the readable parts of a lease that cannot be decoded."""
         found: object = None
         with suppress(*NOT_UNDERSTOOD):
-            found = json.loads(data)  # it accepts more than msgspec does
+            found = json.loads(data)  # json accepts more than msgspec does
         fields = found if isinstance(found, dict) else {}
         return cls(
             row, text(str(fields.get("id", "?")))[:_MOST_WORDS], _words(error), _gpus(fields), _processes(fields)
@@ -68,11 +68,14 @@ class UnrestoredLease:
         )
 
     def is_on(self, gpu: str) -> bool:
-        """Tell whether it may hold a share of a GPU."""
+        """Tell whether this lease may hold a share of a GPU."""
         return self.gpus is None or gpu in self.gpus
 
     def is_clear(self, occupied: Collection[str], gpus: Collection[str]) -> bool:
-        """Tell whether none of its shares is in use, by its processes, or by the GPUs that may be occupied."""
+        """Tell whether no share of this lease is in use.
+
+        Its processes are gone or, where they are unknown, none of its GPUs is `occupied`.
+        """
         if self.processes is not None:
             return all(proc.start_ticks(each.pid) != each.start_ticks for each in self.processes)
         return bool(gpus) and not any(self.is_on(each) for each in occupied)
@@ -135,16 +138,16 @@ class UnrestoredLeases:
         return tuple(each.reason for each in self._leases if each.is_on(gpu))
 
     def look(self, occupied: Collection[str], gpus: Collection[str]) -> None:
-        """Release what is clear. `occupied` are those of the `gpus` with clients whose lease is unknown."""
+        """Release the leases that are clear. `occupied` has the GPUs of `gpus` with clients whose lease is unknown."""
         self._clear([each for each in self._leases if each.is_clear(occupied, gpus)], "its processes are gone")
 
     def clear(self, gpu: str) -> None:
-        """Release a GPU, and all other shares of its leases, at the order of an operator."""
+        """Release a GPU, and all other shares of its leases, by an operator's command."""
         self._clear([each for each in self._leases if each.is_on(gpu)], "an operator said that all is clear")
 
     def _clear(self, leases: Collection[UnrestoredLease], because: str) -> None:
         for each in leases:
-            with suppress(StorageError):  # the next mpsd sets it aside and clears it again
+            with suppress(StorageError):  # the next mpsd sets the lease aside and clears it again
                 self._discard(each.row)
             self._leases.remove(each)
             self._log.info(EventName.LEASE_NOT_RESTORED_ENDED, lease=each.id, because=because)

@@ -40,7 +40,8 @@ _VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
 """The variables that are read from a client's environment."""
 
 _UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
-"""NVML lists a process a moment before a control daemon does, and a moment longer: these must be found twice."""
+"""NVML lists a process a moment before a control daemon does, and a moment longer: such a finding must be made
+twice."""
 
 
 class ViolationMonitor:
@@ -65,7 +66,7 @@ class ViolationMonitor:
         self._log = log
         self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
         self._with_context: set[tuple[str, ProcessIdentity]] = set()
-        """Those of them that NVML listed, which proves that each has had a context."""
+        """The clients that NVML listed, which proves that each has had a context."""
         self._daemons: dict[str, Daemon] = {}
         self._usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs."""
@@ -80,7 +81,7 @@ class ViolationMonitor:
         """The open violations, in the order in which they were found."""
         self._doubts: tuple[Doubt, ...] = ()
         self._not_stored = ""
-        """Why endings could not be stored, and so have not begun, as last logged."""
+        """The last logged reasons why endings could not be stored, and so have not begun."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -287,7 +288,7 @@ class ViolationMonitor:
         share: Share,
         servers: Mapping[ProcessIdentity, int],
     ) -> Violation | None:
-        """Judge what a lease's processes hold; memory that only a token attributes to it ends no process."""
+        """Judge the memory that a lease's processes hold; memory attributed by a token alone ends no process."""
         proven = {each: on for each, on in held.items() if not self._clients.is_borne(lease, each)}
         found = violations.of_memory(lease, proven, share, servers)
         if found is not None or len(proven) == len(held):

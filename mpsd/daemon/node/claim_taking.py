@@ -1,4 +1,4 @@
-"""Which process may take a claimed lease: any that could have requested the lease, by the rules of every request."""
+"""The rules for taking a claimed lease: a process may take it that could have requested it."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -73,7 +73,7 @@ class Node:
         self.simulated = simulated
         self.since = clock.now()
         self.missing = host_environment.missing(settings.current)
-        """The requirements on mpsd's environment that it did not find at its start."""
+        """The requirements on mpsd's environment that were not met at its start."""
         self._program = program
         self._run_dir = run_dir
         self._log = log
@@ -84,7 +84,7 @@ class Node:
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._is_offered = False
-        """Whether the offers are current: nothing has changed since they were made."""
+        """Whether the offers are current."""
         self._changed = asyncio.Event()
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
@@ -123,7 +123,8 @@ class Node:
         """Supervise until cancelled; the control daemons keep running afterwards."""
         async with asyncio.TaskGroup() as self._group:
             self._supervise()
-            self._endings.load()  # before any question to a control daemon: one of these may need its seat
+            # Before any query of a control daemon: an ending that continues may need the only seat of one.
+            self._endings.load()
             self.leases.offer(self.offers(), {})
             # No caller was served yet: this task has not yielded to the loop since mpsd began to listen.
             self.leases.restore()
@@ -152,7 +153,7 @@ class Node:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._offers is not self.offers():  # the previous offers, and the present ones
+            if self._offers is not self.offers():  # with the previous offers, and with the present ones
                 self.leases.offer(self._offers, self.unleased.charged)
                 self._inspect(read=False)
 
@@ -166,7 +167,7 @@ class Node:
             self._look()
 
     def _left_behind(self, lease: Lease) -> None:
-        """Note that a lease has ended while it had clients: what they hold must not be granted to others."""
+        """Note that a lease has ended while it had clients: their shares must not be granted to others."""
         self.unleased.left_behind(lease)
         self.unleased.look(self.violation_monitor.attached(), self.daemons(), self.gpus.usages, read=False)
         self._is_offered = False
@@ -187,7 +188,7 @@ class Node:
         return late
 
     def _look(self) -> None:
-        """Look again soon: a daemon, a GPU or the settings have changed."""
+        """Check again soon: a daemon, a GPU or the settings have changed."""
         self._is_offered = False
         self._changed.set()
         self._touched.set()
@@ -266,7 +267,7 @@ class Node:
             return replace(daemon, incomplete=error.detail)
 
     def resume(self, supervisor: Supervisor, because: str) -> None:
-        """Resume admission at the order of an operator, who knows of clients without a lease. Raises StorageError."""
+        """Resume admission by an operator's command, also where clients have no lease. Raises StorageError."""
         self.completeness.clear(supervisor.gpu.uuid, because)
         self.leases.unrestored.clear(supervisor.gpu.uuid)
         supervisor.intend(OperatorCommand(Intent.RUN, because))
@@ -353,7 +354,7 @@ class Node:
 
     def _earlier(self, request: LeaseRequest, owner: Owner, named: Holder | None) -> Lease | None:
         """Return the lease that a request got before. Raises RequestIdReusedError."""
-        with contextlib.suppress(MpsdError):  # compare an absent GPU by the name in the request
+        with contextlib.suppress(MpsdError):  # an absent GPU is compared by its name in the request
             request = structs.replace(request, gpu=self._named(request.gpu))
         try:
             return self.leases.request_ids.earlier(request, owner.uid, named)

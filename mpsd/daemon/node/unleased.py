@@ -1,4 +1,4 @@
-"""The clients without a lease, and what they count as, on each GPU and for each user."""
+"""The clients without a lease, and the amounts that they count as, on each GPU and for each user."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
@@ -10,7 +10,7 @@ from mpsd.core.model import Daemon, GpuUsage, Lease, ProcessIdentity, Reading
 from mpsd.system import process
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
-"""By GPU and uid; the uid is None for clients whose server reports no pid that mpsd can see."""
+"""The amounts by GPU and uid; the uid is None for clients whose server reports no pid that mpsd can see."""
 
 
 class UnleasedClients:

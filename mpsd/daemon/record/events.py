@@ -16,7 +16,7 @@ from mpsd.system.counter import Counter
 from mpsd.system.database import Database, summed
 
 _SLACK: Final = 256
-"""Maximum events in memory beyond those to be kept: not every decision has to remove one."""
+"""Maximum events in memory beyond the kept number, so that not every decision has to remove one."""
 
 _BATCH: Final = 100
 """Events that a reader gets at a time."""

@@ -16,7 +16,7 @@ from mpsd.system import clock
 _MINUTE: Final = 60.0
 
 _MOST_UIDS: Final = 1024
-"""Uids whose use of their shares is known; those with whole shares are forgotten."""
+"""The number of uids whose use of their shares is kept; a uid with its whole share is forgotten."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class LineShares:
         self._shares: dict[int, _Share] = {}
 
     def take(self, uid: int) -> bool:
-        """Take a line of a uid's share; False when none is left, so that the line is to be left out."""
+        """Take a line of a uid's share; False when none is left, so that the caller must leave the line out."""
         now, per_minute = clock.monotonic(), self._per_minute()
         whole = per_minute * self._minutes
         share = self._shares.get(uid)

@@ -226,7 +226,7 @@ class Logger:
 class LibraryReports(logging.Handler):
     """The reports of libraries, asyncio among them, by Python's own logging, as lines of mpsd's log.
 
-    Without this handler they would go to stderr, and block there if nobody reads it.
+    Without this handler they would go to stderr, and block there if no process reads it.
     """
 
     def __init__(self, log: Logger) -> None:

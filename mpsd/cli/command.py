@@ -86,7 +86,7 @@ def with_listing(*more: str) -> Callable[[Callable[..., None]], Callable[..., No
             is_flag=False,
             flag_value="2",
             metavar="[DURATION]",
-            help="Print it again every 2 s, or as often as this, until interrupted.",
+            help="Repeat the list every 2 s, or at this interval, until interrupted.",
         ),
     )
 

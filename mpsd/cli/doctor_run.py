@@ -57,7 +57,7 @@ async def _run(api: "Api", where: Where, checks: Collection[Check], *, fix: bool
     listener = observed.service.socket.listener
     if fix and listener is not None and listener[1] in api.trusted - _OWN:
         raise UntrustedSocketError(
-            f"--fix acts on what mpsd says of its settings, and uid {listener[1]} listens on {where.socket}",
+            f"--fix relies on mpsd's answer about its settings, and uid {listener[1]} listens on {where.socket}",
             hint=f"run mpsctl doctor --fix as uid {listener[1]}",
         )
     results = examine(checks, observed)

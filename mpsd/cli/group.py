@@ -155,7 +155,7 @@ _EPILOG: Final = "\n".join(
     multiple=True,
     envvar="MPSD_TRUST_UID",
     show_envvar=True,
-    help="Believe an mpsd of this user too; may be repeated. Root's and the caller's own are always believed.",
+    help="Trust an mpsd of this user too; may be repeated. An mpsd of root or of the caller is always trusted.",
 )
 @click.version_option(__version__, prog_name="mpsctl")
 @click.pass_context

@@ -109,7 +109,7 @@ LIMITS: Final = frozenset(_LIMITS.values())
 REFUSED_HINT: Final = "request another GPU, or wait until that has changed (--wait): only an operator can change it"
 """The hint for a caller that is refused for such a reason; the reason's own hint is for an operator."""
 
-_ASK_HINT: Final = "only an operator of this node can change it: tell one"
+_ASK_HINT: Final = "only an operator of this node can change it: ask one"
 """The hint for other callers about all other reasons."""
 
 _USER_HINTS: Final = {
@@ -282,8 +282,8 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
         yield Reason(Kind.DRIFT, name, drifted(name, drift), hint)
     if daemon.log_silent_since is not None:
         because = (
-            f"{name}: its log has shown nothing since {_time(daemon.log_silent_since)}, so mpsd cannot see who changes"
-            " its limits, and reads them back every second and at each grant"
+            f"{name}: its log has shown nothing since {_time(daemon.log_silent_since)}, so mpsd cannot see which"
+            " commands change its limits, and reads them back every second and at each grant"
         )
         hint = f"when its clients have exited: mpsctl restart {name}"
         yield Reason(Kind.LOG_SILENT, name, because, hint)
@@ -312,7 +312,7 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
 
 def _unserved(name: str, evidence: str, *, wedged: bool) -> Reason:
     if not wedged:
-        because = f"{name}: whether its server serves clients is not known: {evidence}"
+        because = f"{name}: it is unknown whether its server serves clients: {evidence}"
         return Reason(Kind.CANARY_SILENT, name, because, f"the next canaries decide it: mpsctl verify --canary {name}")
     because = f"{name} is wedged: its server serves no client, and every new one hangs: {evidence}"
     hint = (
@@ -345,7 +345,7 @@ def _suspect(each: Suspect) -> Reason:
         f"uid {each.uid} had pipe access when a control daemon crashed: {times} lately, {each.alone} of them alone"
     )
     return Reason(
-        Kind.SUSPECT, f"uid {each.uid}", because, "for what crashed, and who else had pipe access: mpsctl events"
+        Kind.SUSPECT, f"uid {each.uid}", because, "for the crashes, and the other uids with pipe access: mpsctl events"
     )
 
 
@@ -381,7 +381,7 @@ def drifted(daemon: str, drift: Drift) -> str:
     if drift.command is not None:
         parts.append(f"the foreign command {drift.command!r} changed it")
     if drift.undone is not None:
-        parts.append(f"mpsd put it back at {_time(drift.undone)}")
+        parts.append(f"mpsd restored it at {_time(drift.undone)}")
     return "; ".join(parts)
 
 

@@ -191,9 +191,9 @@ class ControlDaemon:
     capabilities: tuple[str, ...] = row(
         (),
         setting_parsers.capabilities,
-        "Capabilities that control daemons and their servers can have beside CHOWN, KILL, MKNOD, SETGID and"
-        " SETUID, such as `SYS_PTRACE`, as far as mpsd has them. With `users` = `many` they can have all that"
-        " mpsd has. Takes effect when the control daemon next starts.",
+        "Further capabilities of control daemons and their servers, such as `SYS_PTRACE`, beside CHOWN, KILL, MKNOD,"
+        " SETGID and SETUID. mpsd can give them only capabilities that it has itself; with `users` = `many`, it gives"
+        " them all of its own. Takes effect when the control daemon next starts.",
         reload=True,
     )
     layout: Layout = row(
@@ -221,8 +221,8 @@ class ControlDaemon:
     canary_deadline: float = row(
         20.0,
         setting_parsers.seconds,
-        "How long a canary may take: a client that mpsd starts to learn whether a suspect server still serves clients."
-        " If three in a row do not answer, mpsd admits no request on that GPU.",
+        "How long a canary may take to answer: a client that mpsd starts to test whether a suspect server still serves"
+        " clients. After three canaries in a row without an answer, mpsd admits no request on that GPU.",
         unit="s",
         reload=True,
     )
@@ -303,15 +303,15 @@ class Enforcement:
     grace: float = row(
         10.0,
         setting_parsers.seconds,
-        "How long a process has to exit after SIGTERM before SIGKILL; and before terminate_client, where its lease says"
-        " `stop` = `sigterm`.",
+        "How long mpsd waits after SIGTERM for a process to exit, before the next step: SIGKILL, or terminate_client"
+        " for a lease with `stop` = `sigterm`.",
         unit="s",
         reload=True,
     )
     terminate_deadline: float = row(
         120.0,
         setting_parsers.seconds,
-        "How long a server may take to end the contexts of a client (terminate_client), which it does when the client's"
+        "How long a server may take to end the contexts of a client (terminate_client). It ends them once the client's"
         " work on the GPU has ended. Grants on that GPU wait meanwhile.",
         unit="s",
         reload=True,
@@ -335,8 +335,8 @@ class Enforcement:
     crashes: int = row(
         2,
         setting_parsers.count,
-        "Number of crashes of control daemons within `enforcement.crash_window` at which a uid is quarantined"
-        " that had pipe access at each of them, and at one of them alone.",
+        "Number of crashes of control daemons within `enforcement.crash_window` after which mpsd quarantines a uid. The"
+        " uid had pipe access at each of these crashes, and was the only uid with pipe access at one of them.",
         reload=True,
     )
     crash_window: float = row(
@@ -368,8 +368,8 @@ class Violations:
     limits: OnViolation | None = row(
         None,
         setting_parsers.choice(OnViolation),
-        "Without effect, and read for older configuration files only: a client that may use more than its part is never"
-        " proven to use it, and is reported.",
+        "Has no effect, and is accepted for older configuration files. mpsd only reports a client that may exceed its"
+        " part, because nothing proves that it does.",
         reload=True,
     )
     memory: OnViolation | None = row(
@@ -407,7 +407,7 @@ class Admission:
     threads_oversubscription: float = row(
         1.0,
         setting_parsers.factor,
-        "The threads granted on a GPU may add up to this many times 100 %.",
+        "Maximum sum of the threads that are granted on a GPU, as a multiple of 100 %.",
         unit="factor",
         reload=True,
     )

@@ -82,7 +82,7 @@ def check_file(path: Path) -> None:
     if strange is not None:
         raise ConfigurationError(
             f"{path} {strange}, and was not created by mpsd",
-            hint="find out who could write there, then remove the file or move it away",
+            hint="find out which users can write there, then remove the file or move it away",
         )
 
 

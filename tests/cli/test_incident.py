@@ -83,7 +83,7 @@ def test_a_bad_night(node: Node) -> None:
         rf"^!  gpu0 died: pid {first} killed by SIGKILL; .*mpsd starts it again at once",
         rf"^!  gpu0 died: pid {second} killed by SIGKILL; .*mpsd starts it again in \d\.\d s",
         f"gpu0 is starting: pid {third} was started",
-        f"^!  gpu0: a foreign front-end gave it the command '{COMMAND}'",
+        f"^!  gpu0: a foreign front-end sent the command '{COMMAND}'",
         rf"^!  gpu0: active_thread_percentage is 10% instead of \S+%; the foreign command '{COMMAND}' changed it",
         "^   gpu0: mpsd set it back",
         rf"{granted['id']}: process {client.pid} is its client",

@@ -27,7 +27,7 @@ TOLD = "mpsctl: waiting in place {} for threads: 60.0 % of the threads were requ
 USER = name_of(os.geteuid())
 
 AWAY = (
-    "mpsctl: interrupted; mpsd does not answer now: it gives the place up when the caller is gone"
+    "mpsctl: interrupted; mpsd does not answer now: it gives up the place when the caller is gone"
     " (admission.hang_up_grace)\n"
 )
 

@@ -146,14 +146,14 @@ def test_a_sick_node() -> None:
         reasons=[reason("GPU 1", hint="see what nvidia-smi says"), reason("gpu1", hint="mpsctl reset gpu1")],
         warnings=[reason("GPU 2", because="GPU 2 is unsupported: MIG mode is on", hint="turn MIG off")],
         simulated=True,
-        daemons=[daemon(undone=[drift(undone=THEN, because="gpu0: it was 10 %; mpsd put it back at 02:57")])],
+        daemons=[daemon(undone=[drift(undone=THEN, because="gpu0: it was 10 %; mpsd restored it at 02:57")])],
     )
     assert lines[:7] == [
         "NOT HEALTHY",
         "  GPU 1 is failed -> see what nvidia-smi says",
         "  gpu1 is failed -> mpsctl reset gpu1",
         "  GPU 2 is unsupported: MIG mode is on -> turn MIG off",
-        "  gpu0: it was 10 %; mpsd put it back at 02:57 (2m ago)",
+        "  gpu0: it was 10 %; mpsd restored it at 02:57 (2m ago)",
         "",
         "GPU  HEALTH  THREADS      MEMORY                     HELD  CLIENTS  COMPUTE MODE  NAME",
     ]

@@ -104,7 +104,11 @@ OF_DAEMONS: Final = [
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
     (daemon(cannot_start="6 servers did not start"), Kind.SERVERS_CANNOT_START, "gpu0: 6 servers did not start"),
     (daemon(unserved="pid 7 hangs", wedged=True), Kind.WEDGED, "gpu0 is wedged: its server serves no client"),
-    (daemon(unserved="pid 7 hangs"), Kind.CANARY_SILENT, "gpu0: whether its server serves clients is not known: pid 7"),
+    (
+        daemon(unserved="pid 7 hangs"),
+        Kind.CANARY_SILENT,
+        "gpu0: it is unknown whether its server serves clients: pid 7",
+    ),
     (daemon(drift=(DRIFT,)), Kind.DRIFT, "gpu0: active_thread_percentage is 10 % instead of 60 %"),
     (
         daemon(log_silent_since=datetime(2026, 11, 22, 3, tzinfo=UTC)),
@@ -333,13 +337,13 @@ UNDONE: Final = NOW + timedelta(seconds=1)
             replace(DRIFT, undone=UNDONE),
             (
                 f"gpu0: active_thread_percentage was 10 % instead of 60 %; the foreign command '{COMMAND}' changed it;"
-                " mpsd put it back at 2026-11-22T03:00:01Z"
+                " mpsd restored it at 2026-11-22T03:00:01Z"
             ),
         ),
         (MEMORY, "gpu0: pinned_device_mem_limit is unlimited instead of 8GiB"),
         (
             replace(MEMORY, wanted=None, found=3 * GIB // 2, undone=UNDONE),
-            "gpu0: pinned_device_mem_limit was 1.5GiB instead of unlimited; mpsd put it back at 2026-11-22T03:00:01Z",
+            "gpu0: pinned_device_mem_limit was 1.5GiB instead of unlimited; mpsd restored it at 2026-11-22T03:00:01Z",
         ),
         (
             replace(MEMORY, found=0, command="set\x1b[2J 'x'"),

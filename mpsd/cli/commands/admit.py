@@ -99,7 +99,9 @@ _REQUEST: Final = (
         help="Number of client processes that use the lease in equal parts; `any`: any number, each may use all of"
         " it.  [default: 1]",
     ),
-    _option("--priority", type=int, metavar="N", help="Priority in the queue; above 0 needs a quota.  [default: 0]"),
+    _option(
+        "--priority", type=int, metavar="N", help="Priority in the queue; a value above 0 needs a quota.  [default: 0]"
+    ),
     _option(
         "--wait",
         type=WAIT,
@@ -122,15 +124,15 @@ _REQUEST: Final = (
     _option(
         "--stop",
         type=click.Choice(["terminate", "sigterm"]),
-        help="How mpsd ends its clients, if it does: by SIGTERM first, for programs that finish their work on the GPU"
-        " then, or their server ends that work before any signal.  [default: terminate]",
+        help="How mpsd ends its clients, if necessary. `terminate`: their server ends their work on the GPU before any"
+        " signal. `sigterm`: SIGTERM comes first, for programs that then finish that work.  [default: terminate]",
     ),
     _option(
         "--user",
         "owner",
         metavar="NAME|UID",
         callback=_user,
-        help="User whose lease it is; for administrators. `run` starts COMMAND as that user.",
+        help="Owner of the lease; for administrators. `run` starts COMMAND as that user.",
     ),
     _option("--name", metavar="TEXT", help="Name of the lease in lists."),
     click.option(
@@ -194,7 +196,9 @@ def _holder(
     help="How long a control group or unit holds it: while it has processes, or until it is removed."
     "  [default: populated]",
 )
-@click.option("--claim", is_flag=True, help="No holder yet: the first that has the lease's token; for administrators.")
+@click.option(
+    "--claim", is_flag=True, help="No holder yet: the first process with the lease's token; for administrators."
+)
 @click.option(
     "--claim-deadline",
     type=DURATION,
@@ -270,7 +274,7 @@ def _ends_with(lease: "answer_types.Lease") -> str:
                 return f"{lease['id']} ends with {name(pid)}"
             case {"unit": str(unit)} | {"container": str(unit)} | {"cgroup": str(unit)}:
                 return f"{lease['id']} ends with {unit}"
-    return f"{lease['id']} has no holder until it is claimed, and ends if that takes too long"
+    return f"{lease['id']} has no holder until its claim is taken, and ends if that takes too long"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

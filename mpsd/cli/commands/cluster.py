@@ -43,7 +43,7 @@ def cluster(form: str, context: str | None) -> None:
     nodes = _get([*chosen, "get", "nodes", f"--selector={_LABEL}"])
     if nodes is None:
         raise UnreachableError(
-            "kubectl could not list the nodes, and has said why above",
+            "kubectl could not list the nodes; its own message is above",
             hint="see that `kubectl get nodes` works: KUBECONFIG, --context, and your rights",
         )
     running = "--field-selector=status.phase!=Succeeded,status.phase!=Failed"

@@ -125,7 +125,7 @@ def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
 
 @container.command()
 @click.argument("name")
-@click.option("--runtime", type=_RUNTIMES, default="podman", show_default=True, help="What the container runs in.")
+@click.option("--runtime", type=_RUNTIMES, default="podman", show_default=True, help="Runtime of the container.")
 @with_api
 def stop(api: Api, name: str, runtime: str) -> None:
     """End the clients of a container's lease, then stop the container.

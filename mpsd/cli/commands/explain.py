@@ -36,13 +36,13 @@ def _subjects(context: click.Context, parameter: click.Parameter, incomplete: st
     metavar="N",
     default=_MOST,
     show_default=True,
-    help="Tell the latest N events.",
+    help="Show the latest N events.",
 )
-@click.option("--since", type=MOMENT, metavar="TIME", help="Tell later events only: as of `mpsctl events`.")
+@click.option("--since", type=MOMENT, metavar="TIME", help="Show only later events; TIME is as for `mpsctl events`.")
 @with_form()
 @with_api
 def explain(api: Api, subject: str, form: str, last: int, since: datetime | None) -> None:
-    """Tell what happened to a lease, a control daemon or a GPU, how it is now, and what to do next.
+    """Show the history of a lease, a control daemon or a GPU, its present state, and the next steps.
 
     A lease is named by its id, the beginning of one, or its name, even after it has ended, as long as mpsd stores its
     events. For a control daemon, the output includes the last lines of its log, if you may read the log. For leases of

@@ -32,7 +32,7 @@ def status(api: Api, listing: Listing) -> None:
 
 @click.command()
 @click.option(
-    "--every", type=DURATION, metavar="DURATION", default="1", show_default="1s", help="Time between two looks."
+    "--every", type=DURATION, metavar="DURATION", default="1", show_default="1s", help="Time between two updates."
 )
 @with_api
 def top(api: Api, every: float) -> None:
@@ -72,7 +72,7 @@ def _uids(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list
     metavar="NAME|UID",
     multiple=True,
     callback=_uids,
-    help="Take connections of this user too, such as one whose ssh forwards the port; may be repeated.",
+    help="Accept connections of this user too, such as one whose ssh forwards the port; may be repeated.",
 )
 @with_api
 def web(api: Api, port: int, uids: list[int], *, opens: bool) -> None:

@@ -96,7 +96,7 @@ def wrap(
     if on_restart == OnRestart.KEEP:
         _seconds_held(full)
     if request.get("memory") is None and request.get("fraction") is None and request.get("threads") is None:
-        raise click.UsageError("Say what the unit is to get: --fraction, or --threads and --memory.")
+        raise click.UsageError("State the share of the unit: --fraction, or --threads and --memory.")
     text = render(
         PurePosixPath(systemd_units.own_program()),
         _as_options(request, wait),
@@ -113,7 +113,7 @@ def wrap(
         if there is not None and not is_written_here(there):
             raise ConfigurationError(f"{path} was not written by mpsctl", hint="move it away, then run this again")
         systemd_units.write(path, text)
-    click.echo(f"{path} is written; it counts from the unit's next start: systemctl restart {full}")
+    click.echo(f"{path} is written, and takes effect at the unit's next start: systemctl restart {full}")
 
 
 @click.command()

@@ -144,8 +144,8 @@ class _Queue:
                     api.release(own["id"])
                     return "the place in the queue is given up"
         except (MpsdError, KeyError):
-            return "mpsd does not answer now: it gives the place up when the caller is gone (admission.hang_up_grace)"
-        return "nothing was taken out"
+            return "mpsd does not answer now: it gives up the place when the caller is gone (admission.hang_up_grace)"
+        return "no lease was taken out"
 
     def _own(self, answer: "answer_types.Leases") -> "answer_types.Lease | None":
         """Return the present lease of the request; None where there is none."""

@@ -175,15 +175,17 @@ def _integrated(seen: Observed) -> Iterator[Finding]:
         return
     for each in _gpus(seen):
         if any(word in each.gpu.name for word in _INTEGRATED):
-            because = f"{each.gpu.name} shares its memory with the node: NVML counts none of it for a process, and so"
-            because += " mpsd sees no memory that is held"
+            because = (
+                f"{each.gpu.name} shares its memory with the node: NVML reports no memory of its processes, so mpsd"
+            )
+            because += " cannot see how much they hold"
             if not any(word in each.gpu.name for word in _DESKTOP):
                 because += "; a Tegra has no compute mode, and its MPS no terminate_client"
             remedy = "set memory limits by the processes' control groups as well; see docs/gpu.md"
             yield Finding(Verdict.WARN, because, {"name": each.gpu.name}, remedy, _name(each.gpu))
     for index, reason in node.unreadable.items():
         if "Not Supported" in reason:
-            because = f"NVML does not tell of it what mpsd needs ({reason}), as of a GPU that shares the node's memory"
+            because = f"NVML does not report what mpsd needs ({reason}), as for a GPU that shares the node's memory"
             because += " (Tegra, GB10)"
             yield Finding(Verdict.FAIL, because, {"index": index}, "use MPS there without mpsd", f"GPU {index}")
 

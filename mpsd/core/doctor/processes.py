@@ -322,7 +322,7 @@ def _lookalikes(seen: Observed) -> Iterator[Finding]:
         if not each.lookalike or each.state == "Z":
             continue
         because = f"pid {each.pid} (uid {each.uid}) calls itself a {each.part}, and nothing else says that it is one"
-        remedy = f"none is needed; to know what it is: ls -l /proc/{each.pid}/exe"
+        remedy = f"no remedy is needed; to identify it: ls -l /proc/{each.pid}/exe"
         yield Finding(Verdict.NOTE, because, _report_of(each), remedy, f"pid {each.pid}")
 
 
@@ -366,7 +366,7 @@ CHECKS: Final = (
     Check(
         "look-alikes",
         "no process of another user only looks like one of MPS",
-        "Nothing: neither mpsd nor these checks believe in names. Its user may be confused, or up to something.",
+        "None: mpsd and these checks trust no names. The user of such a process may be mistaken, or hostile.",
         _lookalikes,
     ),
     Check("stopped", "no process of MPS is stopped or stuck", "Front-ends and clients hang.", _stopped),

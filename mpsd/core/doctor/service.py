@@ -86,7 +86,7 @@ def _socket(seen: Observed) -> Iterator[Finding]:
     elif socket.listener is not None and socket.untrusted:
         pid, uid = socket.listener
         because = f"pid {pid} of uid {uid} listens on {socket.path}, and this caller does not trust that user"
-        remedy = f"if uid {uid} is to serve this caller: --trust-uid {uid}; otherwise name another socket (--socket)"
+        remedy = f"to trust the mpsd of uid {uid}: --trust-uid {uid}; otherwise name another socket (--socket)"
         yield Finding(Verdict.FAIL, because, {**evidence, "listener": pid, "listener_uid": uid}, remedy)
     elif socket.listener is not None and socket.listener[1] not in {0, socket.owner}:
         pid, uid = socket.listener

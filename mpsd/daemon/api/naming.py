@@ -72,7 +72,9 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
     if sum(each is not None for each in (body.pid, body.cgroup, body.unit)) > 1:
         raise InvalidRequestError("a holder is a pid, a cgroup or a unit", hint=_ONE, limit="holder")
     if body.owner is not None and not (request.admin and is_claim):
-        raise NotPermittedError("only an administrator who takes a claim can say whose the lease is", hint="omit owner")
+        raise NotPermittedError(
+            "only an administrator that takes a claim can name the owner of the lease", hint="omit owner"
+        )
     is_bounded, life = lease.ttl is not None, GroupLife(body.life)
     if body.cgroup is None and body.unit is None:
         with _process(request, body.pid) as (living, uid, gid):
@@ -223,7 +225,7 @@ def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | 
             return user
     raise InvalidRequestError(
         f"the control group {group.group.path} has no process yet, so its user is unknown",
-        hint="say whose it is: owner (--user NAME)",
+        hint="name its owner: owner (--user NAME)",
         limit="owner",
     )
 
@@ -268,7 +270,7 @@ def _named(request: Request, pid: int) -> Process:
     if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
         raise InvalidRequestError(
             f"process {pid} was named from another pid namespace, where this pid means another process",
-            hint="take out the lease from the process that is to hold it: mpsctl run",
+            hint="take out the lease from the process that will hold it: mpsctl run",
             limit="pid",
         )
     found = process.find(pid)

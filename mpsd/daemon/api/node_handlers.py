@@ -86,7 +86,7 @@ class NodeHandlers:
         notes += filter(None, (roles.unknown_names(self._node.settings.current.names),))
         notes += self._node.gpus.notes()
         if trouble := self._accountant.trouble:
-            notes.append(f"what is granted and held is not stored: {trouble}")
+            notes.append(f"the history of granted and held amounts is not stored: {trouble}")
         notes += filter(None, (self._collector.trouble,))
         if lost := self._node.lost_lines:
             notes.append(f"{lost} lines of mpsd's log were lost, since its reader is gone or slow (mpsctl events)")

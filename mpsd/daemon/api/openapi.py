@@ -37,7 +37,7 @@ _TAGS: Final = {
     "node": "The node: whether it is well, its GPUs, its clients and its settings.",
     "leases": "Leases: promises of a share of a GPU, each tied to the life of a process, a control group or a claim.",
     "daemons": "The control daemons, and what operators do to them.",
-    "events": "What mpsd decided, as numbered lines.",
+    "events": "The decisions of mpsd, as numbered lines.",
 }
 
 _TAG_OF: Final = {"leases": "leases", "daemons": "daemons", "operations": "daemons", "quarantines": "daemons",

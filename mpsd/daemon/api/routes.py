@@ -135,7 +135,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.node.principal,
         answers.json(schema.PrincipalOut),
         name="getPrincipal",
-        summary="Who the caller is to mpsd, and its role",
+        summary="The caller, as mpsd identifies it, and its role",
     ),
     _get(
         "/v1/gpus",
@@ -211,7 +211,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.operators.operation,
         answers.json(schema.OperationOut),
         name="getOperation",
-        summary="What came of an operator's command",
+        summary="The state of an operation",
     ),
     _row(
         "POST",
@@ -242,7 +242,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.leases.hold,
         answers.json(lease_schema.LeaseOut),
         name="addHolder",
-        summary="Have a lease held by another process, group or claim; take a claim",
+        summary="Tie a lease to another process, group or claim; take a claim",
         body=lease_schema.HolderRequest,
         errors=(409, 503, 507),
     ),
@@ -263,7 +263,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.leases.attach,
         answers.json(lease_schema.LeaseOut),
         name="openLease",
-        summary="Open the limits for the processes of a lease that are to come",
+        summary="Open the limits for the further processes of a lease",
         errors=(409,),
     ),
     _row(
@@ -335,7 +335,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
             " client that follows comes back with its `seq`.",
         ),
         name="readEvents",
-        summary="What mpsd decided, kept and to come, one JSON object a line",
+        summary="The events, stored and future, one JSON object per line",
         query=EventsQuery,
     ),
     _get(
@@ -343,7 +343,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
         lambda h: h.history.history,
         answers.json(HistoryOut),
         name="readHistory",
-        summary="What was granted and held, over time",
+        summary="The granted and held amounts over time",
         query=HistoryQuery,
     ),
     _get(

@@ -201,7 +201,7 @@ class Drainer:
         if len(waits) > _NAMED:
             waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
         if waits and desired.quitting and desired.is_late(clock.since_boot()):
-            return f"{words}; what is left is ended with its servers (quit -t): {', '.join(waits)}"
+            return f"{words}; the rest is ended with its servers (quit -t): {', '.join(waits)}"
         return f"{words}; waiting for {', '.join(waits)}" if waits else words
 
     @property
@@ -242,7 +242,7 @@ class Drainer:
                     self._log.warning(
                         EventName.DAEMON_FORCED,
                         step="quit -t",
-                        because=f"all else was tried, and there is left: {left}",
+                        because=f"every other step was tried, and these are left: {left}",
                     )
                 return True
             case DrainStep.DONE if desired.operation:

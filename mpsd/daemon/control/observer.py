@@ -253,7 +253,7 @@ class Observer:
                 try:
                     error.detail += _named(await self.connected())
                 except OSError as unknown:
-                    error.detail += f"; who is connected to it is not known: {unknown.strerror}"
+                    error.detail += f"; the processes that are connected to it are unknown: {unknown.strerror}"
             raise
 
     async def connected(self) -> dict[int, int | None]:
@@ -327,7 +327,7 @@ class Observer:
                     EventName.LIMIT_DRIFT, limit=each.limit, wanted=each.wanted, found=each.found, command=each.command
                 )
         if before and not self.drift:
-            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because="the limit was set back from outside")
+            self._bounded.info(EventName.LIMIT_DRIFT_ENDED, because="another program restored the limit")
 
     def _undo(self) -> None:
         """Note that the changes of others are undone."""

@@ -106,7 +106,7 @@ class EndSteps:
                 self._powerless = f"mpsd has no permission to signal it: {error.strerror} (CAP_KILL)"
                 self._forced("none", failed=self._powerless)
             except OSError as error:
-                await self._stay(f"the machine lacks what it takes: {error.strerror}")
+                await self._stay(f"the machine lacks a resource: {error.strerror}")
         self._report_suspects()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class EndSteps:
         """Query whether the process is a client of a control daemon; return why that is unknown, if it is."""
         servers = await daemon.servers_now()
         if servers is None:
-            return [], f"{daemon.name} does not answer, so that it is not known whose client process {self.pid} is"
+            return [], f"{daemon.name} does not answer, so it is unknown which server process {self.pid} is a client of"
         for server in servers:
             if server.orphan:
                 because = f"server {server.pid} of {daemon.name} outlived its control daemon"
@@ -265,7 +265,7 @@ class EndSteps:
             )
         )
         if late:
-            because = f"terminate_client of {self.pid} did not come back: {error.detail}"
+            because = f"terminate_client of {self.pid} did not return: {error.detail}"
             self._suspect(daemon, server.pid, self.ending.uid, because)
 
     # -- signals ------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class EndSteps:
     def _signal(self, act: Act, suspects: tuple[Place, ...]) -> None:
         """Send a signal, after recording it; a program that stops gracefully on SIGTERM gets no second one."""
         if self.ending.uid >= 0 and proc.real_uid(self.pid) not in {self.ending.uid, None}:
-            self._powerless = "it runs as another user than when its end began, and mpsd signals no process of others"
+            self._powerless = "it changed its user since its end began, and mpsd signals no process of another user"
             self._forced("none", failed=self._powerless)
             return
         number, grace = _SIGNALS[act], self._settings.current.enforcement.grace

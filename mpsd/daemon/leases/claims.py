@@ -156,7 +156,7 @@ class Claims:
             raise NotFoundError(f"lease {lease_id} has ended meanwhile", hint="take out another lease")
         if holders.claim_of(lease) is not None:
             raise DaemonNotReadyError(
-                f"lease {lease_id} is open to be claimed again: {holders.said(holder)} holds it no more",
+                f"lease {lease_id} can be claimed again: {holders.said(holder)} no longer holds it",
                 hint="take it again",
                 limit="holder",
             )
@@ -176,7 +176,7 @@ class Claims:
         client = next(filter(process.lives, before.clients), None)
         if client is not None:
             raise AlreadyClaimedError(
-                f"lease {lease_id} has a client, pid {client.pid}, that lives",
+                f"lease {lease_id} has a living client, pid {client.pid}",
                 hint=f"end its clients first, or hand the lease over: mpsctl hand-over {lease_id} --pid PID",
             )
         untaken = holders.claim_of(before)

@@ -9,8 +9,8 @@ from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.record.log import EventName
 
 _AFTERWARDS: Final = (
-    "its processes keep what they have; a program that starts in its environment from now on has no lease: it"
-    " gets an error, or misses MPS"
+    "its processes keep running with their shares; a program that starts in its environment from now on has no lease:"
+    " it gets an error, or runs outside MPS"
 )
 
 

@@ -43,7 +43,7 @@ FACTS: Final = {
     "client": "The pid of a client process.",
     "clients": "The pids of client processes.",
     "code": "The code of the error, as in the API.",
-    "command": "A command of NVIDIA's, or a limit that was set by one.",
+    "command": "A command to a control daemon, or the limit that it set.",
     "container": "The id of the container, as the control group's path names it.",
     "daemon": "The control daemon, such as `gpu0`.",
     "daemons": "Control daemons, each with its details.",
@@ -53,7 +53,7 @@ FACTS: Final = {
     "failed": "The reason why the previous step did not end the client.",
     "file": "The path of a file.",
     "found": "The value that was found.",
-    "given": "The limits that the server gave, by its log.",
+    "given": "The limits that the server gave, according to its log.",
     "gpu": "The UUID of a GPU.",
     "gpus": "The UUIDs of GPUs.",
     "health": "`ok`, `unknown`, `faulty`, `unsupported` or `misconfigured`.",
@@ -128,21 +128,25 @@ CATALOGUE: Final = {
     EventName.HOST_REQUIREMENT_MISSING: EventKind(
         "warning", "missing because hint", "The machine lacks something that mpsd needs."
     ),
-    EventName.SOCKET_REPLACED: EventKind("warning", "socket uid", "Another user's socket was where mpsd's belongs."),
+    EventName.SOCKET_REPLACED: EventKind(
+        "warning", "socket uid", "mpsd replaced another user's socket at its own path."
+    ),
     EventName.PEER_REFUSED: EventKind("warning", "uid pid asked because", "A caller lacks the role for its request."),
     EventName.API_DEFECT: EventKind("error", "path exception left_out?", "A defect in mpsd made a request fail."),
     EventName.GPU_FOUND: EventKind("info", "index uuid name", "mpsd has found a GPU."),
     EventName.GPU_XID: EventKind("error", "uuid xid because", "A GPU reported a fault."),
-    EventName.GPU_HEALTH: EventKind("info error", "index uuid health because?", "A GPU is readable, or is no longer."),
+    EventName.GPU_HEALTH: EventKind(
+        "info error", "index uuid health because?", "A GPU became readable, or is no longer readable."
+    ),
     EventName.COMPUTE_MODE_SET: EventKind("info", f"{_MODE} found because", "mpsd has set the compute mode of a GPU."),
     EventName.COMPUTE_MODE_RESTORED: EventKind("info", f"{_MODE} because", "A GPU has its own compute mode again."),
     EventName.COMPUTE_MODE_LEFT: EventKind(
         "info", f"{_MODE} found because", "mpsd leaves a compute mode that another program has set."
     ),
     EventName.COMPUTE_MODE_TROUBLE: EventKind("error", f"{_MODE} because", "A compute mode is not as configured."),
-    EventName.COMPUTE_MODE_NOT_STORED: EventKind("error", "because", "A compute mode cannot be noted on disk."),
+    EventName.COMPUTE_MODE_NOT_STORED: EventKind("error", "because", "The record of compute modes cannot be stored."),
     EventName.DAEMON_STATE: EventKind(
-        "info warning error", "daemon state before on because pid", "A control daemon has another state."
+        "info warning error", "daemon state before on because pid", "The state of a control daemon has changed."
     ),
     EventName.DAEMON_DEATH: EventKind(
         "warning", "daemon how cause verdict delay suspects", "A control daemon has died."
@@ -151,17 +155,17 @@ CATALOGUE: Final = {
         "info", "daemon operation verb because", "An operator's command takes effect on a control daemon."
     ),
     EventName.OPERATION_RESUMED: EventKind(
-        "info", "daemon operation verb because", "A new mpsd continues what an operator wanted."
+        "info", "daemon operation verb because", "A new mpsd continues an operation."
     ),
     EventName.OPERATION_ENDED: EventKind(
         "info", "daemon operation verb state because", "An operation has finished or failed, or another replaced it."
     ),
-    EventName.DAEMON_FORCED: EventKind("warning", "daemon step pid? because?", "A control daemon is ended by force."),
+    EventName.DAEMON_FORCED: EventKind("warning", "daemon step pid? because?", "mpsd ends a control daemon by force."),
     EventName.LIMITS_VERIFIED: EventKind(
         "info", "daemon active_thread_percentage pinned_device_mem_limit", "The limits read back as mpsd set them."
     ),
-    EventName.LIMITS_NOT_STORED: EventKind("error", "daemon because", "The limits cannot be noted on disk."),
-    EventName.LIMITS_NOT_HELD: EventKind("error", "daemon because", "A control daemon does not take its limits."),
+    EventName.LIMITS_NOT_STORED: EventKind("error", "daemon because", "The limits cannot be stored."),
+    EventName.LIMITS_NOT_HELD: EventKind("error", "daemon because", "A control daemon does not accept its limits."),
     EventName.LIMITS_NOT_GIVEN: EventKind(
         "error", "daemon server command given", "A server gave a client other limits than mpsd had set."
     ),
@@ -183,7 +187,9 @@ CATALOGUE: Final = {
     EventName.CANARY_ENDED: EventKind("info warning", "daemon proof cause because", "A canary has ended."),
     EventName.SERVER_WEDGED: EventKind("error", "daemon because", "A server serves no client: canaries proved it."),
     EventName.SERVER_SERVES: EventKind("info", "daemon because", "A server that was suspect serves clients."),
-    EventName.SERVER_RECORD_NOT_STORED: EventKind("error", "daemon because", "Evidence against a server is not noted."),
+    EventName.SERVER_RECORD_NOT_STORED: EventKind(
+        "error", "daemon because", "Evidence against a server cannot be stored."
+    ),
     EventName.FOREIGN_COMMAND: EventKind(
         "warning", "daemon command left_out?", "A program other than mpsd gave a control daemon a command."
     ),
@@ -194,14 +200,20 @@ CATALOGUE: Final = {
     ),
     EventName.LOG_RESUMED: EventKind("info", "daemon because", "The log of a control daemon shows its activity again."),
     EventName.LOG_NOT_WATCHED: EventKind("warning", "daemon because", "The log of a control daemon is only polled."),
-    EventName.LOG_POSITION_NOT_STORED: EventKind("warning", "daemon because", "The position in a log is not noted."),
-    EventName.DEATH_TALLY_NOT_STORED: EventKind("error", "daemon because", "A death cannot be noted on disk."),
-    EventName.DAEMON_RECORD_NOT_STORED: EventKind("error", "daemon because", "A start cannot be noted on disk."),
+    EventName.LOG_POSITION_NOT_STORED: EventKind(
+        "warning", "daemon because", "The position in a log cannot be stored."
+    ),
+    EventName.DEATH_TALLY_NOT_STORED: EventKind("error", "daemon because", "A death cannot be stored."),
+    EventName.DAEMON_RECORD_NOT_STORED: EventKind(
+        "error", "daemon because", "The record of a process cannot be stored."
+    ),
     EventName.FILE_DAMAGED: EventKind("warning", "daemon? because", "A file of mpsd is damaged."),
     EventName.PIPE_ACCESS_NOT_STORED: EventKind(
-        "error", "daemon because", "The uids with pipe access cannot be noted on disk."
+        "error", "daemon because", "The uids with pipe access cannot be stored."
     ),
-    EventName.UID_QUARANTINED: EventKind("error", "uid daemon because", "A uid is shut out of all control daemons."),
+    EventName.UID_QUARANTINED: EventKind(
+        "error", "uid daemon because", "A uid has lost access to all control daemons."
+    ),
     EventName.UID_PARDONED: EventKind("warning", "uid because", "An administrator has pardoned a uid."),
     EventName.QUARANTINE_NOT_STORED: EventKind("error", "because", "A quarantine cannot be stored."),
     EventName.SHARED_MEMORY_DIFFERS: EventKind(
@@ -216,25 +228,27 @@ CATALOGUE: Final = {
     ),
     EventName.LEASE_WAITS: _of_lease("because", "A request waits in the queue."),
     EventName.LEASE_RENEWED: _of_lease("ttl", "A lease has more time to live."),
-    EventName.LEASE_CLAIMED: _of_lease(f"{_GROUP} because", "A user took a claim, and has the lease from now on."),
-    EventName.LEASE_CLAIM_RETURNED: _of_lease("because", "A taken claim could not be opened, and is a claim again."),
+    EventName.LEASE_CLAIMED: _of_lease(f"{_GROUP} because", "A user took a claim, and owns the lease from now on."),
+    EventName.LEASE_CLAIM_RETURNED: _of_lease("because", "A taken claim could not be opened, and can be taken again."),
     EventName.LEASE_CLAIM_EXPIRED: _of_lease("because", "No process took a claim in time."),
     EventName.LEASE_HOLDER_ADDED: _of_lease(f"{_GROUP} because", "A lease has another holder beside its first."),
     EventName.LEASE_HANDED_OVER: _of_lease(f"{_GROUP} because", "A lease has another holder instead of its first."),
-    EventName.LEASE_CLOSING: _of_lease("because", "The clients of a lease are being ended, and the lease with them."),
+    EventName.LEASE_CLOSING: _of_lease("because", "mpsd ends the clients of a lease, and then the lease."),
     EventName.LEASE_BORNE: _of_lease("pids because", "A lease whose holders are gone lives on for its processes."),
     EventName.LEASE_EXPIRING: _of_lease("clients because hint", "The time to live of a lease expires soon."),
     EventName.LEASE_EXPIRED: _of_lease("clients because", "The time to live of a lease has expired."),
-    EventName.LEASES_RESTORED: EventKind("info", "leases ended", "A new mpsd has taken up the leases of the last one."),
+    EventName.LEASES_RESTORED: EventKind("info", "leases ended", "A new mpsd restored the leases of the previous one."),
     EventName.LEASE_NOT_RESTORED: EventKind("error", "lease gpus because", "A stored lease cannot be parsed."),
-    EventName.LEASE_NOT_RESTORED_ENDED: EventKind("info", "lease because", "A GPU is no longer held for such a lease."),
+    EventName.LEASE_NOT_RESTORED_ENDED: EventKind(
+        "info", "lease because", "A GPU is no longer held for an unrestored lease."
+    ),
     EventName.LEASES_INCOMPLETE: EventKind(
         "error", "daemon gpu pids because", "A GPU may have clients of unknown leases."
     ),
     EventName.LEASES_COMPLETE: EventKind("info", "gpu because", "All leases on a GPU are known."),
     EventName.CLIENT_ATTRIBUTED: _of_lease("client unit? container? pod? by?", "A client belongs to a lease."),
     EventName.VIOLATION: EventKind(
-        "warning", "kind pid lease daemon policy because hint", "A process has more access than it may have."
+        "warning", "kind pid lease daemon policy because hint", "A process violates its lease, or has none."
     ),
     EventName.VIOLATION_ENDED: EventKind("info", "kind pid lease daemon", "A violation has ended."),
     EventName.CLIENT_FORCED: EventKind(
@@ -246,13 +260,13 @@ CATALOGUE: Final = {
     EventName.CLIENT_ENDED: EventKind("info", "pid because", "A client that mpsd ended is gone."),
     EventName.LEASE_ENDED: _of_lease("code? because", "A lease has ended."),
     EventName.LINES_LEFT_OUT: EventKind(
-        "warning", "uid lines left_out because", "A uid has caused more lines than are logged of one uid."
+        "warning", "uid lines left_out because", "A uid has caused more lines than its share; the rest are counted."
     ),
     EventName.LISTENER_STUCK: EventKind("error", "because", "mpsd cannot accept connections."),
     EventName.STORE_FULL: EventKind("error", "because", "Leases, events or ends of clients cannot be stored."),
     EventName.STORE_WRITABLE: EventKind("info", "", "Leases can be stored again."),
     EventName.STORE_SET_ASIDE: EventKind("error", "because file?", "A store was damaged, and mpsd began a new one."),
-    EventName.STORE_REWRITTEN: EventKind("error", "because", "Others changed a store, and mpsd wrote it anew."),
+    EventName.STORE_REWRITTEN: EventKind("error", "because", "Another program changed a store; mpsd rewrote it."),
     EventName.HISTORY_NOT_STORED: EventKind(
         "error", "because", "Samples of the history cannot be stored; sums of grants stay complete."
     ),

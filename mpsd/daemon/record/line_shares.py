@@ -74,5 +74,5 @@ class LineShares:
             uid=uid,
             lines=self._lines,
             left_out=left_out,
-            because=f"uid {uid} brought about more lines about {self._lines} than its share of the log",
+            because=f"uid {uid} caused more lines about {self._lines} than its share of the log",
         )

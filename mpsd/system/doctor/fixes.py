@@ -85,7 +85,7 @@ def _open(settings: Settings, path: Path) -> bool:
     path_safety.check_path(path)
     if path not in {runtime_dir, runtime_dir / "mps"} or not path_safety.is_own(path):
         raise ConfigurationError(
-            f"{path} is not a directory of mpsd's own", hint="find out what it is, and who made it"
+            f"{path} is not a directory of mpsd's own", hint="find out what it is, and which user made it"
         )
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

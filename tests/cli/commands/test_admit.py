@@ -296,8 +296,8 @@ def test_with_what_a_claim_ends(node: Node) -> None:
     done = node.mpsctl("admit", *SHARE, "--claim")
     (lease,) = (each["id"] for each in leases(node))
     assert done.stderr == (
-        f"mpsctl: {lease} has no holder until it is claimed, and ends if that takes too long; to end it: mpsctl release"
-        f" {lease}\n"
+        f"mpsctl: {lease} has no holder until its claim is taken, and ends if that takes too long;"
+        f" to end it: mpsctl release {lease}\n"
     )
 
 

@@ -207,13 +207,13 @@ def test_drift(make_node: Callable[..., Node]) -> None:
     (undone,) = wait_until(lambda: node.get("/v1/daemons").json["daemons"][0]["undone"], what="it to be put back")
     culprit = "the foreign command 'set_default_active_thread_percentage 10' changed it"
     assert re.fullmatch(
-        rf"gpu0: active_thread_percentage was 10 % instead of 50 %; {culprit}; mpsd put it back at \S+Z",
+        rf"gpu0: active_thread_percentage was 10 % instead of 50 %; {culprit}; mpsd restored it at \S+Z",
         undone["because"],
     )
     for command in ("status", "daemons"):
         done = node.mpsctl(command)
         assert done.returncode == 0
-        (line,) = (line for line in done.stdout.splitlines() if "put it back" in line)
+        (line,) = (line for line in done.stdout.splitlines() if "restored it at" in line)
         assert re.fullmatch(rf" *{re.escape(as_here(undone['because']))} \(\d+s ago\)", line)
 
 

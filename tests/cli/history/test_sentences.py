@@ -55,7 +55,7 @@ STORY = {
     ),
     "a stranger's command": (
         event("foreign_command", "warning", daemon="gpu1", command="set_default_active_thread_percentage 10"),
-        "gpu1: a foreign front-end gave it the command 'set_default_active_thread_percentage 10'",
+        "gpu1: a foreign front-end sent the command 'set_default_active_thread_percentage 10'",
     ),
     "what that did": (
         event(

@@ -335,13 +335,13 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("memory-limit", gpu(driver="510.47.03"), "unknown", "was not tested"),
     ("many-users", settings(MANY, gpus(many_users=Known(value=False))), "fail", "-multiuser-server, which /"),
     ("many-users", settings(MANY, gpus(many_users=Unknown("it ignores flags"))), "unknown", "it ignores flags"),
-    ("integrated", gpu(name="NVIDIA GB10"), "warn", "shares its memory with the node: NVML counts none of it"),
+    ("integrated", gpu(name="NVIDIA GB10"), "warn", "shares its memory with the node: NVML reports no memory"),
     ("integrated", gpu(name="Orin (nvgpu)"), "warn", "no compute mode, and its MPS no terminate_client"),
     (
         "integrated",
         gpus(node=Known(replace(node(), unreadable={1: "NVML: Not Supported"}))),
         "fail",
-        "NVML does not tell of it what mpsd needs",
+        "NVML does not report what mpsd needs",
     ),
     (
         "short-client",

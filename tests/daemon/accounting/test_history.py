@@ -172,7 +172,7 @@ def test_full_disk(make_node: Start) -> None:
         granted(node, name="before")
         full = fill(node.root / "state")
         lease = granted(node, name="during")
-        note = "what is granted and held is not stored: "
+        note = "the history of granted and held amounts is not stored: "
         wait_until(
             lambda: any(each.startswith(note) for each in node.get("/v1/status").json["notes"]), what="it to be noted"
         )

@@ -71,7 +71,7 @@ def test_percentage(node: Node, name: str) -> None:
     status = node.get("/v1/status").json
     assert status["healthy"] is True
     (daemon,) = (each for each in status["daemons"] if each["name"] == name)
-    culprit = f"the foreign command {command!r} changed it; mpsd put it back at "
+    culprit = f"the foreign command {command!r} changed it; mpsd restored it at "
     assert daemon["undone"][0]["because"].startswith(
         f"{name}: active_thread_percentage was 10 % instead of 50 %; {culprit}"
     )

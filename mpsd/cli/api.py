@@ -32,7 +32,7 @@ class Api(Client):
         return cast("answer_types.Status", self.get("/v1/status"))
 
     def principal(self) -> "answer_types.Principal":
-        """Return who this process is to mpsd, and its role."""
+        """Return the caller as mpsd identifies it, and its role."""
         return cast("answer_types.Principal", self.get("/v1/principal"))
 
     def metrics(self, *, users: bool) -> bytes:
@@ -83,7 +83,7 @@ class Api(Client):
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/renew", {"ttl": ttl}))
 
     def attach(self, lease: str) -> "answer_types.Lease":
-        """Open a lease's limits for its processes that are still to come; returns when they are open."""
+        """Open a lease's limits for its further processes; returns when they are open."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/attach", {}, deadline=inf))
 
     def hold(self, lease: str, request: Mapping[str, object], *, deadline: float = inf) -> "answer_types.Lease":
@@ -95,7 +95,7 @@ class Api(Client):
         return cast("answer_types.Verify", self.get(f"/v1/leases/{segment(lease)}/verify"))
 
     def end(self, lease: str) -> "answer_types.Lease":
-        """POST /v1/leases/{id}/end."""
+        """End the clients of a lease, and then the lease."""
         return cast("answer_types.Lease", self.post(f"/v1/leases/{segment(lease)}/end", {}))
 
     def release(self, lease: str) -> None:
@@ -103,7 +103,7 @@ class Api(Client):
         self.delete(f"/v1/leases/{segment(lease)}")
 
     def release_untaken(self, lease: str) -> None:
-        """End a lease that no holder has taken; an ended lease is no error, and a taken one is refused."""
+        """End a claim that no holder has taken; an ended lease is no error, and a taken claim is refused."""
         self.delete(f"/v1/leases/{segment(lease)}?untaken=true")
 
     def operate(self, daemon: str, verb: str, request: Mapping[str, object] | None = None) -> "answer_types.Operation":
@@ -129,9 +129,10 @@ class Api(Client):
     def events(
         self, after: int, *, follow: bool, heartbeat: int | None = None, meanwhile: Meanwhile | None = None
     ) -> Iterator[tuple[str, "answer_types.Event"]]:
-        """Yield the events with a higher number, as lines and as what they say; with `follow`, also those to come.
+        """Yield the events with a higher number, each as a line and decoded; with `follow`, future events too.
 
-        With a `heartbeat` of so many seconds, one comes in a silence, and an mpsd that sends none is unreachable.
+        With `heartbeat`, mpsd sends a line after that many seconds without an event; without any line, mpsd is
+        unreachable.
         """
         path, silence = f"/v1/events?after={after}&follow={str(follow).lower()}", inf if follow else DEADLINE
         if heartbeat is not None:

@@ -86,7 +86,7 @@ class Client:
         return self._request("GET", path)
 
     def text(self, path: str) -> bytes:
-        """Return what a GET answers that is no JSON."""
+        """Return the text of a GET whose answer is not JSON."""
         with self._conversation(self._deadline):
             connection = self._send("GET", path, b"", self._deadline, None)
             status, headers = connection.head()

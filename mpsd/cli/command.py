@@ -142,7 +142,7 @@ def say(error: MpsdError) -> None:
 
 
 def note(text: str) -> None:
-    """Print a note for the user beside the output; a terminal that is gone is no reason to fail."""
+    """Print a note for the user beside the output; a closed terminal is not an error."""
     with contextlib.suppress(OSError):
         click.echo(f"mpsctl: {as_here(plain(text))}", err=True)
 
@@ -153,7 +153,7 @@ def of_files() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # it concerns the terminal, not a file
+        if error.filename is None:  # this error concerns the terminal, not a file
             raise
         raise ConfigurationError(
             f"{error.filename}: {error.strerror}",

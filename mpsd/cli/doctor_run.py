@@ -93,7 +93,7 @@ async def _mend(
 
 
 async def _observe(api: "Api", where: Where) -> Observed:
-    units = await service.units()  # before the first connection, which starts an mpsd whose socket systemd listens on
+    units = await service.units()  # before the first connection: it starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(where.socket)
     answers, remedy, in_force = _ask(api)
     believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
@@ -200,7 +200,7 @@ def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
         ]
     except MpsdError as error:
         return Unknown(f"the leases are unknown: {error.detail}")
-    except (KeyError, TypeError, ValueError) as strange:  # an mpsd of another version, or a forged answer
+    except (KeyError, TypeError, ValueError) as strange:  # the answer of an mpsd of another version, or a forged one
         return Unknown(f"the leases are unknown: mpsd's answer has other fields than this mpsctl knows ({strange})")
     return Known(clients.look_at_all(processes))
 

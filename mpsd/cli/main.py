@@ -26,7 +26,7 @@ def main() -> NoReturn:
     gc.disable()  # a short program makes no garbage, and collections would delay its imports
     _end_by_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is no reason to fail
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is not an error
     os._exit(_outcome())
 
 

@@ -252,5 +252,5 @@ def _named(holder: "answer_types.Holder") -> str:
             whose = "anybody" if holder.get("uid") is None else f"uid {holder.get('uid')}"
             until = holder.get("deadline")
             return f"a claim for {whose}" + (f", until {until}" if until else "")
-        case kind:  # a kind of a newer mpsd
+        case kind:  # a kind that only a newer mpsd has
             return kind

@@ -1,4 +1,4 @@
-"""The way from kubelet's calls to leases of mpsd, and to the pods that hold them.
+"""The conversion of kubelet's calls into leases of mpsd, and the pods that hold them.
 
 `Allocate` knows a set of devices but no pod: it claims a lease. `PreStartContainer` comes after kubelet has recorded
 the owner of the devices, and before the container is created: it proves that the container has a lease with both

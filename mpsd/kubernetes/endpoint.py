@@ -160,4 +160,4 @@ class Endpoint:
         elif isinstance(error, UnreachableError):
             code = grpc.StatusCode.UNAVAILABLE
         context.abort(code, f"{error.detail} [{error.code}]; {error.hint}")
-        raise AssertionError  # it does not return
+        raise AssertionError  # this call does not return

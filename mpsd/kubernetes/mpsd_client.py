@@ -112,7 +112,7 @@ class Mpsd:
         try:
             self._patiently(lambda api: api.end(lease))
         except NotFoundError:
-            return  # it has ended already
+            return  # the lease has ended already
 
     def claim(self, request: Mapping[str, object], wait: float) -> Granted:
         """Claim a lease; a repeated request with the same `request_id` returns the same lease."""
@@ -143,7 +143,7 @@ class Mpsd:
         try:
             self._patiently(end)
         except NotFoundError:
-            return  # it has ended already
+            return  # the lease has ended already
 
     def _patiently(self, ask: Callable[[Api], T]) -> T:
         end = clock.monotonic() + PATIENCE

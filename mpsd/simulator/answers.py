@@ -148,7 +148,7 @@ class ControlDaemon:
         return self._owner if self._many_users else uid
 
     def _want(self, uid: int) -> StartServer | Leave | None:
-        """Return the action by which a uid without a server gets one."""
+        """Return the action that gives a uid without a server one."""
         uid = self._served(uid)
         if not self.servers:
             return StartServer(uid)

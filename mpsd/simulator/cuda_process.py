@@ -37,8 +37,8 @@ class Context:
 class CudaProcess:
     """CUDA in one process. Every method raises FailedError where the call to CUDA would fail.
 
-    Each call initialises CUDA if necessary, as the runtime does; one that needs a context makes the primary one where
-    there is none, again after a reset.
+    Each call initialises CUDA if necessary, as the runtime does. A call that needs a context makes the primary context
+    where there is none, also after a reset.
     """
 
     def __init__(self) -> None:
@@ -182,14 +182,14 @@ class CudaProcess:
     # -- errors --
 
     def sync(self, seconds: float | None = 0.0) -> None:
-        """Raise an error that is pending, or that comes within this time; None waits for ever."""
+        """Raise a pending error, or one that comes within this time; None waits for ever."""
         if self._error is None:
             self._error = self._failure(seconds)
         if self._error is not None:
             raise FailedError(self._error)
 
     def _failure(self, seconds: float | None) -> CudaError | None:
-        """Return the error that comes within this time; the end of the server is one too."""
+        """Return the error that comes within this time; the end of the server is an error too."""
         if self._device is not None and self._device.lost:
             return CudaError.DEVICE_UNAVAILABLE
         if self._connection is None:
@@ -220,7 +220,7 @@ class CudaProcess:
             try:
                 self._connection.send(json.dumps(message).encode())
             except ConnectionError:
-                return  # the server is gone, which the next read reports
+                return  # the server is gone, and the next read reports that
 
     @staticmethod
     def _receive(connection: socket.socket) -> dict[str, Any] | None:

@@ -105,7 +105,7 @@ class Device:
         for path in self._path.iterdir():
             if not path.name.isdecimal():
                 continue
-            with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+            with contextlib.suppress(FileNotFoundError):  # the memory was released meanwhile
                 ticks, memory, kind = path.read_text(encoding="utf-8").split()
                 if start_ticks(int(path.name)) == int(ticks):
                     found[int(path.name)] = Held(int(memory), Kind(kind))

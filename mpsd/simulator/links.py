@@ -115,7 +115,7 @@ class Link:
         client.connection.close()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # its pidfd reports its end
+        with contextlib.suppress(ConnectionError):  # the server's pidfd reports its end
             self._connection.send(json.dumps(message).encode())
 
     def close(self) -> None:

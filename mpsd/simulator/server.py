@@ -98,7 +98,7 @@ class _Service:
 
     @staticmethod
     def _send(to: socket.socket, message: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):  # the receiver is gone, which the next read reports
+        with contextlib.suppress(ConnectionError):  # the receiver is gone, and the next read reports that
             to.send(json.dumps(message).encode())
 
     # -- the control daemon --
@@ -162,7 +162,7 @@ class _Service:
     def _listen(self, pid: int, connection: socket.socket) -> None:
         """Handle a message of a client; a killed client sends none."""
         if self._connections.get(pid) is not connection:
-            return  # its end was handled already
+            return  # the client's end was handled already
         try:
             packet = connection.recv(PACKET)
         except ConnectionError:
@@ -176,7 +176,7 @@ class _Service:
             for each in self._server.left(pid, said=said["end"]):
                 self._send(self._connections[each], {"error": CudaError.ILLEGAL_ADDRESS})
         elif client is None:
-            pass  # its contexts were ended, and it has the error
+            pass  # the client's contexts were ended, and the client has the error
         elif "fault" in said:
             # The client that caused the fault gets the error last, so that all others have theirs when it reports.
             for each in sorted(self._server.fault(), key=lambda each: each == pid):

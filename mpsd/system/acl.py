@@ -1,4 +1,4 @@
-"""POSIX access ACLs, which say who may use a file or a directory. mpsd writes each one whole and reads it back.
+"""POSIX access ACLs, which say which users may use a file or a directory. mpsd writes each one whole and reads it back.
 
 The kernel stores an ACL as the extended attribute `system.posix_acl_access`, and stores none where the ACL says no more
 than the mode. A uid in an ACL belongs to the user namespace of the process that reads or writes it, so the entry does

@@ -17,7 +17,7 @@ def write(path: Path, data: bytes, *, lasting: bool = False, mode: int = 0o600) 
     With `lasting`, the file is on the disk when this returns and survives a loss of power.
     """
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    hidden.unlink(missing_ok=True)  # left by an earlier process with this pid
+    hidden.unlink(missing_ok=True)  # a file that an earlier process with this pid left
     descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -202,7 +202,7 @@ class ControlPipe:
         self.whole = asyncio.Lock()
         """Held during several conversations in a row, so that no long command comes between them."""
         self.key = key or secrets.token_hex(8)
-        """The prefix of the nonces of all its marks, which identifies its conversations in the daemon's log."""
+        """The prefix of the nonces of all marks, which identifies mpsd's conversations in the daemon's log."""
         self.nonce = ""
         """The nonce of the latest conversation that was answered to its end."""
         self.deadline = deadline
@@ -212,7 +212,7 @@ class ControlPipe:
         self.changed: Callable[[], None] = lambda: None
         """Called when `waits_for` changes."""
         self.held: Callable[[float, str | None], None] = lambda _seconds, _code: None
-        """Called after each conversation with its duration in seconds, and the code of the error that ended it."""
+        """Called after each conversation, with its duration in seconds and the code of the error that ended it."""
         self._lasting: LastingFrontEnd | None = None
         """The front-end of the long command that occupies the pipe."""
         self._is_given_up = False
@@ -295,7 +295,7 @@ class ControlPipe:
 
     async def _start_lasting(self, long: LongCommand[Any], note: Callable[[PendingCommand], None]) -> PendingCommand:
         if self._lasting is not None:
-            self._lasting.close()  # it was rejected, and has exited
+            self._lasting.close()  # the front-end was rejected, and has exited
         allowed = None if self._program.capabilities is None else FRONT_END
         try:
             front_end = self._lasting = LastingFrontEnd.start(

@@ -24,7 +24,7 @@ def of_pidfd(pidfd: int) -> int | None:
     try:
         fcntl.ioctl(pidfd, _GET_INFO, answer)
     except OSError:
-        return None  # an older kernel does not have this call
+        return None  # older kernels do not have this call
     mask, status = _INFO.unpack(answer)
     return os.waitstatus_to_exitcode(status) if mask & _INFO_EXIT else None
 

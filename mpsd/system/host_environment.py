@@ -1,6 +1,6 @@
-"""Conditions that mpsd needs of its own machine or container, and of those of its peers, and does not find.
+"""Conditions that mpsd requires of its own machine or container, and of those of its peers, and that are not met.
 
-None of them is an error by itself: mpsd reports what it cannot do, and does the rest.
+An unmet condition is not an error: mpsd reports which functions are unavailable, and provides the others.
 """
 
 import os

@@ -170,7 +170,7 @@ class Installation:
             self._do(f"remove {path}")
             if not self.dry:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-                with contextlib.suppress(OSError):  # the directory has other files
+                with contextlib.suppress(OSError):  # the directory has other files, and stays
                     CONFIGURATION.parent.rmdir()
 
     # -- telling ------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def of_unit(name: str, uid: int) -> OpenGroup:
     """Open the group of a systemd unit: of the system for root, otherwise of the user's own manager.
 
     Only slices that belong to root, or to that user, are searched. In other places a user may be able to make control
-    groups and name them like a unit. In such a slice nobody else can make groups, although systemd may have given the
+    groups and name them like a unit. No other user can make groups in such a slice, although systemd may have given the
     unit's own group to its user (Delegate=). Raises InvalidRequestError, and OSError when no descriptor is free.
     """
     top = "/" if not uid else f"/user.slice/user-{uid}.slice/user@{uid}.service"

@@ -88,10 +88,10 @@ _WHOLE: Final = 100
 def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
     """Return how busy each process kept the SMs, in percent and by pid, for the processes that NVML reports.
 
-    NVML takes samples, in driver-dependent intervals of up to a second, and has none of a process that used nothing; it
-    answers NOT_FOUND where it has none at all, and has no such function under MIG. Its timestamps are those of the time
-    of day, in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether it reports clients of MPS depends
-    on the driver.
+    NVML takes samples, in driver-dependent intervals of up to a second, but none of a process that used nothing. It
+    answers NOT_FOUND where it has no sample at all, and lacks this function under MIG. The timestamps are times of day,
+    in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether NVML reports clients of MPS depends on the
+    driver.
     """
     since = (clock.second() - _RECENT) * 1_000_000
     try:

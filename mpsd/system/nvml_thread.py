@@ -15,7 +15,7 @@ _BACKLOG: Final = 64
 
 
 class SilentError(Exception):
-    """NVML did not answer within the deadline. The text says so to a user."""
+    """NVML did not answer within the deadline. The text is a sentence for users."""
 
 
 class NvmlThread:

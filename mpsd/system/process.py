@@ -102,8 +102,8 @@ class Process:
     def sees_alike(self) -> bool:
         """Tell what `host_environment.sees_alike` does; True also if that is unknown.
 
-        Once known to be true, it is assumed to stay so: a process may change its mount namespace later, even while it
-        holds a lease, but mpsd cannot notice that.
+        A result that is known to be true is kept: a process may change its mount namespace later, even while it holds a
+        lease, but mpsd cannot notice that.
         """
         if self._alike:
             return True

@@ -158,8 +158,9 @@ def _descriptors(pid: int) -> Iterator[str]:
 def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, ProcessIdentity]:
     """Return the processes in the sessions that these leaders began, each with its leader, without the leaders.
 
-    No process can join a session; it is born in one. Nor can another process get the leader's pid while its session has
-    members. Source: setsid(2), and the kernel's pid.c: a number is free when no process, group or session has it.
+    No process can join a session; it is born in one. Another process cannot get the leader's pid either while its
+    session has members. Source: setsid(2), and the kernel's pid.c: a number is free when no process, group or session
+    has it.
     """
     by_pid = {each.pid: each for each in leaders}
     found = dict[ProcessIdentity, ProcessIdentity]()

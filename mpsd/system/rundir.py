@@ -57,7 +57,7 @@ class DaemonPaths:
 
     @cached_property
     def pid_file(self) -> Path:
-        """Where a control daemon of 550 and newer writes its pid (measured). mpsd does not read it."""
+        """The file in which a control daemon of 550 and newer writes its pid (measured). mpsd does not read it."""
         return self.pipe_directory / "nvidia-cuda-mps-control.pid"
 
     @cached_property
@@ -67,7 +67,7 @@ class DaemonPaths:
 
     @cached_property
     def control_sockets(self) -> tuple[Path, Path]:
-        """Both sockets of the daemon: that one, and the one for root's front-ends."""
+        """Both sockets of the daemon: the control socket, and the one for root's front-ends."""
         return self.control_socket, self.pipe_directory / "control_privileged"
 
     @cached_property
@@ -280,7 +280,7 @@ def _components(path: Path) -> tuple[str, ...]:
 def _make(directory: Path, mode: int) -> None:
     """Make a directory and its parents. No stranger may be able to write to it or to replace it."""
     try:
-        path_safety.check_path(directory)  # before anything is made behind a stranger's link
+        path_safety.check_path(directory)  # checked before anything is made behind a stranger's link
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)

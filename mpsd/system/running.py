@@ -44,5 +44,5 @@ async def end(runtime_dir: Path) -> None:
 def _is_a_service(pid: int) -> bool:
     try:
         return f"/{_UNIT}" in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # gone, which is the aim
+    except OSError:  # the process is gone, as intended
         return False

@@ -92,7 +92,7 @@ def write(path: Path, text: str) -> None:
 def remove(path: Path) -> None:
     """Remove a drop-in, and make systemd forget it. Raises OSError, and ConfigurationError where systemd does not."""
     path.unlink()
-    with contextlib.suppress(OSError):  # the directory has other drop-ins
+    with contextlib.suppress(OSError):  # the directory has other drop-ins, and stays
         path.parent.rmdir()
     finished("systemctl", "daemon-reload")
 

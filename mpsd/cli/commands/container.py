@@ -114,7 +114,7 @@ def run(
 
 def _give_back_unless_taken(api: Api, lease: "answer_types.Lease") -> None:
     """Release a lease that no container took; a taken one ends with its container."""
-    api.close()  # mpsd may have been restarted while the container ran
+    api.close()  # another connection, since mpsd may have been restarted while the container ran
     try:
         api.release_untaken(lease["id"])
     except AlreadyClaimedError:
@@ -143,7 +143,7 @@ def stop(api: Api, name: str, runtime: str) -> None:
         else:
             end.follow(api, lease)
         if not _process_of(runtime, name)[1]:
-            return  # it ended with its last client
+            return  # the lease ended with its last client
     click.get_current_context().exit(foreground.run([runtime, "stop", name], os.environ))
 
 

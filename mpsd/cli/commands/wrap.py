@@ -148,7 +148,7 @@ def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: 
     path, wanted = Path(environment_file(unit)), f"# {' '.join(_as_options(request, wait))}"
     lease = _left_lease(api, path, group, wanted if on_restart == OnRestart.KEEP else None)
     if lease is None:
-        for each in api.leases()["leases"]:  # of a start that was killed before it recorded its lease
+        for each in api.leases()["leases"]:  # a lease of a start that was killed before it recorded the lease
             if each["name"] == unit and any(holder.get("cgroup") == group for holder in each["holders"]):
                 api.release(each["id"])
         found = systemd_units.properties(unit, "User", "Group")
@@ -171,7 +171,7 @@ def unit_stop(api: Api, unit: str, *, on_restart: str) -> None:
         return
     if on_restart == OnRestart.KEEP:
         deadline = _seconds_held(unit)
-        with contextlib.suppress(NotFoundError):  # it has ended: the next start requests another
+        with contextlib.suppress(NotFoundError):  # the lease has ended: the next start requests another
             api.hold(lease, {"claim": {"deadline": deadline}, "replace": True})
             return
     else:
@@ -200,7 +200,7 @@ def _left_lease(api: Api, path: Path, group: str, wanted: str | None) -> "answer
     if path.read_text().partition("\n")[0] == wanted:
         try:
             return api.hold(lease, {"cgroup": group, "while": "exists", "replace": True})
-        except MpsdError as error:  # it has ended, or is ending
+        except MpsdError as error:  # the lease has ended, or is ending
             note(f"{lease} could not be kept: {error.detail}")
     with contextlib.suppress(NotFoundError):
         api.release(lease)

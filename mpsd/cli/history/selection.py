@@ -50,7 +50,7 @@ class GpuNames(NamedTuple):
 
 
 class Selector:
-    """Selects events in their order: facts of one event about a lease apply to its later events as well."""
+    """Selects events, in their order: the facts that one event has about a lease apply to later events about it."""
 
     def __init__(self, selection: Selection) -> None:
         """Set the criteria."""

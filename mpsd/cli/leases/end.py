@@ -34,7 +34,7 @@ def follow(api: Api, lease: str) -> None:
                 except UnreachableError:
                     progress = "mpsd is gone; the next mpsd continues"
                 except NotFoundError:
-                    return  # it ended, and mpsd was restarted since
+                    return  # the lease ended, and mpsd was restarted since
                 if progress != shown and found["state"] != _ENDED and time.monotonic() - began > _QUIET:
                     shown = progress
                     note(f"{lease}: {shown}")

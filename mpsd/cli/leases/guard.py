@@ -43,7 +43,7 @@ def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
         os.close(writer)
         os.close(reader)  # not before: a write without a reader would end this process
         if guard is not None:
-            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, as the caller left it
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, as it was when mpsctl was started
                 os.waitpid(guard, 0)
 
 

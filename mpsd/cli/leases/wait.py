@@ -50,7 +50,7 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_ty
     A signal that ends mpsctl gives up the place, or a lease that was granted at that very moment. Raises the errors of
     `Api.admit`, and SignalledError. An mpsd that stops answering is waited for too, but not one that never answered.
     """
-    gc.enable()  # it may run for days
+    gc.enable()  # the wait may take days
     request_id = str(request.get("request_id") or new_request_id())
     start = time.monotonic()
     queue = _Queue(api, request_id)
@@ -110,7 +110,7 @@ class _Queue:
         if now >= self._next_look:
             self._next_look = now + self._pause
             self._pause = min(self._pause * 2, _LONGEST_PAUSE)
-            with suppress(MpsdError, KeyError):  # the waiting connection will meet the same error
+            with suppress(MpsdError, KeyError):  # the connection that waits will report the same error
                 self._see()
         if self.progress.is_live or not self.has_waited:
             self.progress.show(self._stands, brief=self._brief)

@@ -1,4 +1,4 @@
-"""The screen of `mpsctl top`: it asks mpsd once in a while, from a thread, and changes what differs."""
+"""The screen of `mpsctl top`: a thread queries mpsd periodically, and the screen updates the cells that differ."""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Confirmation(ModalScreen[bool]):
     """
 
     def __init__(self, question: str, consequence: str) -> None:
-        """`consequence` says what follows of a yes."""
+        """`consequence` describes the effect of the answer yes."""
         super().__init__()
         self._question, self._consequence = question, consequence
 
@@ -50,15 +50,15 @@ class Confirmation(ModalScreen[bool]):
             yield Static(f"{self._question}\n\n{self._consequence}\n\n(y) yes   (n) no", markup=False)
 
     def action_answer(self, answer: bool) -> None:  # noqa: FBT001 - Textual's signature
-        """Close it with this answer."""
+        """Close the question with this answer."""
         self.dismiss(answer)
 
 
 class Lines(Static):
-    """Text that is drawn again only when it changes."""
+    """A text that is drawn again only when it changes."""
 
     def __init__(self, name: str) -> None:
-        """`name` is what it is found by."""
+        """`name` is the widget's id."""
         super().__init__(id=name, markup=False)
         self._text = ""
 
@@ -91,7 +91,7 @@ class Top(App[None]):
     """
 
     def __init__(self, api: Api, every: float) -> None:
-        """Ask `api` every so many seconds."""
+        """Query `api` at this interval, in seconds."""
         super().__init__(ansi_color=True)
         self._api, self._every = api, every
         self._lines = {name: Lines(name) for name in ("node", "gpus", "rule")}
@@ -112,7 +112,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to ask."""
+        """Begin the queries."""
         self._table.focus()
         self.look()
         self.set_interval(self._every, self.look)
@@ -120,7 +120,7 @@ class Top(App[None]):
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Ask mpsd in a thread, unless an answer is still awaited."""
+        """Query mpsd in a thread, unless an answer is still awaited."""
         if self._asking.acquire(blocking=False):
             self.run_worker(self._ask, thread=True)
 
@@ -206,13 +206,13 @@ class Top(App[None]):
         self.set_focus(self._filter)
 
     def action_clear(self) -> None:
-        """Close it, and show every row."""
+        """Close the line, and show every row."""
         self._text = ""
         self._filter.value = ""
         self._close_filter()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Show the rows that have what was typed so far."""
+        """Show the rows that contain the text that was typed so far."""
         self._text = event.value
         self._arrange()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST: Final = 200
-"""The number of latest events for a page that has none yet."""
+"""The number of latest events for a page that has no events yet."""
 
 _HEARTBEAT: Final = 10
 """Seconds without an event after which the server checks that the reader is still there."""

@@ -22,7 +22,7 @@ _POLICY: Final = {
     "form-action": "'none'",
     "frame-ancestors": "'none'",
     "require-trusted-types-for": "'script'",
-    "trusted-types": "'none'",  # so no text can become HTML: the page makes text and elements only
+    "trusted-types": "'none'",  # no text can become HTML: the page makes text and elements only
 }
 
 HEADERS: Final = {

@@ -1,4 +1,4 @@
-"""The way from kubelet's calls to leases of mpsd: a Kubernetes claim is prepared by a claim of mpsd's for each share.
+"""The conversion of kubelet's calls into leases of mpsd: a Kubernetes claim gets a claim of mpsd's for each share.
 
 Prepare stores the claim before it claims anything. It answers when the lease exists, its CDI device is written, and, if
 the user is known, the lease is open to that user. The pod's control group takes the lease for as long as the group

@@ -30,7 +30,7 @@ _HEALTH_EVERY: Final = 10.0
 
 
 class Endpoint:
-    """Both sockets, which are made again if they are removed."""
+    """The two sockets of the driver, which are made again if they are removed."""
 
     def __init__(
         self, settings: Settings, *, board: Board, driver: Driver, log: Log, registered: Callable[[], None]

@@ -91,7 +91,7 @@ async def serve_http(path: Path, reply: bytes, commit: Callable[[LeaseState], No
 
 
 class Echo(asyncio.Protocol):
-    """Sends back what it gets."""
+    """Sends the received bytes back."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport."""
@@ -99,12 +99,12 @@ class Echo(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Send it back."""
+        """Send the received bytes back."""
         self._transport.write(data)
 
 
 async def serve_echo(path: Path) -> None:
-    """Send everything back."""
+    """Send all received bytes back."""
     await asyncio.get_running_loop().create_unix_server(Echo, path)
     await asyncio.Event().wait()
 

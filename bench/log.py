@@ -70,7 +70,7 @@ def following(control: str, root: Path) -> Iterator[Result | Figure]:
 
 
 def _say(control: str, environment: dict[str, str], script: str) -> None:
-    """Send it in one front-end, again if mpsd's own was in the way."""
+    """Send a command in one front-end, again if mpsd's own front-end was being served."""
     for _ in range(100):
         said = subprocess.run([control], input=script, env=environment, capture_output=True, text=True, check=False)
         if said.stdout and not said.stdout.startswith("Cannot"):

@@ -23,7 +23,7 @@ class Service:
     """An mpsd with simulated GPUs and real control daemons, and its log as it is written."""
 
     def __init__(self, control: str, root: Path, gpus: int, config: str = "") -> None:
-        """Start it, on top of an earlier one's files in this directory, and wait until every daemon is ready."""
+        """Start mpsd, over the files of an earlier one in this directory, and wait until every daemon is ready."""
         root.mkdir(parents=True, exist_ok=True)
         self.root = root
         self.socket = root / "run" / "mpsd.sock"

@@ -1,4 +1,4 @@
-"""Two ways of doing the same, in turn, on the same machine in the same minute: the only fair comparison."""
+"""Comparisons of two implementations, run in turn on the same machine within the same minute."""
 
 import statistics
 import time
@@ -14,11 +14,11 @@ class Result:
     ours: float
     theirs: float
     at_least: float | None = None
-    """How many times faster ours must be."""
+    """The factor by which mpsd must be faster."""
     at_most: float | None = None
-    """How many times as long ours may take."""
+    """The factor by which mpsd may be slower."""
     floor: float | None = None
-    """The time of carrying the bytes alone, for comparison with the two."""
+    """The time to carry the bytes alone, for comparison with both."""
 
     @property
     def met(self) -> bool:

@@ -26,10 +26,10 @@ ROUNDS = 300
 """Commits that are timed, of each kind."""
 
 LEASE = '{"id":"%s","state":"granted","data":"' + "x" * 900 + '"}'
-"""As many bytes as a real lease."""
+"""The bytes of a lease: as many as a real one has."""
 
 NEWS = '[[1,[["lease-0123456789","lease_granted",{"because":"' + "x" * 100 + '"}]]]]'
-"""As many bytes as the events about it, which mpsd stores with it."""
+"""The bytes of the events about a lease, which mpsd stores with it."""
 
 
 class Store:
@@ -43,16 +43,16 @@ class Store:
         raise NotImplementedError
 
     def remove(self, lease: str) -> None:
-        """Commit the end of one."""
+        """Commit the end of a lease."""
         raise NotImplementedError
 
     def fill(self, count: int) -> None:
-        """Add that many."""
+        """Add this many leases."""
         for number in range(count):
             self.put(f"held-{number}")
 
     def close(self) -> None:
-        """Close it."""
+        """Close the store."""
 
 
 class Snapshot(Store):
@@ -63,17 +63,17 @@ class Snapshot(Store):
         self._leases: dict[str, str] = {}
 
     def put(self, lease: str) -> None:
-        """Write all of them."""
+        """Write all leases."""
         self._leases[lease] = LEASE % lease
         self._write()
 
     def remove(self, lease: str) -> None:
-        """Write all others."""
+        """Write all other leases."""
         del self._leases[lease]
         self._write()
 
     def fill(self, count: int) -> None:
-        """Write them once."""
+        """Write all leases once."""
         self._leases = {name: LEASE % name for name in (f"held-{number}" for number in range(count))}
         self._write()
 
@@ -133,7 +133,7 @@ class Sqlite(Store):
 
 
 class SqlitePersist(Sqlite):
-    """The same with a persistent rollback journal."""
+    """The table of `Sqlite`, with a persistent rollback journal."""
 
     mode = "PERSIST"
 

@@ -134,7 +134,7 @@ def status(control: str, root: Path) -> Iterator[Result]:
 
     with running(control, root, 2) as service:
         ours, listed = run(str(mpsctl), "status"), run(str(mpsctl), "daemons")
-        # It looks at everything, and tells of one check that is well, so that it ends with 0 on any machine.
+        # This call runs every check, and reports one that is ok on any machine, so it exits with 0.
         doctor = run(str(mpsctl), "doctor", "--only", "version")
         mine, list_, looked, bare = in_turn(ours, listed, doctor, run(sys.executable, "-c", "pass"), rounds=31)
     yield Result("mpsctl status against python -c pass", mine, bare, at_most=4)

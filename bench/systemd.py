@@ -35,7 +35,7 @@ while told not in select.select([listener, told], [], [])[0]:
     caller.sendall(b"HTTP/1.1 201 Created")
     caller.close()
 """
-"""The least such service in Python: it notifies that it is ready, and gives all callers the same answer."""
+"""A minimal service in Python: it notifies that it is ready, and gives all callers the same answer."""
 
 _FLOOR_UNITS: Final = {
     "floor.socket": "[Socket]\nListenStream=/run/floor.sock\n[Install]\nWantedBy=sockets.target\n",
@@ -67,7 +67,7 @@ while True:
 with open("/run/asked-" + name, "w") as file:
     file.write(json.dumps(longest if forever else time.monotonic()))
 """
-"""A caller that requests a lease, once at boot, or repeatedly; it records when it got it, or its longest wait."""
+"""A caller that requests a lease, once at boot or repeatedly; it records the time of the grant, or its longest wait."""
 
 _PLACES: Final = {"mpsd": "/run/mpsd/mpsd.sock", "floor": "/run/floor.sock"}
 

@@ -131,7 +131,7 @@ class Browser:
 
     def events(self, session: str, method: str) -> list[dict[str, Any]]:
         """Return the parameters of all events of this kind in a tab so far."""
-        self.call("Browser.getVersion")  # its answer follows every earlier event
+        self.call("Browser.getVersion")  # the answer follows every earlier event
         return [
             each["params"] for each in self._events if each.get("sessionId") == session and each["method"] == method
         ]

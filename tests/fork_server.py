@@ -34,7 +34,7 @@ class ForkServer:
             cwd=_ROOT,
             text=True,
         )
-        assert self.ask() == os.getpid()  # it is ready
+        assert self.ask() == os.getpid()  # the server is ready
 
     def ask(self, **order: object) -> int:
         """Send an order, and return the number in its answer."""

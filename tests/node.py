@@ -214,7 +214,7 @@ class Node:
             self.process.wait(timeout=30)
             self.process = None
         while there := [found for found in map(look_at, pids()) if found is not None and self._is_of(found)]:
-            for each in there:  # one of them may have started another meanwhile
+            for each in there:  # a process may have started another one meanwhile
                 kill(each)
         check_events(self.log() if self.stderr.exists() else ())
 

@@ -244,7 +244,7 @@ def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Ev
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # one that came since the start is served now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a signal since the start is handled now
     return over, at_once
 
 

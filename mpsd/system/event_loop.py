@@ -49,6 +49,6 @@ def _make(main: Coroutine[Any, Any, None]) -> _Loop:
     try:
         return _Loop()
     except OSError as error:
-        main.close()  # its execution has not begun
+        main.close()  # the coroutine has not begun
         hint = "raise mpsd's limit of file descriptors (LimitNOFILE=, ulimit -n), or give the machine more memory"
         raise ConfigurationError(f"cannot create an event loop: {error.strerror or error}", hint=hint) from error

@@ -138,7 +138,7 @@ def _writing_to(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], N
         return lambda data: os.write(descriptor, data), lambda: None, descriptor
     try:
         own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:  # it belongs to another user, or has no reader any more
+    except OSError:  # the pipe belongs to another user, or has no reader any more
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)
         return lambda data: _when_ready(poll, descriptor, data), lambda: None, descriptor

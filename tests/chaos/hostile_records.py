@@ -31,7 +31,7 @@ class HostileRecords(Records):
         self.honest: set[int] = set()
         """The pids of honest users' processes, which policy must never end."""
         self._ended: set[int] = set()
-        """Those of them that chaos has ended."""
+        """The pids of honest users' processes that chaos has ended."""
         self.bytes: dict[str, int] = {}
         """By minute, the bytes logged beyond what honest users cause."""
 

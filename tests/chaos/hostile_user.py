@@ -59,7 +59,7 @@ class HostileUser:
         opened = len(self._kept) - before
         for each in self._kept:  # also a descriptor that an earlier lease opened
             size = {"byte": 1, "fill": 1 << 17}.get(how) or dice.randint(2, 4096)
-            with contextlib.suppress(OSError):  # it is read-only, or full, or has no reader any more
+            with contextlib.suppress(OSError):  # the FIFO is read-only, or full, or has no reader any more
                 for _ in range(1 + size // 4096):
                     os.write(each, dice.randbytes(min(size, 4096)))
         while len(self._kept) > MOST:
@@ -177,7 +177,7 @@ class HostileUser:
         return connected
 
     def flood(self, count: int, seed: int) -> None:
-        """Do so without pause in a child, with some valid requests in between whose answers are not read."""
+        """Send invalid requests without a pause from a child, with valid ones in between whose answers are not read."""
         self._start("floods", lambda: self._flood(count, random.Random(seed)))
 
     def _flood(self, count: int, dice: random.Random) -> None:
@@ -255,7 +255,7 @@ class HostileUser:
 
     def _end(self, what: str) -> None:
         for child, pipe in self._children.pop(what, ()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or it is setuid
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the child has ended, or is setuid
                 os.kill(child, signal.SIGKILL)
             os.close(pipe)
 

@@ -97,7 +97,7 @@ def holds_no_more_than_a_new_one(chaos: Chaos) -> None:
     others = watched(chaos.node.pid)
     chaos.node.end()
     chaos.node.start()
-    chaos.grant()  # its store opens the files that a grant needs
+    chaos.grant()  # with the first grant, the store opens the files that it needs
     chaos.clear()
     new_descriptors, new_memory = at_rest(chaos)
     assert descriptors <= new_descriptors, f"{descriptors} are more than {new_descriptors}; it watched {others}"

@@ -144,7 +144,7 @@ class Runtime:
         container.begin()
         if self.dice.random() < 0.3:
             self.strike()
-        if self.dice.random() < 0.15:  # it dies before its hook
+        if self.dice.random() < 0.15:  # the container dies before its hook
             container.process.kill()  # type: ignore[union-attr]
             container.process.wait()  # type: ignore[union-attr]
         answer = container.hook(self.ask)

@@ -131,6 +131,6 @@ class Containerd:
             for folder, _, _ in os.walk(hierarchy / self.group, topdown=False):
                 Path(folder).rmdir()
         if self._made:
-            with contextlib.suppress(OSError):  # another containerd has begun to use it
+            with contextlib.suppress(OSError):  # another containerd has begun to use the file
                 _SHARED.rmdir()
         remove_tree(self.home)

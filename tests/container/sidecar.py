@@ -86,12 +86,12 @@ class Sidecar(Node):
         return [*UNPRIVILEGED, f"--env=MPSD_SOCKET={self.socket}", *(f"--volume={each}" for each in mounted)]
 
     def client(self, *command: str, volumes: Sequence[str] = ()) -> "subprocess.CompletedProcess[str]":
-        """Run mpsctl in such a container, to its end."""
+        """Run mpsctl in a container without rights, to its end."""
         options = [*self.client_options(*volumes), "--entrypoint=mpsctl"]
         return self.podman.run(self.image, *command, options=options)
 
     def holding(self, *command: str, options: Sequence[str] = ()) -> Contained:
-        """Run mpsctl in such a container, and the program that it becomes, as long as the `with` block lasts."""
+        """Run mpsctl, and the program that it becomes, in such a container for the time of the `with` block."""
         name = f"client-{self.root.name}"
         own = [*self.client_options(), "--interactive", f"--name={name}", "--entrypoint=mpsctl", *options]
         return Contained(self.podman, name, self.podman.command(self.image, *command, options=own))

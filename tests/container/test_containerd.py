@@ -83,13 +83,13 @@ def command(containerd: Containerd, node: Node, files: Path, lease: str, name: s
 
 
 def running(containerd: Containerd, node: Node, files: Path, lease: str, *program: str) -> Contained:
-    """Run such a container, which takes commands."""
+    """Run a container with a device; its program takes commands."""
     name = container_name()
     return Contained(containerd, name, command(containerd, node, files, lease, name, *program))
 
 
 def fails(containerd: Containerd, node: Node, files: Path, lease: str) -> str:
-    """Run such a container, which must fail to start, and return the message."""
+    """Run a container with a device, which must fail to start, and return the message."""
     done = subprocess.run(
         command(containerd, node, files, lease, container_name(), *SLEEPS),
         env=containerd.environment, capture_output=True, text=True, check=False, timeout=60,

@@ -153,7 +153,7 @@ def test_told_to_end_while_it_is_dead(said: Path) -> None:
             if lives == 3:
                 for child in pids_of(said, "child"):
                     os.kill(child, signal.SIGKILL)
-            os.kill(pids_of(said, "started")[-1], signal.SIGHUP)  # it gives a sign of life, and can handle the signal
+            os.kill(pids_of(said, "started")[-1], signal.SIGHUP)  # a sign of life shows that it can handle the signal
         assert process.wait(10) == 7
     assert said.read_text().count("SIGTERM") == 2
 

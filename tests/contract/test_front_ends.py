@@ -99,7 +99,7 @@ def test_many_at_once(bench: Bench) -> None:
             front_end.stdin.write(f"mine-{number}\n".encode())
             front_end.stdin.flush()
         except BrokenPipeError:
-            pass  # it was turned away before
+            pass  # the front-end was turned away before
     served = 0
     for number, front_end in enumerate(front_ends):
         output, complaint = front_end.communicate()

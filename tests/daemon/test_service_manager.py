@@ -275,7 +275,7 @@ def test_no_sign_of_life_of_a_stuck_supervisor(short_tmp: Path) -> None:
         for leases in range(1, 6):
             node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
             ears.wait_for(f"STATUS=2 of 2 control daemons ready, {leases} lease")
-        assert ears.said.count("WATCHDOG=1") <= signs + 1  # one may have been in flight
+        assert ears.said.count("WATCHDOG=1") <= signs + 1  # one notification may have been in flight
     finally:
         node.clean_up()
         ears.close()

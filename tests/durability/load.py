@@ -35,7 +35,7 @@ class Holders:
 
     @property
     def pids(self) -> list[int]:
-        """Those that live."""
+        """The pids of the processes that live."""
         return [each.pid for each in self._processes]
 
     def replace(self, pid: int) -> None:
@@ -82,9 +82,9 @@ class Receipts:
     releasing: set[str] = field(default_factory=set)
     """Leases that a caller has requested to end."""
     released: set[str] = field(default_factory=set)
-    """Those of them that mpsd reported as ended or unknown."""
+    """The leases in `releasing` that mpsd reported as ended or unknown."""
     confirmed: set[str] = field(default_factory=set)
-    """Those of them that mpsd reported as ended."""
+    """The leases in `releasing` that mpsd reported as ended."""
     unheard: Counter[str] = field(default_factory=Counter)
     """Requests that mpsd did not answer before it died, by kind."""
     waiting: list[str] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Receipts:
 
 
 class Load:
-    """The callers of one node, through all its lives."""
+    """The callers of one node, whose mpsd is killed and started again many times."""
 
     def __init__(self, node: ForkedNode, seed: int) -> None:
         self.node = node
@@ -227,7 +227,7 @@ class Load:
         before = self.receipts.held[lease]
         self.receipts.held[lease] = before | {pid}
         answer = await self._ask("POST", f"/v1/leases/{lease}/holders", {"pid": pid, **how})
-        assert answer.status in {200, 404, 422}, answer.json  # it was released, or its holder was killed
+        assert answer.status in {200, 404, 422}, answer.json  # the lease was released, or its holder was killed
         self.receipts.held[lease] = {pid} if answer.status == 200 else before
 
     async def _renew(self, lease: str) -> None:

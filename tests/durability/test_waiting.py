@@ -57,7 +57,8 @@ def test_coming_back(full: tuple[Node, Any]) -> None:
         release(node, has)
         status, lease = answer_of(again)
         assert (status, lease["id"]) == (201, place)
-        # The second one disconnects too, is granted meanwhile, gets the grant when it returns, and keeps it.
+        # The second caller disconnects too; it is granted the lease meanwhile, and gets and keeps the lease when it
+        # returns.
         place = waiting_id(node, "second")
         second.close()
         release(node, lease)

@@ -447,7 +447,7 @@ def headers(data: bytes) -> None:
     assert found is None or text.split("-")[1:3] == [found["trace_id"], found["span_id"]]
     gauge = exposition.gauges(families.DAEMON_SERVERS, {(text,): 1})
     line = exposition.render([gauge]).decode().split("\n", 2)[2]
-    if "\r" not in text:  # its parser takes that for the end of a line; no label of mpsd's can have it
+    if "\r" not in text:  # the parser takes \r for the end of a line; no label of mpsd's can have it
         (family,) = text_string_to_metric_families(line)
         assert [sample.labels for sample in family.samples] == [{"daemon": text}]
 

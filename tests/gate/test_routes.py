@@ -17,7 +17,7 @@ from tests.gate.source import modules
 TABLE: Final = "mpsd/daemon/api/routes.py"
 
 ENDPOINT: Final = "mpsd/daemon/metrics/endpoint.py"
-"""It is no part of the API: it serves one path, on TCP."""
+"""The TCP listener of the metrics, which is not a part of the API: it serves one path."""
 
 PATH: Final = re.compile(r"/(?:healthz|readyz|metrics|v1)(?:/\S*)?")
 

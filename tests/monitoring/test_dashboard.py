@@ -155,7 +155,7 @@ def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) ->
             client.alloc("256MiB")
             with SimulatedClient(env) as extra:
                 event(node, "violation", pid=extra.hello["pid"])
-                node.get(f"/v1/leases/{granted['id']}/verify")  # it reads the GPUs
+                node.get(f"/v1/leases/{granted['id']}/verify")  # verify reads the GPUs
                 left = dict(queries())
 
                 def look() -> bool:

@@ -87,7 +87,7 @@ def script(tmp: Path, *, where: Path | None, then: str = "") -> str:
     work.mkdir()
     try:
         device.read_bytes()
-    except PermissionError:  # it has no file system yet
+    except PermissionError:  # the process has no file system yet
         pass
     except OSError as error:
         lacking(f"FUSE cannot be had here: {error}")

@@ -66,7 +66,7 @@ class Bounded(Node):
 
 @pytest.fixture
 def make(short_tmp: Path) -> "Callable[..., Bounded]":
-    """Return a maker of such an mpsd."""
+    """Return a function that starts an mpsd with these privileges."""
     short_tmp.chmod(0o711)
     return lambda **options: Bounded(root=short_tmp, simulate=1, config=CONFIG, **options)
 

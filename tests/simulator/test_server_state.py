@@ -258,7 +258,7 @@ def test_ends_that_harm_nobody(server: Server, how: str) -> None:
 def test_wedge(server: Server, log: list[str]) -> None:
     """A client killed in mid-kernel without neighbours leaves a wedge: ACTIVE, listed, and without a message."""
     context(server, 1)
-    admit(server, 2)  # it has no context that could consume the fault
+    admit(server, 2)  # this client has no context that could consume the fault
     server.clients[1].working = True
     before = list(log)
     assert server.left(1, said=False) == ()

@@ -253,7 +253,7 @@ class Top(App[None]):
             self.run_worker(partial(self._act, done, act), thread=True)
 
     def _act(self, done: str, act: Callable[[], object]) -> None:
-        with self._asking:  # one connection, one request at a time
+        with self._asking:  # a connection carries one request at a time
             try:
                 act()
             except MpsdError as error:

@@ -202,7 +202,7 @@ class ExpectedClients:
         if slot is not None and slot.lease in self._expected and not slot.held and now >= slot.since + rules.window:
             if slot.lease in self._since:
                 self.forget(slot.lease)
-            else:  # it gets another turn, after all others
+            else:  # the lease gets another turn, after all others
                 self._expected[slot.lease] = self._expected.pop(slot.lease)
             slot = None
         if slot is None or slot.lease not in self._expected:

@@ -222,7 +222,7 @@ class EndSteps:
         assert pending is not None  # noqa: S101 - the next step is to wait for it
         daemon = self._daemons.get(pending.daemon)
         if daemon is None:
-            await asyncio.sleep(_FIRST_LOOK)  # its GPU is not available yet
+            await asyncio.sleep(_FIRST_LOOK)  # the GPU of the client is not available yet
             return
         pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
         earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)

@@ -250,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
     def on_message_complete(self) -> None:
         """Note the end of a request."""
         if self._head:
-            return  # it is about to be parsed again
+            return  # the head is about to be parsed again
         message, self._coming, self._size = self._coming, None, 0
         if message is not None:
             message.complete = True

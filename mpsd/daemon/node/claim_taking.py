@@ -71,7 +71,7 @@ class ClaimTaking:
         if isinstance(named.watched, Process):
             self._check_visibility(lease, named.watched)
         if lease.owner.uid == uid:
-            return  # it has counted against the quota since the claim was made
+            return  # the lease has counted against the quota since the claim was made
         limits_of = quota.quota_of(user, self._settings.current)
         ledger = self._leases.ledger
         worth = ledger.worth(lease.request) if quota.weighs(limits_of) else Amount()

@@ -303,7 +303,7 @@ class TestActions:
         page.press("Enter")
         assert "for a test" in node.wait_for_state("gpu1", "held")["because"]
         page.wait("document.querySelector('[aria-label=\"Resume gpu1\"]')", "the button that resumes")
-        held = as_here(node.daemons()["gpu1"]["because"])  # it has the user's name, as mpsctl prints it
+        held = as_here(node.daemons()["gpu1"]["because"])  # with the user's name, as mpsctl prints it
         assert held in page.text("document.getElementById('gpu-list')")
         page.click("document.querySelector('[aria-label=\"Resume gpu1\"]')")
         page.click("document.querySelector('#question button[type=submit]')")

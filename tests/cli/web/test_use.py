@@ -257,7 +257,7 @@ class TestOtherSites:
         victim, evil = make_web(node.socket), make_web(node.socket)
         open_ = browser.page(victim.link)
         open_.wait("!document.getElementById('overview').hidden", "the victim's page")
-        page = browser.page(f"http://localhost:{evil.port}/style.css")  # another origin with an existing server
+        page = browser.page(f"http://localhost:{evil.port}/style.css")  # another origin, whose server exists
         page.wait("location.port !== ''", "the other origin")
         page.call("Page.setBypassCSP", enabled=True)
         page.call("Page.reload")
@@ -289,7 +289,7 @@ class TestOtherSites:
         page.wait("document.readyState === 'complete'", "the form's answer")
         assert node.daemons()["gpu0"]["state"] == "ready"
         said = {"Origin": victim.origin}
-        assert victim.send("POST", "/page/session", {"token": victim.token}, headers=said).status == 403  # it is used
+        assert victim.send("POST", "/page/session", {"token": victim.token}, headers=said).status == 403  # a used link
         page.close()
         open_.close()
 

@@ -186,7 +186,7 @@ class HandLedger:
         free = [offer for offer in there if not any(whose is None for _, _, whose in kept.get(offer.gpu, []))]
         promising = [offer for offer in self.promising(lease, held) if offer in free]
         whose = None
-        if len(promising) < lease.request.gpus <= len(free):  # its own user's leases are in the way
+        if len(promising) < lease.request.gpus <= len(free):  # the leases of the request's own user obstruct it
             whose = uid
             promising = [offer for offer in free if not any(each == uid for _, _, each in kept.get(offer.gpu, []))]
         closest = self.closest(lease, promising, held)

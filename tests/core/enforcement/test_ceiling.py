@@ -214,7 +214,7 @@ class TestStrictly:
         expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
         expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
         expected.settle(STRICT, 0.0)
-        expected.hold("b")  # it is not its turn, so there is nothing to hold
+        expected.hold("b")  # another lease has the turn, so there is nothing to hold
         expected.hold("a")
         assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER)
         expected.answer("a", Awaited.ALWAYS, now=1000.0)

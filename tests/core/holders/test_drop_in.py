@@ -70,7 +70,7 @@ def test_odd_names(name: str) -> None:
 def test_options_are_literal(word: str) -> None:
     """No part of an option acts as a specifier, a variable, a quote or a command's end for systemd."""
     (line,) = [each for each in rendered("--name", word).splitlines() if each.startswith("ExecStartPre=+")]
-    taken = shlex.split(line.removeprefix("ExecStartPre=+"))  # its quoting is systemd's, as far as render uses it
+    taken = shlex.split(line.removeprefix("ExecStartPre=+"))  # shlex quotes as systemd does, as far as render uses that
     assert taken[0] == str(PROGRAM)
     assert taken[-2:] == ["--name", word.replace("%", "%%").replace("$", "$$")]
 

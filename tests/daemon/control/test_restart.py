@@ -197,7 +197,7 @@ class TestClients:
         with SimulatedClient(variables(node)) as client:
             assert client.hello["mps"]
             wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen")
-            node.get("/healthz")  # its consequences have begun by now
+            node.get("/healthz")  # the consequences of the event have begun by now
             assert node.events("client_forced") == []
             assert client.compute(0.01)["ok"]
 

@@ -80,7 +80,7 @@ def test_drain(node: Node) -> None:
         ended(node, begin(node, "drain", timeout=0))
         for each in (one, other):
             assert each.process.wait(20) == -signal.SIGTERM
-            assert each.answer()["ok"]  # its kernel has finished
+            assert each.answer()["ok"]  # the client's kernel has finished
             assert steps(node, each.pid) == ["terminate_client", "SIGTERM"]
             assert asked(node, each.pid) == 1
     assert node.events("daemon_forced") == []
@@ -160,7 +160,7 @@ def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
         assert client.answer()["ok"]
         (released,) = node.events("client_forced", pid=client.pid, step="terminate_client")
         (grant,) = node.events("lease_granted", lease=granted.json["id"])
-        assert released["at"] >= grant["at"]  # it was decided at once, and answered afterwards
+        assert released["at"] >= grant["at"]  # the grant was decided at once, and answered afterwards
         assert client.process.wait(20) == -signal.SIGTERM
     assert "unresponsive" not in states(node, "gpu0")
 

@@ -112,7 +112,7 @@ class _Fighter:
         with self._send("POST", "/v1/leases", self._request()) as connection:
             patience = 0.05 if mortal and self._chance.random() < 0.5 else 3600.0
             if connection.fileno() not in select.select([connection.fileno(), 0], [], [], patience)[0]:
-                return  # it is time to stop, or the wait timed out
+                return  # the test stops, or the wait timed out
             status, answer = _receive(connection)
         if status != 201:
             raise SystemExit(f"uid {self._uid} was refused: {answer!r}")

@@ -19,7 +19,7 @@ class WithKubelet(DraCluster):
     ending: set[str] = field(default_factory=set)
     """Deleted pods, which stay until kubelet has unprepared their claims."""
     by_force: set[str] = field(default_factory=set)
-    """Those of them that the API server has forgotten: kubelet finds that out by itself."""
+    """The deleted pods that the API server has forgotten, which kubelet detects by itself."""
 
     def start_kubelet(self) -> None:
         """Start kubelet, which deletes the slices of its node, and knows the existing pods from the API server."""

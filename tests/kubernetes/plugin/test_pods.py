@@ -67,7 +67,7 @@ class TestSlices:
             pytest.skip(f"there is no control daemon of driver {branch}")
         cluster = make_cluster(control=control)
         pod = cluster.create({"main": {SLICE: 20}})
-        if control is not None:  # it has no servers without a GPU
+        if control is not None:  # a real control daemon has no servers without a GPU
             pod.start("main", uid=1234)
             await_owner(cluster, pod, 1234)
             return

@@ -199,8 +199,8 @@ def check(config: Path | None) -> None:
 
     Comments at the end show where NVIDIA's driver was found.
     """
+    from mpsd.core.configuration.document import document
     from mpsd.core.roles import UNKNOWN_NAMES_HINT, unknown_names
-    from mpsd.core.settings import document
     from mpsd.system import driver, rundir
     from mpsd.system.configuration import read_configuration
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from mpsd import __version__
+from mpsd.core.configuration.document import from_mapping
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
 from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
 from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
@@ -17,7 +18,7 @@ from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
-from mpsd.core.settings import Settings, from_mapping
+from mpsd.core.settings import Settings
 from mpsd.system import host_environment
 from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 

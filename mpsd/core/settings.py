@@ -1,30 +1,23 @@
 """The one table of settings.
 
-Each field below is a row: its type, default, unit, meaning, and whether a reload applies it. The file is TOML. Parsing,
-`mpsd check`, `/v1/config`, the page of settings and the reload all use these rows, so that none of them can contradict
-the others.
+Each field below is a row: its type, default, unit, meaning, and whether a reload applies it. The parser of the file and
+`mpsd check` (`core/configuration`), `/v1/config`, the page of settings and the reload all use these rows, so that none
+of them can contradict the others.
 """
 
-import difflib
-import json
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeVar, assert_never, cast
+from typing import Any, Final, TypeVar, assert_never, cast
 
 from mpsd.core import setting_parsers
-from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.model import Limits, ViolationKind
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.setting_parsers import UserNames
-from mpsd.core.units import KIB, MIB, format_size
+from mpsd.core.units import MIB
 
 T = TypeVar("T")
-
-Plain: TypeAlias = str | int | float | list[str] | None
-"""The types of a setting's value in TOML or JSON."""
 
 
 class Layout(StrEnum):
@@ -660,161 +653,45 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One row of the table, for output."""
+    """One row of the table."""
 
     key: str
     default: object
     unit: str
     help: str
     reload: bool
+    parse: Callable[[object], object] = field(repr=False)
+    """Converts a value of TOML to the setting's type. Raises ValueError or InvalidRequestError."""
+
+    @property
+    def name(self) -> str:
+        """The key without its section."""
+        return self.key.rpartition(".")[2]
 
 
-_SECTIONS: Final = {section.name: section for section in fields(Settings) if section.name not in {"quota", "names"}}
+SECTIONS: Final[Mapping[str, type[Any]]] = {
+    section.name: cast("type[Any]", section.default_factory)
+    for section in fields(Settings)
+    if section.name not in {"quota", "names"}
+}
+"""The dataclass of each section, in the order of the table; those of quotas are named by users and groups."""
 
 
-def _section(name: str) -> type[Any]:
-    return cast("type[Any]", _SECTIONS[name].default_factory)
-
-
-def _fields(kind: type[Any]) -> dict[str, Field[Any]]:
-    return {each.name: each for each in fields(kind)}
+def rows_of(section: str, kind: type[Any]) -> Iterator[SettingRow]:
+    """Yield the rows of a section, or of a quota."""
+    for each in fields(kind):
+        extra = each.metadata
+        yield SettingRow(
+            f"{section}.{each.name}", each.default, extra["unit"], extra["help"], extra["reload"], extra["parse"]
+        )
 
 
 def rows() -> Iterator[SettingRow]:
     """Yield every setting, in the order of the table."""
-    for section in _SECTIONS:
-        for each in _fields(_section(section)).values():
-            yield _row(section, each)
+    for section, kind in SECTIONS.items():
+        yield from rows_of(section, kind)
 
 
 def quota_rows() -> Iterator[SettingRow]:
     """Yield every setting of a quota."""
-    for each in _fields(Quota).values():
-        yield _row("quota.NAME", each)
-
-
-def _row(section: str, each: "Field[Any]") -> SettingRow:
-    return SettingRow(
-        f"{section}.{each.name}", each.default, each.metadata["unit"], each.metadata["help"], each.metadata["reload"]
-    )
-
-
-def _unknown(kind: str, name: str, known: list[str]) -> ConfigurationError:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known {kind}s: " + ", ".join(known)
-    return ConfigurationError(f"unknown {kind} {name!r}", hint=hint)
-
-
-def parse(text: str) -> Settings:
-    """Return the settings of a TOML document. Raises ConfigurationError instead of guessing."""
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also raised for numbers and brackets by the thousand
-        raise ConfigurationError(f"the configuration is not TOML: {error}", hint="fix that line") from error
-    return from_mapping(document)
-
-
-def from_mapping(document: Mapping[str, object]) -> Settings:
-    """Return the settings of a parsed document. Raises ConfigurationError as `parse` does."""
-    sections: dict[str, object] = {}
-    for section, values in document.items():
-        if section not in {*_SECTIONS, "quota"}:
-            raise _unknown("section", section, [*_SECTIONS, "quota"])
-        if not isinstance(values, dict):
-            raise ConfigurationError(f"{section!r} is not a section", hint=f"write [{section}] on a line of its own")
-        if section == "quota":
-            sections[section] = {name: _parse_section(f"quota.{name}", Quota, quota) for name, quota in values.items()}
-        else:
-            sections[section] = _parse_section(section, _section(section), values)
-    return replace(Settings(), **cast("dict[str, Any]", sections))
-
-
-def _parse_section(section: str, kind: type[T], values: object) -> T:
-    """Return the frozen section with these values. Raises ConfigurationError."""
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{section!r} is not a section", hint=f"write [{section}] on a line of its own")
-    known = _fields(kind)
-    parsed: dict[str, object] = {}
-    for name, value in values.items():
-        if name not in known:
-            raise _unknown("setting", f"{section}.{name}", [f"{section}.{each}" for each in known])
-        try:
-            parsed[name] = known[name].metadata["parse"](value)
-        except (ValueError, MpsdError) as error:
-            meant = _row(section, known[name])
-            advice = f"{error.hint}. " if isinstance(error, MpsdError) else ""
-            raise ConfigurationError(
-                f"{meant.key} = {value!r}: {error}",
-                hint=f"{advice}The default is {render(meant, meant.default)}; mpsd.toml(5) describes it.",
-                limit=meant.key,
-            ) from error
-    return kind(**parsed)
-
-
-def plain(each: SettingRow, value: object) -> Plain:
-    """Return a setting's value in a type of TOML and JSON, in the usual notation."""
-    if each.unit == "octal":
-        return f"{value:04o}"
-    if each.unit == "bytes" and isinstance(value, int):
-        return format_size(value) if value and value % KIB == 0 else value  # never rounded: it must parse back
-    match value:
-        case ActiveThreadPercentage():
-            return float(value)
-        case PinnedDeviceMemLimit() | Path() | StrEnum():
-            return str(value)
-        case tuple():
-            return [str(item) for item in value]
-        case str() | int() | float() | None:
-            return value
-        case _:
-            raise TypeError(f"{each.key} holds {value!r}, which no configuration file can")
-
-
-def render(each: SettingRow, value: object) -> str:
-    """Print a setting's value as in the configuration file; `absent` for None."""
-    shown = plain(each, value)
-    if isinstance(shown, bool):
-        return str(shown).lower()
-    if isinstance(shown, list):
-        return "[" + ", ".join(map(_quoted, shown)) + "]"
-    if isinstance(shown, str):
-        return _quoted(shown)
-    return "absent" if shown is None else str(shown)
-
-
-def _quoted(text: str) -> str:
-    """Return text in TOML's notation, which is that of JSON except for DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def document(settings: Settings) -> str:
-    """Return a TOML document with exactly these settings, each with its help."""
-    lines: list[str] = []
-    for each in rows():
-        section, name = each.key.split(".")
-        if f"[{section}]" not in lines:
-            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-        value = settings.socket if each.key == "api.socket" else getattr(getattr(settings, section), name)
-        unit = f" Unit: {each.unit}." if each.unit else ""
-        setting = f"# {name} =" if value is None else f"{name} = {render(each, value)}"
-        lines.append(f"{setting}  # {each.help}{unit}")
-    for name, quota in settings.quota.items():
-        lines += ["", f"[quota.{_quoted(name)}]"]
-        for each in quota_rows():
-            value = getattr(quota, each.key.rsplit(".", 1)[1])
-            if value is not None:
-                lines.append(f"{each.key.rsplit('.', 1)[1]} = {render(each, value)}  # {each.help}")
-    return "\n".join(lines) + "\n"
-
-
-def effective(settings: Settings) -> dict[str, dict[str, Plain]]:
-    """Return every setting with its value in force, in types of JSON."""
-    tree: dict[str, dict[str, Plain]] = {}
-    for each in rows():
-        section, name = each.key.split(".")
-        tree.setdefault(section, {})[name] = plain(each, getattr(getattr(settings, section), name))
-    tree["api"]["socket"] = str(settings.socket)
-    for name, quota in settings.quota.items():
-        values = {each.key.rsplit(".", 1)[1]: each for each in quota_rows()}
-        tree[f"quota.{name}"] = {field_: plain(each, getattr(quota, field_)) for field_, each in values.items()}
-    return tree
+    yield from rows_of("quota.NAME", Quota)

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from mpsd.core import roles, settings
+from mpsd.core import roles
+from mpsd.core.configuration.document import parse
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
 from mpsd.system import credentials
@@ -43,7 +44,7 @@ def read_configuration(path: Path | None) -> Settings:
     if text is None:
         return Settings()
     try:
-        parsed = settings.parse(text)
+        parsed = parse(text)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path or _USUAL}: {error.detail}", hint=error.hint, limit=error.limit) from None
     return replace(parsed, names=credentials.look_up(roles.names_in(parsed)))

@@ -7,7 +7,7 @@ from typing import Any, Final
 import kubernetes_validate
 import pytest
 
-from mpsd.core.settings import parse
+from mpsd.core.configuration.document import parse
 from tests.cluster.cluster import Cluster
 from tests.cluster.rendering import by_kind, helm, kustomized, named, rendered
 from tests.container import manifests

@@ -8,7 +8,7 @@ from typing import Any, Final
 import kubernetes_validate
 import pytest
 
-from mpsd.core.settings import parse
+from mpsd.core.configuration.document import parse
 from tests.container import quadlet
 from tests.container.manifests import CONTAINER, KUBERNETES, documents, overlay, pod
 from tests.tools import needed

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mpsd.core import reload
 from mpsd.core import settings as table
+from mpsd.core.configuration.document import document, effective, from_mapping, parse
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement, Settings
@@ -28,13 +29,13 @@ def as_printed(settings: Settings) -> Settings:
 
 def test_nothing_asks_for_the_defaults() -> None:
     """An empty file, and a file of empty sections, result in the defaults."""
-    assert table.parse("") == Settings()
-    assert table.parse("\n".join(f"[{name}]" for name in ("api", "paths", "limits"))) == Settings()
+    assert parse("") == Settings()
+    assert parse("\n".join(f"[{name}]" for name in ("api", "paths", "limits"))) == Settings()
 
 
 def test_values_are_typed() -> None:
     """Each value is converted to its type."""
-    settings = table.parse(
+    settings = parse(
         """
         [paths]
         runtime_dir = "/srv/mps/run"
@@ -61,9 +62,7 @@ def test_values_are_typed() -> None:
 
 def test_under_a_root() -> None:
     """`--root` moves every path that mpsd writes to, the socket included, also where the file names another path."""
-    settings = table.parse('[api]\nsocket = "/elsewhere/mpsd.sock"\n[paths]\nlog_dir = "/var/log/x"\n').under(
-        Path("/r")
-    )
+    settings = parse('[api]\nsocket = "/elsewhere/mpsd.sock"\n[paths]\nlog_dir = "/var/log/x"\n').under(Path("/r"))
     assert settings.paths == table.Paths(Path("/r/run"), Path("/r/state"), Path("/r/log"))
     assert settings.socket == Path("/r/run/mpsd.sock")
 
@@ -117,7 +116,7 @@ def test_under_a_root() -> None:
 def test_what_is_refused(text: str, words: str) -> None:
     """The refusal states the error, its place, and valid values; for a value its limit is the setting."""
     with pytest.raises(ConfigurationError) as refused:
-        table.parse(text)
+        parse(text)
     error = refused.value
     assert words in error.detail
     assert error.hint
@@ -140,14 +139,14 @@ def test_what_is_refused(text: str, words: str) -> None:
 def test_what_was_probably_meant(text: str, near: str) -> None:
     """The refusal of an unknown name suggests a similar one."""
     with pytest.raises(ConfigurationError) as refused:
-        table.parse(text)
+        parse(text)
     assert refused.value.hint == f"did you mean {near!r}?"
 
 
 def test_what_was_meant_is_not_guessed() -> None:
     """The refusal of a name without a similar one lists all names."""
     with pytest.raises(ConfigurationError) as refused:
-        table.parse("[zzz]")
+        parse("[zzz]")
     assert all(field.name in refused.value.hint for field in fields(Settings) if field.name != "names")
 
 
@@ -175,7 +174,7 @@ _ANYTHING: Final = _VALUES | st.lists(_VALUES, max_size=3) | st.dictionaries(st.
 def test_any_document_is_taken_or_refused(document: dict[str, object]) -> None:
     """Any document becomes settings or a refusal with a hint, and nothing else."""
     try:
-        settings = table.from_mapping(document)
+        settings = from_mapping(document)
     except ConfigurationError as error:
         refused = error
     else:
@@ -228,14 +227,14 @@ _SETTINGS: Final = st.builds(
 @given(_SETTINGS)
 def test_what_is_printed_asks_for_the_same(settings: Settings) -> None:
     """`mpsd check` prints a document that parses to exactly the settings in force."""
-    assert table.parse(table.document(settings)) == as_printed(settings)
+    assert parse(document(settings)) == as_printed(settings)
 
 
 @given(_SETTINGS)
 def test_what_is_told_is_what_is_printed(settings: Settings) -> None:
     """`/v1/config` and `mpsd check` agree, except for absent settings."""
-    printed = tomllib.loads(table.document(settings))
-    for section, values in table.effective(settings).items():
+    printed = tomllib.loads(document(settings))
+    for section, values in effective(settings).items():
         place = (
             printed.get("quota", {}).get(section.removeprefix("quota.")) if section not in printed else printed[section]
         )
@@ -244,7 +243,7 @@ def test_what_is_told_is_what_is_printed(settings: Settings) -> None:
 
 def test_every_setting_has_its_meaning_in_print() -> None:
     """Every row of the table is printed with its help, also one that is absent by default."""
-    printed = table.document(Settings())
+    printed = document(Settings())
     for row in ROWS.values():
         name = row.key.split(".")[1]
         assert [
@@ -270,6 +269,6 @@ def test_reload(old: Settings, new: Settings) -> None:
 
 def test_reload_of_the_same() -> None:
     """An unchanged setting is neither applied nor pending, and stays the same object."""
-    settings = table.parse("[daemon]\ndeaths = 3\n")
-    assert reload.changed(settings, table.parse("[daemon]\ndeaths = 3\n")) == ((), ())
+    settings = parse("[daemon]\ndeaths = 3\n")
+    assert reload.changed(settings, parse("[daemon]\ndeaths = 3\n")) == ((), ())
     assert reload.reloaded(settings, Settings()).daemon.deaths == Settings().daemon.deaths

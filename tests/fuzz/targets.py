@@ -20,10 +20,10 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd.cli.render import as_json
-from mpsd.core import settings
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
+from mpsd.core.configuration import document
 from mpsd.core.enforcement import drift, violations
 from mpsd.core.enforcement.opened import widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
@@ -198,16 +198,16 @@ def answers(data: bytes) -> None:
 def configuration(data: bytes) -> None:
     """A configuration is refused with a hint, or printed as one with the same settings."""
     try:
-        asked = settings.parse(text_of(data))
+        asked = document.parse(text_of(data))
     except ConfigurationError as error:
         assert error.detail
         assert error.hint
         return
     asked = replace(asked, api=replace(asked.api, socket=asked.socket))
-    printed = settings.document(asked)
-    assert settings.parse(printed) == asked
-    assert settings.document(settings.parse(printed)) == printed
-    msgspec.json.encode(settings.effective(asked))
+    printed = document.document(asked)
+    assert document.parse(printed) == asked
+    assert document.document(document.parse(printed)) == printed
+    msgspec.json.encode(document.effective(asked))
 
 
 _BODIES: Final = [body_decoder(kind) for kind in dict.fromkeys(each.body for each in ROUTES) if kind is not None]

@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.configuration.document import render
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
-from mpsd.core.settings import render, rows
+from mpsd.core.settings import rows
 from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
 from tests.gate import completions, manual, protocol
 

@@ -18,8 +18,9 @@ import click
 from mpsd import __version__
 from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import EXIT_STATUS, mpsctl
+from mpsd.core.configuration.document import render
 from mpsd.core.enforcement.violations import VARIABLES
-from mpsd.core.settings import SettingRow, Settings, quota_rows, render, rows
+from mpsd.core.settings import SettingRow, Settings, quota_rows, rows
 
 UNITS: Final = Path(__file__).resolve().parents[2] / "systemd"
 

@@ -14,9 +14,9 @@ import pytest
 from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import mpsctl
 from mpsd.cli.render import as_here
+from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import catalogue
-from mpsd.core.settings import parse
 from mpsd.daemon.record.log import EventName
 from mpsd.kubernetes.__main__ import cli as mpsd_kubernetes
 from mpsd.simulator.devices import VARIABLE

@@ -8,8 +8,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from mpsd.core.configuration.document import parse
 from mpsd.core.setting_parsers import address_of
-from mpsd.core.settings import parse
 from tests.cluster.rendering import rendered
 from tests.container.manifests import KUBERNETES, documents
 

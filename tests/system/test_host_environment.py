@@ -18,7 +18,7 @@ ROOT = str(Path(__file__).parents[2])
 
 LOOK = """
 import json, sys
-from mpsd.core.settings import parse
+from mpsd.core.configuration.document import parse
 from mpsd.system import host_environment
 print(json.dumps([[each.name, each.because, each.remedy] for each in host_environment.missing(parse(sys.argv[1]))]))
 """

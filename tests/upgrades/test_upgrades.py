@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mpsd.core.configuration.document import effective, parse
 from mpsd.core.errors import catalogue
-from mpsd.core.settings import effective, parse
 from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.system import clock

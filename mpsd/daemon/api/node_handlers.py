@@ -5,8 +5,9 @@ from functools import partial
 from typing import Annotated
 
 from mpsd import __version__
-from mpsd.core import health, model, mps_facts, roles, settings
+from mpsd.core import health, model, mps_facts, roles
 from mpsd.core.admission.admission import NOTHING
+from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.gpus import driver_branch
 from mpsd.core.metrics import exposition
@@ -179,4 +180,4 @@ class NodeHandlers:
 
     async def config(self, _: Request) -> schema.ConfigOut:
         """Return the settings in force."""
-        return schema.ConfigOut(settings.effective(self._node.settings.current))
+        return schema.ConfigOut(effective(self._node.settings.current))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.finding import Finding, examine
 from mpsd.core.doctor.observed import (
     Answers,
@@ -36,7 +37,7 @@ from mpsd.core.doctor.table import CHECKS
 from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Gpu, GpuUsage, Known
-from mpsd.core.settings import Settings, parse
+from mpsd.core.settings import Settings
 from mpsd.core.units import GIB
 
 PID_NAMESPACE: Final = "pid:[4026531836]"

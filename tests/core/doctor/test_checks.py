@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.finding import Means, Verdict, examine
 from mpsd.core.doctor.observed import (
     ConfigurationSeen,
@@ -27,7 +28,6 @@ from mpsd.core.doctor.table import CHECKS, FAMILIES
 from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Unknown
-from mpsd.core.settings import parse
 from mpsd.core.units import GIB, MIB
 from tests.core.doctor.seen import (
     DAEMON,

@@ -10,8 +10,9 @@ from typing import Final
 import pytest
 
 from mpsd.cli.group import EXIT_STATUS
+from mpsd.core.configuration.document import parse
 from mpsd.core.errors import catalogue
-from mpsd.core.settings import Settings, WantedComputeMode, parse, quota_rows, rows
+from mpsd.core.settings import Settings, WantedComputeMode, quota_rows, rows
 from tests.gate.generate import FILES
 from tests.gate.source import ROOT
 from tests.tools import needed

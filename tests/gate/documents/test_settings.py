@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from mpsd.core.settings import SettingRow, Settings, parse, render, rows
+from mpsd.core.configuration.document import parse, render
+from mpsd.core.settings import SettingRow, Settings, rows
 
 CONTRACT = {
     "paths.runtime_dir": "/run/mpsd",

@@ -42,7 +42,7 @@ class Kind(StrEnum):
     HOLD = "hold"
     """An operator holds or drains the control daemon."""
     LEASES_INCOMPLETE = "leases_incomplete"
-    """There may be clients whose leases were lost, so that their shares would be granted a second time."""
+    """There may be clients whose leases were lost; their shares would be granted a second time."""
     SERVER_FAULT = "server_fault"
     """A server handles a fatal GPU fault."""
     WEDGED = "wedged"

@@ -1,7 +1,8 @@
 """Settings that change while mpsd runs: some apply at once, others wait for a restart.
 
-`LiveSettings` is the one door to the settings in force. A part of mpsd that uses a setting reads `current` each time; a
-part that must act on a change registers with `follow`. No part passes a reload on to another. The functions are pure.
+`LiveSettings` is the only access to the settings in force. A part of mpsd that uses a setting reads `current` each
+time; a part that must act on a change registers with `follow`. No part passes a reload on to another. The functions are
+pure.
 """
 
 from collections.abc import Callable

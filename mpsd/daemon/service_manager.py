@@ -1,6 +1,6 @@
 """Notifications to the service manager while mpsd runs: watchdog notifications, and the status of the node.
 
-A watchdog notification is useful only if it proves that mpsd does its work. Each supervisor therefore announces, before
+A watchdog notification is useful only if it proves that mpsd works. Each supervisor therefore announces, before
 it starts or awaits something, when it will report again; while one of them is late, no notification is sent. A blocked
 event loop sends none either. The manager then ends mpsd and starts another one, which takes over the whole state.
 """

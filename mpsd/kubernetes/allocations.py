@@ -263,7 +263,7 @@ class Allocations:
                         pass  # `complete` handles it
 
     def complete(self) -> None:
-        """Hand over the leases to the users of the programs that run by now."""
+        """Hand over the leases to the users of the containers' programs, for the programs that run by now."""
         for each in self._pending:
             self._complete(each)
 

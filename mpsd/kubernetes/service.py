@@ -100,7 +100,7 @@ class Service:
                 elif hurries:
                     self._allocations.complete()
             except UnreachableError:
-                pass  # the thread that follows mpsd logs it
+                pass  # the thread that follows mpsd logs the error
             except MpsdError as error:
                 self._log.error(EventName.LEASE_NOT_CHANGED, code=error.code, because=error.detail, hint=error.hint)
             hurries = self._allocations.has_pending and now < hurries_until

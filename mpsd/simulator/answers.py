@@ -183,7 +183,7 @@ class ControlDaemon:
         return name in TABLE and TABLE[name].since <= self.branch
 
     def _may(self, reply: Reply, uid: int, owner: int, reason: str) -> bool:
-        """Tell whether a uid has the rights of `owner` and root, and add the refusal to the reply where it has not."""
+        """Tell whether a uid is `owner` or root; where it is neither, add the refusal to the reply."""
         if uid in {0, owner}:
             return True
         reply.say(f"Insufficient privileges for UID {uid}{f'. {reason}' if self.branch >= GUARDS_DEFAULTS else ''}")

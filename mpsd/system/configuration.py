@@ -37,7 +37,7 @@ def read_text(path: Path | None, usual: Path) -> str | None:
 def read_configuration(path: Path | None) -> Settings:
     """Return the settings of a file, or the defaults where `path` is None and the usual file is absent.
 
-    Looks up the users and groups that the file names here, so that no request waits for the user database. Raises
+    The users and groups in the file are looked up here, so that no request waits for the user database. Raises
     ConfigurationError for a file that cannot be read or does not parse.
     """
     text = read_text(path, _USUAL)

@@ -1,4 +1,4 @@
-"""The control pipe: each control daemon has one object here, the only door to it.
+"""The control pipe: each control daemon has one object here, the only access to it.
 
 A control daemon serves one front-end at a time and rejects others with no output and status 0. It delimits nothing and
 accepts wrong values without a message (all measured). This module therefore:
@@ -184,7 +184,7 @@ def _share(segment: list[Pending[Any]], lines: list[str]) -> None:
 
 
 class ControlPipe:
-    """The door to one control daemon."""
+    """The access to one control daemon."""
 
     def __init__(
         self,

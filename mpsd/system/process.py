@@ -1,4 +1,4 @@
-"""The one door to processes: mpsd starts, watches, signals and reaps them only here.
+"""The only access to processes: mpsd starts, watches, signals and reaps them only here.
 
 A process is identified by pid and start time, watched through a pidfd, and started from an argument list with an
 environment that mpsd builds and the process does not inherit.

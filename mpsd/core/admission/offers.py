@@ -40,7 +40,7 @@ class Offers:
         return named if request.client_priority is None else [each for each in named if each.client_priority]
 
     def has(self, request: LeaseRequest) -> bool:
-        """Tell whether there are as many GPUs as a request needs."""
+        """Tell whether this node has as many GPUs as a request needs."""
         return len(list(self.named(request))) >= request.gpus
 
     def candidates(self, request: LeaseRequest) -> tuple[Candidate, ...]:

@@ -1,4 +1,4 @@
-"""The lease of each request_id: a retry gets the same lease again, and a different request is refused."""
+"""The lease of each request_id: a retry gets the same lease again, and a different request with that id is refused."""
 
 from collections.abc import Callable, Iterator
 

@@ -66,7 +66,7 @@ class Stage(StrEnum):
     """The progress of a claim."""
 
     BEGUN = "begun"
-    """kubelet has asked and has no answer yet."""
+    """kubelet has requested the claim's preparation, and has no answer yet."""
     PREPARED = "prepared"
     OVER = "over"
     """kubelet has ended the claim: none of its leases is claimed again."""
@@ -168,7 +168,7 @@ class Replace(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Release everything that is left of a claim that is over."""
+    """Release everything that is left of a claim that has ended."""
 
     claim: PreparedClaim
 

@@ -1,4 +1,4 @@
-"""Which uids may reach a control daemon: those that can give it commands, and those that can be its clients. Pure."""
+"""The uids that may reach a control daemon, and so give it commands and be its clients. Pure."""
 
 from collections.abc import Collection
 

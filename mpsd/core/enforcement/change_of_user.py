@@ -1,4 +1,4 @@
-"""Processes of a lease's family that run as another user than the owner: they are not its clients. Pure.
+"""Processes of a lease's family that run as another user than the lease's owner, and so are not its clients. Pure.
 
 Entrypoints, cron jobs and prologs do this: root takes out a lease, and becomes the user whose program it starts. That
 user may not reach the control daemon, so the program runs outside MPS, on the whole GPU.

@@ -65,7 +65,7 @@ def priority_drift(
 
 
 def opened(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
-    """Return the bounds within which commands of others set the limits of a server, even for a moment.
+    """Return the bounds of the limits that commands of others set on a server, even for a moment.
 
     Without such commands the bounds are empty: from everything down to nothing. The defaults of the daemon apply to a
     server that is `fresh`. A value that mpsd would not write itself counts as any value, because only MPS knows what it

@@ -17,7 +17,7 @@ def widened(one: Bounds, other: Bounds) -> Bounds:
 
 
 def between(last: ReadBack | None, now: ReadBack, foreign: Bounds) -> Bounds | None:
-    """Return the bounds of what was open between two conversations with a server; None: the first is unknown.
+    """Return the bounds of the limits between two conversations with a server; None: the first is unknown.
 
     `last` contains the limits at the first conversation, `now` those at the second. `foreign` contains the bounds
     within which commands of others set the limits meanwhile.
@@ -26,7 +26,7 @@ def between(last: ReadBack | None, now: ReadBack, foreign: Bounds) -> Bounds | N
 
 
 def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Opened | None:
-    """Return what was open to a client, for which `known` was true before; a `new` client connected meanwhile."""
+    """Return the limits that were open to a client: `known` before, or for a `new` one, those since it connected."""
     if new:
         return None if meanwhile is None else Opened(meanwhile, meanwhile)
     return None if known is None else replace(known, since=widened(known.since, meanwhile or ANYTHING))

@@ -2,8 +2,8 @@
 
 The table is data for everything that uses or imitates the control pipe: `system/control_pipe` uses it for
 conversations, the contract suite for the answers of each driver, and the simulator to answer. Every driver answers an
-unknown command with `Unknown command "..."` and status 0 (measured: 470.256.02, 535.261.03, 550.163.01, 555.58.02). By
-that mpsd detects unknown commands, and also frames conversations (see `mark`).
+unknown command with `Unknown command "..."` and status 0 (measured: 470.256.02, 535.261.03, 550.163.01, 555.58.02).
+mpsd detects unknown commands by that answer, and frames conversations with it (see `mark`).
 """
 
 import re
@@ -32,7 +32,7 @@ class Lines(StrEnum):
 
 
 class Effect(StrEnum):
-    """Whether a command changes anything, which shows when a command of others matters."""
+    """Whether a command changes anything: only then does a command of others matter."""
 
     READS = "reads"
     CHANGES = "changes"

@@ -82,7 +82,7 @@ class Accountant:
         """Continue from the last sample of an earlier mpsd."""
         node.leases.publish()
         events.flush()
-        self._batches.clear()  # the events and the living leases have the same changes
+        self._batches.clear()  # the replay below has the same changes
         cursor = self._store.cursor or Cursor(0, events.latest)
         self._since = cursor.at or _now()
         if cursor.at:

@@ -1,7 +1,8 @@
 """Watches one control daemon for signs of a bad server, and examines the server by canaries, on suspicion or command.
 
-A suspicion alone closes nothing. A canary without an answer closes the GPU until the next ones decide, which follow at
-once. A server that is proven to serve no client is replaced with its daemon, once no lease and no client is left.
+A suspicion alone does not stop admission. A canary without an answer stops admission on the GPU until the next
+canaries, which follow at once, decide. A server that is proven to serve no client is replaced with its daemon, once no
+lease and no client is left.
 """
 
 import asyncio

@@ -71,7 +71,7 @@ class LetInRecord:
         self._write()
 
     def note(self, uids: frozenset[int] | None) -> None:
-        """Record the uids that have pipe access from now on, None for all; call it before that takes effect."""
+        """Record the uids that have pipe access from now on, None for all; call it before they have access."""
         if (uids is None and not self.let_in.everybody) or (uids is not None and not uids <= {*self.let_in.uids}):
             self.let_in = self.let_in.and_(uids)
             self._write()

@@ -185,7 +185,7 @@ def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozense
 
 
 def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:
-    """Return mpsd's own control daemon that is not recorded; None where no trusted process has the directory."""
+    """Return mpsd's own control daemon without a record; None where no trusted process uses the pipe directory."""
     found = [each for each in map(process_table.details, _listeners(paths)) if each is not None]
     trusted = [each for each in found if process_table.is_trusted(each.uid)]
     for each in trusted:

@@ -46,7 +46,7 @@ class Instance:
         self.process: Process | None = None
         self.evidence: DaemonProcess | None = None
         self.is_fresh = True
-        """Whether this mpsd started it, and it has not answered yet: then it has no history."""
+        """Whether this mpsd started the process, and it has not answered yet: then no limit was set on it yet."""
 
     @property
     def identity(self) -> ProcessIdentity | None:
@@ -59,7 +59,7 @@ class Instance:
         return self.process.pid if self.process is not None else None
 
     def outdated(self, settings: Settings) -> tuple[str, ...]:
-        """Name the changed settings that need a new start of the daemon."""
+        """Name the changed settings that take effect when the daemon next starts."""
         many_users = settings.daemon.users is Users.MANY
         return () if self.evidence is None or self.evidence.many_users is many_users else ("daemon.users",)
 
@@ -106,7 +106,7 @@ class Instance:
         return True
 
     async def quit(self, pipe: ControlPipe, *, force: bool) -> None:
-        """Make the daemon quit when its last client has exited, or at once, by force. Raises ControlError on failure.
+        """Make the daemon quit after its last client has exited or, by force, at once. Raises ControlError on failure.
 
         The daemon may have been stopped when it got the command, or busy with a foreign front-end, so the command is
         repeated periodically.

@@ -1,6 +1,6 @@
 """The replacement of an unused control daemon for its next user, or because its server may serve no client.
 
-Files and connections that its last user still has open do not lead to the next daemon.
+Files and connections that the last user still has open do not lead to the next daemon.
 """
 
 import contextlib

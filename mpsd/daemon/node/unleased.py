@@ -37,7 +37,7 @@ class UnleasedClients:
         *,
         read: bool,
     ) -> bool:
-        """Find the clients without a lease, or without room in theirs; tell whether the sums have changed.
+        """Find the clients without a lease, or without room in their lease; tell whether the sums have changed.
 
         `read` tells whether the GPUs were read since the last time.
         """

@@ -14,7 +14,7 @@ as_root = pytest.mark.root("mount a file system")
 
 @contextmanager
 def mounted(path: Path, size: str, mode: str = "700") -> Iterator[Path]:
-    """Mount one of this size on a directory, as root; skip the test if that is not allowed."""
+    """Mount a file system of this size on a directory, as root; skip the test if that is not allowed."""
     options = f"size={size},mode={mode}"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=False).returncode:
         lacking("mounting is not allowed here")

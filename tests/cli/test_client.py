@@ -191,7 +191,7 @@ def test_a_line_that_breaks_off(short_tmp: Path) -> None:
 
 
 def test_silence_between_lines(short_tmp: Path) -> None:
-    """An answer that has begun may be silent for as long as its caller allows, while other work is done."""
+    """An answer that has begun may pause for as long as its caller allows, and other work continues meanwhile."""
     heard = threading.Event()
 
     def meanwhile() -> float:

@@ -319,7 +319,7 @@ class TestWithoutMpsd:
     """Without an mpsd, everything else is checked, and its leftovers are removed."""
 
     def test_nothing_was_left(self, node: Node) -> None:
-        """The report says so, and only mpsd is missing."""
+        """The report names no leftover, and only mpsd is missing."""
         status, found = doctor(node, *only("mpsd", "compute-mode-left", "version", *FILES))
         assert (status, one(found, "mpsd")["verdict"], one(found, "version")["verdict"]) == (1, "fail", "unknown")
         assert {found[name][0]["verdict"] for name in ("compute-mode-left", *FILES)} == {"ok"}

@@ -7,9 +7,9 @@ from typing import Final
 FOLDER: Final = Path(__file__).parent / "corpus"
 
 MOST: Final = 300
-"""The most stored inputs of a target."""
+"""Maximum number of stored inputs of a target."""
 LONGEST: Final = 400
-"""The most bytes of one."""
+"""Maximum bytes of a stored input."""
 
 
 def load(target: str) -> list[bytes]:
@@ -19,6 +19,6 @@ def load(target: str) -> list[bytes]:
 
 
 def keep(target: str, inputs: list[bytes]) -> None:
-    """Store these, the shortest first, as far as there is room."""
+    """Store these inputs, the shortest first, as far as there is room."""
     chosen = sorted({each for each in inputs if len(each) <= LONGEST}, key=lambda each: (len(each), each))[:MOST]
     (FOLDER / f"{target}.txt").write_text("".join(f"{each!r}\n" for each in chosen), encoding="ascii")

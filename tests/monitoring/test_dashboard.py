@@ -108,7 +108,7 @@ def scraping(directory: Path, target: str) -> Iterator[Prometheus]:
 
 
 def lease(node: Node, **asked: object) -> Any:
-    """Ask for a lease."""
+    """Request a lease."""
     return node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0", **asked})
 
 

@@ -115,7 +115,7 @@ def test_types(media_type: str, parse: Callable[[str], Iterable[Any]]) -> None:
     ],
 )
 def test_the_form_that_is_asked_for(accept: str, media_type: str) -> None:
-    """A scraper that prefers OpenMetrics gets it. The fifth header from the end is the one of Prometheus 2.42."""
+    """A scraper that prefers OpenMetrics gets OpenMetrics. The fifth header from the end is that of Prometheus 2.42."""
     assert negotiated(accept) == media_type
 
 

@@ -245,7 +245,7 @@ class TestStopped:
 
     @pytest.mark.real_daemon(535)
     def test_by_force(self, make_node: Start) -> None:
-        """With a timeout the daemon is ended, and the log says so."""
+        """With a timeout, mpsd ends the daemon, and logs that."""
         node = make_node(simulate=1, config=BRISK).start()
         pid = node.daemons()["gpu0"]["pid"]
         kill(pid, signal.SIGSTOP)

@@ -308,7 +308,7 @@ def test_damaged_record(node: Node) -> None:
     assert ends(node) == []
 
 
-# -- whom nobody can identify -----------------------------------------------------------------------------------------
+# -- clients that cannot be identified ---------------------------------------------------------------------------------
 
 _HIDES: Final = """
 [ "$1" = -f ] || {{ {command} | sed "s/^$(cat {file})\\$/0/"; exit; }}

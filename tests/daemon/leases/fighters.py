@@ -93,7 +93,7 @@ class _Fighter:
                 self._round(mortal=False)
 
     def _over(self, seconds: float) -> bool:
-        """Wait for so long; return whether it is time to stop."""
+        """Wait for this many seconds; return whether the fighter must stop."""
         return bool(select.select([0], [], [], seconds)[0])
 
     def _request(self) -> dict[str, object]:

@@ -23,7 +23,7 @@ def gpu(node: Node) -> tuple[float, int, int]:
 
 
 def refused(node: Node, limit: str, **asked: Any) -> str:
-    """Request a lease that must be refused for want of this, and return the reason."""
+    """Request a lease that must be refused because of this limit, and return the reason."""
     answer = node.request("POST", "/v1/leases", asked)
     assert (answer.status, answer.json["limit"]) == (409 if "." not in limit else 403, limit), answer.body
     return str(answer.json["detail"])

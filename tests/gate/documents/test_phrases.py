@@ -130,6 +130,7 @@ _HIDES_THE_ACTOR: Final = {
     unwanted: _UNWANTED[unwanted]
     for unwanted in (
         r"\bwhoever\b",
+        r"\b(?:nobody|anybody|everybody)\b",
         r"\b(?:those|anyone|one) who\b",
         r"\bwho (?:is|are|was|were) (?:there|here|left)\b",
         r"\bwho asks\b",
@@ -324,6 +325,7 @@ def test_reads_well(texts: Callable[[], Iterator[tuple[str, str, Check]]]) -> No
         (_prose, "The user loses his lease."),
         (_source, "Whoever waited in vain is told which limit it waited for."),
         (_source, "What a lease has on one GPU."),
+        (_source, "The claims that nobody has taken yet."),
     ],
 )
 def test_what_it_finds(check: Check, text: str) -> None:

@@ -147,7 +147,7 @@ class ClaimManager:
                     self.unprepare(pod)
 
     def keep(self, pods: list[str]) -> None:
-        """Learn which pods exist, as from the API server."""
+        """Record which pods exist, as kubelet learns from the API server."""
         with self.lock:
             self.pods = set(pods)
 

@@ -71,9 +71,9 @@ class WithKubelet(DraCluster):
             self.api_server.objects.pop(f"{CLAIMS}/{each.name}", None)
 
     def unprepare(self, *claims: Claim) -> None:
-        """Kubelet does it by itself."""
+        """Not available: kubelet unprepares claims by itself."""
         raise NotImplementedError
 
     def prepare(self, *claims: Claim) -> None:
-        """Kubelet does it by itself."""
+        """Not available: kubelet prepares claims by itself."""
         raise NotImplementedError

@@ -277,7 +277,7 @@ class DeviceManager:
             self.pods.pop(pod, None)
 
     def keep(self, pods: list[str]) -> None:
-        """Learn which pods exist, as from the API server when kubelet starts."""
+        """Record which pods exist, as kubelet learns from the API server when it starts."""
         with self.lock:
             self.pods = {pod: name for pod, name in self.pods.items() if pod in pods}
 

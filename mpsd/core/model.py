@@ -338,7 +338,7 @@ class Daemon:
     hint: str | None = None
     unknown_lines: UnknownLines = UnknownLines()
     operation: str | None = None
-    """An operator's command that is not finished, and what it waits for."""
+    """An operator's command that is not finished, and the blockers that it waits for."""
     renewing: bool = False
     """Whether it is being replaced for its next user."""
     restart_for: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ def cache(variable: str, name: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return the directory of `fetch`'s files: one for each version, named after it."""
+    """Return the directory where `fetch` puts its files: a directory for each version, named after the version."""
     return cache(CACHE, "control-daemons")
 
 

@@ -59,7 +59,7 @@ class Ledger:
         yield from self.waiting.values()
 
     def taken(self, gpu: str) -> Amount:
-        """Return what is granted on a GPU."""
+        """Return the amount that is granted on a GPU."""
         return self._room.taken(gpu)
 
     def holders(self, gpu: str) -> Collection[int]:
@@ -74,7 +74,7 @@ class Ledger:
         return [lease for lease in self.leases.values() if any(share.daemon == daemon for share in lease.shares)]
 
     def user(self, uid: int) -> UserTotals:
-        """Return what a user holds and waits for, and what its clients use without a lease."""
+        """Return the amounts that a user holds, waits for, and uses without a lease."""
         has, unleased = self._users.get(uid, NEWCOMER), self._unleased.get(uid)
         return has if unleased is None else structs.replace(has, unleased=unleased)
 
@@ -318,7 +318,7 @@ class Ledger:
         return self._room.is_spent(self._offers.by_gpu.values(), reserved)
 
     def _shortage(self, lease: Lease, candidates: Sequence[Candidate]) -> Shortage:
-        """Say what a request that was not granted lacks, on the GPU that comes closest to granting it."""
+        """Describe the lack of a request that was not granted, on the GPU that comes closest to granting it."""
         if len(candidates) < lease.request.gpus:
             return self._offers.why_never(lease.request)
         return self._room.lacks(candidates, lease.owner.uid, lease.request.gpus)

@@ -35,7 +35,7 @@ class Offers:
         return [each for each in every if gpu in {"any", each.gpu} and (among is None or each.gpu in among)]
 
     def _capable(self, request: LeaseRequest) -> Iterable[Offer]:
-        """Return those of the named GPUs whose driver has what the request needs."""
+        """Return those of the named GPUs whose driver supports the request's options."""
         named = self.named(request)
         return named if request.client_priority is None else [each for each in named if each.client_priority]
 

@@ -110,7 +110,7 @@ class Queue:
 
 
 def keep(lease: Lease, candidates: Sequence[Candidate], room: Room, reserved: Reservations) -> bool:
-    """Reserve what a lease waits for where nothing is reserved for an earlier one; tell whether that was possible."""
+    """Reserve a lease's amount where nothing is reserved for an earlier one; tell whether that was possible."""
     uid = lease.owner.uid
     places, own = room.closest(candidates, uid, lease.request.gpus, reserved)
     for offer, need in places:

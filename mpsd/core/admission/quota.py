@@ -39,7 +39,7 @@ def weighs(quota: Quota) -> bool:
 def check(quota: Quota, has: UserTotals, request: LeaseRequest, worth: Amount) -> None:
     """Refuse a request that exceeds its user's quota. Raises QuotaError, which names the quota and what is left of it.
 
-    `has` is what the user holds and waits for already, and `worth` the amount that the request needs.
+    `has` is the amount that the user already holds and waits for, and `worth` the amount that the request needs.
     """
     highest, release = quota.priority or 0, "request less, or release a lease: mpsctl leases"
     if has.unleased.clients:

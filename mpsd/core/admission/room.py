@@ -1,4 +1,4 @@
-"""The room on every GPU: what is granted there and to whom, and what still fits. Pure."""
+"""The room on every GPU: the amounts that are granted there, their users, and the requests that still fit. Pure."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -94,7 +94,7 @@ class Room:
         return _count(lease, self.leave)
 
     def taken(self, gpu: str) -> Amount:
-        """Return what is granted on a GPU."""
+        """Return the amount that is granted on a GPU."""
         return self._held[gpu].amount if gpu in self._held else NOTHING
 
     def has_place(self, offer: Offer) -> bool:
@@ -175,7 +175,7 @@ class Room:
         return (-memory, -threads, is_mixed) if placement is Placement.SPREAD else (memory, threads, is_mixed)
 
     def lacks(self, candidates: Sequence[Candidate], uid: int, count: int) -> Shortage:
-        """Say what a request that was not granted lacks, on the GPU that comes closest to granting it."""
+        """Describe the lack of a request that was not granted, on the GPU that comes closest to granting it."""
         lacking: list[tuple[tuple[bool, float], str, Candidate]] = []
         for offer, need in candidates:
             held = self._held[offer.gpu]
@@ -241,7 +241,7 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
 
 
 def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
-    """Name what a GPU has too little left of, beside what is taken and what clients without a lease use."""
+    """Name the resource of which a GPU has too little left, beside the amounts granted and used without a lease."""
     beside = offer.unleased
     if need.threads > offer.threads - beside.threads - taken.threads:
         return "threads"
@@ -251,12 +251,12 @@ def _lacking(offer: Offer, taken: Amount, need: Amount) -> str | None:
 
 
 def _left(offer: Offer, taken: Amount) -> Amount:
-    """Return what a GPU has left, beside what is taken and used without a lease; negative: too much is taken."""
+    """Return the amount that is neither granted on a GPU nor used without a lease; negative: too much is taken."""
     return Amount(offer.threads, offer.memory, offer.clients) - offer.unleased - taken
 
 
 def describe(unleased: Amount) -> str:
-    """Say what clients without a lease use of a GPU."""
+    """Describe the use of a GPU by clients without a lease."""
     count = "1 client" if unleased.clients == 1 else f"{unleased.clients} clients"
     verb = "counts" if unleased.clients == 1 else "count"
     return f"{count} without a lease {verb} as {unleased.threads / 10:g} % and {format_size(unleased.memory)}"

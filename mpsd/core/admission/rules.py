@@ -37,7 +37,7 @@ class AdmissionRules:
 
 @dataclass(frozen=True, slots=True)
 class QueuePlace:
-    """The queue place of a waiting lease: its position from 1, and what it waits for."""
+    """The queue place of a waiting lease: its position from 1, and the lack that it waits for."""
 
     position: int
     waits_for: Shortage

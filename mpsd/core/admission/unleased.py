@@ -11,7 +11,7 @@ LEAST: Final = Amount(threads=1, memory=0, clients=1)
 
 
 def amount(client: Client, usage: Reading[GpuUsage] | None, part: int) -> Amount:
-    """Return what a client without a lease counts as: the threads that its environment names, and its memory.
+    """Return the amount that counts for a client without a lease: the threads in its environment, and its memory.
 
     `usage` is the last reading of its GPU by NVML. `part` is the number of bytes that the client may hold regardless of
     that reading, because it was a client of a lease when NVML was read. A client counts as the least where its

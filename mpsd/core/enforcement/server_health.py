@@ -110,7 +110,7 @@ class ServerHealth:
         return (*self.faults, *self.failures)
 
     def cannot_start(self, now: datetime) -> str | None:
-        """Say that servers do not start, with what the last one logged, as long as that is true.
+        """Say that servers do not start, with the last one's log line, for as long as that is so.
 
         A failure with a time in the future was noted before the clock was set back, so its age is unknown.
         """

@@ -86,9 +86,9 @@ def verify(
 ) -> Verification:
     """Judge a lease by its clients, by the memory that its processes hold on each GPU, and by the violations found.
 
-    `memory` tells whether the driver limits memory. `unknown` names what could not be asked or read now, so that the
-    facts about it are older. A lease that has ended, waits, or has no process yet does not verify as `ok`: the caller
-    wants to know whether the lease runs under MPS, and it does not.
+    `memory` tells whether the driver limits memory. `unknown` names the subjects that could not be queried or read now,
+    so that the facts about them are older. A lease that has ended, waits, or has no process yet does not verify as
+    `ok`: the caller wants to know whether the lease runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
         return Verification(Verdict.NOTHING, f"lease {lease.id} has ended: {lease.because}")

@@ -19,7 +19,7 @@ from mpsd.core.units import briefly, format_size
 
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for limit in LIMITS))
-"""The variables in a lease's environment that decide what a client uses."""
+"""The variables in a lease's environment that decide which GPU a client uses, and how much of it."""
 
 RUN: Final = "start the program again under a lease: mpsctl run"
 
@@ -63,7 +63,7 @@ class Doubt(NamedTuple):
 
 
 def can_use(client: Client) -> Bounds:
-    """Return the bounds of what a client can use: what was open to it, lowered by its environment.
+    """Return the bounds of a client's limits: those that were open to it, lowered by its environment.
 
     The environment is the one that the client was started with; later changes to it are not visible. It can only lower
     a limit, so a process that lowered its limits itself may have less than the least returned here. That is its own
@@ -81,7 +81,7 @@ def can_use(client: Client) -> Bounds:
 
 
 def part(lease: Lease, share: Share) -> ReadBack:
-    """Return what each client process of a lease may use on one of its GPUs."""
+    """Return the limits of each client process of a lease on one of its GPUs."""
     limits = ceiling.each_process(lease, share)
     memory = limits.pinned_device_mem_limit
     return ReadBack(limits.active_thread_percentage.tenths, memory.bytes if memory else None)
@@ -113,7 +113,7 @@ def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) ->
 
 
 def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
-    """Say what is unknown of the limits of a lease's client; empty where they are known to be its part.
+    """Describe the unknown limits of a lease's client; empty where they are known to be its part.
 
     It is not a violation. A process that took out its lease itself, and then set its own environment, is limited by
     that environment, as a library in a notebook is; but no other process can see that environment.
@@ -181,7 +181,7 @@ def _of_processes(client: Client, lease: Lease) -> Violation:
 
 
 def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> Iterator[Violation]:
-    """Judge a client by its start environment and by what was open to it; neither proves what it uses."""
+    """Judge a client by its start environment and by the limits that were open to it; neither proves its use."""
     pid, variable = client.identity.pid, PINNED_DEVICE_MEM_LIMIT.variable
     text = (client.environment or {}).get(variable, "")
     entry = invisible_entry(text, client.gpu) if memory else None

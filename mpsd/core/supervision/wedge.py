@@ -77,7 +77,7 @@ class Suspicion:
 
 
 class Proof(StrEnum):
-    """The result of a canary, by what it proves."""
+    """The evidence that the result of a canary gives."""
 
     CONTEXT = "context"
     """CUDA was initialised, and a context made: the server serves."""
@@ -107,7 +107,7 @@ class Verdict(StrEnum):
 
 
 def verdict(ends: Sequence[CanaryEnd]) -> Verdict | None:
-    """Return what the canaries of one examination prove; None while another one is needed."""
+    """Return the verdict that the canaries of one examination prove; None while another canary is needed."""
     match ends[-1].proof:
         case Proof.CONTEXT:
             return Verdict.OK

@@ -169,7 +169,7 @@ class LeaseHandlers:
         )
 
     def _holding(self, request: Request, error: DoesNotFitError) -> str:
-        """Say which leases hold most of what a request lacks: those that its caller may see, and the others' sum."""
+        """Name the leases that hold most of the lacking resource, if its caller may see them, and the others' sum."""
         found = [
             (lease, share)
             for lease in self._node.leases.ledger.all()
@@ -274,7 +274,7 @@ class LeaseHandlers:
         return cdi.encode(cdi.document(device, variables, program=program, shared_memory=request.query.shared_memory))
 
     async def verify(self, request: Request) -> lease_schema.VerifyOut:
-        """Tell whether every process of a lease is under MPS and within its limits, by what is read for this answer."""
+        """Tell whether every process of a lease is under MPS and within its limits, by facts read for this answer."""
         lease = self._theirs(request, act=False)
         late: list[str] = []
         if lease.shares and lease.state is not LeaseState.ENDED:

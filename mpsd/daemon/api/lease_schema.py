@@ -336,7 +336,7 @@ class LeasesOut(Struct):
 
 
 class ProcessOut(Struct):
-    """A process of a lease on one GPU: whether it is under MPS, what it was granted, and what it can really use.
+    """A process of a lease on one GPU: whether it is under MPS, its granted limits, and those in force.
 
     `mps` is null for the holder of a lease that was not seen on the GPU. `limits_in_force` is the maximum that it can
     use, and `limits_at_least` the minimum that it has, by what was open to it and by the environment it was started
@@ -378,7 +378,7 @@ class ProcessOut(Struct):
 
 
 class VerifyOut(Struct):
-    """Whether every process of a lease is under MPS and within its limits, by what was read just now."""
+    """Whether every process of a lease is under MPS and within its limits, by facts that were read just now."""
 
     lease: str
     ok: bool

@@ -131,7 +131,7 @@ class DaemonOut(Struct):
     """Lines of its log that mpsd does not recognise, since mpsd started."""
     latest_unknown_lines: list[str]
     operation: str | None
-    """The operation on it that is not done yet, and what that waits for."""
+    """The operation on it that is not finished, and the blockers that the operation waits for."""
     restart_for: list[str]
     """The changed settings that take effect when it is restarted."""
     unserved: str | None
@@ -202,9 +202,9 @@ class CanaryOut(Struct):
 
 
 class GpuOut(Struct):
-    """A GPU: its capacity, what was granted of it, and what is really held; null stands for what could not be read.
+    """A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be read.
 
-    `clients` is the maximum of client processes of the leases. `unleased` is what clients without a lease use, by the
+    `clients` is the maximum of client processes of the leases. `unleased` is the use by clients without a lease, by the
     threads that their environment names and the memory that they hold: no request is granted this amount.
     """
 

@@ -159,7 +159,7 @@ def _nothing(because: str) -> CanaryEnd:
 
 
 def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
-    """Return what the canary's output proves, if it has any."""
+    """Return the evidence of the canary's output, if it has any."""
     who = f"canary {pid} (uid {uid})"
     try:
         said: dict[str, Any] = json.loads(output.decode().splitlines()[-1])

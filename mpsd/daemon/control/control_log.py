@@ -190,7 +190,7 @@ class ControlLog:
         self.silence.forget()
 
     def remove_leftovers(self, clear: Callable[[Iterable[str]], None]) -> None:
-        """Clear what the servers left, all of which are gone."""
+        """Remove the leftovers of the servers, all of which are gone."""
         clear(self.serving.shared_memory)
         self.serving.shared_memory.clear()
 
@@ -245,7 +245,7 @@ class ControlLog:
     def _look_now(self) -> None:
         """Read by itself; an error waits for the next caller, which can report its consequences.
 
-        No caller is woken by what it read itself: otherwise a storm of lines would leave it no pause.
+        No caller is woken by entries that it read itself: otherwise a storm of lines would leave it no pause.
         """
         if self._again is not None:
             self._again.cancel()
@@ -342,7 +342,7 @@ class ControlLog:
 
 
 def _stored_position(paths: DaemonPaths, log: Logger) -> _File | None:
-    """Return what an earlier mpsd stored; a damaged file is logged, and counts as none."""
+    """Return the record of an earlier mpsd; a damaged file is logged, and counts as absent."""
     found = encoding.load(paths.reading, _File)
     if isinstance(found, Unknown):
         log.warning(EventName.FILE_DAMAGED, because=found.reason)

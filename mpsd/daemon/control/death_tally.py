@@ -118,7 +118,7 @@ class DeathTally:
         self.failed: str | None = None
 
     def load(self) -> None:
-        """Read what an earlier mpsd noted in this boot; deaths before a reboot are forgiven.
+        """Read the record of an earlier mpsd of this boot; deaths before a reboot are forgiven.
 
         A damaged file is logged, and counts as none: it is mpsd's own, in its runtime directory, and a forgiven death
         harms no client.

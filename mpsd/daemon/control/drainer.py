@@ -190,7 +190,7 @@ class Drainer:
 
     @property
     def summary(self) -> str:
-        """The desired state, since when, and what it waits for."""
+        """The desired state, its time, and the blockers that it waits for."""
         desired = self.desired
         words = f"{desired.because}, at {desired.since.isoformat(timespec='seconds')}"
         if desired.operation:

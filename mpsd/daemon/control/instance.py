@@ -69,7 +69,7 @@ class Instance:
         return self._returncode is not None
 
     async def adopt(self) -> DiscoveredProcesses:
-        """Look for a running daemon of mpsd's, and adopt it; return what was found.
+        """Look for a running daemon of mpsd's, and adopt it; return the found processes.
 
         Raises ConfigurationError, and ForeignDaemonError when a foreign daemon has the pipe directory.
         """

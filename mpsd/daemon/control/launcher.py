@@ -97,7 +97,7 @@ class Launcher:
         self._pipe_access.adopted(daemon)
 
     def remove_leftovers(self, shared_memory: Iterable[str]) -> None:
-        """Clear what a gone control daemon and its gone servers left: sockets, lock, FIFO, shared memory."""
+        """Remove the leftovers of a gone control daemon and its gone servers: sockets, lock, FIFO, shared memory."""
         self._paths.clear()
         for name in shared_memory:
             rundir.remove_shared_memory(name)

@@ -26,7 +26,7 @@ _PAUSE: Final = 0.05
 
 
 class LogSilence:
-    """Whether the log of one control daemon shows what it should."""
+    """Whether the log of one control daemon shows the conversations that it must."""
 
     def __init__(
         self, paths: DaemonPaths, log: Logger, *, changed: Callable[[], None], suspects: Callable[[], LetIn]
@@ -68,7 +68,7 @@ class LogSilence:
             self._missing_since = clock.monotonic()
 
     def shown(self, nonce: str) -> None:
-        """Note the last conversation of mpsd in the log; what mpsd itself moved into the log does not count."""
+        """Note the last conversation of mpsd in the log; lines that mpsd itself moved into the log do not count."""
         if self._nonce != nonce or self._moving is not None:
             return
         self._missing_since = None
@@ -78,7 +78,7 @@ class LogSilence:
             self._changed()
 
     def check(self, *, awake: bool) -> bool:
-        """Check whether the log shows what it should, and tell whether there is a reason to query the daemon.
+        """Check whether the log shows mpsd's conversations, and tell whether there is a reason to query the daemon.
 
         `awake` tells that the daemon is not stopped: a stopped one reads its FIFO when it continues. Raises OSError.
         """

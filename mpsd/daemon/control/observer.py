@@ -60,7 +60,7 @@ class _Questions:
         self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
 
     def server(self, canaries: Collection[int]) -> Server | None:
-        """Return what the server reported, less the canaries; None when it is gone, or went between two questions."""
+        """Return the server as reported, less the canaries; None when it is gone, or ended between two questions."""
         if proc.start_ticks(self.identity.pid) != self.identity.start_ticks:
             return None
         status: str | None = None
@@ -104,7 +104,7 @@ class Observer:
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
-        """By server, also one that does not answer for a while, what was open to each of its clients."""
+        """By server, also one that does not answer for a while, the limits that were open to each of its clients."""
         self._held_since = 0.0
         """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
@@ -285,7 +285,7 @@ class Observer:
     def _with_opened(
         self, identity: ProcessIdentity, server: Server, before: ReadBack | None, found: ReadBack
     ) -> Server:
-        """Note what was open to a server's clients: new ones connected between the last conversation and this one.
+        """Note the limits open to a server's clients: new ones connected between the last conversation and this one.
 
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """

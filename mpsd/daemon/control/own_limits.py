@@ -38,7 +38,7 @@ class OwnLimits:
         """Limits on disk, at least these: leases that come and go mostly cause the same two."""
 
     def follow(self, daemon: ProcessIdentity) -> None:
-        """Load what an earlier mpsd gave this process, where the process has changed.
+        """Load the limits that an earlier mpsd gave this process, if the process is another one than before.
 
         A damaged file is logged and counts as none: its limits are then reported as drift, and corrected nevertheless.
         """

@@ -84,7 +84,7 @@ class Lifecycle:
             self.ready_since = None
         elif self.ready_since is None:
             self.ready_since = self.since
-        # As the journal's priorities define: what an operator must correct, and what an operator may have to.
+        # As the journal defines its priorities, an operator must correct an error, and may have to correct a warning.
         write = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
         write(EventName.DAEMON_STATE, state=target, before=before, on=event, because=because, pid=pid)
 

@@ -498,7 +498,7 @@ class Supervisor:
             self._record_death(ended)
 
     def _record_death(self, ended: Ended) -> None:
-        """Note a death, and do what the tally decides."""
+        """Note a death, and carry out the tally's decision."""
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)

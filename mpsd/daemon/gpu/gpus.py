@@ -78,7 +78,7 @@ class Gpus:
         await self.read()
 
     async def read(self) -> None:
-        """Read what is in use, and take the next steps for the compute modes."""
+        """Read the usage of the GPUs, and take the next steps for the compute modes."""
         for index, gpu in self.by_index.items():
             async with self._reading:
                 began = clock.now()

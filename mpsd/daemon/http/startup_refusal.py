@@ -21,7 +21,7 @@ _SECONDS: Final = 2.5
 """How long callers are answered, where any wait: mpsd.service allows 30 starts within a minute."""
 
 _LOOK: Final = 0.25
-"""Seconds between two checks of what is wanted."""
+"""Seconds between two checks of the configuration."""
 
 _REQUEST: Final = 1.0
 """Seconds that a caller has to send its request: it may have connected only just now."""

@@ -53,7 +53,7 @@ class Bearers:
         self._wanted.set()
 
     async def run(self) -> None:
-        """Look for carriers of tokens when needed, until cancelled; the next mpsd does what is left."""
+        """Look for carriers of tokens when needed, until cancelled; the next mpsd does the rest."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()

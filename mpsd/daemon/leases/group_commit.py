@@ -95,7 +95,7 @@ class GroupCommit:
             self._log.tally.count_omitted(event, facts)
 
     def _trace_of(self, lease: Lease, event: EventName, *, waited: bool) -> dict[str, object]:
-        """Return what an event tells of the trace of the request that caused it.
+        """Return an event's facts about the trace of the request that caused it.
 
         The grant of a request that `waited` has the trace of that request, and not that of the request that made room
         for it.
@@ -141,7 +141,7 @@ class GroupCommit:
             self._loop.call_soon(self._pass)
 
     def _pass(self) -> None:
-        """End this turn of the loop, and store what was not stored at once."""
+        """End this turn of the loop, and store the decisions that were not stored at once."""
         self._awaited = False
         if self._due:
             self.end()
@@ -202,7 +202,7 @@ class GroupCommit:
                 self._publishing = self._loop.call_later(_DELAY, self._publish)
 
     def close(self) -> None:
-        """Store and log what is left."""
+        """Store and log the remaining decisions."""
         self.end()
         self._publish()
 
@@ -246,7 +246,7 @@ class GroupCommit:
             self._publish()
 
     def _publish(self) -> None:
-        """Log what is stored, and note which news are in the history and need not be logged again."""
+        """Log the stored news, and note which of them are in the history and need not be logged again."""
         if self._publishing is not None:
             self._publishing.cancel()
             self._publishing = None

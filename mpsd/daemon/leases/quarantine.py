@@ -40,7 +40,7 @@ class Quarantine:
         self._load()
 
     def _load(self) -> None:
-        """Read what an earlier mpsd stored: crashes of this boot, and all quarantines. A damaged file is set aside."""
+        """Read an earlier mpsd's record: crashes of this boot, and all quarantines. A damaged file is set aside."""
         raw = atomic_file.read(self._path)
         if raw is None:
             return

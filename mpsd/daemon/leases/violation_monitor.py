@@ -138,7 +138,7 @@ class ViolationMonitor:
         self._with_context &= seen.keys()
 
     def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
-        """Return a client that a server lists, with what was open to it until now; None when it is gone."""
+        """Return a client that a server lists, with the limits that were open to it until now; None when it is gone."""
         known, opened = self._seen.get((daemon.name, identity)), server.opened[identity]
         if known is None or known.server != server.pid:
             environment, uid = proc.variables_of(identity.pid, _VARIABLES), proc.real_uid(identity.pid)
@@ -198,7 +198,7 @@ class ViolationMonitor:
         return self._held
 
     def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:
-        """Return what the processes of a lease held on a GPU at its last reading."""
+        """Return the memory that the processes of a lease held on a GPU at its last reading."""
         return self._held.get((lease_id, gpu), {})
 
     def verify(self, lease: Lease, late: Collection[str] = ()) -> Verification:

@@ -215,14 +215,16 @@ class Database:
             cursor.execute(*statements[0])  # a single statement is its own transaction
             return
         cursor.execute("BEGIN IMMEDIATE")
-        try:
+        with contextlib.ExitStack() as on_failure:  # of SQLite, or of the caller's iterator
+            on_failure.callback(self._roll_back)
             for statement, values in statements:
                 cursor.execute(statement, values)
             cursor.execute("COMMIT")
-        except BaseException:  # an iterator can raise anything
-            with suppress(sqlite3.Error):
-                cursor.execute("ROLLBACK")
-            raise
+            on_failure.pop_all()
+
+    def _roll_back(self) -> None:
+        with suppress(sqlite3.Error):
+            self._cursor.execute("ROLLBACK")
 
     def _failed(self, error: Exception) -> StorageError:
         return StorageError(

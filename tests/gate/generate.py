@@ -29,6 +29,11 @@ DOCTOR: Final = ROOT / "docs/doctor.md"
 KUBERNETES: Final = ROOT / "docs/kubernetes.md"
 METRICS: Final = ROOT / "docs/reference/metrics.md"
 
+_ABOUT_USERS: Final = (
+    "These metrics name individual users and their leases. [Guarantees](#guarantees) says which callers get them."
+)
+"""The note above the metrics that not every caller gets."""
+
 _DOING: Final[dict[type, str]] = {
     RequestError: "the caller",
     CapacityError: "the node's capacity",
@@ -165,7 +170,7 @@ def metrics_page() -> str:
             own = {Kind.STATESET: (each.name,), Kind.HISTOGRAM: ("le",)}.get(each.kind, ())
             labels = ", ".join(f"`{label}`" for label in (*each.labels, *own))
             lines.append((f"`{name}`", each.kind, labels, each.help))
-        about = "\n\nAbout single users: see above." if all(each.about_users for each in families) else ""
+        about = f"\n\n{_ABOUT_USERS}" if all(each.about_users for each in families) else ""
         tables.append(f"### {section}{about}\n\n{_table(*lines)}")
     part = between("metrics", text)
     return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]

@@ -136,12 +136,17 @@ def events_page() -> str:
     facts_table = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in FACTS.items())]
     return f"""# Events
 
-mpsd logs each decision as an event: one JSON object with the facts. `mpsctl events` tells them as sentences,
-`mpsctl events -o json` prints the lines of `GET /v1/events` as they are, and the log of mpsd has the same lines without
-numbers. In the journal, each kind has a `MESSAGE_ID` of its own. This page is made from the code.
+mpsd logs each decision as an event: one JSON object with its facts. Four outputs show the events:
 
-A program that reads events ignores kinds and facts that it does not know: later releases may have more, and take none
-away. Texts such as `because`, `hint` and `words` are for readers; their wording may change.
+- `mpsctl events` prints them as sentences.
+- `mpsctl events -o json` prints the lines of `GET /v1/events`.
+- The log of mpsd has the same lines without numbers.
+- The journal has them as entries, in which each kind has a `MESSAGE_ID` of its own.
+
+A program that reads events must ignore unknown kinds and facts, because later releases may add some. They remove none.
+Texts such as `because`, `hint` and `words` are for readers, and their wording may change.
+
+`python -m tests.gate.generate` makes this page from the code.
 
 ## Facts of every event
 
@@ -149,7 +154,7 @@ away. Texts such as `because`, `hint` and `words` are for readers; their wording
 
 ## Kinds of events
 
-A fact with a `?` is not always there.
+A fact with a `?` is absent in some events of its kind.
 
 {_table(*events)}
 

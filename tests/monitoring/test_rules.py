@@ -121,7 +121,7 @@ CASES: Final[dict[str, tuple[dict[str, str], str, dict[str, str], str]]] = {
         {f'mpsd_limit_drift_found_total{{daemon="gpu0",limit="active_thread_percentage",{NODE}}}': "0 0 1x12"},
         "14m",
         OF_DAEMON,
-        "Somebody changes limits of gpu0 on node1",
+        "Another program changes limits of gpu0 on node1",
     ),
     "MpsdViolations": (
         {f'mpsd_open_violations{{kind="memory",{NODE}}}': "0 2x10"},
@@ -173,7 +173,7 @@ CASES: Final[dict[str, tuple[dict[str, str], str, dict[str, str], str]]] = {
 """For each alert: the series of an incident, one value a minute; the time of evaluation; its labels; its summary."""
 
 DESCRIPTIONS: Final = {
-    "MpsdDaemonRestarts": "3 starts after a death in 15 minutes; its clients die with it.",
+    "MpsdDaemonRestarts": "mpsd started it 3 times after a death in 15 minutes. Its clients die with it.",
     "MpsdControlPipeFails": "10 conversations on its pipe failed in 10 minutes.",
 }
 """The descriptions that contain a number, which Prometheus extrapolates to the whole range."""

@@ -1,4 +1,4 @@
-"""Tests show the promises of the documents, and each test, file and room that these name exists."""
+"""Tests show the promises of the documents, in tables, and each test, file and room that these name exists."""
 
 import ast
 import re
@@ -28,6 +28,9 @@ _PATH: Final = re.compile(
     r"(?:core|system|daemon|cli|simulator)/[\w./-]+\.py)(?:::\w+)*`"
 )
 """The form of a file or a folder of this tree, or of a module of mpsd."""
+
+_TEST: Final = re.compile(r"\btests/(?:\w+/)*test_\w+")
+_FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 _LABELS: Final = {"mpsd/sharing"}
 """Labels of Kubernetes that look like a path."""
@@ -147,6 +150,13 @@ def test_promises_are_shown(document: Path) -> None:
         elif is_promise and set(last) != {"-"} and not any(test for _, test in _NAMED.findall(last)):
             bare.append(line)
     assert bare == []
+
+
+@pytest.mark.parametrize("document", sorted((ROOT / "docs").rglob("*.md")), ids=_name)
+def test_tests_are_in_tables(document: Path) -> None:
+    """A sentence of a document names no test; a table of its page does, for the readers who want to run one."""
+    prose = _FENCE.sub("", document.read_text(encoding="utf-8")).splitlines()
+    assert [line for line in prose if _TEST.search(line) and not line.lstrip().startswith("|")] == []
 
 
 def _rooms_imported() -> set[tuple[str, str]]:

@@ -1,6 +1,5 @@
 """mpsd: the supervisor that makes NVIDIA MPS dependable on one GPU node."""
 
-import contextlib
 import os
 import sys
 
@@ -13,6 +12,8 @@ def find_own_libraries_first(python_path: str) -> None:
     The caller's PYTHONPATH is for the caller's programs: mpsd must not import a module from there that has the name of
     one of its libraries.
     """
+    import contextlib  # noqa: PLC0415 - the simulator's front-end imports this package, and takes half as long without it
+
     strange = {os.path.abspath(each) for each in python_path.split(os.pathsep) if each}  # noqa: PTH100 - as in cli
     with contextlib.suppress(FileNotFoundError):  # the current directory was removed
         strange.add(os.getcwd())  # noqa: PTH109 - likewise

@@ -280,7 +280,12 @@ def main() -> int:
     return status
 
 
-if __name__ == "__main__":
+def run() -> NoReturn:
+    """Be the program."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.exit(main())
+    launch.end(main())
+
+
+if __name__ == "__main__":
+    run()

@@ -6,9 +6,8 @@ its page on environment variables, TS the one on troubleshooting, NVG the guide 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from mpsd.simulator import figures
 
@@ -58,8 +57,7 @@ PER_CONTEXT: Final = "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING
 """Makes a context take the percentage in the environment when it is made, beside that of the process (ENV)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned:
+class Pinned(NamedTuple):
     """The limits of a context for its whole life: no process can change them, not even its own (ENV)."""
 
     gpu: str
@@ -141,4 +139,4 @@ def of_context(share: Pinned, at_start: Mapping[str, str], now: Mapping[str, str
     """
     if at_start.get(PER_CONTEXT) != "1":
         return share
-    return replace(share, percentage=_lowered(share.percentage, now))
+    return share._replace(percentage=_lowered(share.percentage, now))

@@ -6,7 +6,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,13 +24,13 @@ class FailedError(Exception):
         self.error = error
 
 
-@dataclass(slots=True)
 class Context:
     """A context of this process, and the device memory that was allocated in it."""
 
-    number: int
-    pinned: Pinned
-    allocated: int = 0
+    def __init__(self, number: int, pinned: Pinned) -> None:
+        self.number = number
+        self.pinned = pinned
+        self.allocated = 0
 
 
 class CudaProcess:

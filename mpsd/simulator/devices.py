@@ -12,10 +12,9 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.units import GIB
@@ -45,8 +44,7 @@ class Kind(StrEnum):
     MPS_COMPUTE = "MPSCompute"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """The memory that a process holds on a GPU, in bytes, and the kind of its use."""
 
     memory: int

@@ -20,14 +20,13 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.devices import Device, Kind, binds
-from mpsd.simulator.server_state import Answer, Server, Start
+from mpsd.simulator.server_state import Answer, Context, Server, Start
 
 PACKET: Final = 1 << 18
 """Bytes of the largest packet."""
@@ -185,17 +184,17 @@ class _Service:
             client.working = said["working"]
         elif "context" in said:
             made = self._server.context(pid, said["context"])
-            self._answer_client(connection, {"error": made} if isinstance(made, CudaError) else asdict(made))
+            self._answer_client(connection, {"error": made} if isinstance(made, CudaError) else _described(made))
         else:
             done = self._server.destroy(pid, said["destroy"])
             self._answer_client(connection, {} if done else {"error": CudaError.INVALID_CONTEXT})
 
 
-def main() -> int:
-    """Run a server and return its exit status."""
+def _described(context: Context) -> dict[str, Any]:
+    return {"number": context.number, "pinned": context.pinned._asdict()}
+
+
+def run() -> NoReturn:
+    """Be a server, to its end."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return _Service(socket.socket(fileno=os.dup(0))).serve()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    launch.end(_Service(socket.socket(fileno=os.dup(0))).serve())

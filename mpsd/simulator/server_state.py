@@ -7,9 +7,8 @@ is kai-scheduler/gpu-fractioning and its pull request 147, which report statemen
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, Final
+from typing import ClassVar, Final, NamedTuple
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA
 from mpsd.simulator import figures
@@ -30,8 +29,7 @@ class Status(StrEnum):
     FAULT = "FAULT"
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(NamedTuple):
     """The start values of a server; `percentage` and `limits` (bytes by ordinal) are the daemon's defaults then."""
 
     devices: tuple[str, ...]
@@ -43,43 +41,50 @@ class Start:
     """Client contexts on each device: MPS counts contexts, not processes (OLD)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """One context of a client. The numbers begin with 0, and none is given twice."""
 
     number: int
     pinned: Pinned
 
 
-@dataclass(slots=True, eq=False)
-class Client:
-    """A process that has initialised CUDA, with the contexts that it has made since, possibly none."""
+class Process(NamedTuple):
+    """A process that initialises CUDA."""
 
     pid: int
     command: str
     namespace: str
     """The inode of its pid namespace."""
     environment: Mapping[str, str]
-    """The variables of CUDA at the time when it initialised CUDA."""
-    gpu: str
-    """The first GPU that it sees, on which it works."""
-    bound: Pinned | None
-    """The limits of all of its contexts, where they were bound when it connected."""
-    contexts: dict[int, Context] = field(default_factory=dict)
-    working: bool = False
-    """Whether one of its kernels is in flight."""
-    made: int = 0
-    """The number of contexts that it has made so far."""
+    """The variables of CUDA at this time."""
 
 
-@dataclass(slots=True)
+class Client:
+    """A process that has initialised CUDA, with the contexts that it has made since, possibly none."""
+
+    def __init__(self, process: Process, gpu: str, bound: Pinned | None) -> None:
+        self.pid, self.command, self.namespace, self.environment = process
+        self.gpu = gpu
+        """The first GPU that it sees, on which it works."""
+        self.bound = bound
+        """The limits of all of its contexts, where they were bound when it connected."""
+        self.contexts: dict[int, Context] = {}
+        self.working = False
+        """Whether one of its kernels is in flight."""
+        self.made = 0
+        """The number of contexts that it has made so far."""
+
+
 class Answer:
     """The result of a command about this server: lines for the front-end, and the client whose contexts were ended."""
 
-    printed: list[str] = field(default_factory=list)
-    terminated: int | None = None
-    awaits: int | None = None
-    """The client whose work must end first: nothing is printed before that."""
+    def __init__(
+        self, printed: Sequence[str] = (), *, terminated: int | None = None, awaits: int | None = None
+    ) -> None:
+        self.printed = list(printed)
+        self.terminated = terminated
+        self.awaits = awaits
+        """The client whose work must end first: nothing is printed before that."""
 
 
 class Server:
@@ -136,7 +141,7 @@ class Server:
         if isinstance(share, CudaError):
             return share
         bound = share if self._binds is Binds.CONNECT else None
-        client = self.clients[pid] = Client(pid, command, namespace, environment, share.gpu, bound)
+        client = self.clients[pid] = Client(Process(pid, command, namespace, environment), share.gpu, bound)
         if not self.wedged:
             self._log(f"Client {_PAIR.format(pid, 0)} connected")
             self._log(f"Creating worker thread for client {_PAIR.format(pid, 0)}")

@@ -1,6 +1,8 @@
 """The fixtures of every test: a directory with a short path, and the check that nothing was left behind."""
 
+import contextlib
 import gc
+import importlib
 import os
 import signal
 import tempfile
@@ -33,6 +35,28 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
         config.option.markexpr = " and ".join(f"not {mark}" for mark in HEAVY)
     _start_as_from_a_terminal()
+    # Where it is set, every program that a test starts would compile mpsd anew, twice as long as it runs.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the tests, in each worker from another one on, so that the workers compile each module once.
+
+    In a new checkout they would otherwise all compile the same modules at the same time.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    root = Path(__file__).parent
+    names = [
+        ".".join(path.with_suffix("").parts)
+        for path in sorted(each.relative_to(root.parent) for each in root.rglob("test_*.py"))
+    ]
+    first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for name in (*names[first:], *names[:first]):
+        # pytest imports a faulty module again when it collects it, and reports the error then.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

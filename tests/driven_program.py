@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
+from tests.fork_server import ForkServer, PipedChild
+
 _DEADLINE: Final = 30.0
 """Seconds for any answer: none should come near it."""
 
@@ -20,15 +22,16 @@ class DrivenProgram:
     Every answer is a dict with `ok`, and with `error` and `code` if that is false.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it, with no CUDA_* variable except those of `environment`."""
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], *, mpsctl: ForkServer | None = None
+    ) -> None:
+        """Start it, with no CUDA_* variable except those of `environment`; with `mpsctl`, as `mpsctl COMMAND`."""
         bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
-        self.process = subprocess.Popen(
-            command,
-            env={**bare, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
+        variables = {**bare, **environment}
+        self.process: subprocess.Popen[bytes] | PipedChild = (
+            mpsctl.start_mpsctl(command, variables)
+            if mpsctl is not None
+            else subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

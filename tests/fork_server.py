@@ -1,21 +1,25 @@
-"""Starts mpsd by fork, from a process that has imported all of it: a start then takes a tenth of its usual time.
+"""Starts mpsd and mpsctl by fork, from a process that has imported all of both: a start then takes a tenth of its time.
 
-The started mpsd is the usual one: a separate process that runs `mpsd run` from the command line to its end. Only the
-imports were done before, once. The tests need a thousand starts, and the imports are nine tenths of each.
+A started program is the usual one: a separate process that runs from its command line to its end. Only the imports
+were done before, once. The tests need thousands of starts, and the imports are nine tenths of each. Its parent is the
+fork server: where that matters, and in the tests of the start itself, a test starts the program as users do.
 """
 
 import ctypes
+import gc
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 _ROOT = Path(__file__).parent.parent
 
@@ -34,18 +38,42 @@ class ForkServer:
             cwd=_ROOT,
             text=True,
         )
+        self._one_at_a_time = threading.Lock()
         assert self.ask() == os.getpid()  # the server is ready
 
     def ask(self, **order: object) -> int:
         """Send an order, and return the number in its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(order), file=self._process.stdin, flush=True)
-        return int(self._process.stdout.readline())
+        with self._one_at_a_time:
+            print(json.dumps(order), file=self._process.stdin, flush=True)
+            return int(self._process.stdout.readline())
 
     def start(self, argv: Sequence[str], log: Path, variables: Mapping[str, str], **fate: int) -> "Child":
         """Have `mpsd ARGV` started, with this environment, its output appended to a file; `fate` is for `kill_at`."""
-        return Child(self, self.ask(argv=argv, log=str(log), variables=dict(variables), fate=fate))
+        return Child(
+            self, self.ask(argv=argv, files=(os.devnull, str(log), str(log)), variables=dict(variables), fate=fate)
+        )
+
+    def run_mpsctl(self, argv: Sequence[str], variables: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
+        """Run `mpsctl ARGV` to its end, with this environment and no input."""
+        with _in_memory("stdout") as out, _in_memory("stderr") as err:
+            mpsctl = Child(self, self._start_mpsctl(argv, variables, os.devnull, _path(out), _path(err)))
+            try:
+                status = mpsctl.wait(60)
+            finally:
+                mpsctl.kill()
+                mpsctl.wait(10)
+            return subprocess.CompletedProcess(["mpsctl", *argv], status, out.read().decode(), err.read().decode())
+
+    def start_mpsctl(self, argv: Sequence[str], variables: Mapping[str, str]) -> "PipedChild":
+        """Start `mpsctl ARGV` with this environment, and with pipes for its input and output."""
+        (reads, stdin), (stdout, writes) = _pipe(), _pipe()
+        with reads, writes:
+            return PipedChild(self, self._start_mpsctl(argv, variables, _path(reads), _path(writes)), stdin, stdout)
+
+    def _start_mpsctl(self, argv: Sequence[str], variables: Mapping[str, str], *files: str) -> int:
+        return self.ask(program="mpsctl", argv=argv, files=files, variables=dict(variables))
 
     def close(self) -> None:
         """End it."""
@@ -90,15 +118,59 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
 
+class PipedChild(Child):
+    """A process whose input and output are pipes."""
+
+    def __init__(self, fork_server: ForkServer, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        super().__init__(fork_server, pid)
+        self.stdin = stdin
+        self.stdout = stdout
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close its pipes, and wait for its end."""
+        self.stdin.close()
+        self.stdout.close()
+        self.wait(30)
+
+
+def _in_memory(name: str) -> IO[bytes]:
+    """Return a file without a path."""
+    return open(os.memfd_create(name), "w+b")  # noqa: PTH123
+
+
+def _pipe() -> tuple[IO[bytes], IO[bytes]]:
+    """Return the two ends of a pipe."""
+    reads, writes = os.pipe()
+    return open(reads, "rb", buffering=0), open(writes, "wb", buffering=0)  # noqa: PTH123
+
+
+def _path(file: IO[bytes]) -> str:
+    """Return a path by which the fork server opens a file of this process."""
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
+
+
 def _serve(orders: Iterator[str]) -> None:
     """Carry out the orders, one a line, and answer each with a number."""
     for line in orders:
         order = json.loads(line)
         match order:
             case {"argv": argv}:
+                modes = (os.O_RDONLY, *[os.O_WRONLY | os.O_CREAT | os.O_APPEND] * 2)
+                files = [os.open(path, mode) for path, mode in zip(order["files"], modes, strict=False)]
                 answer = os.fork()
                 if answer == 0:
+                    for target, descriptor in enumerate(files):
+                        os.dup2(descriptor, target)
+                        os.close(descriptor)
                     _become(argv, order)
+                for descriptor in files:
+                    os.close(descriptor)
             case {"reap": pid}:
                 answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             case _:
@@ -106,18 +178,22 @@ def _serve(orders: Iterator[str]) -> None:
         print(answer, flush=True)  # noqa: T201 - it is a program: this is what it says
 
 
-def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
-    """Become mpsd, to its end."""
-    from mpsd.__main__ import main  # noqa: PLC0415 - the tests themselves need nothing of it
+def _main(program: str) -> Callable[[], None]:
+    """Return the main function of a program; the tests themselves need nothing of these modules."""
+    from mpsd.__main__ import main as mpsd  # noqa: PLC0415
+    from mpsd.cli.main import main as mpsctl  # noqa: PLC0415
 
-    null, log = os.open("/dev/null", os.O_RDONLY), os.open(str(order["log"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(descriptor, target)
+    return {"mpsd": mpsd, "mpsctl": mpsctl}[program]
+
+
+def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
+    """Become the program, to its end."""
+    main = _main(order.get("program", "mpsd"))
     os.environ.clear()
     os.environ.update(order["variables"])
-    if fate := order["fate"]:
+    if fate := order.get("fate"):
         ctypes.CDLL(None).kill_at(ctypes.c_long(fate["kill_at"]), fate["torn"])
-    sys.argv = ["mpsd", *argv]
+    sys.argv = [order.get("program", "mpsd"), *argv]
     status = 1
     try:
         main()
@@ -144,14 +220,22 @@ def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
 
 if __name__ == "__main__":
     # Imports here happen once: everything that a command imports when it runs.
+    import click
     import uvloop  # noqa: F401
 
     import mpsd.__main__
+    import mpsd.cli.group
+    import mpsd.cli.main
     import mpsd.daemon.http.startup_refusal
     import mpsd.daemon.service
     import mpsd.simulator.control
     import mpsd.simulator.gpus
     import mpsd.system.configuration
-    import mpsd.system.event_loop  # noqa: F401
+    import mpsd.system.event_loop
 
+    mpsctl = mpsd.cli.group.mpsctl
+    for command in mpsctl.list_commands(context := click.Context(mpsctl)):
+        mpsctl.get_command(context, command)
+    gc.collect()
+    gc.freeze()  # or a collection in each program would copy the pages of all of this
     _serve(iter(sys.stdin.readline, ""))

@@ -259,6 +259,10 @@ class Node:
 
     def mpsctl(self, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run mpsctl against this node."""
+        if self.fork_server is not None and options.keys() <= {"env"}:
+            return self.fork_server.run_mpsctl(
+                ["--socket", str(self.socket), *arguments], options.get("env", os.environ)
+            )
         return subprocess.run(
             [sys.executable, "-m", "mpsd.cli.main", "--socket", str(self.socket), *arguments],
             capture_output=True,

@@ -8,6 +8,7 @@ from typing import Any, Final
 from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE, Device, there
 from tests.driven_program import DrivenProgram
+from tests.fork_server import ForkServer
 from tests.node import Node
 
 WAITS: Final = ("sh", "-c", 'read go || exit 0; exec "$@"', "sh")
@@ -21,12 +22,21 @@ class SimulatedClient(DrivenProgram):
     a late one has its pid alone.
     """
 
-    def __init__(self, environment: Mapping[str, str], *, before: Sequence[str] = (), late: bool = False) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        before: Sequence[str] = (),
+        late: bool = False,
+        mpsctl: ForkServer | None = None,
+    ) -> None:
         """Start it, with no CUDA_* variable except those of `environment`; `before` is a command that becomes it.
+
+        With `mpsctl`, `before` are the arguments of mpsctl.
 
         A late one initialises CUDA, and makes a context, on command, or when it needs one.
         """
-        super().__init__([*before, *program(late=late)], environment)
+        super().__init__([*before, *program(late=late)], environment, mpsctl=mpsctl)
 
     def init(self) -> dict[str, Any]:
         """Initialise CUDA, which connects it to MPS."""
@@ -85,8 +95,9 @@ def leased(node: Node, *arguments: str, within: Sequence[str] = (), late: bool =
 
     `within` is the command that has the lease, if that is not the client, and starts or becomes it.
     """
-    mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", *arguments, "--")
+    mpsctl = ("--socket", str(node.socket), "run", *arguments, "--")
     root = str(Path(__file__).parent.parent)
-    return SimulatedClient(
-        {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}, before=(*mpsctl, *within), late=late
-    )
+    environment = {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}
+    if node.fork_server is not None:
+        return SimulatedClient(environment, before=(*mpsctl, *within), late=late, mpsctl=node.fork_server)
+    return SimulatedClient(environment, before=(sys.executable, "-m", "mpsd.cli.main", *mpsctl, *within), late=late)

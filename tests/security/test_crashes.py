@@ -387,6 +387,8 @@ class TestOneDriver:
     def test_status(self, make_node: Start) -> None:
         """`mpsctl status` names the quarantined uids, and the command that lifts a quarantine."""
         node = quarantined(make_node)
+        # The node has just started: its GPUs may not have been read yet.
+        wait_until(lambda: node.mpsctl("status").returncode == 0, what="the node to be healthy")
         shown = node.mpsctl("status")
         assert shown.returncode == 0
         assert f"uid {ANN} has been quarantined since" in shown.stdout

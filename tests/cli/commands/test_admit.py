@@ -138,7 +138,7 @@ def test_release(node: Node) -> None:
 
 def test_a_program_that_calls(node: Node) -> None:
     """A program that is no shell holds the leases that it requests."""
-    done = node.mpsctl("admit", *SHARE, "-o", "json")
+    done = run_mpsctl(node.socket, "admit", *SHARE, "-o", "json")
     assert json.loads(done.stdout)["owner"]["pid"] == os.getpid()
 
 

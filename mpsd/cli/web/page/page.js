@@ -195,6 +195,7 @@ function route() {
   }
   story.hidden = true;
   delete story.subject;
+  delete story.parts; // its elements would stay in memory
   story.replaceChildren();
   byId("overview").hidden = node === null;
   const said = new URLSearchParams(query);

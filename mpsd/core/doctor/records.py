@@ -22,7 +22,7 @@ _BESIDE: Final = 16 * MIB
 """Bytes of indexes, free pages and the write-ahead log that a store of any size may have."""
 
 _STALE: Final = 120.0
-"""Seconds after which the alert MpsdMetricsFileStale fires."""
+"""Seconds after which the alert MpsdTextfileStale fires."""
 
 
 def _store(seen: Observed) -> StoreSeen | None:

@@ -228,6 +228,13 @@ class TestRoutes:
         """Other routes, other spellings and other files do not exist."""
         assert web.ask(method, path, body_of(method)).status in {404, 405}
 
+    @pytest.mark.parametrize("by", ["gpu&user=0", "gpu%26user=0", "gpu%0d%0aX:y", "..%2fstatus", "", "%ff", "x" * 9000])
+    def test_history(self, web: Web, by: str) -> None:
+        """The whole query of the page's history is one key: it adds no parameter and no path to mpsd's request."""
+        answer = web.ask("GET", f"/page/history?by={by}")
+        assert answer.status in {400, 414, 422, 431}
+        assert "history" not in answer.json
+
     def test_the_table_is_of_the_api(self, node: Node) -> None:
         """Each row is a route of mpsd, so a row cannot outlive its route."""
         document = node.get("/v1/openapi.json").json["paths"]

@@ -251,6 +251,20 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
     assert more_heap < heap * 1.3 + 500_000
 
 
+def test_left_story(leased: Node, open_page: Open) -> None:
+    """The elements of a story do not stay in memory when the user leaves it."""
+    page = open_page(leased)
+    page.wait("document.querySelectorAll('#history-list > article').length === 2", "the whole page")
+    before = page.counters()["nodes"]
+    page.do("location.hash = '#/story/gpu0'")
+    page.wait("document.querySelectorAll('#story .events li').length > 0", "the story")
+    page.do("location.hash = '#/'")
+    page.wait("document.getElementById('story').childElementCount === 0", "the story to be gone")
+    page.wait("document.querySelectorAll('#event-list li').length > 5", "the node again")
+    after = page.counters()["nodes"]
+    assert after < before + 20, (before, after)
+
+
 class TestOtherSites:
     """Another site in the same browser gets nothing of the page by any means."""
 

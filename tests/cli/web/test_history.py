@@ -155,6 +155,20 @@ def test_charts(used: Node, open_page: Callable[..., Page], by: str) -> None:
     assert not page.complaints()
 
 
+def test_many(make_node: Callable[..., Node], open_page: Callable[..., Page]) -> None:
+    """Of many keys, all have a row, and the first twelve of them have charts."""
+    node = make_node().start()
+    for number in range(14):
+        request = {"threads": 5, "memory": "1GiB", "name": f"sweep {number}", "pid": os.getpid()}
+        assert node.request("POST", "/v1/leases", request).status == 201
+    page = open_page(node)
+    choose(page, "name")
+    assert len(page.do(TOTALS)["rows"]) == 14
+    assert len(page.do(CARDS)) == 12
+    assert page.text("document.getElementById('history-note')") == "the first 12 have charts"
+    assert not page.complaints()
+
+
 @pytest.mark.root("run the page as another user")
 def test_another_user(used: Node, browser: Browser, make_web: Callable[..., Web]) -> None:
     """A user who is no administrator sees its own leases, and of a GPU the sums of all, as mpsd answers."""

@@ -48,7 +48,7 @@ _FLAGS: Final = (
     "about:blank",
 )
 
-KEYS: Final = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}
+KEYS: Final = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowDown": 40}
 """Keys by name, with their codes."""
 
 

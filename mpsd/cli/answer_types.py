@@ -387,3 +387,4 @@ class History(TypedDict):
     by: str
     left_out: int
     gaps: list[HistoryGap]
+    because: str

@@ -14,13 +14,14 @@ from mpsd.core.configuration.document import from_mapping
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
 from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
 from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
+from mpsd.core.doctor.observed_records import RecordsSeen
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
 from mpsd.system import host_environment
-from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
+from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, records, service
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -126,16 +127,43 @@ async def _observe(api: "Api", where: Where) -> Observed:
     if process is not None:
         lacking = tuple(host_environment.lacking(settings, process.capabilities))
         seen = replace(seen, lacking=lacking, few_uids=service.few_uids(process.pid), tasks=service.tasks(process.pid))
+    apart = _apart(settings, socket, process)
     return Observed(
         settings=settings,
         configuration=configuration,
         service=seen,
-        files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
+        files=disk.look(settings, private=root is not None, apart=apart),
         processes=processes,
         gpus=await gpus.look(settings, arguments_of.control, simulated=simulated),
         clients=_clients(api) if isinstance(answers, Known) else Unknown(answers.reason),
         host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
+        records=_records(api, settings, seen, apart),
     )
+
+
+def _records(api: "Api", settings: Settings, seen: ServiceSeen, apart: Collection[Path]) -> RecordsSeen:
+    """Inspect the history and the metrics."""
+    state, answers = settings.paths.state_dir, seen.answers
+    elsewhere = f"{state} is a different directory for mpsd and for mpsctl, since one of them is in a container"
+    pid = seen.process.pid if seen.process is not None else None
+    return RecordsSeen(
+        store=Unknown(elsewhere) if state in apart else records.look_at_store(state / "accounts.db"),
+        trouble=_trouble(api) if isinstance(answers, Known) else Unknown("mpsd does not answer"),
+        listener=records.look_at_listener(settings, pid)
+        if isinstance(answers, Known) or not settings.metrics.listen
+        else Unknown("mpsd does not answer"),
+        textfile=records.look_at_textfile(seen.units),
+    )
+
+
+def _trouble(api: "Api") -> Reading[str]:
+    """Return the reason why mpsd cannot store samples of the history; empty if it can."""
+    try:
+        return Known(api.history(by="gpu", since="60", totals="true")["because"])
+    except MpsdError as error:
+        return Unknown(f"the history is unknown: {error.detail}")
+    except KeyError as strange:
+        return Unknown(f"the history is unknown: mpsd's answer has no {strange}")
 
 
 def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> tuple[Path, ...]:

@@ -1,7 +1,11 @@
-"""The files that configure scrapes, on a machine and a cluster, agree on port, names, labels and settings."""
+"""The files that configure scrapes, on a machine and a cluster, agree on port, names, labels and settings.
+
+So do the commands of the page about the installation on a cluster.
+"""
 
 import configparser
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,10 +16,12 @@ from mpsd.core.configuration.document import parse
 from mpsd.core.setting_parsers import address_of
 from tests.cluster.rendering import rendered
 from tests.container.manifests import KUBERNETES, documents
+from tests.guides.blocks import blocks
 
 ROOT: Final = Path(__file__).parents[2]
 FILES: Final = ROOT / "monitoring/prometheus"
 OVERLAY: Final = KUBERNETES / "overlays/metrics"
+PAGE: Final = ROOT / "docs/kubernetes/install.md"
 
 
 def fits(monitor: Any, template: Any, config: str) -> None:
@@ -79,3 +85,22 @@ def test_units() -> None:
     words = service["Service"]["ExecStart"].split()
     assert words[:3] == ["/usr/bin/mpsctl", "metrics", "--textfile"]
     assert words[3].endswith(".prom")
+
+
+def test_page() -> None:
+    """The page's commands name existing overlays and values of the chart, and enable the metrics by both."""
+    text = "\n".join(each.text for each in blocks(PAGE))
+    overlays = re.findall(r"kubectl apply -k (\S+)", text)
+    assert all((ROOT / each / "kustomization.yaml").is_file() for each in overlays)
+    assert str(OVERLAY.relative_to(ROOT)) in overlays
+    values = yaml.safe_load((KUBERNETES / "chart/values.yaml").read_text())
+    chosen = re.findall(r"--set ([a-zA-Z.]+)=(\S+)", text)
+    assert ("metrics.enabled", "true") in chosen
+    inline = re.findall(r"`(?:--set )?((?:[a-z][A-Za-z]*[.])+[A-Za-z]+)=", PAGE.read_text())
+    for path in (*(path for path, _ in chosen), *inline):
+        found = values
+        for name in path.split("."):
+            assert name in found, f"the chart has no value {path}"
+            found = found[name]
+    (port,) = re.findall(r"with the port (\d+)", PAGE.read_text())
+    assert values["metrics"]["port"] == int(port)

@@ -1,15 +1,18 @@
 """`mpsctl doctor` under a real systemd: its verdicts about mpsd's units, compared with systemd's own."""
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 
 from tests import systemd
+from tests.harness import wait_until
 from tests.systemd.machine import CONTROL, Machine
 
 pytestmark = pytest.mark.machine
 
+_FILES: Final = Path(__file__).parents[2] / "monitoring/prometheus"
 _UNIT = "/etc/systemd/system/mpsd.service.d/test.conf"
 _RUN = f"[Service]\nExecStart=\nExecStart=/usr/bin/mpsd run --simulate 1 --control {CONTROL}\n"
 
@@ -88,3 +91,35 @@ class TestUnits:
         found = doctor(machine, "unit", "mpsd")
         assert found["mpsd"]["verdict"] == "fail"
         assert (found["unit"]["verdict"], found["unit"]["remedy"]) == ("warn", "systemctl start mpsd.service")
+
+    def test_metrics(self, machine: Machine) -> None:
+        """The outputs of the metrics that the package's files set up are checked, each before and after it works."""
+        machine.install()
+        machine.install_units()
+        machine.write(_UNIT, _RUN)
+        machine.write("/etc/mpsd/mpsd.toml", '[metrics]\nlisten = "127.0.0.1:9410"\n')
+        machine.enable("mpsd.socket", "mpsd.service")
+        checks = ("history-store", "history-samples", "metrics-listener", "metrics-textfile")
+        found = doctor(machine, *checks)
+        assert [found[each]["verdict"] for each in checks] == ["ok", "ok", "fail", "ok"], found
+        assert "mpsd-tcp.conf" in found["metrics-listener"]["remedy"]
+
+        machine.write("/etc/systemd/system/mpsd.service.d/mpsd-tcp.conf", (_FILES / "mpsd-tcp.conf").read_text())
+        for unit in ("mpsd-textfile.service", "mpsd-textfile.timer"):
+            machine.write(f"/etc/systemd/system/{unit}", (_FILES / unit).read_text())
+        machine.run("systemctl", "daemon-reload")
+        machine.run("systemctl", "restart", "mpsd.service")
+        wait_until(lambda: doctor(machine, "metrics-listener")["metrics-listener"]["verdict"] == "ok", what="the port")
+        textfile = doctor(machine, "metrics-textfile")["metrics-textfile"]
+        assert (textfile["verdict"], textfile["evidence"]["age"]) == ("fail", None)
+        assert "No such file or directory" in textfile["because"]
+
+        machine.run("mkdir", "-p", "/var/lib/prometheus/node-exporter")
+        textfile = doctor(machine, "metrics-textfile")["metrics-textfile"]
+        assert textfile["remedy"] == "systemctl enable --now mpsd-textfile.timer"
+        machine.run(*textfile["remedy"].split())
+        wait_until(
+            lambda: doctor(machine, "metrics-textfile")["metrics-textfile"]["verdict"] == "ok",
+            what="the file",
+            deadline=40,
+        )

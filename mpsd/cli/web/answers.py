@@ -33,6 +33,11 @@ _HEARTBEAT: Final = 10
 """Seconds without an event after which the server checks that the reader is still there."""
 
 
+_DAY: Final = 86_400
+_HOUR: Final = 3600
+"""Seconds."""
+
+
 def harmless(answer: T) -> T:
     """Return an answer without secrets and with all unprintable characters escaped."""
     return plain(_public(answer))
@@ -150,6 +155,17 @@ def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: flo
 
     for _, found in api.events(after, follow=True, heartbeat=_HEARTBEAT, meanwhile=meanwhile):
         yield b"\n" if found["event"] == "heartbeat" else _line(event(found))
+
+
+def history(api: Api, by: str) -> dict[str, object]:
+    """Return the history of the last day for the page, by `gpu`, `user`, `name`, `lease` or `label:KEY`.
+
+    `users` has the names of the users in it. Of GPUs there are few, and mpsd chooses the length of their samples. Of
+    other keys there may be a thousand: their samples are hours, so that the answer stays small.
+    """
+    found = api.history(by=by, since=f"{_DAY}", **({} if by == "gpu" else {"step": f"{_HOUR}"}))
+    uids = [each["key"] for each in found["history"] if by == "user" and each["key"]]
+    return harmless({**found, "users": {uid: name_of(int(uid)) for uid in uids}})
 
 
 class EndedError(Exception):

@@ -10,23 +10,19 @@ from typing import Final, NamedTuple
 NAME: Final = r"(?!\.+(?:/|\Z))[A-Za-z0-9._-]{1,128}"
 """The name of a lease, a control daemon or an operation, as one segment of a path."""
 
-_QUERY: Final = re.compile(r"[A-Za-z0-9_=&:.+-]{0,256}", re.ASCII)
-
 
 class Row(NamedTuple):
     """A route of mpsd's API."""
 
     method: str
     path: re.Pattern[str]
-    has_query: bool = False
 
 
-def _row(method: str, path: str, *, has_query: bool = False) -> Row:
-    return Row(method, re.compile(re.sub(r"\{\w+\}", lambda _: NAME, path), re.ASCII), has_query)
+def _row(method: str, path: str) -> Row:
+    return Row(method, re.compile(re.sub(r"\{\w+\}", lambda _: NAME, path), re.ASCII))
 
 
 PASSED_ON: Final[Sequence[Row]] = (
-    _row("GET", "/v1/history", has_query=True),
     _row("GET", "/v1/operations/{id}"),
     _row("POST", "/v1/leases/{id}/renew"),
     _row("DELETE", "/v1/leases/{id}"),
@@ -39,10 +35,5 @@ PASSED_ON: Final[Sequence[Row]] = (
 
 
 def methods_of(target: str) -> frozenset[str]:
-    """Return the methods allowed for a path of the API with its query; an empty set for all other paths."""
-    path, mark, query = target.partition("?")
-    return frozenset(
-        each.method
-        for each in PASSED_ON
-        if each.path.fullmatch(path) and (not mark or (each.has_query and _QUERY.fullmatch(query)))
-    )
+    """Return the methods allowed for a path of the API; an empty set for all other paths, and for any query."""
+    return frozenset(each.method for each in PASSED_ON if each.path.fullmatch(target))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
+from urllib.parse import unquote
 
 import click
 
@@ -52,6 +53,7 @@ _NODE: Final = "/page/node"
 _PRINCIPAL: Final = "/page/principal"
 _EVENTS: Final = "/page/events"
 _STORY: Final = "/page/story/"
+_HISTORY: Final = "/page/history?by="
 
 
 class _Input(io.RawIOBase):
@@ -260,6 +262,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(int(after))
         elif self.path.startswith(_STORY) and "/" not in (subject := self.path.removeprefix(_STORY)):
             self._ask(lambda api: answers.story(api, subject))
+        elif self.path.startswith(_HISTORY):
+            self._ask(lambda api: answers.history(api, unquote(self.path.removeprefix(_HISTORY))))
         else:
             self._pass_on()
 

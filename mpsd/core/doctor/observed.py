@@ -11,6 +11,7 @@ from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
+from mpsd.core.doctor.observed_records import UNSEEN, RecordsSeen
 from mpsd.core.gpus import Condition
 from mpsd.core.health import Reason
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
@@ -396,3 +397,4 @@ class Observed:
     host: HostSeen
     clients: Reading[tuple[ClientSeen, ...]] = _NOT_LOOKED
     """The processes with leases that the caller may see."""
+    records: RecordsSeen = UNSEEN

@@ -23,6 +23,9 @@ _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
 
 _SERVICE: Final = "mpsd.service"
 
+_OWN: Final = frozenset({_SERVICE, "mpsd.socket"})
+"""The units of mpsd itself."""
+
 _STATES: Final = ("LoadState", "ActiveState", "SubState", "Result", "UnitFileState")
 """Properties of a unit in `systemctl show`."""
 
@@ -146,6 +149,8 @@ def _unit(seen: Observed) -> Iterator[Finding]:
         yield unknown(seen.service.units.reason)
         return
     for name, unit in seen.service.units.value.items():
+        if name not in _OWN:
+            continue
         found = _of_unit(name, unit, answers=_answers(seen) is not None)
         if found is not None:
             verdict, because, remedy = found

@@ -68,7 +68,7 @@ class Accountant:
     async def run(self, node: Node, events: Events) -> None:
         """Sample until cancelled; `node` must have restored its leases."""
         self._node, self._events = node, events
-        self._recover(node, events)
+        await self._recover(node, events)
         try:
             while True:
                 await asyncio.sleep(clock.until_next(_INTERVAL))
@@ -78,9 +78,11 @@ class Accountant:
             node.leases.publish()
             self.sample(node, events, _now(), everything=True)
 
-    def _recover(self, node: Node, events: Events) -> None:
+    async def _recover(self, node: Node, events: Events) -> None:
         """Continue from the last sample of an earlier mpsd."""
-        node.leases.publish()
+        # Leases that ended with their holders, while no mpsd ran, end in this turn of the loop: without their events,
+        # they would end at the last sample, and count again with the events.
+        await node.leases.as_stored()
         events.flush()
         self._batches.clear()  # the replay below has the same changes
         cursor = self._store.cursor or Cursor(0, events.latest)

@@ -17,15 +17,16 @@ from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system import exit_status, host_environment, process
 from mpsd.system.configuration import read_configuration
+from mpsd.system.doctor import records
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
-_UNITS: Final = ("mpsd.service", "mpsd.socket")
+_UNITS: Final = ("mpsd.service", "mpsd.socket", records.TEXTFILE, records.TIMER)
 
 _PROPERTIES: Final = (
     "Id", "LoadState", "ActiveState", "SubState", "Result", "UnitFileState", "NRestarts", "ExecMainStatus",
-    "FragmentPath", "DropInPaths", "KillMode", "PrivateDevices", "PrivateIPC", "PrivateUsers", "PrivateTmp",
-    "RuntimeDirectory", "RuntimeDirectoryPreserve",
+    "FragmentPath", "DropInPaths", "ExecStart", "KillMode", "PrivateDevices", "PrivateIPC", "PrivateUsers",
+    "PrivateTmp", "RuntimeDirectory", "RuntimeDirectoryPreserve",
 )  # fmt: skip
 
 _CGROUPS: Final = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}

@@ -210,7 +210,9 @@ class TestRoutes:
             ("DELETE", "/v1/leases/%2e%2e/config"),
             ("DELETE", "/v1/leases/lease-1%2fcdi"),
             ("POST", "/v1/daemons/gpu0/hold/../../../reload"),
-            ("GET", "/v1/history?by=gpu%0d%0aX: y"),
+            ("GET", "/v1/history?by=gpu"),
+            ("GET", "/page/history"),
+            ("GET", "/page/history?since=0&by=gpu"),
             ("GET", "/../server.py"),
             ("GET", "/..%2fserver.py"),
             ("GET", "/etc/passwd"),
@@ -224,8 +226,14 @@ class TestRoutes:
     )
     def test_nothing_else(self, web: Web, method: str, path: str) -> None:
         """Other routes, other spellings and other files do not exist."""
-        path = path.replace("%0d%0aX: y", "%0d%0aX:y")
         assert web.ask(method, path, body_of(method)).status in {404, 405}
+
+    @pytest.mark.parametrize("by", ["gpu&user=0", "gpu%26user=0", "gpu%0d%0aX:y", "..%2fstatus", "", "%ff", "x" * 9000])
+    def test_history(self, web: Web, by: str) -> None:
+        """The whole query of the page's history is one key: it adds no parameter and no path to mpsd's request."""
+        answer = web.ask("GET", f"/page/history?by={by}")
+        assert answer.status in {400, 414, 422, 431}
+        assert "history" not in answer.json
 
     def test_the_table_is_of_the_api(self, node: Node) -> None:
         """Each row is a route of mpsd, so a row cannot outlive its route."""

@@ -72,9 +72,8 @@ def test_keyboard(leased: Node, open_page: Open) -> None:
         stops.append(focused(page))
         if stops[-1].startswith(("list Events", "group Events")):
             break
-    controls = page.do(
-        "[...document.querySelectorAll('a, button, input, select')].filter(each => each.checkVisibility()).length"
-    )
+    controls = page.do("""[...document.querySelectorAll('a, button, input, select')].filter(
+        each => each.checkVisibility() && !each.closest('#history')).length""")
     assert stops[0] == "button Skip to the content"
     assert [
         stops.index(each) for each in ("link GPUs", "button Pause", "button Hold gpu0", "button Hold gpu1")
@@ -83,6 +82,9 @@ def test_keyboard(leased: Node, open_page: Open) -> None:
     reached = [each for each in stops if each and not each.startswith("list")]
     events = page.do("document.querySelectorAll('#event-list a').length")
     assert len(reached) >= controls - events
+    page.do("{ const links = document.querySelectorAll('#event-list a'); links[links.length - 1].focus(); }")
+    page.press("Tab")
+    assert focused(page) == "combobox Group by"
     page.do("document.querySelector('[aria-label=\"Hold gpu0\"]').focus()")
     assert page.do("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.press("Enter")
@@ -247,6 +249,20 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
     assert more_counters["nodes"] < counters["nodes"] * 1.2
     assert more_counters["jsEventListeners"] < counters["jsEventListeners"] * 1.2 + 20
     assert more_heap < heap * 1.3 + 500_000
+
+
+def test_left_story(leased: Node, open_page: Open) -> None:
+    """The elements of a story do not stay in memory when the user leaves it."""
+    page = open_page(leased)
+    page.wait("document.querySelectorAll('#history-list > article').length === 2", "the whole page")
+    before = page.counters()["nodes"]
+    page.do("location.hash = '#/story/gpu0'")
+    page.wait("document.querySelectorAll('#story .events li').length > 0", "the story")
+    page.do("location.hash = '#/'")
+    page.wait("document.getElementById('story').childElementCount === 0", "the story to be gone")
+    page.wait("document.querySelectorAll('#event-list li').length > 5", "the node again")
+    after = page.counters()["nodes"]
+    assert after < before + 20, (before, after)
 
 
 class TestOtherSites:

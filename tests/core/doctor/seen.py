@@ -33,12 +33,13 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.observed_clients import ClientSeen
+from mpsd.core.doctor.observed_records import ListenerSeen, RecordsSeen, StoreSeen, TextfileSeen
 from mpsd.core.doctor.table import CHECKS
 from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind, Reason
 from mpsd.core.model import Gpu, GpuUsage, Known
 from mpsd.core.settings import Settings
-from mpsd.core.units import GIB
+from mpsd.core.units import GIB, MIB
 
 PID_NAMESPACE: Final = "pid:[4026531836]"
 SETTINGS: Final = parse('[daemon]\ncompute_mode = "exclusive-process"\n')
@@ -157,7 +158,33 @@ WELL: Final = Observed(
         devices=(DeviceNode(Path("/dev/nvidiactl"), 0o666), DeviceNode(Path("/dev/nvidia-uvm"), 0o666)),
     ),
     clients=Known(()),
+    records=RecordsSeen(
+        store=Known(
+            StoreSeen(Path("/var/lib/mpsd/accounts.db"), "file", 0, 0, 0o600, 9 * MIB, 20.0, Known(value=True))
+        ),
+        trouble=Known(""),
+        listener=Known(ListenerSeen("127.0.0.1:9410")),
+        textfile=Known(TextfileSeen("mpsd-textfile.service", Path("/var/lib/x/mpsd.prom"), "active", "", 9.0)),
+    ),
 )
+
+
+def records(**otherwise: Any) -> Observed:
+    """Return the node with a change in its history or its metrics."""
+    return replace(WELL, records=replace(WELL.records, **otherwise))
+
+
+def store(**otherwise: Any) -> Observed:
+    """Return the node with a change in the file of its history."""
+    assert isinstance(WELL.records.store, Known)
+    return records(store=Known(replace(WELL.records.store.value, **otherwise)))
+
+
+def textfile(**otherwise: Any) -> Observed:
+    """Return the node with a change in its file for node_exporter."""
+    assert isinstance(WELL.records.textfile, Known)
+    assert WELL.records.textfile.value is not None
+    return records(textfile=Known(replace(WELL.records.textfile.value, **otherwise)))
 
 
 def clients(*found: ClientSeen) -> Observed:

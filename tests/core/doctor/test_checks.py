@@ -24,6 +24,7 @@ from mpsd.core.doctor.observed import (
     Tasks,
 )
 from mpsd.core.doctor.observed_clients import ClientSeen, MemoryGroup, ViolationAnswer
+from mpsd.core.doctor.observed_records import ListenerSeen
 from mpsd.core.doctor.table import CHECKS, FAMILIES
 from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind
@@ -51,9 +52,12 @@ from tests.core.doctor.seen import (
     process,
     processes,
     reason,
+    records,
     said,
     service,
     settings,
+    store,
+    textfile,
     unit,
 )
 
@@ -424,6 +428,25 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("xid", host(kernel_log=said(XID.format(31))), "warn", "GPU memory page fault"),
     ("oom", host(kernel_log=said(OOM)), "fail", "nvidia-cuda-mps"),
     ("sandbox", host(kernel_log=said("Starting gVisor...")), "fail", "gVisor"),
+    ("history-store", store(owner=1000), "fail", "belongs to uid 1000, and mpsd runs as uid 0"),
+    ("history-store", store(mode=0o644), "warn", "has mode 0644"),
+    ("history-store", store(kind="symbolic link"), "fail", "is a symbolic link"),
+    ("history-store", store(kind=None), "fail", "does not exist, although mpsd runs"),
+    ("history-store", store(is_sqlite=Known(value=False)), "fail", "does not begin as a file of SQLite"),
+    ("history-store", store(is_sqlite=Unknown("it cannot be read")), "unknown", "it cannot be read"),
+    ("history-store", records(store=Unknown("another directory")), "unknown", "another directory"),
+    ("history-samples", records(trouble=Known("the disk is full")), "fail", "cannot store samples of the history: the"),
+    ("history-samples", store(age=200.0), "fail", "was stored 200 s ago"),
+    ("history-samples", records(trouble=Unknown("mpsd does not answer")), "unknown", "mpsd does not answer"),
+    ("history-size", store(bytes=200 * MIB), "warn", "takes 200MiB, and history.size is 64MiB"),
+    ("metrics-listener", records(listener=Known(ListenerSeen("[::1]:9", "refused"))), "fail", "from [::1]:9: refused"),
+    ("metrics-listener", records(listener=Unknown("another network")), "unknown", "another network"),
+    ("metrics-textfile", textfile(unfit="it is not a directory"), "fail", "/var/lib/x: it is not a directory"),
+    ("metrics-textfile", textfile(timer="inactive"), "warn", "mpsd-textfile.timer is inactive"),
+    ("metrics-textfile", textfile(timer=""), "warn", "mpsd-textfile.timer is not installed"),
+    ("metrics-textfile", textfile(age=None), "fail", "does not exist"),
+    ("metrics-textfile", textfile(age=400.0), "fail", "was written 400 s ago"),
+    ("metrics-textfile", records(textfile=Unknown("no systemd")), "unknown", "no systemd"),
     ("kernel", host(kernel="4.18.0-553"), "fail", "4.18.0-553"),
     ("kernel", host(kernel="5.14.0", first_pid_namespace=False), "warn", "SO_PEERPIDFD"),
     ("kernel", host(kernel="strange"), "unknown", "strange"),
@@ -466,6 +489,13 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("outside", gpu(usage=used(7, mps=True))),
     ("foreign-daemon", at(WELL, **SILENT)),
     ("clock", files(ahead=(Path("/run/mpsd/x"), 2.0))),
+    ("history-store", at(store(kind=None), **SILENT)),
+    ("history-store", at(store(owner=1000, directory_owner=1000), process=process(100, "mpsd", uid=1000))),
+    ("history-store", replace(store(is_sqlite=Unknown("it is private")), host=replace(WELL.host, uid=1000))),
+    ("history-samples", store(age=-5.0)),
+    ("history-size", store(bytes=140 * MIB)),
+    ("metrics-listener", records(listener=Known(None))),
+    ("metrics-textfile", records(textfile=Known(None))),
     ("reload", WELL),
 )
 

@@ -129,6 +129,20 @@ class TestRestart:
         release(node, held)
         check_one_story(node)
 
+    def test_ended_while_mpsd_was_dead(self, make_node: Start) -> None:
+        """A lease whose holder ends while no mpsd runs counts once, up to the event of its end."""
+        node = make_node(simulate=1).start()
+        with calling(node.socket) as caller:
+            lease = granted(node, pid=caller.pid)
+            wait_until(lambda: total(node, "lease", lease["id"])["threads_granted"] > 1, what="it to be counted")
+            pass_time(1.2)  # a sample with the lease is stored
+            node.end(signal.SIGKILL)
+        pass_time(0.3)
+        node.start()
+        wait_until(lambda: node.events("lease_ended"), what="it to end")
+        assert total(node, "lease", lease["id"])["leases"] == 1
+        check_one_story(node)
+
     def test_a_pause_is_a_gap(self, make_node: Start) -> None:
         """The answer reports a pause of mpsd that is longer than the interval between readings of the GPUs."""
         node = make_node(simulate=1).start()

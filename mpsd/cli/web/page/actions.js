@@ -13,8 +13,8 @@ export function announce(text) {
   byId("announcement").textContent = text;
 }
 
-const REASON = { name: "reason", label: "Reason, for users who are refused meanwhile (optional)", most: 200 };
-const TIMEOUT = { name: "timeout", label: "Seconds after which what is left is ended (empty: never)", number: true };
+const REASON = { name: "reason", label: "Reason, shown to users whose requests are refused meanwhile (optional)", most: 200 };
+const TIMEOUT = { name: "timeout", label: "Seconds after which mpsd ends the remaining clients (empty: never)", number: true };
 
 const OPERATIONS = {
   hold: { title: "Hold", role: "operator", fields: () => [REASON] },

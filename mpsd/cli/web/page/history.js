@@ -1,108 +1,164 @@
-/* The last day: the granted and held amounts of each GPU, as a chart and as numbers for each hour. */
+/* The last day by GPU, user, name, lease or label: totals as `mpsctl usage --by` prints them, and charts. */
 
-import { bringTexts, byId, draw, make, say } from "./dom.js";
-import { clock, hours, percent, plural, size } from "./words.js";
+import { announce } from "./actions.js";
+import { axisOf, course, hourTable } from "./charts.js";
+import { bring, byId, make, say } from "./dom.js";
 import { ask, explained } from "./server.js";
+import { clock, hours, percent, plural, size } from "./words.js";
 
-const DAY = 86400;
-const HOUR = 3600000;
-const HEIGHT = 100;
 const GIB = 1024 ** 3;
+const LABEL = "label:";
+const MOST_CHARTS = 12; // all GPUs have charts, and this many of the other keys, of which there may be a thousand
+const HEADINGS = { gpu: "GPU", user: "User", name: "Name", lease: "Lease" };
+const OTHERS = { user: "other users", lease: "unknown" };
 
-/** Read the history and show it. An mpsd without a history is not an error. */
-export async function readHistory(gpus) {
-  let found;
+/** The columns of the totals: heading, and text of a total. */
+const COLUMNS = [
+  ["Leases", (total) => `${total.leases}`],
+  ["GPU hours", (total) => hours(total.threads_granted / 100)],
+  ["GiB hours", (total) => hours(total.memory_granted / GIB)],
+  ["Held GiB hours", (total) => (total.memory_held === null ? "-" : hours(total.memory_held / GIB))],
+  ["Held", (total) => (total.memory_held === null || !total.memory_granted ? "-" : `${((100 * total.memory_held) / total.memory_granted).toFixed(0)}%`)],
+  ["Client hours", (total) => hours(total.clients)],
+];
+
+let asked = 0;
+
+/** Connect the choice of the grouping with `view.by`: `gpu`, `user`, `name`, `lease` or `label:KEY`. */
+export function prepareHistory(view, change) {
+  const choose = () => {
+    const kind = byId("history-by").value;
+    view.by = kind === LABEL ? `${LABEL}${byId("history-label").value.trim()}` : kind;
+    showGrouping(view);
+    change();
+  };
+  byId("history-by").addEventListener("change", choose);
+  byId("history-label").addEventListener("change", choose);
+}
+
+/** Show the grouping of a view in its controls. */
+export function showGrouping(view) {
+  const isLabel = view.by.startsWith(LABEL);
+  byId("history-by").value = isLabel ? LABEL : view.by;
+  byId("history-label-field").hidden = !isLabel;
+  if (isLabel) byId("history-label").value = view.by.slice(LABEL.length);
+}
+
+/** Offer the labels of the leases in the field for a label. */
+export function showLabels(leases) {
+  const keys = [...new Set(leases.flatMap((lease) => Object.keys(lease.labels)))].sort();
+  bring(byId("history-labels"), keys, (key) => key, (key) => make("option", { value: key }));
+}
+
+/** Read the history and show it. A user who has chosen this grouping hears of it. */
+export async function readHistory(gpus, by, isChosen = false) {
+  asked += 1;
+  const number = asked;
+  const { found, refusal, isPassing } = await request(by);
+  if (number !== asked) return; // another grouping was chosen meanwhile
+  if (found === undefined && (isChosen || !isPassing)) clear();
+  const note = found === undefined ? refusal : show(found, gpus);
+  say(byId("history-note"), note);
+  if (isChosen) announce(found === undefined ? note : `the last day by ${headingOf(by)}: ${plural(found.history.length, "row")}`);
+}
+
+async function request(by) {
+  if (by === LABEL) return { refusal: "enter the key of a label, such as team" };
   try {
-    found = await ask("GET", `/v1/history?by=gpu&since=${DAY}`);
+    return { found: await ask("GET", `/page/history?by=${encodeURIComponent(by)}`) };
   } catch (error) {
-    const isOld = error.status === 404;
-    say(byId("history-note"), isOld ? "this mpsd keeps no history" : explained(error));
-    if (isOld) byId("history-list").replaceChildren();
-    return;
+    if (error.status === 404) return { refusal: "this mpsd keeps no history" };
+    return { refusal: explained(error), isPassing: true };
   }
-  const gaps = found.gaps.map((each) => `${clock(each.since)} to ${clock(each.until)}: ${each.because}`);
-  say(byId("history-note"), [found.because, ...gaps].filter((each) => each).join("; "));
+}
+
+const headingOf = (by) => HEADINGS[by] ?? by.slice(LABEL.length);
+
+/** Show an answer, and return the notes about it. */
+function show(found, gpus) {
   const named = new Map(gpus.map((gpu) => [gpu.uuid, gpu]));
-  byId("history-list").replaceChildren(...found.history.map((series) => cardOf(series, named.get(series.key), found)));
-  if (found.history.length === 0 && !byId("history-note").textContent) say(byId("history-note"), "nothing was granted");
-}
-
-function cardOf(series, gpu, found) {
-  const name = gpu === undefined ? series.key ?? "unknown" : `GPU ${gpu.index}`;
-  const most = Math.max(gpu?.memory_total ?? 0, ...series.samples.map((each) => Math.max(each.memory_granted, each.memory_held ?? 0)), 1);
-  const threads = Math.max(100, ...series.samples.map((each) => each.threads_granted));
-  const facts = make("ul", { class: "legend" });
-  bringTexts(facts, factsOf(series.total));
-  return make(
-    "article", { class: "card" },
-    make("h3", {}, name),
-    make("p", { class: "soft" }, "Threads granted"),
-    course(series, found, `${name}: threads granted`, (each) => each.threads_granted / threads, null),
-    make("p", { class: "soft" }, "Memory granted, and in use as a line"),
-    course(series, found, `${name}: memory granted and in use`, (each) => each.memory_granted / most,
-      (each) => (each.memory_held === null ? null : each.memory_held / most)),
-    make("div", { class: "axis", "aria-hidden": "true" }, make("span", {}, clock(found.since)), make("span", {}, clock(found.until))),
-    facts,
-    make("details", {}, make("summary", {}, `Numbers of ${name}, for each hour`), tableOf(name, series)),
-  );
-}
-
-/** The totals that were granted and held, in the units of `mpsctl usage`. */
-function factsOf(total) {
-  return [
-    `${hours(total.threads_granted / 100)} GPU hours granted`,
-    `${hours(total.memory_granted / GIB)} GiB hours granted`,
-    total.memory_held === null ? "in use: unknown" : `${hours(total.memory_held / GIB)} GiB hours in use`,
-    plural(total.leases, "lease"),
-  ];
-}
-
-/** Draw the granted amounts as an area and the held ones as a line; the width of a sample is its length in time. */
-function course(series, found, label, granted, held) {
-  const begin = Date.parse(found.since);
-  const width = Date.parse(found.until) - begin;
-  const at = (time) => (100 * (time - begin)) / width;
-  const down = (part) => (HEIGHT * (1 - part)).toFixed(2);
-  const picture = draw("svg", { class: "course", viewBox: `0 0 100 ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${label}; the numbers follow` });
-  const spans = series.samples.map((each) => {
-    const from = Math.max(at(Date.parse(each.time)), 0);
-    return { each, from: from.toFixed(3), to: Math.min(from + (100000 * each.seconds) / width, 100).toFixed(3) };
+  const isByGpu = found.by === "gpu";
+  const lines = found.history.map((series) => {
+    const gpu = isByGpu ? named.get(series.key) : undefined;
+    return { series, gpu, name: nameOf(series.key, gpu, found), id: series.key === null ? "others" : `key ${series.key}` };
   });
-  const area = spans.map(({ each, from, to }) => `M${from} ${HEIGHT}V${down(granted(each))}H${to}V${HEIGHT}Z`);
-  picture.append(draw("path", { class: "granted", d: area.join("") }));
-  if (held !== null) {
-    const line = spans.filter(({ each }) => held(each) !== null).map(({ each, from, to }) => `M${from} ${down(held(each))}H${to}`);
-    picture.append(draw("path", { class: "held", d: line.join("") }));
-  }
-  for (const gap of found.gaps) {
-    const [from, to] = [Math.max(at(Date.parse(gap.since)), 0), Math.min(at(Date.parse(gap.until)), 100)];
-    if (to > from) picture.append(draw("rect", { class: "gap", x: from, y: 0, width: to - from, height: HEIGHT }));
-  }
-  return picture;
+  const sorted = [...lines].sort((one, other) => other.series.total.threads_granted - one.series.total.threads_granted);
+  const charted = isByGpu ? lines : sorted.slice(0, MOST_CHARTS);
+  showTotals(sorted, found);
+  const scales = scalesOf(charted);
+  bring(byId("history-list"), charted, (line) => `${found.by} ${line.id}`, create, (card, line) => update(card, line, found, scales));
+  const gaps = found.gaps.map((each) => `${clock(each.since)} to ${clock(each.until)}: ${each.because}`);
+  const notes = [
+    found.because, ...gaps,
+    lines.length > charted.length ? `the first ${charted.length} have charts` : "",
+    found.left_out ? `${found.left_out} more with less are left out` : "",
+    lines.length === 0 ? "nothing was granted" : "",
+  ];
+  return notes.filter((each) => each).join("; ");
 }
 
-function tableOf(name, series) {
-  const hours = new Map();
-  for (const each of series.samples) {
-    const hour = Math.floor(Date.parse(each.time) / HOUR) * HOUR;
-    const sums = hours.get(hour) ?? { threads: 0, memory: 0, held: 0, isKnown: false };
-    sums.threads += (each.threads_granted * each.seconds) / 3600;
-    sums.memory += (each.memory_granted * each.seconds) / 3600;
-    sums.held += ((each.memory_held ?? 0) * each.seconds) / 3600;
-    sums.isKnown ||= each.memory_held !== null;
-    hours.set(hour, sums);
-  }
-  const heading = (text) => make("th", { role: "columnheader", scope: "col" }, text);
-  const cell = (text) => make("td", { role: "cell", class: "number" }, text);
-  const rows = [...hours].map(([hour, sums]) => make(
-    "tr", { role: "row" },
-    cell(clock(hour).slice(5, 16)), cell(percent(Number(sums.threads.toFixed(1)))),
-    cell(size(sums.memory)), cell(sums.isKnown ? size(sums.held) : "-"),
+function clear() {
+  byId("history-list").replaceChildren();
+  byId("history-totals").hidden = true;
+}
+
+function nameOf(key, gpu, found) {
+  if (gpu !== undefined) return `GPU ${gpu.index}`;
+  if (key === null) return OTHERS[found.by] ?? "other leases"; // without the name or label, or not counted separately
+  return found.users[key] ?? key;
+}
+
+function showTotals(lines, found) {
+  const table = byId("history-totals");
+  const heading = headingOf(found.by);
+  table.hidden = lines.length === 0;
+  say(table.caption, `Totals of the last day by ${heading}`);
+  const headings = [heading, ...COLUMNS.map(([each]) => each)];
+  bring(table.tHead.rows[0], headings, (each) => each, (each) => make("th", { role: "columnheader", scope: "col" }, each));
+  bring(table.tBodies[0], lines, (line) => `${found.by} ${line.id}`, () => createRow(heading), (row, line) => {
+    [line.name, ...COLUMNS.map(([, text]) => text(line.series.total))].forEach((text, number) => say(row.cells[number], text));
+  });
+}
+
+function createRow(heading) {
+  const first = make("td", { role: "cell", class: "free", "data-heading": heading });
+  return make("tr", { role: "row" }, first, ...COLUMNS.map(([each]) => make("td", { role: "cell", class: "number", "data-heading": each })));
+}
+
+/** Return the amounts at the full height of the charts: one scale for all of them, so that they compare. */
+function scalesOf(lines) {
+  const samples = lines.flatMap((line) => line.series.samples);
+  const most = (least, amount) => samples.reduce((found, each) => Math.max(found, amount(each)), least);
+  const memory = Math.max(...lines.map((line) => line.gpu?.memory_total ?? 0), 1);
+  return {
+    threads: most(100, (each) => each.threads_granted),
+    memory: most(memory, (each) => Math.max(each.memory_granted, each.memory_held ?? 0)),
+  };
+}
+
+function create() {
+  const parts = {
+    name: make("h3"), threadsText: make("p", { class: "soft" }), threads: make("div"),
+    memoryText: make("p", { class: "soft" }), memory: make("div"), axis: make("div"),
+    summary: make("summary"), table: make("div"),
+  };
+  const { name, threadsText, threads, memoryText, memory, axis, summary, table } = parts;
+  const card = make("article", { class: "card" }, name, threadsText, threads, memoryText, memory, axis, make("details", {}, summary, table));
+  return Object.assign(card, { parts });
+}
+
+/** Draw a card anew inside its parts, so that an open table stays open, and keeps the focus. */
+function update(card, { series, name }, found, scales) {
+  const { parts } = card;
+  say(parts.name, name);
+  say(parts.threadsText, `Threads granted; the full height is ${percent(scales.threads)}`);
+  parts.threads.replaceChildren(course(series, found, `${name}: threads granted`, (each) => each.threads_granted / scales.threads, null));
+  say(parts.memoryText, `Memory granted, and in use as a line; the full height is ${size(scales.memory)}`);
+  parts.memory.replaceChildren(course(
+    series, found, `${name}: memory granted and in use`, (each) => each.memory_granted / scales.memory,
+    (each) => (each.memory_held === null ? null : each.memory_held / scales.memory),
   ));
-  return make(
-    "table", { role: "table" },
-    make("caption", { class: "unseen" }, `${name}: means of each hour of the last day`),
-    make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...["Hour", "Threads", "Memory", "In use"].map(heading))),
-    make("tbody", { role: "rowgroup" }, ...rows),
-  );
+  parts.axis.replaceChildren(axisOf(found));
+  say(parts.summary, `Numbers of ${name}, for each hour`);
+  parts.table.replaceChildren(hourTable(name, series));
 }

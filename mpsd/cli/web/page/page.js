@@ -1,7 +1,7 @@
 /*
  * The page shows mpsd's answers. It requests them again after each event, and every few seconds.
  *
- * The fragment of the address is the view: `#/` with filter and order of the leases, `#/SECTION`, `#/story/SUBJECT`.
+ * The fragment of the address is the view: `#/` with filter and order of the leases and the grouping of the history, `#/SECTION`, `#/story/SUBJECT`.
  */
 
 import { Events, isGrave } from "./events.js";
@@ -11,7 +11,7 @@ import { beginStory, readStory } from "./story.js";
 import { bringTexts, byId, say, set } from "./dom.js";
 import { age, clock, plural, setClock } from "./words.js";
 import { prepareTables, showLeases } from "./leases.js";
-import { readHistory } from "./history.js";
+import { prepareHistory, readHistory, showGrouping, showLabels } from "./history.js";
 import { showGpus } from "./gpus.js";
 
 const EVERY = 5000;
@@ -21,7 +21,7 @@ const LONGEST_PAUSE = 5000;
 const GIVE_UP = 60000; // after this long, another program may have the port
 
 const events = new Events();
-const view = { filter: "", sort: "", down: false, ended: false };
+const view = { filter: "", sort: "", down: false, ended: false, by: "gpu" };
 let principal = null;
 let node = null;
 let isPaused = false;
@@ -51,6 +51,7 @@ function show() {
   bringTexts(byId("notes"), status.notes.map((each) => `note: ${each}`));
   showGpus(node, principal, refreshSoon);
   showLeases(node, principal, view, refreshSoon);
+  showLabels(node.leases);
   events.show();
 }
 
@@ -194,12 +195,16 @@ function route() {
   }
   story.hidden = true;
   delete story.subject;
+  delete story.parts; // its elements would stay in memory
   story.replaceChildren();
   byId("overview").hidden = node === null;
   const said = new URLSearchParams(query);
-  Object.assign(view, { filter: said.get("filter") ?? "", sort: said.get("sort") ?? "", down: said.has("down"), ended: said.has("ended") });
+  const { by } = view;
+  Object.assign(view, { filter: said.get("filter") ?? "", sort: said.get("sort") ?? "", down: said.has("down"), ended: said.has("ended"), by: said.get("by") ?? "gpu" });
   byId("filter").value = view.filter;
   byId("ended").checked = view.ended;
+  showGrouping(view);
+  if (view.by !== by && node !== null) readHistory(node.status.gpus, view.by);
   show();
   const heading = kind ? byId(`${kind}-heading`) : null;
   if (heading !== null) {
@@ -208,13 +213,14 @@ function route() {
   } else if (wasStory) byId("main").focus();
 }
 
-/** Keep the view of the leases in the address, so that the address can be shared. */
+/** Keep the view in the address, so that the address can be shared. */
 function keepView() {
   const said = new URLSearchParams();
   if (view.filter) said.set("filter", view.filter);
   if (view.sort) said.set("sort", view.sort);
   if (view.down) said.set("down", "");
   if (view.ended) said.set("ended", "");
+  if (view.by !== "gpu") said.set("by", view.by);
   const query = said.toString();
   history.replaceState(null, "", query ? `#/?${query}` : "#/");
   show();
@@ -222,6 +228,10 @@ function keepView() {
 
 function prepare() {
   prepareTables(view, keepView);
+  prepareHistory(view, () => {
+    keepView();
+    if (node !== null) readHistory(node.status.gpus, view.by, true);
+  });
   byId("filter").addEventListener("input", (event) => {
     view.filter = event.target.value;
     keepView();
@@ -243,7 +253,7 @@ function prepare() {
 
 async function keepHistory() {
   while (!isOver) {
-    if (node !== null && !document.hidden && !isPaused) await readHistory(node.status.gpus).catch(() => {});
+    if (node !== null && !document.hidden && !isPaused) await readHistory(node.status.gpus, view.by).catch(() => {});
     await sleep(node === null ? 1000 : HISTORY_EVERY);
   }
 }

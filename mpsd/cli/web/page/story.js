@@ -21,7 +21,7 @@ export function beginStory(subject) {
     parts.trouble,
     make("h2", {}, "Now"), parts.now, parts.actions,
     make("h2", {}, "Next"), parts.next,
-    make("h2", {}, "What happened"), parts.hidden, parts.events, parts.log,
+    make("h2", {}, "Events"), parts.hidden, parts.events, parts.log,
   );
   Object.assign(story, { parts, subject });
 }

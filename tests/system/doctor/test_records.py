@@ -1,0 +1,149 @@
+"""Doctor's readers of the history and the metrics: real files, listeners and units."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mpsd.core.configuration.document import parse
+from mpsd.core.doctor.observed_records import ListenerSeen
+from mpsd.core.model import Known, Unknown
+from mpsd.core.settings import Settings
+from mpsd.system.doctor import records
+
+METRICS = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nmpsd_up 1\n"
+
+
+def test_store(tmp_path: Path) -> None:
+    """A store has its owner, its mode, the size with its write-ahead log, and the age of the last write to either."""
+    path = tmp_path / "accounts.db"
+    path.write_bytes(b"SQLite format 3\0" + bytes(84))
+    path.chmod(0o640)
+    os.utime(path, (time.time() - 500, time.time() - 500))
+    found = records.look_at_store(path)
+    assert isinstance(found, Known)
+    assert (found.value.kind, found.value.mode, found.value.bytes) == ("file", 0o640, 100)
+    assert found.value.owner == found.value.directory_owner == os.geteuid()
+    assert found.value.age == pytest.approx(500, abs=60)
+    assert found.value.is_sqlite == Known(value=True)
+    (tmp_path / "accounts.db-wal").write_bytes(bytes(1000))
+    found = records.look_at_store(path)
+    assert isinstance(found, Known)
+    assert found.value.bytes == 1100
+    assert found.value.age < 60
+    path.write_bytes(b"something else")
+    found = records.look_at_store(path)
+    assert isinstance(found, Known)
+    assert found.value.is_sqlite == Known(value=False)
+
+
+def test_no_store(tmp_path: Path) -> None:
+    """A store that does not exist, and one that is no file."""
+    path = tmp_path / "accounts.db"
+    found = records.look_at_store(path)
+    assert isinstance(found, Known)
+    assert found.value.kind is None
+    path.symlink_to("/dev/null")
+    found = records.look_at_store(path)
+    assert isinstance(found, Known)
+    assert found.value.kind == "symbolic link"
+    assert isinstance(records.look_at_store(path / "x" / "accounts.db"), Unknown)
+
+
+@contextmanager
+def answering(answer: bytes, host: str = "127.0.0.1") -> Iterator[int]:
+    """Listen, and give one connection this answer; yield the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+def listening(address: str) -> Settings:
+    """Return settings with a TCP listener for the metrics."""
+    return parse(f'[metrics]\nlisten = "{address}"\n')
+
+
+@pytest.mark.parametrize(
+    ("answer", "refused"),
+    [
+        (METRICS, ""),
+        (METRICS.replace(b"mpsd_", b"node_"), "the answer is not of mpsd"),
+        (METRICS.replace(b"200 OK", b"404 No"), "the answer has status 404"),
+        (b"SSH-2.0-OpenSSH\r\n", "the answer is not HTTP (BadStatusLine)"),
+    ],
+)
+def test_listener(answer: bytes, refused: str) -> None:
+    """The metrics are read as Prometheus reads them; another program on the port is none of mpsd's."""
+    with answering(answer) as port:
+        found = records.look_at_listener(listening(f"0.0.0.0:{port}"), os.getpid())
+    assert found == Known(ListenerSeen(f"127.0.0.1:{port}", refused))
+
+
+def test_listener_of_ipv6() -> None:
+    """An IPv6 address is written as in a URL."""
+    with answering(METRICS, "::1") as port:
+        found = records.look_at_listener(listening(f"[::]:{port}"), None)
+    assert found == Known(ListenerSeen(f"[::1]:{port}"))
+
+
+def test_no_listener() -> None:
+    """Without `metrics.listen` there is nothing to read; a closed port refuses."""
+    assert records.look_at_listener(Settings(), None) == Known(None)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    found = records.look_at_listener(listening(f"127.0.0.1:{port}"), None)
+    assert found == Known(ListenerSeen(f"127.0.0.1:{port}", "Connection refused"))
+
+
+def test_textfile(tmp_path: Path) -> None:
+    """The file is the one that the unit names; without the unit there is none."""
+    path = tmp_path / "mpsd.prom"
+    shown = f"{{ path=/usr/bin/mpsctl ; argv[]=/usr/bin/mpsctl metrics --textfile {path} ; ignore_errors=no }}"
+    units = {"mpsd-textfile.service": {"ExecStart": shown}, "mpsd-textfile.timer": {"ActiveState": "active"}}
+    found = records.look_at_textfile(Known(units))
+    assert isinstance(found, Known)
+    assert found.value is not None
+    assert (found.value.path, found.value.timer, found.value.unfit, found.value.age) == (path, "active", "", None)
+    path.touch()
+    found = records.look_at_textfile(Known(units))
+    assert isinstance(found, Known)
+    assert found.value is not None
+    assert found.value.age == pytest.approx(0, abs=60)
+    gone = shown.replace(str(path), f"{tmp_path}/gone/mpsd.prom")
+    found = records.look_at_textfile(Known({"mpsd-textfile.service": {"ExecStart": gone}}))
+    assert isinstance(found, Known)
+    assert found.value is not None
+    assert (found.value.timer, found.value.unfit) == ("", "No such file or directory")
+    assert records.look_at_textfile(Known({})) == Known(None)
+    assert isinstance(records.look_at_textfile(Unknown("no systemd")), Unknown)
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        ("{ path=/x ; argv[]=/x metrics --textfile=/a/b.prom --users ; ignore_errors=no }", Path("/a/b.prom")),
+        ("{ path=/x ; argv[]=/x metrics ; ignore_errors=no }", None),
+        ("{ path=/x ; argv[]=/x metrics --textfile ; ignore_errors=no }", None),
+        ("{ path=/x ; argv[]=/x 'half ; ignore_errors=no }", None),
+        ("", None),
+    ],
+)
+def test_command(command: str, path: Path | None) -> None:
+    """The option is found in the notation of `systemctl show`, if it is there."""
+    assert records.textfile_of(command) == path

@@ -294,9 +294,15 @@ class Chaos:
         self._operate(daemon, "restart", 0)
 
     def _attend(self) -> None:
-        """Restart a daemon that mpsd leaves alone for its clients: a resume came between removal and restart."""
+        """Restart a daemon that mpsd leaves alone for its clients.
+
+        Either a resume came between removal and restart; or a restart without a timeout superseded one that had already
+        ended the daemon, and waits for the clients of its server, which mpsd says with this remedy.
+        """
         for name, daemon in self.node.daemons().items():
-            if daemon["state"] == "unresponsive" and not (self.node.pipe_directory(name) / "control").exists():
+            is_cut_off = daemon["state"] == "unresponsive" and not (self.node.pipe_directory(name) / "control").exists()
+            waits = daemon["state"] == "down" and any(server["orphan"] for server in daemon["servers"])
+            if is_cut_off or (waits and "remaining clients after" not in daemon["because"]):
                 self._replace(name)
 
     def freeze_mpsd(self) -> None:

@@ -64,6 +64,8 @@ class Records:
     """Operations that may have begun: mpsd was killed before its answer."""
     desired: dict[str, set[str]] = field(default_factory=dict)
     """By control daemon, the possible desired states: several where an answer was not received."""
+    _ends: set[tuple[int, str]] = field(default_factory=set)
+    """The ends of clients that began while an operator's command was in force: a pid, and the reason."""
     events: dict[int, str] = field(default_factory=dict)
     kills: list[tuple[datetime, str]] = field(default_factory=list)
     """The times at which chaos ended a control daemon, or may have."""
@@ -125,7 +127,10 @@ class Records:
                 daemon = line["because"].partition(":")[0]
                 words = [each for each in (*self.operations.values(), *self.unheard) if each.daemon == daemon]
                 assert LEFT in line["because"], line
-                assert any(each.may_end_at(at) for each in words), f"nobody wanted that: {line}"
+                end = line["pid"], line["because"]
+                # The operation is done when no client is left on its daemon; an end that has begun is finished.
+                assert end in self._ends or any(each.may_end_at(at) for each in words), f"no operator's command: {line}"
+                self._ends.add(end)
 
     def forced(self) -> set[int]:
         """Return the pids of processes that mpsd reports to have signalled."""

@@ -12,7 +12,9 @@ from tests.tools import needed
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 
-BLOCKS: Final = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+BLOCKS: Final = re.findall(
+    r"^```(?!mermaid)(\w+)\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+)
 
 _RUNS: Final = {
     "sh": ("sh", "-eu", "block"),

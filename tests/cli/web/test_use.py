@@ -11,6 +11,7 @@ from mpsd.cli.api import Api
 from mpsd.core.errors import NeverFitsError
 from tests.browser import Browser, Page
 from tests.cli.web.conftest import Web
+from tests.harness import wait_until
 from tests.node import Node
 
 pytestmark = pytest.mark.browser
@@ -261,8 +262,8 @@ def test_left_story(leased: Node, open_page: Open) -> None:
     page.do("location.hash = '#/'")
     page.wait("document.getElementById('story').childElementCount === 0", "the story to be gone")
     page.wait("document.querySelectorAll('#event-list li').length > 5", "the node again")
-    after = page.counters()["nodes"]
-    assert after < before + 20, (before, after)
+    # Chromium frees elements some collections later; those of a leak never go.
+    wait_until(lambda: page.counters()["nodes"] < before + 20, what=f"{before} nodes, as before")
 
 
 class TestOtherSites:

@@ -249,13 +249,16 @@ def test_growth(make_node: Callable[..., Node], open_page: Open) -> None:
     assert page.do("document.querySelectorAll('#event-list li').length") == 200
     assert more_counters["nodes"] < counters["nodes"] * 1.2
     assert more_counters["jsEventListeners"] < counters["jsEventListeners"] * 1.2 + 20
-    assert more_heap < heap * 1.3 + 500_000
+    # The first measurement is of a page whose code is hardly compiled: 1.0 MiB, and 1.4 from 300 leases to 1,500. On a
+    # busy machine, Chromium frees some of it collections later.
+    wait_until(lambda: page.heap() < heap * 1.3 + 500_000, what=f"a heap of about {heap} bytes; it had {more_heap}")
 
 
 def test_left_story(leased: Node, open_page: Open) -> None:
     """The elements of a story do not stay in memory when the user leaves it."""
     page = open_page(leased)
-    page.wait("document.querySelectorAll('#history-list > article').length === 2", "the whole page")
+    for selector, most in (("#history-list > article", 1), ("#lease-table tbody tr", 0), ("#event-list li", 5)):
+        page.wait(f"document.querySelectorAll('{selector}').length > {most}", f"the whole page: {selector}")
     before = page.counters()["nodes"]
     page.do("location.hash = '#/story/gpu0'")
     page.wait("document.querySelectorAll('#story .events li').length > 0", "the story")

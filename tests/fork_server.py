@@ -188,12 +188,15 @@ def _main(program: str) -> Callable[[], None]:
 
 def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     """Become the program, to its end."""
-    main = _main(order.get("program", "mpsd"))
+    program = order.get("program", "mpsd")
+    main = _main(program)
+    if program == "mpsd":
+        os.setsid()  # like a service: at its death, the kernel ends a front-end of it that is stopped (setpgid(2))
     os.environ.clear()
     os.environ.update(order["variables"])
     if fate := order.get("fate"):
         ctypes.CDLL(None).kill_at(ctypes.c_long(fate["kill_at"]), fate["torn"])
-    sys.argv = [order.get("program", "mpsd"), *argv]
+    sys.argv = [program, *argv]
     status = 1
     try:
         main()

@@ -66,7 +66,9 @@ def look_at_store(path: Path) -> Reading[StoreSeen]:
 
 def _is_sqlite(path: Path) -> Reading[bool]:
     try:
-        with path.open("rb") as file:
+        # The owner of its directory could have put a link or a FIFO there since.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor has no path
             begin = file.read(len(_SQLITE))
     except OSError as error:
         return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")

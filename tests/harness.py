@@ -175,31 +175,38 @@ def look_at(pid: int) -> Running | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = rest.split()
-    command = environment = ""
+    command = ""
     with contextlib.suppress(OSError):
         command = _read(f"{folder}/cmdline").replace("\0", " ").strip()
-    with contextlib.suppress(OSError):
-        environment = _read(f"{folder}/environ")
-    pipe_directory = next(
-        (
-            value
-            for variable, _, value in (entry.partition("=") for entry in environment.split("\0"))
-            if variable == "CUDA_MPS_PIPE_DIRECTORY"
-        ),
-        "",
-    )
     return Running(
         pid=pid,
         parent=int(fields[1]),
         start_ticks=int(fields[19]),
         state=fields[0],
         command=command or name.partition("(")[2],
-        pipe_directory=pipe_directory,
+        pipe_directory=_pipe_directory(pid),
     )
 
 
+def below(directory: Path) -> list[Running]:
+    """Return the running processes whose pipe directory is below this directory."""
+    found = [look_at(pid) for pid in pids() if _pipe_directory(pid).startswith(f"{directory}/")]
+    return [process for process in found if process is not None and not process.zombie]
+
+
+def _pipe_directory(pid: int) -> str:
+    """Return the value of CUDA_MPS_PIPE_DIRECTORY in a process's environment; empty where it has or shows none."""
+    environment = ""
+    with contextlib.suppress(OSError):
+        environment = _read(f"/proc/{pid}/environ")
+    _, found, rest = f"\0{environment}".partition("\0CUDA_MPS_PIPE_DIRECTORY=")
+    return rest.partition("\0")[0] if found else ""
+
+
 def _read(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+    """Return a file of /proc."""
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - for each process in most tests: pathlib takes 3 times as long
+        return file.readall().decode("utf-8", errors="surrogateescape")
 
 
 def kill(process: Running) -> None:

@@ -19,7 +19,7 @@ from mpsd.simulator.cuda import Binds
 from mpsd.simulator.devices import set_binds
 from tests.catalogued import check_events
 from tests.fork_server import ForkServer
-from tests.harness import Running, kill, look_at, pids, wait_until
+from tests.harness import below, kill, wait_until
 
 _ROOT = Path(__file__).parent.parent
 
@@ -121,6 +121,12 @@ class Node:
         return [*command, *self.arguments]
 
     @property
+    def is_forked(self) -> bool:
+        """Whether mpsd is forked: variables of the dynamic loader have to be the fork server's own."""
+        loader = {name: value for name, value in self.env.items() if name.startswith("LD_")}
+        return self.fork_server is not None and loader == self.fork_server.loader
+
+    @property
     def configuration(self) -> Path:
         """The file that `config` is written to."""
         return self.root / "mpsd.toml"
@@ -138,8 +144,7 @@ class Node:
         if self.binds is not None:
             set_binds(self.root / "run" / "simulated", self.binds)
         variables = {**os.environ, **self.env}
-        # Variables of the dynamic loader take effect in a new program only.
-        if self.fork_server is not None and not any(name.startswith("LD_") for name in self.env):
+        if self.fork_server is not None and self.is_forked:
             # The process has the interface of Popen.
             self.process = self.fork_server.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
             return
@@ -213,13 +218,10 @@ class Node:
             self.process.kill()
             self.process.wait(timeout=30)
             self.process = None
-        while there := [found for found in map(look_at, pids()) if found is not None and self._is_of(found)]:
+        while there := below(self.root):
             for each in there:  # a process may have started another one meanwhile
                 kill(each)
         check_events(self.log() if self.stderr.exists() else ())
-
-    def _is_of(self, process: Running) -> bool:
-        return process.pipe_directory.startswith(f"{self.root}/") and not process.zombie
 
     def request(
         self, method: str, path: str, body: object = None, *, headers: Mapping[str, str] | None = None
@@ -259,7 +261,7 @@ class Node:
 
     def mpsctl(self, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
         """Run mpsctl against this node."""
-        if self.fork_server is not None and options.keys() <= {"env"}:
+        if self.fork_server is not None and not self.fork_server.loader and options.keys() <= {"env"}:
             return self.fork_server.run_mpsctl(
                 ["--socket", str(self.socket), *arguments], options.get("env", os.environ)
             )

@@ -6,7 +6,6 @@ without a GPU it is busy for its whole life. `server_state` has the answers of a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
 from mpsd.core.mps.commands import TABLE, echo_of, words
@@ -38,16 +37,16 @@ Ask: TypeAlias = Callable[[str, Sequence[str]], list[str]]
 """Asks a server for its answer to a command about itself: the name, and the words after the server's pid."""
 
 
-@dataclass(slots=True)
 class Server:
     """A process that was started as `nvidia-cuda-mps-server`."""
 
-    pid: int
-    uid: int
-    ask: Ask | None = None
-    """None while it is busy."""
-    leaving: bool = False
-    """Whether it exits with its last client, and gets no other."""
+    def __init__(self, pid: int, uid: int) -> None:
+        self.pid = pid
+        self.uid = uid
+        self.ask: Ask | None = None
+        """None while it is busy."""
+        self.leaving = False
+        """Whether it exits with its last client, and gets no other."""
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------------

@@ -5,21 +5,26 @@ Pure.
 
 import math
 import re
-from decimal import Decimal
 
 from mpsd.core.units import GIB, MIB
 
-INTEGER = re.compile(r"[+-]?[0-9]+")
+INTEGER = re.compile(r"(?P<sign>[+-]?)(?P<digits>[0-9]+)")
 _HEXADECIMAL = r"0[xX](?P<hexadecimal>(?:[0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)(?:[pP][+-]?[0-9]+)?)"
 _DECIMAL = r"(?P<decimal>(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
 _FLOAT = re.compile(f"(?P<sign>[+-]?)(?:{_HEXADECIMAL}|{_DECIMAL})")
+
+_ENOUGH = 30
+"""Digits of a number that is larger than each of C's."""
 
 
 def _digits(text: str) -> tuple[int, str]:
     """Return the number at the start of a text, 0 if there is none, and the rest of the text."""
     match = INTEGER.match(text)
-    # Decimal reads it, because Python's int refuses thousands of digits; C saturates to its largest number instead.
-    return (int(Decimal(match.group())), text[match.end() :]) if match else (0, text)
+    if match is None:
+        return 0, text
+    # Python's int refuses thousands of digits; C saturates at its largest number, which has 20.
+    digits = match["digits"].lstrip("0")[:_ENOUGH] or "0"
+    return int(match["sign"] + digits), text[match.end() :]
 
 
 def integer(text: str) -> int:

@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -28,14 +27,14 @@ UCRED: Final = struct.Struct("iII")
 """The layout of SO_PEERCRED: pid, uid, gid. Source: socket(7)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
     """A client that was not passed on yet."""
 
-    connection: socket.socket
-    pid: int
-    uid: int
-    hello: Mapping[str, Any]
+    def __init__(self, connection: socket.socket, pid: int, uid: int, hello: Mapping[str, Any]) -> None:
+        self.connection = connection
+        self.pid = pid
+        self.uid = uid
+        self.hello = hello
 
     @classmethod
     def read(cls, connection: socket.socket) -> Self | None:
@@ -123,16 +122,16 @@ class Link:
         self._connection.close()
 
 
-@dataclass(slots=True)
 class FrontEnd:
     """The one front-end that is being served."""
 
-    connection: socket.socket
-    uid: int
-    text: bytes = b""
-    """Its input that was not answered yet."""
-    awaits: Link | None = None
-    """The server whose answer it waits for."""
+    def __init__(self, connection: socket.socket, uid: int) -> None:
+        self.connection = connection
+        self.uid = uid
+        self.text = b""
+        """Its input that was not answered yet."""
+        self.awaits: Link | None = None
+        """The server whose answer it waits for."""
 
     def print(self, printed: Sequence[str]) -> None:
         """Send these lines to the front-end. Raises ConnectionError."""

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import pytest
 
-from tests.harness import look_at, pids, wait_until
+from tests.harness import below, wait_until
 from tests.node import Node
 from tests.terminals import Terminal
 from tests.tools import needed
@@ -98,12 +98,7 @@ class TestDemo:
             demo.kill()
             demo.communicate(timeout=10)
         assert not root.exists()
-        left = [
-            found
-            for pid in pids()
-            if (found := look_at(pid)) is not None and found.pipe_directory.startswith(str(short_tmp))
-        ]
-        assert left == []
+        assert below(short_tmp) == []
         assert [path.name for path in short_tmp.iterdir()] == ["log"]
 
     @staticmethod
@@ -186,11 +181,7 @@ class TestDemo:
                 terminal.process.kill()
         wait_until(lambda: not socket.exists(), what="the node to end")
         wait_until(
-            lambda: (
-                not [
-                    each for pid in pids() if (each := look_at(pid)) and each.pipe_directory.startswith(f"{short_tmp}")
-                ]
-            ),
+            lambda: not below(short_tmp),
             what="its control daemons to end",
         )
         wait_until(lambda: [path.name for path in short_tmp.iterdir()] == ["home"], what="its files to go")

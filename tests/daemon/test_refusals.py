@@ -12,7 +12,7 @@ import pytest
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import is_running, untouched
-from tests.harness import look_at, pids, remove_tree, wait_until
+from tests.harness import below, remove_tree, wait_until
 from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)
@@ -262,10 +262,7 @@ class TestAnother:
             not_yet=(OSError, http.client.HTTPException),
         )
         assert winner.exited() is None
-        running = [
-            each for each in map(look_at, pids()) if each is not None and each.pipe_directory.startswith(str(one.root))
-        ]
-        assert sorted(each.pid for each in running) == sorted(each["pid"] for each in winner.daemons().values())
+        assert sorted(each.pid for each in below(one.root)) == sorted(each["pid"] for each in winner.daemons().values())
 
     @pytest.mark.parametrize("how", ["-d", "-f"])
     def test_foreign_control_daemon(self, make_node: Start, how: str, control: Path) -> None:

@@ -19,7 +19,7 @@ from mpsd.simulator.client import program
 from mpsd.simulator.devices import VARIABLE
 from tests.fork_server import ForkServer
 from tests.guides.blocks import ROOT
-from tests.harness import kill, look_at, pids, remove_tree, wait_until
+from tests.harness import below, kill, remove_tree, wait_until
 from tests.node import Node
 
 _PROGRAM: Final = f"""
@@ -108,8 +108,8 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
 
 def _end_servers(node: Node) -> None:
     """End the servers of a block's clients, whether mpsd has seen them or not."""
-    for found in filter(None, map(look_at, pids())):
-        if found.pipe_directory.startswith(f"{node.root}/") and found.command.endswith(" server"):
+    for found in below(node.root):
+        if found.command.endswith(" server"):
             kill(found)
     wait_until(
         lambda: not any(daemon["servers"] for daemon in node.daemons().values()),

@@ -8,9 +8,8 @@ mpsd detects unknown commands by that answer, and frames conversations with it (
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import (
     ControlError,
@@ -38,8 +37,7 @@ class Effect(StrEnum):
     CHANGES = "changes"
 
 
-@dataclass(frozen=True, slots=True)
-class CommandRow:
+class CommandRow(NamedTuple):
     """One command of NVIDIA's front-end."""
 
     name: str
@@ -77,8 +75,7 @@ ROWS: Final = (
 TABLE: Final = {row.name: row for row in ROWS}
 
 
-@dataclass(frozen=True, slots=True)
-class Command(Generic[T]):
+class Command(NamedTuple, Generic[T]):
     """One line to the control daemon, and the parser of its answer."""
 
     row: CommandRow

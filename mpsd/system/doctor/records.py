@@ -3,8 +3,11 @@
 import http.client
 import os
 import shlex
+import socket
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
@@ -75,8 +78,13 @@ def _is_sqlite(path: Path) -> Reading[bool]:
     return Known(begin in {b"", _SQLITE})
 
 
-def look_at_listener(settings: Settings, pid: int | None) -> Reading[ListenerSeen | None]:
-    """Read the metrics from the configured address, as Prometheus does; `pid` is that of mpsd, if known."""
+def look_at_listener(
+    settings: Settings, pid: int | None, *, deadline: float = _DEADLINE
+) -> Reading[ListenerSeen | None]:
+    """Read the metrics from the configured address, as Prometheus does.
+
+    `pid` is that of mpsd, if known; `deadline` is in seconds.
+    """
     listen = settings.metrics.listen
     if not listen:
         return Known(None)
@@ -86,20 +94,51 @@ def look_at_listener(settings: Settings, pid: int | None) -> Reading[ListenerSee
     if ip_address(host).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    connection = http.client.HTTPConnection(host, port, timeout=_DEADLINE)
+    late = threading.Event()
+    refused = _try_metrics(host, port, deadline, late)
+    return Known(ListenerSeen(address, f"there is no whole answer after {deadline:g} s" if late.is_set() else refused))
+
+
+def _try_metrics(host: str, port: int, deadline: float, late: threading.Event) -> str:
+    """Read mpsd's metrics; return why that failed, or an empty text. At the deadline, set `late`."""
+    connection = http.client.HTTPConnection(host, port, timeout=deadline)
     try:
-        connection.request("GET", "/metrics")
-        answer = connection.getresponse()
-        text = answer.read(_SOME)
+        connection.connect()
+        connection.sock.settimeout(None)  # the deadline is for all of what follows
+        with _shut_down_after(deadline, connection.sock, late):
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            text = answer.read(_SOME)
     except OSError as error:
-        return Known(ListenerSeen(address, error.strerror or str(error)))
+        return error.strerror or str(error)
     except http.client.HTTPException as error:
-        return Known(ListenerSeen(address, f"the answer is not HTTP ({type(error).__name__})"))
+        return f"the answer is not HTTP ({type(error).__name__})"
     finally:
         connection.close()
     if answer.status != http.client.OK:
-        return Known(ListenerSeen(address, f"the answer has status {answer.status}"))
-    return Known(ListenerSeen(address, "" if b"mpsd_" in text else "the answer is not of mpsd"))
+        return f"the answer has status {answer.status}"
+    return "" if b"mpsd_" in text else "the answer is not of mpsd"
+
+
+@contextmanager
+def _shut_down_after(seconds: float, connection: socket.socket, late: threading.Event) -> Iterator[None]:
+    """Shut a connection down after this time, and set `late`.
+
+    The timeout of a socket applies to each read, and a stranger's program on the port may send a byte at a time.
+    """
+
+    def shut_down() -> None:
+        late.set()
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, shut_down)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _is_in_another_network(pid: int) -> bool:

@@ -87,7 +87,9 @@ def late_client(node: Node, dice: random.Random) -> None:
     """Have the second process of a lease connect after the window of `attach`, and return what it has."""
     threads, memory = dice.randint(1, 100), dice.randint(1, 1024)
     asked = {"threads": threads / 5, "memory": 2 * memory * MIB, "gpu": "0", "processes": 2}
-    lease = node.request("POST", "/v1/leases", asked).json["id"]
+    granted = node.request("POST", "/v1/leases", asked)
+    assert granted.status == 201, granted.body
+    lease = granted.json["id"]
     part = Limits(ActiveThreadPercentage(threads), PinnedDeviceMemLimit(memory))
     with SimulatedClient({**variables(node), **any_environment(dice, part)}) as first:
         event(node, "client_attributed", client=first.hello["pid"])
@@ -113,6 +115,7 @@ def stray(node: Node, dice: random.Random) -> None:
     whole = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 * 1024))
     with SimulatedClient({**variables(node), **any_environment(dice, whole)}) as client:
         assert look_at(client).within(SMALLEST.active_thread_percentage.tenths, MIB)
+    wait_until(lambda: client.hello["pid"] not in clients(node), what="mpsd to see that it has ended")
 
 
 def foreigner(node: Node) -> dict[str, Any]:

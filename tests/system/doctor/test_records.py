@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -100,6 +100,31 @@ def test_listener_of_ipv6() -> None:
     with answering(METRICS, "::1") as port:
         found = records.look_at_listener(listening(f"[::]:{port}"), None)
     assert found == Known(ListenerSeen(f"[::1]:{port}"))
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [(b"", b""), (b"", b"x"), (b"HTTP/1.1 200 OK\r\nX-A: ", b"x"), (b"HTTP/1.1 200 OK\r\n\r\n", b"x")],
+)
+def test_listener_without_end(begin: bytes, more: bytes) -> None:
+    """A program that sends nothing, or a byte now and then, does not hold up doctor."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(ConnectionError):
+                connection.sendall(begin)
+                while not over.wait(0.1):
+                    connection.sendall(more)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = records.look_at_listener(listening(f"127.0.0.1:{port}"), None, deadline=0.5)
+        over.set()
+        thread.join(timeout=30)
+    assert found == Known(ListenerSeen(f"127.0.0.1:{port}", "there is no whole answer after 0.5 s"))
 
 
 def test_no_listener() -> None:

@@ -1,12 +1,14 @@
-"""Starts mpsd and mpsctl by fork, from a process that has imported all of both: a start then takes a tenth of its time.
+"""Starts programs by fork, from a process that has imported all of them: a start then takes a tenth of its time.
 
 A started program is the usual one: a separate process that runs from its command line to its end. Only the imports
 were done before, once. The tests need thousands of starts, and the imports are nine tenths of each. Its parent is the
-fork server: where that matters, and in the tests of the start itself, a test starts the program as users do.
+fork server: where that matters, and in the tests of the start itself, a test starts the program as users do. There are
+two kinds of fork server, since mpsd has nothing of gRPC.
 """
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -19,20 +21,52 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Final, Self
+
+import click
 
 _ROOT = Path(__file__).parent.parent
+
+_PROGRAMS: Final = {
+    "mpsd": {"mpsd": "mpsd.__main__", "mpsctl": "mpsd.cli.main"},
+    "kubernetes": {
+        "mpsd-kubernetes": "mpsd.kubernetes.__main__",
+        "kubelet": "tests.kubernetes.plugin.kubelet_program",
+        "kubelet-dra": "tests.kubernetes.dra.kubelet_program",
+    },
+}
+"""The programs of each kind of fork server, with the modules of their main functions."""
+
+_IMPORTS: Final = {
+    "mpsd": (
+        "uvloop",
+        "mpsd.daemon.http.startup_refusal",
+        "mpsd.daemon.service",
+        "mpsd.simulator.control",
+        "mpsd.simulator.gpus",
+        "mpsd.system.configuration",
+        "mpsd.system.event_loop",
+        *_PROGRAMS["mpsd"].values(),
+    ),
+    "kubernetes": (
+        "mpsd.kubernetes.api_server",
+        "mpsd.kubernetes.dra.service",
+        "mpsd.kubernetes.service",
+        *_PROGRAMS["kubernetes"].values(),
+    ),
+}
+"""The modules that they import when they run, and not before."""
 
 
 class ForkServer:
     """The process that forks."""
 
-    def __init__(self, library: Path | None = None) -> None:
-        """Start it, with this library loaded into it and into each mpsd, if one is given."""
-        preload = {"LD_PRELOAD": str(library)} if library is not None else {}
+    def __init__(self, kind: str, loader: Mapping[str, str]) -> None:
+        """Start one of this kind; `loader` is for the dynamic loader, which reads it only when a program starts."""
+        self.loader = loader
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server"],
-            env={**os.environ, **preload},
+            [sys.executable, "-m", "tests.fork_server", kind],
+            env={**os.environ, **loader},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=_ROOT,
@@ -49,11 +83,18 @@ class ForkServer:
             print(json.dumps(order), file=self._process.stdin, flush=True)
             return int(self._process.stdout.readline())
 
-    def start(self, argv: Sequence[str], log: Path, variables: Mapping[str, str], **fate: int) -> "Child":
-        """Have `mpsd ARGV` started, with this environment, its output appended to a file; `fate` is for `kill_at`."""
-        return Child(
-            self, self.ask(argv=argv, files=(os.devnull, str(log), str(log)), variables=dict(variables), fate=fate)
-        )
+    def start(
+        self,
+        argv: Sequence[str],
+        log: Path,
+        variables: Mapping[str, str],
+        *,
+        program: str = "mpsd",
+        fate: Mapping[str, int] | None = None,
+    ) -> "Child":
+        """Start a program with this environment, its output appended to a file; `fate` is for `kill_at`."""
+        order = {"files": (os.devnull, str(log), str(log)), "variables": dict(variables), "fate": dict(fate or {})}
+        return Child(self, self.ask(program=program, argv=argv, **order))
 
     def run_mpsctl(self, argv: Sequence[str], variables: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
         """Run `mpsctl ARGV` to its end, with this environment and no input."""
@@ -96,7 +137,7 @@ class Child:
     def wait(self, timeout: float) -> int:
         """Wait for its exit status, for this many seconds at most."""
         status = self._look(timeout)
-        assert status is not None, f"mpsd, pid {self.pid}, did not end within {timeout:g} s"
+        assert status is not None, f"process {self.pid} did not end within {timeout:g} s"
         return status
 
     def _look(self, seconds: float) -> int | None:
@@ -178,18 +219,11 @@ def _serve(orders: Iterator[str]) -> None:
         print(answer, flush=True)  # noqa: T201 - it is a program: this is what it says
 
 
-def _main(program: str) -> Callable[[], None]:
-    """Return the main function of a program; the tests themselves need nothing of these modules."""
-    from mpsd.__main__ import main as mpsd  # noqa: PLC0415
-    from mpsd.cli.main import main as mpsctl  # noqa: PLC0415
-
-    return {"mpsd": mpsd, "mpsctl": mpsctl}[program]
-
-
 def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     """Become the program, to its end."""
-    program = order.get("program", "mpsd")
-    main = _main(program)
+    program = order["program"]
+    module = {**_PROGRAMS["mpsd"], **_PROGRAMS["kubernetes"]}[program]
+    main: Callable[[], None] = importlib.import_module(module).main
     if program == "mpsd":
         os.setsid()  # like a service: at its death, the kernel ends a front-end of it that is stopped (setpgid(2))
     os.environ.clear()
@@ -211,10 +245,21 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
         os._exit(status)
 
 
+def _import(kind: str) -> None:
+    """Import everything that the programs of this kind import when they run."""
+    for name in _IMPORTS[kind]:
+        importlib.import_module(name)
+    if kind == "mpsd":
+        mpsctl = importlib.import_module("mpsd.cli.group").mpsctl
+        for command in mpsctl.list_commands(context := click.Context(mpsctl)):
+            mpsctl.get_command(context, command)
+    assert threading.active_count() == 1  # a process with threads must not fork
+
+
 @contextmanager
-def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
-    """Start a fork server, yield it, and end it."""
-    started = ForkServer(library)
+def running_fork_server(kind: str = "mpsd", **loader: str) -> Iterator[ForkServer]:
+    """Start a fork server with these variables of the dynamic loader, yield it, and end it."""
+    started = ForkServer(kind, loader)
     try:
         yield started
     finally:
@@ -222,23 +267,7 @@ def running_fork_server(library: Path | None = None) -> Iterator[ForkServer]:
 
 
 if __name__ == "__main__":
-    # Imports here happen once: everything that a command imports when it runs.
-    import click
-    import uvloop  # noqa: F401
-
-    import mpsd.__main__
-    import mpsd.cli.group
-    import mpsd.cli.main
-    import mpsd.daemon.http.startup_refusal
-    import mpsd.daemon.service
-    import mpsd.simulator.control
-    import mpsd.simulator.gpus
-    import mpsd.system.configuration
-    import mpsd.system.event_loop
-
-    mpsctl = mpsd.cli.group.mpsctl
-    for command in mpsctl.list_commands(context := click.Context(mpsctl)):
-        mpsctl.get_command(context, command)
+    _import(sys.argv[1])
     gc.collect()
     gc.freeze()  # or a collection in each program would copy the pages of all of this
     _serve(iter(sys.stdin.readline, ""))

@@ -12,7 +12,7 @@ from tests import real
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
 from tests.node import Node
-from tests.system.conftest import nvml, nvml_library  # noqa: F401 - fixtures
+from tests.system.conftest import nvml, nvml_fork_server, nvml_library  # noqa: F401 - fixtures
 
 Start = Callable[..., Node]
 """Makes a node that is not started yet; takes the arguments of `Node`."""

@@ -26,6 +26,7 @@ from tests.daemon.gpu.test_compute_mode import (
     written,
 )
 from tests.daemon.helpers import stopped
+from tests.fork_server import ForkServer
 from tests.gate.source import ROOT
 from tests.harness import look_at, wait_until
 from tests.node import Node
@@ -53,11 +54,15 @@ def doctor(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> tuple[i
 
     Other tests run their own control daemons meanwhile, so each test looks only at its own checks and subjects.
     """
-    command = [*before, sys.executable, "-m", "mpsd.cli.main", "doctor", "--root", str(node.root), "-o", "json"]
+    options = ["doctor", "--root", str(node.root), "-o", "json", *arguments]
     environment = {**os.environ, "PATH": f"{_bin(node)}:{os.environ['PATH']}", **node.env}
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment
-    )
+    if before or node.fork_server is None or not node.is_forked:
+        command = [*before, sys.executable, "-m", "mpsd.cli.main", *options]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment
+        )
+    else:
+        done = node.fork_server.run_mpsctl(options, environment)
     assert done.stderr == ""
     answer = json.loads(done.stdout)
     assert answer["ok"] == (done.returncode == 0)
@@ -89,14 +94,19 @@ def one(found: Checks, check: str, about: str = "") -> dict[str, Any]:
 
 @pytest.fixture
 def node(make_node: Start, nvml: FakeNvml) -> Node:
-    """Return a node, not started yet, whose only GPU is the one of the fake NVML."""
+    """Return a node, not started yet, whose only GPU is the one of the fake NVML.
+
+    Its mpsd is started as a program, since doctor knows an mpsd by its command line.
+    """
     nvml.show(*ONE_GPU, CONDITION)
-    return make_node(simulate=None, config=WANTED, env=nvml.variables)
+    return make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=None)
 
 
 @pytest.fixture
-def left(node: Node, nvml: FakeNvml) -> Node:
+def left(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
     """Return a node whose mpsd was killed, so that its GPU was left in exclusive-process."""
+    nvml.show(*ONE_GPU, CONDITION)
+    node = make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=nvml_fork_server)
     node.start()
     node.end(signal.SIGKILL)
     assert nvml.compute_mode(FIRST) == EXCLUSIVE

@@ -33,7 +33,7 @@ def fork_server(private_root: Path) -> Iterator[ForkServer]:
         return
     library = private_root / "kill_at.so"
     subprocess.run([compiler(), "-O1", "-shared", "-fPIC", "-o", library, _HERE / "kill_at.c", "-ldl"], check=True)
-    with running_fork_server(library) as started:
+    with running_fork_server(LD_PRELOAD=str(library)) as started:
         yield started
     library.unlink()
 

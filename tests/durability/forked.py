@@ -20,4 +20,4 @@ class ForkedNode(Node):
         assert self.fork_server is not None
         fate = {"kill_at": self.kill_at, "torn": self.torn} if self.kill_at else {}
         variables = {**os.environ, **self.env}
-        self.process = self.fork_server.start(self.command[3:], self.stderr, variables, **fate)  # type: ignore[assignment]
+        self.process = self.fork_server.start(self.command[3:], self.stderr, variables, fate=fate)  # type: ignore[assignment]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import ForkServer, running_fork_server
 from tests.system.fake_nvml import Child, FakeNvml, build, child
 
 
@@ -14,6 +15,13 @@ def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("nvml")
     build(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def nvml_fork_server(private_root: Path, nvml_library: Path) -> Iterator[ForkServer]:  # noqa: ARG001 - it ends before what is left behind is looked for
+    """Yield a process that forks mpsd where that library is the only one."""
+    with running_fork_server(LD_LIBRARY_PATH=str(nvml_library)) as started:
+        yield started
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from mpsd.core.compute_mode import ComputeMode
 from tests.daemon.conftest import Start
+from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside
@@ -43,10 +44,10 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 
 @pytest.fixture
-def node(make_node: Start, nvml: FakeNvml) -> Node:
+def node(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
     """Return a node, not started yet, whose only GPU is the one of the fake NVML."""
     nvml.show(*ONE_GPU)
-    return make_node(simulate=None, config=WANTED, env=nvml.variables)
+    return make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=nvml_fork_server)
 
 
 def written(node: Node) -> dict[str, str]:

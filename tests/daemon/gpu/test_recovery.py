@@ -6,6 +6,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
+from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
@@ -18,10 +19,10 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 
 @pytest.fixture
-def node(make_node: Start, nvml: FakeNvml) -> Node:
+def node(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
     """Start a node whose only GPU is the one of the fake NVML."""
     nvml.show(*DRIVER, "recovery 0 0")
-    return make_node(simulate=None, config="", env=nvml.variables).start()
+    return make_node(simulate=None, config="", env=nvml.variables, fork_server=nvml_fork_server).start()
 
 
 def is_now(node: Node, health: str, because: str = "") -> dict[str, Any]:

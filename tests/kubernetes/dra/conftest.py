@@ -15,7 +15,7 @@ MakeCluster = Callable[..., DraCluster]
 
 
 @pytest.fixture
-def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeCluster]:
+def make_cluster(short_tmp: Path, fork_server: ForkServer, kubernetes_fork_server: ForkServer) -> Iterator[MakeCluster]:
     """Return a maker of nodes. After the test the nodes and all that they started are ended."""
     made: list[DraCluster] = []
 
@@ -24,7 +24,7 @@ def make_cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[MakeClust
         root.mkdir()
         short_tmp.chmod(0o711)
         node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
-        cluster = DraCluster(node, root / "kubelet", settings=settings or {})
+        cluster = DraCluster(node, root / "kubelet", kubernetes_fork_server, settings=settings or {})
         made.append(cluster)
         node.start()
         return cluster.start() if start else cluster

@@ -166,6 +166,7 @@ def _claim(uid: str, name: str) -> dra.Claim:
     return dra.Claim(namespace="default", uid=uid, name=name)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run until killed."""
     place = Path(sys.argv[1])
     serve_orders(place, ClaimManager(place).order)

@@ -140,13 +140,15 @@ class ClaimChaos(Chaos):
 
 
 @pytest.fixture
-def cluster(short_tmp: Path, fork_server: ForkServer) -> Iterator[WithKubelet]:
+def cluster(short_tmp: Path, fork_server: ForkServer, kubernetes_fork_server: ForkServer) -> Iterator[WithKubelet]:
     """Yield a node with the driver whose kubelet is a process."""
     root = short_tmp / "d"
     root.mkdir()
     short_tmp.chmod(0o711)
     node = Node(root=root, simulate=1, fork_server=fork_server)
-    cluster = WithKubelet(node, root / "kubelet", settings={"WAIT": "4", "CLAIM_DEADLINE": "20"})
+    cluster = WithKubelet(
+        node, root / "kubelet", kubernetes_fork_server, settings={"WAIT": "4", "CLAIM_DEADLINE": "20"}
+    )
     try:
         node.start()
         cluster.start()

@@ -25,14 +25,16 @@ def api_server(tmp_path: Path) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def cluster(fork_server: ForkServer, api_server: ApiServer, short_tmp: Path) -> Iterator[StandIn]:
+def cluster(
+    fork_server: ForkServer, kubernetes_fork_server: ForkServer, api_server: ApiServer, short_tmp: Path
+) -> Iterator[StandIn]:
     """Yield a node with the device plugin."""
     short_tmp.chmod(0o711)
     node = Node(root=short_tmp / "n", simulate=1, fork_server=fork_server)
     node.root.mkdir()
     node.start()
     settings = {"API_SERVER": api_server.url, "SERVICE_ACCOUNT": str(api_server.folder), "NODE": NODE}
-    made = StandIn(node, short_tmp / "kubelet", settings={**settings, "REPORT_INTERVAL": "0.5"})
+    made = StandIn(node, short_tmp / "kubelet", kubernetes_fork_server, settings={**settings, "REPORT_INTERVAL": "0.5"})
     try:
         yield made.start()
     finally:

@@ -1,9 +1,7 @@
 """A node with the driver whose stand-in for kubelet is a separate process, so that it can be killed at any moment."""
 
-import subprocess
-import sys
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mpsd.kubernetes.protocol import dra_pb2 as dra
@@ -25,14 +23,9 @@ class WithKubelet(DraCluster):
         """Start kubelet, which deletes the slices of its node, and knows the existing pods from the API server."""
         super().start_kubelet()
         (self.root / "orders.sock").unlink(missing_ok=True)
-        with (self.root / "kubelet.log").open("ab") as log:
-            self.kubelet = subprocess.Popen(
-                [sys.executable, "-m", "tests.kubernetes.dra.kubelet_program", str(self.root)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=Path(__file__).parents[3],
-            )
+        self.kubelet = self.fork_server.start(
+            [str(self.root)], self.root / "kubelet.log", os.environ, program="kubelet-dra"
+        )
         wait_until(self._knows_its_pods, what="kubelet to listen", deadline=20, not_yet=(OSError,))
 
     def _knows_its_pods(self) -> bool:

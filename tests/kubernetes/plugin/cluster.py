@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any, Final, Protocol
 import pytest
 
 from tests.control_groups import mounted
+from tests.fork_server import Child, ForkServer
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -163,10 +163,12 @@ class StandIn:
 
     node: Node
     root: Path
+    fork_server: ForkServer
+    """The one of kind `kubernetes`."""
     release: str = "1.36"
     settings: Mapping[str, str] = field(default_factory=dict)
-    kubelet: "subprocess.Popen[bytes] | None" = None
-    plugin: "subprocess.Popen[bytes] | None" = None
+    kubelet: Child | None = None
+    plugin: Child | None = None
     pods: dict[str, StandInPod] = field(default_factory=dict)
     top: Path = field(init=False)
 
@@ -189,14 +191,9 @@ class StandIn:
         """Start kubelet; it empties its directory except for its checkpoint."""
         self.root.mkdir(exist_ok=True)
         (self.root / "orders.sock").unlink(missing_ok=True)
-        with (self.root / "kubelet.log").open("ab") as log:
-            self.kubelet = subprocess.Popen(
-                [sys.executable, "-m", "tests.kubernetes.plugin.kubelet_program", str(self.root), self.release],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=Path(__file__).parents[3],
-            )
+        self.kubelet = self.fork_server.start(
+            [str(self.root), self.release], self.root / "kubelet.log", os.environ, program="kubelet"
+        )
         wait_until(self._knows_its_pods, what="kubelet to listen", deadline=20, not_yet=(OSError,))
 
     def _knows_its_pods(self) -> bool:
@@ -206,15 +203,12 @@ class StandIn:
     def start_plugin(self, *arguments: str) -> None:
         """Start the plugin, without waiting."""
         self.root.mkdir(exist_ok=True)
-        with (self.root / "plugin.log").open("ab") as log:
-            self.plugin = subprocess.Popen(
-                [sys.executable, "-m", "mpsd.kubernetes", *self.options, *arguments],
-                env={**os.environ, **self.variables()},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=Path(__file__).parents[3],
-            )
+        self.plugin = self.fork_server.start(
+            [*self.options, *arguments],
+            self.root / "plugin.log",
+            {**os.environ, **self.variables()},
+            program="mpsd-kubernetes",
+        )
 
     @property
     def options(self) -> list[str]:
@@ -253,7 +247,7 @@ class StandIn:
         """Kill kubelet or the plugin."""
         process = getattr(self, which)
         process.kill()
-        process.wait()
+        process.wait(30)
         setattr(self, which, None)
 
     def close(self) -> None:
@@ -264,7 +258,7 @@ class StandIn:
         for process in (self.plugin, self.kubelet):
             if process is not None:
                 process.kill()
-                process.wait()
+                process.wait(30)
         self.remove(self.top)
 
     def stop_plugin(self) -> None:

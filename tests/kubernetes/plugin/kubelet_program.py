@@ -327,7 +327,3 @@ def _serving(manager: DeviceManager, directory: Path) -> Iterator[grpc.Server]:
     pods.mkdir(exist_ok=True)
     yield wire.serve(pods / "kubelet.sock", {wire.LIST_PODS: manager.list_pods}, 2)
     yield wire.serve(manager.directory / "kubelet.sock", {wire.REGISTER: manager.register}, 2)
-
-
-if __name__ == "__main__":
-    main()

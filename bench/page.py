@@ -2,17 +2,20 @@
 
 Each measurement opens a new tab of Debian's Chromium, with a simulated node of 8 GPUs and a lease on each. With `--soak
 SECONDS`, one tab stays open for that time while leases begin and end: its memory is measured at the same state of the
-node at the start, ten times in between, and at the end, each time after a garbage collection.
+node at the start, ten times in between, and at the end, each time after a garbage collection. The objects that the heap
+has more of at the end than after the first tenth are printed by what they are.
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -38,6 +41,8 @@ _FILL: Final = 260
 _CHANGE: Final = 5.0
 """Seconds between two changes of the leases."""
 _READINGS: Final = 10
+_KINDS: Final = 20
+"""Kinds of objects whose growth is printed."""
 _VIEWS: Final = ("#/?by=user", "#/story/gpu0", "#/?by=label:team&filter=soak", "#/?by=name&ended=", "#/")
 """The views that the tab shows in turn."""
 
@@ -118,6 +123,8 @@ class _Reading(NamedTuple):
 def _soak(browser: Browser, node: Node, seconds: float) -> None:
     """Keep one tab open, and print what it takes at the start, in between and at the end."""
     with _opened(browser, node) as (page, server), Api(str(node.socket)) as api:
+        for domain in ("Network", "Accessibility", "DOM"):
+            page.call(f"{domain}.disable")  # they keep objects for the protocol, which no user's browser has
         page.do(_SHOWN)
         for number in range(_FILL):
             api.release(_admit(api, number))
@@ -128,6 +135,7 @@ def _soak(browser: Browser, node: Node, seconds: float) -> None:
         changes, views, lease = 0, cycle(_VIEWS), ""
         readings = [_read(browser, page, server, start)]
         print(f"start, after {_FILL} leases: {readings[0]}", flush=True)
+        early = Counter[str]()
         while (now := time.monotonic() - start) < seconds:
             if now >= seconds * len(readings) / _READINGS:
                 if lease:
@@ -135,6 +143,7 @@ def _soak(browser: Browser, node: Node, seconds: float) -> None:
                     lease = ""
                 readings.append(_read(browser, page, server, start))
                 print(f"{readings[-1].at:.0f} s: {readings[-1]}", flush=True)
+                early = early or _objects(page)  # the caches are full by now
                 page.do(f"void (location.hash = '{next(views)}')")
             if lease:
                 api.release(lease)
@@ -147,13 +156,24 @@ def _soak(browser: Browser, node: Node, seconds: float) -> None:
             api.release(lease)
         readings.append(_read(browser, page, server, start))
         complaints = page.complaints()
+        growth = _objects(page)
+        growth.subtract(early)
+    _report(readings, growth)
+    print(f"{changes} changes; errors and warnings of the browser: {len(complaints)}")
+
+
+def _report(readings: Sequence[_Reading], growth: Counter[str]) -> None:
+    """Print how the last reading differs from the first, and how the heap has grown since the second."""
     first, last = readings[0], readings[-1]
     passed = last.at - first.at
-    print(f"end, after {passed:.0f} s and {changes} changes: {last}")
+    print(f"end, after {passed:.0f} s: {last}")
     print(f"heap: {100 * (last.heap / first.heap - 1):+.1f} %, nodes: {last.nodes - first.nodes:+d}", end=", ")
-    print(f"listeners: {last.listeners - first.listeners:+d}; errors and warnings of the browser: {len(complaints)}")
+    print(f"listeners: {last.listeners - first.listeners:+d}")
     shares = [100 * (last[place] - first[place]) / passed for place in (-2, -1)]
     print(f"processor time: {shares[0]:.1f} % of a core for Chromium, {shares[1]:.1f} % for mpsctl web")
+    print(f"since {readings[1].at:.0f} s, the heap has more of, in KiB:")
+    for what, size in growth.most_common(_KINDS):
+        print(f"{size / 1024:8.1f} {what}")
 
 
 def _admit(api: Api, number: int) -> str:
@@ -178,6 +198,27 @@ def _read(browser: Browser, page: Page, server: int, start: float) -> _Reading:
     own = sum(psutil.Process(server).cpu_times()[:2])
     at = time.monotonic() - start
     return _Reading(at, page.heap(), found["nodes"], found["jsEventListeners"], sum(used), own)
+
+
+def _objects(page: Page) -> Counter[str]:
+    """Return the bytes of the objects in the heap, by their kind and name.
+
+    See `v8::HeapProfiler` for the snapshot: nodes are a flat list of numbers, whose fields and texts the head names.
+    """
+    chunk = "HeapProfiler.addHeapSnapshotChunk"
+    earlier = len(page.events(chunk))
+    page.call("HeapProfiler.takeHeapSnapshot", reportProgress=False)
+    snapshot = json.loads("".join(each["chunk"] for each in page.events(chunk)[earlier:]))
+    meta, nodes, texts = snapshot["snapshot"]["meta"], snapshot["nodes"], snapshot["strings"]
+    fields, kinds = meta["node_fields"], meta["node_types"][0]
+    sizes = Counter[str]()
+    for at in range(0, len(nodes), len(fields)):
+        node = dict(zip(fields, nodes[at : at + len(fields)], strict=True))
+        kind = kinds[node["type"]]
+        # The texts of strings and numbers are content, not names.
+        name = "" if kind in {"string", "concatenated string", "sliced string", "number"} else texts[node["name"]][:60]
+        sizes[f"{kind} {name}"] += node["self_size"]
+    return sizes
 
 
 if __name__ == "__main__":

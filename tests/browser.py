@@ -182,6 +182,12 @@ class Page:
         """Open an address, as if the user typed it."""
         self.call("Page.navigate", url=url)
 
+    def reload(self) -> None:
+        """Load the page again, and wait until the old one is gone."""
+        self.do("window.isOld = true")
+        self.call("Page.reload")
+        self.wait("!window.isOld", "the page to load again")
+
     def close(self) -> None:
         """Close the tab."""
         self._browser.call("Target.closeTarget", targetId=self._target)
@@ -202,7 +208,7 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, script: str, what: str, *, deadline: float = 15.0) -> None:
+    def wait(self, script: str, what: str, *, deadline: float = 30.0) -> None:
         """Wait until a JavaScript expression is truthy."""
         wait_until(
             lambda: self.do(f"!!({script})"), what=f"{what}; {script}", deadline=deadline, not_yet=(AssertionError,)

@@ -122,9 +122,9 @@ class Node:
 
     @property
     def is_forked(self) -> bool:
-        """Whether mpsd is forked: variables of the dynamic loader have to be the fork server's own."""
+        """Whether mpsd is forked: the variables of the dynamic loader have to be the fork server's own."""
         loader = {name: value for name, value in self.env.items() if name.startswith("LD_")}
-        return self.fork_server is not None and loader == self.fork_server.loader
+        return self.fork_server is not None and loader.items() <= self.fork_server.loader.items()
 
     @property
     def configuration(self) -> Path:

@@ -186,7 +186,7 @@ def test_address(used: Node, open_page: Callable[..., Page]) -> None:
     """The grouping is in the address: it survives a reload, and Back from a story."""
     page = open_page(used)
     choose(page, "label:team")
-    page.call("Page.reload")
+    page.reload()
     page.wait(
         "document.querySelector('#history-totals caption').textContent === 'Totals of the last day by team'",
         "the grouping of the address",

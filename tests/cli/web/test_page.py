@@ -215,7 +215,7 @@ class TestContent:
         page.type("ning")
         assert [each["Name"] for each in rows(page, "lease")] == ["training"]
         assert page.do("location.hash") == "#/?filter=ning&sort=Threads&down="
-        page.call("Page.reload")
+        page.reload()
         page.wait("document.querySelectorAll('#lease-table tbody a').length === 1", "the same view")
         assert page.do("document.getElementById('filter').value") == "ning"
 

@@ -280,7 +280,7 @@ class TestOtherSites:
         page = browser.page(f"http://localhost:{evil.port}/style.css")  # another origin, whose server exists
         page.wait("location.port !== ''", "the other origin")
         page.call("Page.setBypassCSP", enabled=True)
-        page.call("Page.reload")
+        page.reload()
         page.wait("document.readyState === 'complete'", "the other origin")
         target = victim.origin
         assert page.do("location.origin") != target

@@ -10,9 +10,9 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Module:
-    """One Python file."""
+    """One Python file; it is equal to nothing else, so that results about it can be cached."""
 
     path: str
     """Relative to the root of the tree, such as mpsd/core/units.py."""
@@ -53,20 +53,38 @@ def _parsed(path: Path) -> Module:
     return Module(f"{path.relative_to(ROOT)}", text, ast.parse(text, str(path)))
 
 
-def imports(module: Module) -> Iterator[Import]:
-    """Yield every import of a module, at any place in it."""
+@cache
+def nodes(module: Module) -> tuple[ast.AST, ...]:
+    """Return every node of a module."""
+    return tuple(ast.walk(module.tree))
+
+
+@cache
+def imports(module: Module) -> tuple[Import, ...]:
+    """Return every import of a module, at any place in it."""
     inside = {
         id(node)
-        for function in ast.walk(module.tree)
+        for function in nodes(module)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
+        for node in _imports_below(function)
     }
-    for node in ast.walk(module.tree):
+    found = list[Import]()
+    for node in nodes(module):
         at_start = id(node) not in inside
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name, None, at_start) for alias in node.names)
+            found += [Import(node.lineno, alias.name, None, at_start) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (Import(node.lineno, node.module or "", alias.name, at_start) for alias in node.names)
+            found += [Import(node.lineno, node.module or "", alias.name, at_start) for alias in node.names]
+    return tuple(found)
+
+
+def _imports_below(block: ast.AST) -> Iterator[ast.AST]:
+    """Yield the imports among the statements of a block; an expression has none."""
+    for each in ast.iter_child_nodes(block):
+        if isinstance(each, ast.Import | ast.ImportFrom):
+            yield each
+        elif not isinstance(each, ast.expr):
+            yield from _imports_below(each)
 
 
 def dotted(node: ast.AST) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
 from mpsd.daemon.record.log import EventName
 from tests.catalogued import wrong_facts
-from tests.gate.source import modules
+from tests.gate.source import modules, nodes
 
 LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "defect": "error", "change": "info"}
 """The level of an event by the called method; `GroupCommit.change` logs the events of leases."""
@@ -31,7 +31,7 @@ def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
     for module in modules("mpsd/daemon"):
         if module.path.startswith(f"{NOT_LOGGED}log"):
             continue
-        for node in ast.walk(module.tree):
+        for node in nodes(module):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
             method = node.func.attr if isinstance(node.func, ast.Attribute) else ""

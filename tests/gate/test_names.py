@@ -9,7 +9,7 @@ import pytest
 
 from mpsd.core.errors import catalogue
 from mpsd.daemon.record.log import EventName
-from tests.gate.source import Module, modules
+from tests.gate.source import Module, modules, nodes
 
 INSTEAD_OF: Final = {
     "access, pipe access, or path": ("way", "ways", "reach"),
@@ -46,7 +46,7 @@ def words(name: str) -> Iterator[str]:
 def names(module: Module) -> Iterator[tuple[int, str]]:
     """Yield each name that a module defines, with its line."""
     yield 1, module.name.rpartition(".")[2]
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield node.lineno, name

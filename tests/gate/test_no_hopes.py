@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from tests.gate.source import Module, dotted, imports, modules
+from tests.gate.source import Module, dotted, imports, modules, nodes
 
 MAY_SLEEP: Final = {
     "tests/harness.py": "between two looks at a condition",
@@ -24,7 +24,7 @@ def sleeps(module: Module) -> Iterator[str]:
     """Yield each call of a sleep in a module, under any imported name."""
     names = {"time.sleep", "asyncio.sleep"}
     names |= {"sleep" for each in imports(module) if each.module in {"time", "asyncio"} and each.name == "sleep"}
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         if isinstance(node, ast.Call) and dotted(node.func) in names and not _yields(node):
             yield f"{module.path}:{node.lineno}"
 
@@ -39,14 +39,14 @@ def mocks(module: Module) -> Iterator[str]:
     for each in imports(module):
         if f"{each.module}.{each.name}".startswith(("unittest.mock", "mock.", "pytest_mock.")):
             yield f"{module.path}:{each.line}"
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         if isinstance(node, ast.Call) and dotted(node.func).endswith(("monkeypatch.setattr", "monkeypatch.delattr")):
             yield f"{module.path}:{node.lineno}"
 
 
 def swallows(module: Module) -> Iterator[str]:
     """Yield each handler in a module that catches every error."""
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             if any(each is None or dotted(each) in {"Exception", "BaseException"} for each in caught):

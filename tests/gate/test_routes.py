@@ -12,7 +12,7 @@ from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.routes import ROUTES, Handlers
 from mpsd.daemon.api.table import Route
-from tests.gate.source import modules
+from tests.gate.source import modules, nodes
 
 TABLE: Final = "mpsd/daemon/api/routes.py"
 
@@ -73,7 +73,7 @@ def test_no_path_stands_elsewhere() -> None:
         f"{module.path}:{node.lineno}: {node.value}"
         for module in modules("mpsd/daemon")
         if module.path not in {TABLE, ENDPOINT}
-        for node in ast.walk(module.tree)
+        for node in nodes(module)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and PATH.fullmatch(node.value)
     ]
     assert not found, "\n".join(found)

@@ -12,7 +12,7 @@ import pytest
 
 from mpsd.cli.group import mpsctl
 from mpsd.core.settings import rows
-from tests.gate.source import ROOT, imports, modules
+from tests.gate.source import ROOT, imports, modules, nodes
 
 DOCUMENTS: Final = (
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -96,7 +96,7 @@ def _members() -> dict[str, set[str]]:
     for module in modules("mpsd"):
         if module.path.endswith("__init__.py"):
             continue
-        for node in ast.walk(module.tree):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef | ast.Module):
                 owner = node.name if isinstance(node, ast.ClassDef) else module.name.rpartition(".")[2]
                 found.setdefault(owner, set()).update(_defined(node.body))

@@ -7,7 +7,7 @@ from http import HTTPStatus
 import pytest
 
 from mpsd.core.errors import MpsdError, catalogue
-from tests.gate.source import modules
+from tests.gate.source import modules, nodes
 
 EXIT_CODES = {1, 2, 65, 69, 75, 77, 78}
 """The exit codes of mpsd's programs for errors, by the contract."""
@@ -64,7 +64,7 @@ def test_the_catalogue_is_one_file() -> None:
         f"{module.path}:{node.lineno}: {node.name}"
         for module in modules("mpsd")
         if module.path != "mpsd/core/errors.py"
-        for node in ast.walk(module.tree)
+        for node in nodes(module)
         if isinstance(node, ast.ClassDef)
         if {base.id for base in node.bases if isinstance(base, ast.Name)} & (names | {"MpsdError"})
     ]
@@ -76,7 +76,7 @@ def test_nobody_returns_a_third_truth() -> None:
     tri_state = [
         f"{module.path}:{node.lineno}: {node.name}"
         for module in modules("mpsd")
-        for node in ast.walk(module.tree)
+        for node in nodes(module)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None
         if ast.unparse(node.returns) in {"bool | None", "None | bool", "Optional[bool]"}
     ]

@@ -19,7 +19,7 @@ from mpsd.__main__ import cli as mpsd
 from mpsd.cli.group import mpsctl
 from mpsd.core.errors import MpsdError, catalogue
 from mpsd.core.settings import quota_rows, rows
-from tests.gate.source import ROOT, Module, dotted, modules
+from tests.gate.source import ROOT, Module, dotted, modules, nodes
 
 Check = Callable[[str], Iterator[str]]
 """Yields the faults of a text."""
@@ -229,7 +229,7 @@ def _docstrings() -> Iterator[tuple[str, str, Check]]:
 
 def _remarks(module: Module) -> Iterator[tuple[int, str]]:
     """Yield the docstrings and comments of a module with their lines; adjacent comments are one text."""
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value
     begin, comment = 0, ""
@@ -250,9 +250,9 @@ _RAISED: Final = {error.__name__ for error in catalogue()} | {MpsdError.__name__
 def _code() -> Iterator[tuple[str, str, Check]]:
     """Yield each text of the code except for docstrings; the details of errors are checked as such."""
     for module in modules("mpsd"):
-        details = {id(each) for call in ast.walk(module.tree) for each in _details(call)}
+        details = {id(each) for call in nodes(module) for each in _details(call)}
         silent = set(_silent(module.tree))
-        for node in ast.walk(module.tree):
+        for node in nodes(module):
             text = _text(node)
             if " " in text and id(node) not in silent:
                 check = _detail if id(node) in details else _words

@@ -4,18 +4,18 @@ import ast
 from collections.abc import Iterator
 from typing import TypeGuard
 
-from tests.gate.source import Module, dotted, modules
+from tests.gate.source import Module, dotted, modules, nodes
 
 
 def writers(module: Module) -> Iterator[str]:
     """Yield each place outside `__init__` that assigns to an attribute called `_state`, in any form."""
     initial = {
         id(node)
-        for function in ast.walk(module.tree)
+        for function in nodes(module)
         if isinstance(function, ast.FunctionDef) and function.name == "__init__"
         for node in ast.walk(function)
     }
-    for node in ast.walk(module.tree):
+    for node in nodes(module):
         if id(node) not in initial and (assigned(node) or set_by_name(node)):
             yield f"{module.path}:{node.lineno}"
 

@@ -133,6 +133,8 @@ class Top(App[None]):
         else:
             self.call_from_thread(self._show, taken)
         finally:
+            if not self.is_running:
+                self._api.close()  # it was closed at the end, and this query has opened it again
             self._asking.release()
 
     def _fail(self, error: MpsdError) -> None:

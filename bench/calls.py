@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -64,7 +65,7 @@ class Caller:
 
 
 def measure(root: Path, counting: Counting, *, verbose: bool) -> None:
-    """Count for some pairs, print the result, and end this process: mpsd has the main thread."""
+    """Count for some pairs, print the result, and end mpsd, which has the main thread."""
     path = root / "run" / "mpsd.sock"
     while not path.exists():
         time.sleep(0.05)
@@ -82,8 +83,7 @@ def measure(root: Path, counting: Counting, *, verbose: bool) -> None:
         for name, count in counting.calls.most_common():
             print(f"{count / PAIRS:8.2f}  {name}")
     sys.stdout.flush()
-    shutil.rmtree(root, ignore_errors=True)
-    os._exit(0)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
@@ -95,10 +95,13 @@ def main() -> None:
     threading.Thread(target=measure, args=(root, counting), kwargs={"verbose": verbose}, daemon=True).start()
     from mpsd.__main__ import main as run_mpsd  # noqa: PLC0415 - what is imported before is not counted
 
-    sys.argv = ["mpsd", "run", "--root", str(root), "--simulate", "2"]
+    sys.argv = ["mpsd", "run", "--root", str(root), "--simulate", "2", "--stop-daemons-on-exit"]
     sys.stderr = (root / "mpsd.log").open("w")
     sys.setprofile(counting)
-    run_mpsd()
+    try:
+        run_mpsd()
+    finally:
+        shutil.rmtree(root)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def test_follows_the_node(node: Node) -> None:
         await until(pilot, lambda: names(pilot) == ["training"])
         (row,) = rows(pilot)
         assert [row[2], row[3], row[6], row[7]] == ["0", "20%", "4GiB", granted["id"]]
-        assert "██░░░░░░░░ 20%" in text(pilot, "gpus")
+        # GPUs and leases are two answers: the lease may have been granted between them.
+        await until(pilot, lambda: "██░░░░░░░░ 20%" in text(pilot, "gpus"))
         await asyncio.to_thread(node.request, "DELETE", f"/v1/leases/{granted['id']}")
         await until(pilot, lambda: rows(pilot) == [])
 

@@ -1,6 +1,6 @@
 """The result of a command to a control daemon: the lines to print and to log, and the effect. Pure.
 
-The simulator has no dataclasses: to import and make them would take half of the time in which a control daemon starts.
+The simulator has no dataclasses: with them, a control daemon takes a third longer to start.
 """
 
 from typing import NamedTuple

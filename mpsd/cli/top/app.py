@@ -133,9 +133,13 @@ class Top(App[None]):
         else:
             self.call_from_thread(self._show, taken)
         finally:
-            if not self.is_running:
-                self._api.close()  # it was closed at the end, and this query has opened it again
-            self._asking.release()
+            self._answered()
+
+    def _answered(self) -> None:
+        """Let the next request begin; at the end of the program there is none, and the connection is closed."""
+        if not self.is_running:
+            self._api.close()  # the request may have opened it again
+        self._asking.release()
 
     def _fail(self, error: MpsdError) -> None:
         """Show why there is no answer; the old content stays, and the next interval tries again."""
@@ -255,13 +259,15 @@ class Top(App[None]):
             self.run_worker(partial(self._act, done, act), thread=True)
 
     def _act(self, done: str, act: Callable[[], object]) -> None:
-        with self._asking:  # a connection carries one request at a time
-            try:
-                act()
-            except MpsdError as error:
-                said, severity = f"{plain(error.detail)}: {plain(error.hint or '')}", "error"
-            else:
-                said, severity = done, "information"
+        self._asking.acquire()  # a connection carries one request at a time
+        try:
+            act()
+        except MpsdError as error:
+            said, severity = f"{plain(error.detail)}: {plain(error.hint or '')}", "error"
+        else:
+            said, severity = done, "information"
+        finally:
+            self._answered()
         self.call_from_thread(self.notify, said, severity=severity, markup=False)
         self.call_from_thread(self.look)
 

@@ -1,6 +1,6 @@
 """A stand-in for kubelet's manager of claims, as a process that can be killed: kubelet's calls to drivers.
 
-Run it as `python -m tests.kubernetes.dra.kubelet_program DIRECTORY`. It answers orders, a line of JSON each, on
+A fork server runs it, with the argument DIRECTORY. It answers orders, a line of JSON each, on
 `orders.sock` in the directory, and keeps kubelet's `dra_manager_state` there. The model follows kubelet's source:
 
 - the checkpoint has a claim with its pod before the driver is called for it, and its devices after the answer

@@ -1,6 +1,6 @@
 """A stand-in for kubelet's device manager, as a process: the calls of kubelets 1.20 and 1.36 to device plugins.
 
-Run it as `python -m tests.kubernetes.plugin.kubelet_program DIRECTORY RELEASE`. It has kubelet's sockets,
+A fork server runs it, with the arguments DIRECTORY and RELEASE. It has kubelet's sockets,
 `device-plugins` and `pod-resources`, below the directory, and answers orders, a line of JSON each, on `orders.sock`
 there. The model follows observations of a real kubelet, or its source:
 

@@ -36,6 +36,7 @@ class SimulatedGpus:
             for index in range(count)
         )
         self._directory = directory
+        self._faults = None if directory is None else directory / FAULTS
         self._modes: dict[str, ComputeMode] = {}
         """The modes by UUID, where there is no directory."""
         self._seen = len(self._reported())
@@ -81,9 +82,9 @@ class SimulatedGpus:
         return Known(())
 
     def _reported(self) -> list[GpuFault]:
-        if self._directory is None or not (self._directory / FAULTS).exists():
+        if self._faults is None or not self._faults.exists():
             return []
-        lines = (self._directory / FAULTS).read_text(encoding="utf-8").splitlines()
+        lines = self._faults.read_text(encoding="utf-8").splitlines()
         return [GpuFault(uuid, int(xid)) for uuid, xid in map(str.split, lines)]
 
     def close(self) -> None:

@@ -211,7 +211,7 @@ class Database:
     def _attempt(self, statements: Iterable[Statement]) -> None:
         cursor = self._cursor
         self._commits += 1
-        if isinstance(statements, Sequence) and len(statements) == 1:
+        if isinstance(statements, list) and len(statements) == 1:
             cursor.execute(*statements[0])  # a single statement is its own transaction
             return
         cursor.execute("BEGIN IMMEDIATE")

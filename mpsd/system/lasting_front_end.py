@@ -7,7 +7,7 @@ front-end, and a command that was not sent never will be: the input of its front
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -61,7 +61,7 @@ class LastingFrontEnd:
         *,
         env: Mapping[str, str],
         answer: Path,
-        allowed: Collection[Capability] | None,
+        allowed: frozenset[Capability] | None,
     ) -> "LastingFrontEnd":
         """Start a front-end, which waits for its input. Raises OSError where it cannot be started."""
         sink = os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

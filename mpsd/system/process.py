@@ -11,7 +11,7 @@ import select
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -249,7 +249,7 @@ def spawn(
     stdout: int = subprocess.DEVNULL,
     stderr: int = subprocess.STDOUT,
     new_session: bool = False,
-    allowed: Collection[Capability] | None = None,
+    allowed: frozenset[Capability] | None = None,
 ) -> Process:
     """Start a program with exactly this environment, and watch it. Raises OSError when it cannot be started.
 
@@ -286,7 +286,7 @@ async def run(
     env: Mapping[str, str],
     stdin: bytes,
     seconds: float,
-    allowed: Collection[Capability] | None = None,
+    allowed: frozenset[Capability] | None = None,
 ) -> Finished:
     """Run a program to its end within a deadline, and return its output; kill and reap it when it exceeds the deadline.
 

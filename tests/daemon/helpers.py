@@ -133,10 +133,12 @@ def with_pid(pid: int, *command: str, env: Mapping[str, str] | None = None) -> "
     if not os.access(_LAST_PID, os.W_OK):
         lacking(f"{_LAST_PID} cannot be written here")
     for _ in range(100):
+        last = _LAST_PID.read_text(encoding="ascii")
         _LAST_PID.write_text(f"{pid - 1}", encoding="ascii")
         started = subprocess.Popen(
             [*WAITS, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, bufsize=0
         )
+        _LAST_PID.write_text(last, encoding="ascii")  # the following pids may be those that other tests wait for
         if started.pid == pid:
             return started
         started.communicate()

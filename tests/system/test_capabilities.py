@@ -11,18 +11,24 @@ from tests.daemon.caller import needs_root
 
 START: Final = """
 import os, sys
-from mpsd.core.capabilities import DAEMON
+from mpsd.core.capabilities import DAEMON, FRONT_END
 from mpsd.system import process
-out = os.memfd_create("out")
+def sets(status):
+    return [line for line in status.splitlines() if line.startswith("Cap")]
+def sets_of_a_program(allowed):
+    out = os.memfd_create("out")
+    started = process.spawn(["cat", "/proc/self/status"], env={"PATH": "/usr/bin:/bin"}, stdout=out, allowed=allowed)
+    assert started._child.wait() == 0
+    return sets(os.pread(out, 65536, 0).decode())
 before = open("/proc/self/status").read()
-started = process.spawn(["cat", "/proc/self/status"], env={"PATH": "/usr/bin:/bin"}, stdout=out, allowed=DAEMON)
-assert started._child.wait() == 0
-sets = [line for line in os.pread(out, 65536, 0).decode().splitlines() if line.startswith("Cap")]
-after = open("/proc/self/status").read()
-assert [l for l in before.splitlines() if l[:3] == "Cap"] == [l for l in after.splitlines() if l[:3] == "Cap"]
-print(*sets, sep="\\n")
+front_end, daemon, again = (sets_of_a_program(each) for each in (FRONT_END, DAEMON, DAEMON))
+assert again == daemon
+assert "CapBnd:\\t0000000000000000" in front_end or front_end == daemon, front_end
+assert sets(before) == sets(open("/proc/self/status").read())
+print(*daemon, sep="\\n")
 """
-"""Starts a program with the capabilities of a control daemon, and prints the program's sets."""
+"""Starts a front-end and two control daemons, checks the sets that these programs and mpsd have, and prints those of a
+control daemon."""
 
 LISTED: Final = sum(1 << each for each in DAEMON)
 

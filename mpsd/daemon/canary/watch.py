@@ -6,13 +6,13 @@ lease and no client is left.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
 from mpsd.core.lifecycle import ANSWERED, State
-from mpsd.core.model import Daemon, Known, ProcessIdentity
+from mpsd.core.model import Daemon, Known, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import (
@@ -122,9 +122,8 @@ class ServerWatch:
         try:
             while True:
                 await asyncio.sleep(clock.until_next(_TICK))
-                daemon = self._supervisor.snapshot()
-                self._look(daemon)
-                if (suspicion := self._due(daemon.state)) is not None:
+                self._look()
+                if (suspicion := self._due(self._supervisor.state)) is not None:
                     await self.examine(suspicion)
         finally:
             if self._examining is not None:
@@ -140,15 +139,15 @@ class ServerWatch:
             return Suspicion(Cause.WEDGED, f"{found} before")
         return self._suspicions.due(now)
 
-    def _look(self, daemon: Daemon) -> None:
-        identity = daemon.process.identity if daemon.process is not None else None
-        server = _server_of(daemon)
+    def _look(self) -> None:
+        identity, servers = self._supervisor.process, self._supervisor.servers
+        server = _server_among(servers)
         if (identity, server) != (self._process, self._server) and self._is_gone():
             self._forget()
         self._process, self._server = identity, server
-        if daemon.state not in ANSWERED:
+        if self._supervisor.state not in ANSWERED:
             return
-        self._look_at_clients(daemon)
+        self._look_at_clients(servers)
         lost, self._lost = self._supervisor.lost_clients - self._lost, self._supervisor.lost_clients
         if lost > 0:
             uid = proc.real_uid(server.pid) if server is not None else None
@@ -177,10 +176,10 @@ class ServerWatch:
             self._log.info(EventName.SERVER_SERVES, because="the server that served no client is gone")
         self._supervisor.distrust(None)
 
-    def _look_at_clients(self, daemon: Daemon) -> None:
+    def _look_at_clients(self, servers: Collection[Server]) -> None:
         now = clock.monotonic()
-        there = [Listed(server.pid, pid) for server in daemon.servers for pid in server.clients if pid]
-        for server in daemon.servers:
+        there = [Listed(server.pid, pid) for server in servers for pid in server.clients if pid]
+        for server in servers:
             for client in server.opened:
                 if proc.live_ticks(client.pid) == client.start_ticks:
                     self._listed.living(Listed(server.pid, client.pid), client, proc.real_uid(client.pid), now)
@@ -194,7 +193,7 @@ class ServerWatch:
             for each in dead:
                 if (suspicion := self._listed.still_listed(each)) is not None:
                     self.suspect(suspicion)
-        usage = self._gpus.usages.get(daemon.gpu)
+        usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
         if isinstance(usage, Known) and (silent := self._listed.silent(usage.value.processes, now)) is not None:
             self.suspect(silent)
 
@@ -246,10 +245,10 @@ class ServerWatch:
 
     def _against(self, because: str, *, wedged: bool) -> Unserved | None:
         """Return evidence against the present server; None where its control daemon is gone."""
-        daemon = self._supervisor.snapshot()
-        if daemon.process is None:
+        process = self._supervisor.process
+        if process is None:
             return None
-        return Unserved(daemon.process.identity, _server_of(daemon), because, wedged)
+        return Unserved(process, _server_among(self._supervisor.servers), because, wedged)
 
     def _conclude(self, unserved: Unserved | None) -> None:
         self._record.keep(unserved)  # stored before any caller sees the evidence
@@ -257,9 +256,9 @@ class ServerWatch:
         self._changed()
 
 
-def _server_of(daemon: Daemon) -> ProcessIdentity | None:
-    """Return the server of a control daemon; None where there is none."""
-    for each in daemon.servers:
+def _server_among(servers: Iterable[Server]) -> ProcessIdentity | None:
+    """Return the server that belongs to the running control daemon; None where there is none."""
+    for each in servers:
         ticks = None if each.orphan else proc.start_ticks(each.pid)
         if ticks is not None:
             return ProcessIdentity(each.pid, ticks)

@@ -240,7 +240,7 @@ class ControlLog:
             self._keep()
             if self._again is None and (self._control.behind or self._server.behind):
                 self._again = asyncio.get_running_loop().call_later(_BREATH, self._look_now)
-        self._shorten()
+            self._shorten()
 
     def _look_now(self) -> None:
         """Read by itself; an error waits for the next caller, which can report its consequences.

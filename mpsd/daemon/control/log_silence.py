@@ -105,10 +105,11 @@ class LogSilence:
     def _unread(self, *, awake: bool) -> bool:
         """Tell whether unread data is in the FIFO, and note since when it has not been read."""
         try:
-            held, size = log_file.unread(self._paths.log_fifo), self._paths.control_log.stat().st_size
+            held = log_file.unread(self._paths.log_fifo)
+            size = self._paths.control_log.stat().st_size if held and awake else None
         except FileNotFoundError:
             return False
-        if not (held and awake):
+        if size is None:
             self._unread_since = None
         elif self._unread_since is None or self._unread_since[1] != size:
             self._unread_since = clock.monotonic(), size

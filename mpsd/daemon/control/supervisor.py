@@ -12,7 +12,7 @@ from typing import Final
 
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
-from mpsd.core.model import Daemon, Gpu, Limits, Server
+from mpsd.core.model import Daemon, Gpu, Limits, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.core.supervision.drain import Intent, OperatorCommand
@@ -167,6 +167,16 @@ class Supervisor:
             self._due = 0.0
         self._wake.set()
         return self._lifecycle.ask()
+
+    @property
+    def state(self) -> State:
+        """The present state of the daemon."""
+        return self._lifecycle.state
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """The process of the daemon; None while there is none."""
+        return self._instance.identity
 
     @property
     def servers(self) -> tuple[Server, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.daemon.helpers import event
+from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased
 
@@ -52,6 +53,11 @@ def _is_well(client: SimulatedClient) -> None:
 def steps(node: Node, pid: int) -> list[str]:
     """Return the steps that were taken to end a client."""
     return [line["step"] for line in node.events("client_forced", pid=pid)]
+
+
+def await_steps(node: Node, pid: int, *expected: str) -> None:
+    """Wait until these steps, and no others, were taken to end a client: it may be gone before the log has the last."""
+    wait_until(lambda: steps(node, pid) == [*expected], what=f"the steps {', '.join(expected)}")
 
 
 def asked(node: Node, pid: int) -> int:

@@ -18,7 +18,7 @@ from mpsd.simulator.control import program as simulator
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
-from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, neighbour, steps, target, unharmed
+from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, steps, target, unharmed
 from tests.daemon.helpers import BRISK, event, holding, is_running, program, states
 from tests.harness import look_at, wait_until
 from tests.node import Node
@@ -66,7 +66,7 @@ def test_each_way(node: Node, way: Callable[[Node, SimulatedClient], None]) -> N
         way(node, client)
         assert client.process.wait(20) == -signal.SIGTERM
         event(node, "client_ended", pid=client.pid)
-        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        await_steps(node, client.pid, "terminate_client", "SIGTERM")
         assert asked(node, client.pid) == 1
         event(node, "lease_ended", lease=lease)
         wait_until(lambda: not ends(node), what="nothing to be left on disk")
@@ -81,7 +81,7 @@ def test_drain(node: Node) -> None:
         for each in (one, other):
             assert each.process.wait(20) == -signal.SIGTERM
             assert each.answer()["ok"]  # the client's kernel has finished
-            assert steps(node, each.pid) == ["terminate_client", "SIGTERM"]
+            await_steps(node, each.pid, "terminate_client", "SIGTERM")
             assert asked(node, each.pid) == 1
     assert node.events("daemon_forced") == []
 
@@ -97,7 +97,7 @@ def test_whoever_asks(node: Node) -> None:
         node.reload(GRACE + 'on_violation = "terminate"\n')
         assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
         assert client.process.wait(20) == -signal.SIGTERM
-        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        await_steps(node, client.pid, "terminate_client", "SIGTERM")
         assert asked(node, client.pid) == 1
 
 
@@ -113,7 +113,7 @@ def test_program_that_stops_gracefully(node: Node) -> None:
         by_release(node, client)
         assert client.process.wait(20) == 0
         event(node, "client_ended", pid=client.pid)
-        assert steps(node, client.pid) == ["SIGTERM"]
+        await_steps(node, client.pid, "SIGTERM")
         assert asked(node, client.pid) == 0
 
 
@@ -123,7 +123,7 @@ def test_program_that_does_not(node: Node) -> None:
         client.do("ignore TERM")
         by_release(node, client)
         assert client.process.wait(20) == -signal.SIGKILL
-        assert steps(node, client.pid) == ["SIGTERM", "terminate_client", "SIGKILL"]
+        await_steps(node, client.pid, "SIGTERM", "terminate_client", "SIGKILL")
 
 
 def test_catching_a_signal_proves_nothing(node: Node) -> None:
@@ -133,7 +133,7 @@ def test_catching_a_signal_proves_nothing(node: Node) -> None:
         client.launch(BUSY)
         by_release(node, client)
         assert client.process.wait(20) == 128 + signal.SIGTERM
-        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        await_steps(node, client.pid, "terminate_client", "SIGTERM")
 
 
 # -- as long as it takes ----------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def test_mpsd_ends_while_a_server_is_asked(make_node: Start, number: signal.Sign
         assert client.process.wait(20) == -signal.SIGTERM
         event(node, "client_ended", pid=client.pid)
         node.wait_for_state("gpu0", "ready")
-        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        await_steps(node, client.pid, "terminate_client", "SIGTERM")
         assert asked(node, client.pid) == 1
     assert "unresponsive" not in states(node, "gpu0")
 
@@ -282,7 +282,7 @@ def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
         node.start(ready=False)
         assert event(node, "client_end_resumed", pid=client.pid)["step"] == "none"
         assert client.process.wait(20) == -signal.SIGTERM
-        assert steps(node, client.pid) == ["terminate_client", "SIGTERM"]
+        await_steps(node, client.pid, "terminate_client", "SIGTERM")
 
 
 def test_mpsd_is_killed_between_signals(node: Node) -> None:
@@ -296,7 +296,7 @@ def test_mpsd_is_killed_between_signals(node: Node) -> None:
         node.start()
         assert client.process.wait(20) == -signal.SIGKILL
         event(node, "client_ended", pid=client.pid)
-        assert steps(node, client.pid) == ["terminate_client", "SIGTERM", "SIGKILL"]
+        await_steps(node, client.pid, "terminate_client", "SIGTERM", "SIGKILL")
 
 
 def test_damaged_record(node: Node) -> None:
@@ -353,7 +353,7 @@ class TestUnidentified:
             assert seen.hello["ok"]
             operation = begin(node, "drain", timeout=0.1)
             ended(node, operation)
-            assert steps(node, seen.pid) == ["terminate_client", "SIGTERM"]
+            await_steps(node, seen.pid, "terminate_client", "SIGTERM")
             assert not hidden.sync()["ok"]
         (forced,) = node.events("daemon_forced", step="quit -t")
         assert "cannot be identified (pid 0" in forced["because"]

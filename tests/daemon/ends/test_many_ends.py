@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, neighbour, steps, target, unharmed
+from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, steps, target, unharmed
 from tests.daemon.helpers import event
 from tests.harness import wait_until
 from tests.node import Node
@@ -123,5 +123,5 @@ def test_many_that_nobody_let_in(make_node: Start) -> None:
         for each in strays:
             assert each.process.wait(30) == -signal.SIGTERM
             event(node, "client_ended", pid=each.pid)
-            assert steps(node, each.pid) == ["terminate_client", "SIGTERM"]
+            await_steps(node, each.pid, "terminate_client", "SIGTERM")
             assert asked(node, each.pid) == 1

@@ -147,9 +147,7 @@ def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
     The function raises InvalidRequestError, also for a parameter that the type does not have, and for a repeated one.
     `query_decoder` itself raises TypeError for a type that cannot be decoded, when the table is read.
     """
-    struct = type_info(kind or RequestQuery)
-    assert isinstance(struct, StructType)  # noqa: S101 - every RequestQuery is one
-    parameters = {field.name: _parameter(field) for field in struct.fields}
+    parameters = {} if kind is None else _parameters(kind)
     default = None if kind is None else kind()
 
     def decode(query: str) -> Q | None:
@@ -170,6 +168,12 @@ def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
         return default if kind is None else kind(**values)
 
     return decode
+
+
+def _parameters(kind: type[RequestQuery]) -> dict[str, _Parameter]:
+    struct = type_info(kind)
+    assert isinstance(struct, StructType)  # noqa: S101 - every RequestQuery is one
+    return {field.name: _parameter(field) for field in struct.fields}
 
 
 def _no_parameter(name: str, known: Collection[str]) -> InvalidRequestError:

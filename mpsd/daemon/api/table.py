@@ -3,7 +3,6 @@
 `routes` has the rows themselves.
 """
 
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
@@ -42,31 +41,49 @@ class Route(Generic[H, A]):
     """A short description of the route for lists."""
 
 
+class _Step(Generic[T]):
+    """A place in the tree of paths: its rows by method, and the steps that follow it."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, T] = {}
+        self.next: dict[str, _Step[T]] = {}
+        self.any: tuple[str, _Step[T]] | None = None
+        """The step that follows for every other text, and the name of that text."""
+
+
 class Table(Generic[T]):
     """Finds a row by its path, and the values of the {names} in that path."""
 
     def __init__(self) -> None:
-        self._plain: dict[str, dict[str, T]] = {}
-        self._patterns: dict[re.Pattern[str], dict[str, T]] = {}
+        self._first = _Step[T]()
 
     def add(self, method: str, path: str, what: T) -> None:
-        """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes."""
-        if "{" not in path:
-            methods = self._plain.setdefault(path, {})
-        else:
-            pattern = re.compile(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", path))
-            methods = self._patterns.setdefault(pattern, {})
-        methods[method] = what
+        """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes.
+
+        Where a path has a name, all paths with the same beginning must have the same name there.
+        """
+        step = self._first
+        for part in path.split("/"):
+            if not part.startswith("{"):
+                step = step.next.setdefault(part, _Step())
+                continue
+            name, step.any = part[1:-1], step.any or (part[1:-1], _Step())
+            if step.any[0] != name:
+                raise ValueError(f"{path}: this part has the name {step.any[0]} in another path")
+            step = step.any[1]
+        step.rows[method] = what
         if method == "GET":
-            methods["HEAD"] = what
+            step.rows["HEAD"] = what
 
     def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
         """Return the rows of a path, by method, and the names in it; nothing where there is no such path."""
-        plain = self._plain.get(path)
-        if plain is not None:
-            return plain, {}
-        for pattern, methods in self._patterns.items():
-            match = pattern.fullmatch(path)
-            if match is not None:
-                return methods, match.groupdict()
-        return {}, {}
+        step, names = self._first, dict[str, str]()
+        for part in path.split("/"):
+            after = step.next.get(part)
+            if after is None:
+                if step.any is None or not part:
+                    return {}, {}
+                name, after = step.any
+                names[name] = part
+            step = after
+        return step.rows, names

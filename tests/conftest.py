@@ -14,6 +14,8 @@ from typing import Final
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests import browser, cluster, real, systemd
 from tests.fork_server import ForkServer, running_fork_server
@@ -24,6 +26,24 @@ from tests.harness import Watch, kill, remove_tree
 def pytest_xdist_auto_num_workers() -> int:
     """Run four more files at a time than there are processors: most tests wait for two thirds of their time."""
     return (os.cpu_count() or 1) + 4
+
+
+_GATES_WITH_PROGRAMS: Final = {"test_harness.py", "test_leaks.py", "test_lint.py", "test_shell.py", "test_types.py"}
+"""The gates that run a program; all others parse mpsd's source."""
+
+
+class _Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives one file after the other to each worker, and all gates that parse the source to one: it parses it once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        directory, _, file = super()._split_scope(nodeid).rpartition("/")
+        parses = directory.startswith("tests/gate") and file not in _GATES_WITH_PROGRAMS
+        return "tests/gate" if parses else f"{directory}/{file}"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Scheduling | None:
+    """Return the scheduler of a usual run."""
+    return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 HEAVY: Final = ("machine", "container", "cluster", "clients")

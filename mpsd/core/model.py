@@ -376,7 +376,7 @@ class Stop(StrEnum):
     """SIGTERM comes first: the requester of the lease states that its program then finishes its work on the GPU."""
 
 
-class LeaseRequest(Struct, frozen=True, omit_defaults=True, gc=False):
+class LeaseRequest(Struct, frozen=True, gc=False):
     """A request for a lease. A fraction stands for that part of one GPU's threads and of its memory."""
 
     threads: ActiveThreadPercentage | None = None
@@ -413,7 +413,7 @@ class Share(Struct, frozen=True, gc=False):
     """The environment that holds each client process to its share."""
 
 
-class Lease(Struct, frozen=True, omit_defaults=True, gc=False):
+class Lease(Struct, frozen=True, gc=False):
     """A promise: its holders may use these shares until the lease ends. A waiting lease is a place in the queue.
 
     `until` and `expires` are seconds of the clock that does not jump: the end of its waiting, and of its time to live.

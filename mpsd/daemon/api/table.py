@@ -60,7 +60,8 @@ class Table(Generic[T]):
     def add(self, method: str, path: str, what: T) -> None:
         """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes.
 
-        Where a path has a name, all paths with the same beginning must have the same name there.
+        Where a path has a name, all paths with the same beginning must have the same name there, or a text: the text
+        then never counts as a value of the name. Raises ValueError.
         """
         step = self._first
         for part in path.split("/"):

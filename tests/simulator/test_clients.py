@@ -357,7 +357,7 @@ def test_quit_waits_for_clients(bench: GpuBench) -> None:
     assert client.alloc("1GiB")["ok"]
     client.end()
     assert bench.ended() == 0
-    assert bench.processes() == []
+    wait_until(lambda: not bench.processes(), what="the end of the client that was refused")
 
 
 def test_quit_with_a_time(bench: GpuBench) -> None:

@@ -189,14 +189,16 @@ def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -
     """Return the desired state after a second command. `silent` says whether the daemon does not answer.
 
     The same command again continues the operation with the latest deadline; if the successor of the old process does
-    not answer, it becomes the process to replace. A restart that cannot be undone continues, and the second command
-    takes effect after it.
+    not answer, it becomes the process to replace. A process that is being forced to quit is still forced: its clients
+    may be gone already, and an unreachable one does not end otherwise. A restart that cannot be undone continues, and
+    the second command takes effect after it.
     """
     if before.intent is after.intent and before.waits and before.operation:
         again = replace(before, deadline=after.deadline, because=after.because)
         if silent and after.replaced != before.replaced:
             return replace(again, replaced=after.replaced, quitting=False)
-        return again
+        is_forced = before.quitting and before.is_late(after.at)
+        return replace(again, deadline=before.deadline) if is_forced else again
     if before.intent is Intent.RESTART and before.quitting:
         return replace(before, then=after.intent, then_because=_why(after))
     if after.intent is Intent.RESTART and before.intent is not Intent.RUN:

@@ -160,6 +160,19 @@ class TestRevising:
         again = replace(desired(operation="op-2"), deadline=99.0, because="uid 1 wants it")
         assert drain.revise(desired(), again) == replace(desired(), deadline=99.0, because="uid 1 wants it")
 
+    @pytest.mark.parametrize("intent", [Intent.DRAIN, Intent.RESTART])
+    def test_the_same_again_too_late(self, intent: Intent) -> None:
+        """A process that is being forced to quit is still forced; one whose time is not over gets the new deadline."""
+        before = desired(intent, quitting=True, replaced=OLD)
+        early, late = (replace(before, operation="op-2", deadline=None, at=at) for at in (EARLY, LATE))
+        assert drain.revise(before, late) == before
+        assert drain.revise(before, early) == replace(before, deadline=None)
+        assert drain.revise(replace(before, quitting=False), late) == replace(before, quitting=False, deadline=None)
+        successor = replace(late, replaced=NEW)
+        assert drain.revise(before, successor, silent=True) == replace(
+            before, quitting=False, replaced=NEW, deadline=None
+        )
+
     def test_a_successor_that_is_silent(self) -> None:
         """A silent successor is replaced too if an operator repeats the command, and only then."""
         before, again = desired(quitting=True), desired(operation="op-2", replaced=NEW)

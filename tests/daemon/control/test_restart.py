@@ -178,6 +178,21 @@ class TestClients:
         assert node.daemons()["gpu0"]["pid"] != before
         assert not is_running(before)
 
+    def test_asked_for_again_while_it_is_forced(self, node: Node) -> None:
+        """Neither a second command without a timeout nor mpsd's death keeps an unreachable daemon that is forced."""
+        before = node.daemons()["gpu0"]["pid"]
+        for name in ("control", "control_privileged"):
+            (node.pipe_directory("gpu0") / name).unlink(missing_ok=True)
+        node.wait_for_state("gpu0", "unresponsive")
+        operation = begin(node, "restart", timeout=0)
+        node.wait_for_state("gpu0", "stopping")
+        assert begin(node, "restart")["id"] == operation["id"]
+        node.end(signal.SIGKILL)
+        assert is_running(before)
+        node.start(ready=False)
+        ended(node, operation)
+        assert not is_running(before)
+
     def test_held_before(self, node: Node) -> None:
         """A daemon that was held before a restart is held after it."""
         begin(node, "hold")

@@ -198,7 +198,7 @@ def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -
         if silent and after.replaced != before.replaced:
             return replace(again, replaced=after.replaced, quitting=False)
         is_forced = before.quitting and before.is_late(after.at)
-        return replace(again, deadline=before.deadline) if is_forced else again
+        return before if is_forced else again
     if before.intent is Intent.RESTART and before.quitting:
         return replace(before, then=after.intent, then_because=_why(after))
     if after.intent is Intent.RESTART and before.intent is not Intent.RUN:

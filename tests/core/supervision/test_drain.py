@@ -162,16 +162,15 @@ class TestRevising:
 
     @pytest.mark.parametrize("intent", [Intent.DRAIN, Intent.RESTART])
     def test_the_same_again_too_late(self, intent: Intent) -> None:
-        """A process that is being forced to quit is still forced; one whose time is not over gets the new deadline."""
+        """A process that is being forced to quit is still forced; before its deadline, it gets the new one."""
         before = desired(intent, quitting=True, replaced=OLD)
-        early, late = (replace(before, operation="op-2", deadline=None, at=at) for at in (EARLY, LATE))
+        early, late = (replace(before, operation="op-2", deadline=None, because="again", at=at) for at in (EARLY, LATE))
+        revised = replace(before, deadline=None, because="again")
         assert drain.revise(before, late) == before
-        assert drain.revise(before, early) == replace(before, deadline=None)
-        assert drain.revise(replace(before, quitting=False), late) == replace(before, quitting=False, deadline=None)
+        assert drain.revise(before, early) == revised
+        assert drain.revise(replace(before, quitting=False), late) == replace(revised, quitting=False)
         successor = replace(late, replaced=NEW)
-        assert drain.revise(before, successor, silent=True) == replace(
-            before, quitting=False, replaced=NEW, deadline=None
-        )
+        assert drain.revise(before, successor, silent=True) == replace(revised, quitting=False, replaced=NEW)
 
     def test_a_successor_that_is_silent(self) -> None:
         """A silent successor is replaced too if an operator repeats the command, and only then."""

@@ -55,11 +55,13 @@ def replay(
     steps.sort(key=lambda step: step[0])
     for _, take_in in steps:
         take_in()
-    # Changes without an event: a user with more lines than the log allows has some left out.
+    # Changes without an event: of clients; and a user with more lines than the log allows has some left out. They count
+    # from the last step on: an earlier time would count the time since then again, for all leases of the series.
+    last = steps[-1][0] if steps else at
     for record in [each for each in accounts.open.values() if each.id not in living]:
-        accounts.end(record, max(at, record.began))
-    for lease in living.values():
-        accounts.follow(lease, max(at, _granted(lease)))
+        accounts.end(record, last)
+    for lease in sorted(living.values(), key=_granted):
+        accounts.follow(lease, max(last, _granted(lease)))
 
 
 def _steps(

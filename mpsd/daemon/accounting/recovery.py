@@ -1,9 +1,7 @@
 """The recovery of the accounts since the last sample of an earlier mpsd, from the events and the living leases."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
-from functools import partial
-from typing import TypeAlias
 
 import msgspec
 
@@ -13,9 +11,6 @@ from mpsd.core.model import Lease
 from mpsd.core.units import MIB
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName
-
-_Step: TypeAlias = tuple[int, Callable[[], None]]
-"""The time of a change, and the function that puts it into the accounts."""
 
 
 class _Line(msgspec.Struct):
@@ -51,22 +46,30 @@ def replay(
     `lines` are the events since then, and `living` the current leases. Events have no names of leases, so a lease that
     began and ended in between counts as unnamed. `is_stored` says whether the store already had a lease.
     """
-    steps = list(_steps(accounts, lines, living, at, is_stored))
-    steps.sort(key=lambda step: step[0])
-    for _, take_in in steps:
-        take_in()
-    # Changes without an event: of clients; and a user with more lines than the log allows has some left out. They count
-    # from the last step on: an earlier time would count the time since then again, for all leases of the series.
-    last = steps[-1][0] if steps else at
-    for record in [each for each in accounts.open.values() if each.id not in living]:
-        accounts.end(record, last)
+    changes = _changes(lines, at)
+    ends = {line.lease for _, line in changes if line.event == EventName.LEASE_ENDED} | living.keys()
+    # A user with more lines than the log allows has some left out: a lease without an end counts as little as it can.
+    for record in [each for each in accounts.open.values() if each.id not in ends]:
+        accounts.end(record, at)
+    last = at
+    for last, line in changes:
+        if line.event == EventName.LEASE_GRANTED and not is_stored(line.lease):
+            accounts.begin(_record(line, living.get(line.lease), last))
+            if line.lease not in ends:
+                _end(accounts, line.lease, last)
+        elif line.event == EventName.LEASE_ENDED:
+            _end(accounts, line.lease, last)
+        elif line.event in {EventName.LEASE_CLAIMED, EventName.LEASE_CLAIM_RETURNED}:
+            _hand_over(accounts, line.lease, line.uid, last)
+    # Changes without an event, as of clients, count from the last event on: at an earlier time, they would count the
+    # time since then again, for all leases of the series.
     for lease in sorted(living.values(), key=_granted):
         accounts.follow(lease, max(last, _granted(lease)))
 
 
-def _steps(
-    accounts: Accounts, lines: Iterable[bytes], living: Mapping[str, Lease], at: int, is_stored: Callable[[str], bool]
-) -> Iterator[_Step]:
+def _changes(lines: Iterable[bytes], at: int) -> list[tuple[int, _Line]]:
+    """Return the events of leases in the order of their times, which are not before the last sample."""
+    changes = []
     for text in lines:
         if b'"lease":' not in text:
             continue
@@ -74,13 +77,8 @@ def _steps(
             line = _decode(text)
         except NOT_UNDERSTOOD:
             continue  # the event comes from another release
-        moment = max(microseconds(line.at), at)
-        if line.event == EventName.LEASE_GRANTED and not is_stored(line.lease):
-            yield moment, partial(accounts.begin, _record(line, living.get(line.lease), moment))
-        elif line.event == EventName.LEASE_ENDED:
-            yield moment, partial(_end, accounts, line.lease, moment)
-        elif line.event in {EventName.LEASE_CLAIMED, EventName.LEASE_CLAIM_RETURNED}:
-            yield moment, partial(_hand_over, accounts, line.lease, line.uid, moment)
+        changes.append((max(microseconds(line.at), at), line))
+    return sorted(changes, key=lambda change: change[0])
 
 
 def _record(line: _Line, lease: Lease | None, moment: int) -> LeaseRecord:

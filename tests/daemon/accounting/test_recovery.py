@@ -80,14 +80,16 @@ def test_a_client_and_a_grant_since_the_sample(*, has_client: bool) -> None:
     assert threads_at(accounts, 6) == pytest.approx(70 * 6 + 9 * 1)
 
 
-def test_an_end_without_an_event() -> None:
-    """A lease whose end left no event counts until the last one at most, and its neighbours count once."""
-    old, gone, new = lease(1, 500, -1), lease(2, 200, -1), lease(3, 90, 5)
+def test_ends_without_an_event() -> None:
+    """A lease whose end left no event counts as little as it can, and its neighbours count once."""
+    old, gone, new, brief = lease(1, 500, -1), lease(2, 200, -1), lease(3, 90, 5), lease(4, 60, 3)
     accounts = restored([record_of(each, at(-1)) for each in (old, gone)])
     living = {each.id: each for each in (old, new)}
-    replay(accounts, [event("lease_granted", new, 5)], living, at=at(0), is_stored={old.id, gone.id}.__contains__)
-    assert gone.id not in accounts.open
-    assert threads_at(accounts, 6) == pytest.approx(50 * 6 + 20 * 5 + 9 * 1)
+    events = [event("lease_granted", brief, 3), event("lease_granted", new, 5)]
+    replay(accounts, events, living, at=at(0), is_stored={old.id, gone.id}.__contains__)
+    assert accounts.open.keys() == living.keys()
+    assert threads_at(accounts, 6) == pytest.approx(50 * 6 + 9 * 1)
+    assert sum(period.begun for _, period in accounts.so_far(at(6))) == 2
 
 
 def test_grants_without_an_event() -> None:

@@ -46,7 +46,12 @@ def cache(variable: str, name: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """Return the directory where `fetch` puts its files: a directory for each version, named after the version."""
+    """Return the directory where `fetch` puts its files: a directory for each version, named after the version.
+
+    For root it is outside its home, since the tests run the control daemons' front-ends as other users, too.
+    """
+    if os.geteuid() == 0 and not (os.environ.get(CACHE) or os.environ.get("XDG_CACHE_HOME")):
+        return Path("/var/cache/mpsd-tests/control-daemons")
     return cache(CACHE, "control-daemons")
 
 

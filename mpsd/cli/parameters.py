@@ -48,10 +48,10 @@ class _Quantity(_FloatType):
             self.fail(f"{error.detail}: {error.hint}", param, ctx)
 
 
-def _duration(text: str) -> float:
+def _duration(text: str, *, zero: bool = False) -> float:
     from mpsd.core.units import parse_duration  # imports decimal, which other commands do without
 
-    return parse_duration(text)
+    return parse_duration(text, zero=zero)
 
 
 def _percentage(text: str) -> float:
@@ -61,11 +61,17 @@ def _percentage(text: str) -> float:
 
 
 def _duration_or_0(text: str) -> float:
-    return 0.0 if text == "0" else _duration(text)
+    return _duration(text, zero=True)
 
 
 def _wait(text: str) -> float:
-    return inf if text == "forever" else _duration_or_0(text)
+    if text == "forever":
+        return inf
+    try:
+        return _duration_or_0(text)
+    except InvalidRequestError as error:
+        error.hint += ", or forever"
+        raise
 
 
 DURATION: Final = _Quantity("duration", _duration)

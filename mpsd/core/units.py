@@ -86,19 +86,20 @@ def format_size(size: int) -> str:
     return f"{size}B" if size < KIB else f"{size * 100 // MIB / 100:.2f}MiB"
 
 
-def parse_duration(value: str | float) -> float:
+def parse_duration(value: str | float, *, zero: bool = False) -> float:
     """Return a duration in seconds: a number of seconds, or numbers with units, such as `90s`, `10m` or `1h30m`.
 
-    Raises InvalidRequestError for anything else, and for a value that is not finite and above zero.
+    Raises InvalidRequestError for anything else, and for a value that is not finite and above zero; with `zero`, 0 is a
+    duration too.
     """
     try:
         seconds = _seconds(value) if not isinstance(value, bool) else -1.0
     except (ValueError, OverflowError):
         seconds = -1.0
-    if not 0 < seconds < float("inf"):
+    if not (0 < seconds < float("inf") or (zero and seconds == 0)):
         raise InvalidRequestError(
             f"{briefly(value)} is not a duration",
-            hint="give a number of seconds above 0, or a duration such as 90s, 10m or 2h",
+            hint=f"give {'0, ' if zero else ''}a number of seconds above 0, or a duration such as 90s, 10m or 2h",
         )
     return seconds
 

@@ -319,6 +319,15 @@ def test_no_durations(value: str | float) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize("value", ["0", "0s", "0.0", 0])
+def test_durations_of_zero(value: str | float) -> None:
+    """Where zero is a duration too, no smaller number is one, and the hint names zero."""
+    assert parse_duration(value, zero=True) == 0
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_duration("-1", zero=True)
+    assert caught.value.hint.startswith("give 0, ")
+
+
 @given(st.one_of(NUMBERS, st.floats(), st.integers()))
 def test_any_duration_or_a_typed_error(value: str | float) -> None:
     """For any value, the parser returns a finite number above zero, or raises its own error."""

@@ -54,15 +54,17 @@ def used_up(node: Node) -> Iterator[dict[str, Any]]:
     with calling(node.socket, uid=ANN) as ann:
         assert ann.admit(threads=1, memory="1GiB").status == 201
         command = [sys.executable, "-I", "-c", CLOSES, str(node.pipe_directory("gpu0") / "control")]
-        with subprocess.Popen(command) as stranger:
+        with contextlib.ExitStack() as stack:
+            stranger = stack.enter_context(subprocess.Popen(command))
+            stack.callback(stranger.kill)
             wait_until(
                 lambda: len(list(Path(f"/proc/{daemon}/fd").iterdir())) >= MOST,
                 what="the descriptors to be used up",
                 deadline=60,
             )
-            stranger.kill()
-        ann.admit(threads=2, memory="1GiB")  # so that the daemon is queried
-        found = node.wait_for_state("gpu0", "unresponsive", deadline=30)
+            ann.admit(threads=2, memory="1GiB")  # so that the daemon is queried
+            # The stranger stays until then: the last descriptor may be that of a connection that ends with it.
+            found = node.wait_for_state("gpu0", "unresponsive", deadline=30)
         assert found["pid"] == daemon
         yield found
 

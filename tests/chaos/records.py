@@ -199,7 +199,12 @@ class Records:
         if "which replaced" in because:
             assert words[words.index("pid") + 1].strip(",") != words[words.index("replaced") + 1].strip(","), because
         begun = operation.timeouts[0][0]
-        started = self._between(begun, ended, operation.daemon, "daemon_state", "was started")
+        # A start between the request and its acceptance is not one for it.
+        accepted = [
+            line["at"] for line in self.log if line["event"] == "operation_begun" and line["operation"] == operation.id
+        ]
+        since = datetime.fromisoformat(accepted[0]) if accepted else begun
+        started = self._between(since, ended, operation.daemon, "daemon_state", "was started")
         deaths = self._between(begun, ended, operation.daemon, "daemon_death", "")
         killed = sum(begun <= at <= ended for at, daemon in self.kills if daemon == operation.daemon)
         assert started <= 1 + max(deaths, killed), (

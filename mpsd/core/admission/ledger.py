@@ -161,7 +161,6 @@ class Ledger:
         InvalidRequestError, QuotaError, NeverFitsError and ExceedsDaemonLimitError where waiting cannot help,
         DoesNotFitError and DaemonNotReadyError for a request that does not wait, QueueFullError and TooManyLeasesError.
         """
-        admission.check(lease.request)
         candidates = self._offers.candidates(lease.request)
         if len(candidates) < lease.request.gpus:
             raise self._offers.why_never(lease.request).raised()

@@ -44,13 +44,23 @@ class Offers:
         return len(list(self.named(request))) >= request.gpus
 
     def candidates(self, request: LeaseRequest) -> tuple[Candidate, ...]:
-        """Return the GPUs that could grant a checked request some day."""
+        """Return the GPUs that could grant a request some day.
+
+        Raises InvalidRequestError for a request that is incomplete or contradictory.
+        """
         size = (
-            *(request.threads, request.memory, request.fraction, request.processes, request.gpu, request.among),
+            request.threads,
+            request.memory,
+            request.fraction,
+            request.processes,
+            request.gpu,
+            request.gpus,
+            request.among,
             request.client_priority is None,
         )
         found = self._candidates.get(size)
         if found is None:
+            admission.check(request)
             needs = admission.needs(request, self._capable(request))
             found = tuple((offer, need) for offer, need in needs if admission.never(need, offer) is None)
             if len(self._candidates) >= _MOST_SIZES:

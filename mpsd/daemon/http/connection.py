@@ -41,6 +41,9 @@ _SLOW: Final = 5.0
 
 _VERSIONS: Final = {"1.0", "1.1"}
 
+_READ: Final = {b"expect", b"accept", b"traceparent"}
+"""The headers that matter here; httptools handles the length of a body and the end of a connection."""
+
 _NO_CONTENT: Final = int(http.HTTPStatus.NO_CONTENT)
 
 
@@ -185,7 +188,7 @@ class Connection(asyncio.BufferedProtocol):
         self._parser = None
         message, self._coming = self._coming, None
         if message is None:
-            message = Message(self, "", b"")
+            message = Message(self)
             self._next.append(message)
         message.close = True
         if len(message.body) <= MAXIMUM_BODY:  # otherwise its size is the error
@@ -197,19 +200,22 @@ class Connection(asyncio.BufferedProtocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect a header or a trailer.
-
-        Few headers matter here: httptools handles the length of a body and the end of a connection.
-        """
+        """Collect a header; trailers are dropped."""
         if self._coming is None:
             self._headers.append((name, value))
-            match name.lower():
-                case b"expect":
-                    self._expects = self._expects or value.lower() == b"100-continue"
-                case b"accept":
-                    self._accept += b"," + value
-                case b"traceparent":
-                    self._trace += value  # two such headers together are not a valid value
+            name = name.lower()
+            if name in _READ:
+                self._note(name, value)
+
+    def _note(self, name: bytes, value: bytes) -> None:
+        """Note a header that matters here."""
+        match name:
+            case b"expect":
+                self._expects = self._expects or value.lower() == b"100-continue"
+            case b"accept":
+                self._accept += b"," + value
+            case b"traceparent":
+                self._trace += value  # two such headers together are not a valid value
 
     def on_headers_complete(self) -> None:
         """Begin a request.
@@ -229,7 +235,7 @@ class Connection(asyncio.BufferedProtocol):
         self._headers.clear()
 
     def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
-        message = self._coming = Message(self, method, self._target)
+        message = self._coming = Message.of(self, method, self._target)
         message.old = version == "1.0"
         if self._accept:
             message.accept = self._accept.decode(errors="replace")
@@ -267,6 +273,8 @@ class Connection(asyncio.BufferedProtocol):
                 if not self.spoken.done():
                     self.spoken.set_result(None)
                 self._in_hand.set_result(self._next.popleft())
+                if not (self._later or self._ended):
+                    return  # the usual case
             elif self._later and not self._last and self._listens():
                 self._read_later(self._transport)
             elif self._ended and self._coming is not None and not self._later:

@@ -25,37 +25,39 @@ class Answer(Struct, frozen=True):
     allow: str = ""
 
 
-class Message:
+class Message(Struct, eq=False):
     """A request whose head was read; its body may still be arriving."""
 
-    __slots__ = ("_arrived", "accept", "body", "close", "complete", "connection", "expects", "method", "old", "path",
-                 "query", "trace", "trouble")  # fmt: skip
+    connection: "Connection"
+    method: str = ""
+    path: str = ""
+    """The decoded path of the request target."""
+    query: str = ""
+    body: bytearray = bytearray()
+    """The received part; of a body that is too large, only slightly more than the maximum."""
+    expects: bool = False
+    """Whether the caller waits for permission before it sends the body."""
+    accept: str = ""
+    """The media types that the caller accepts; empty where it names none."""
+    trace: bytes = b""
+    """The value of the header `traceparent`; empty without one."""
+    old: bool = False
+    """Whether it is HTTP/1.0, which has no chunks."""
+    close: bool = False
+    """Whether the connection is closed after its answer."""
+    trouble: str = ""
+    """Why the rest of the data cannot be parsed; empty where it can."""
+    complete: bool = False
+    """Whether the body is complete."""
+    _arrived: "asyncio.Future[None] | None" = None
 
-    def __init__(self, connection: "Connection", method: str, target: bytes) -> None:
-        self.connection = connection
-        self.method = method
-        path, _, self.query = target.decode(errors="replace").partition("?")
+    @classmethod
+    def of(cls, connection: "Connection", method: str, target: bytes) -> "Message":
+        """Return a request for a target, which has a path and perhaps a query."""
+        path, _, query = target.decode(errors="replace").partition("?")
         if not path.startswith("/"):
             path = _ORIGIN.sub("", path)  # the form for proxies: with scheme and host
-        self.path = unquote(path) if "%" in path else path
-        """The decoded path of the request target; `query` has its query."""
-        self.body = bytearray()
-        """The received part; of a body that is too large, only slightly more than the maximum."""
-        self.expects = False
-        """Whether the caller waits for permission before it sends the body."""
-        self.accept = ""
-        """The media types that the caller accepts; empty where it names none."""
-        self.trace = b""
-        """The value of the header `traceparent`; empty without one."""
-        self.old = False
-        """Whether it is HTTP/1.0, which has no chunks."""
-        self.close = False
-        """Whether the connection is closed after its answer."""
-        self.trouble = ""
-        """Why the rest of the data cannot be parsed; empty where it can."""
-        self.complete = False
-        """Whether the body is complete."""
-        self._arrived: asyncio.Future[None] | None = None
+        return cls(connection, method, unquote(path) if "%" in path else path, query)
 
     def take(self, data: bytes) -> None:
         """Add to the body."""

@@ -36,13 +36,6 @@ SPACING: Final = 60.0
 """Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
 seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
-LONG: Final = 120.0
-"""Seconds for which a client may be listed without memory on the GPU before that is suspect.
-
-A program may initialise CUDA early and make its context late, so such a client is no evidence; a client that hangs in
-CUDA's initialisation looks the same.
-"""
-
 
 class Cause(StrEnum):
     """The cause of a suspicion."""
@@ -208,13 +201,17 @@ class ListedClients:
         known = self._known.get(listed)
         return Suspicion(Cause.STILL_LISTED, because, known[1] if known is not None else None)
 
-    def silent(self, with_memory: Iterable[Pid], now: float) -> Suspicion | None:
-        """Suspect the server of a long-listed client that is not among those `with_memory` on the GPU."""
+    def silent(self, with_memory: Iterable[Pid], now: float, *, patience: float) -> Suspicion | None:
+        """Suspect the server of a client that is not among those `with_memory` on the GPU, after this many seconds.
+
+        A program may initialise CUDA early and make its context late, so such a client is no evidence; a client that
+        hangs in CUDA's initialisation looks the same.
+        """
         there = {*with_memory}
         for listed, (_, uid, since) in self._known.items():
-            if listed.pid in there or now - since < LONG or listed in self._suspected:
+            if listed.pid in there or now - since < patience or listed in self._suspected:
                 continue
             self._suspected.add(listed)
-            because = f"client {listed.pid} of server {listed.server} has held no memory on the GPU for {LONG:g} s"
+            because = f"client {listed.pid} of server {listed.server} has held no memory on the GPU for {patience:g} s"
             return Suspicion(Cause.SILENT, because, uid)
         return None

@@ -193,8 +193,14 @@ class ServerWatch:
             for each in dead:
                 if (suspicion := self._listed.still_listed(each)) is not None:
                     self.suspect(suspicion)
+        self._look_for_silent_clients(now)
+
+    def _look_for_silent_clients(self, now: float) -> None:
         usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
-        if isinstance(usage, Known) and (silent := self._listed.silent(usage.value.processes, now)) is not None:
+        if not isinstance(usage, Known):
+            return
+        patience = self._settings.current.daemon.client_silence
+        if (silent := self._listed.silent(usage.value.processes, now, patience=patience)) is not None:
             self.suspect(silent)
 
     # -- examining ----------------------------------------------------------------------------------------------------

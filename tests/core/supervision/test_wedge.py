@@ -7,7 +7,6 @@ import pytest
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.supervision.wedge import (
     FAILURES,
-    LONG,
     SPACING,
     CanaryEnd,
     Cause,
@@ -22,6 +21,7 @@ from mpsd.core.supervision.wedge import (
 
 HERE: Final = Listed(server=7, pid=100)
 ALIVE: Final = ProcessIdentity(100, 5000)
+PATIENCE: Final = 120.0
 
 
 def ends(*proofs: Proof) -> list[CanaryEnd]:
@@ -121,7 +121,7 @@ def test_client_that_lives_is_not_suspect() -> None:
     clients.living(HERE, ALIVE, 1000, 0.0)
     clients.keep([HERE])
     assert clients.dead([HERE], {100: 5000}.get) == []
-    assert clients.silent([100], 10 * LONG) is None
+    assert clients.silent([100], 10 * PATIENCE, patience=PATIENCE) is None
 
 
 @pytest.mark.parametrize("ticks", [None, 6000])
@@ -148,13 +148,13 @@ def test_client_that_is_silent() -> None:
     """A client that is listed for long without memory is suspect once; a successor with its pid has its own period."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
-    assert clients.silent([], LONG - 1) is None
-    found = clients.silent([], LONG)
+    assert clients.silent([], PATIENCE - 1, patience=PATIENCE) is None
+    found = clients.silent([], PATIENCE, patience=PATIENCE)
     assert found is not None
     assert (found.cause, found.uid) == (Cause.SILENT, 1000)
-    assert clients.silent([], 2 * LONG) is None
-    clients.living(HERE, ProcessIdentity(100, 6000), 1000, 2 * LONG)
-    assert clients.silent([], 2 * LONG + 1) is None
-    assert clients.silent([], 3 * LONG) is not None
+    assert clients.silent([], 2 * PATIENCE, patience=PATIENCE) is None
+    clients.living(HERE, ProcessIdentity(100, 6000), 1000, 2 * PATIENCE)
+    assert clients.silent([], 2 * PATIENCE + 1, patience=PATIENCE) is None
+    assert clients.silent([], 3 * PATIENCE, patience=PATIENCE) is not None
     clients.keep([])
-    assert clients.silent([], 9 * LONG) is None
+    assert clients.silent([], 9 * PATIENCE, patience=PATIENCE) is None

@@ -226,3 +226,14 @@ def test_end_that_does_not_come_about(make_node: Start) -> None:
         next_ready(node, "gpu0", before)
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         assert client.compute(0.01)["ok"]
+
+
+def test_client_that_stays_silent(make_node: Start) -> None:
+    """A client that is connected for long without a context makes its server suspect, and is left alone."""
+    node = make_node(simulate=1, control=None, config=f"{BRISK}client_silence = 1.0\n").start()
+    with leased(node, "--threads", "25", "--memory", "2GiB", late=True) as client:
+        assert client.init()["ok"]
+        told = event(node, "server_suspect", cause="client_silent")
+        assert f"client {client.pid} " in told["because"]
+        assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
+        assert client.context()["ok"]

@@ -8,6 +8,7 @@ kernel, so mpsd may kill one that does not return, without harm to any client (m
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -24,7 +25,7 @@ from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.system import capabilities, clock, credentials, proc, process, process_table
-from mpsd.system.canary import CanaryProgram
+from mpsd.system.canary import BEGINS, CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process import Process
 
@@ -34,6 +35,12 @@ _MOST_OUTPUT: Final = 65536
 
 _LOOK: Final = 0.05
 """The average seconds between two checks whether a canary is stopped."""
+
+_SPARE: Final = 5
+"""Seconds after its deadline at which a canary ends itself, if mpsd has not ended it."""
+
+_LONGEST_ALARM: Final = 2**31 - 1
+"""Seconds: the maximum of Python's signal.alarm."""
 
 
 class Canaries:
@@ -84,7 +91,7 @@ class Canaries:
             become = ("--as", f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}")
         with _output() as sink:
             canary = process.spawn(
-                [*self._program.argv, *become],
+                [*self._program.argv, "--alarm", str(min(math.ceil(seconds) + _SPARE, _LONGEST_ALARM)), *become],
                 env=self._environment(daemon),
                 stdout=sink,
                 allowed=_BECOME_A_USER if become else frozenset(),
@@ -165,7 +172,7 @@ def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
         said: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
         made = said["ok"]
     except (ValueError, IndexError, KeyError, TypeError):
-        text = output.decode(errors="replace").strip().splitlines()
+        text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
     if not made and said.get("code") is None:
         return _nothing(f"{who} could not use CUDA: {said.get('error')}")

@@ -134,6 +134,30 @@ def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
     release(node, mine)
 
 
+def canary_of(node: Node) -> int:
+    """Wait for a canary of this node, and return its pid."""
+
+    def found() -> list[int]:
+        children = Path(f"/proc/{node.pid}/task").glob("*/children")
+        pids = [int(pid) for each in children for pid in each.read_text().split()]
+        return [pid for pid in pids if b"\0--alarm\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    return wait_until(found, what="a canary", not_yet=(OSError,))[0]
+
+
+def test_canary_of_an_mpsd_that_dies(node: Node) -> None:
+    """A canary that hangs in a wedge ends with mpsd, so that the next mpsd does not take it for a client."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node):
+        pid = canary_of(node)
+        node.end(signal.SIGKILL)
+        wait_until(lambda: not is_running(pid), what="the canary to end")
+    node.start(ready=False)
+    event(node, "server_wedged")
+    release(node, mine)
+    next_ready(node, "gpu0", before)
+
+
 def test_damaged_verdict(node: Node) -> None:
     """A damaged record does not hinder mpsd: it is logged and ignored."""
     node.end(signal.SIGKILL)

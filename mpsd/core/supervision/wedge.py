@@ -36,6 +36,12 @@ SPACING: Final = 60.0
 """Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
 seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
+_NO_PLACE: Final = frozenset({808, 809})
+"""MPS_MAX_CLIENTS_REACHED and MPS_MAX_CONNECTIONS_REACHED: only a server that answers returns them."""
+
+_NO_CONTEXT: Final = frozenset({2, 801})
+"""OUT_OF_MEMORY and NOT_SUPPORTED, by which CUDA refuses a context, also outside MPS."""
+
 
 class Cause(StrEnum):
     """The cause of a suspicion."""
@@ -75,11 +81,12 @@ class Proof(StrEnum):
     CONTEXT = "context"
     """CUDA was initialised, and a context made: the server serves."""
     ERROR = "error"
-    """A call returned an error: CUDA answers, so it is no wedge."""
+    """The server refused a place or a context: it answers, so it is no wedge."""
     SILENCE = "silence"
     """No answer came within the deadline."""
     NOTHING = "nothing"
-    """It could not be run, or something else may have kept it from answering."""
+    """It could not be run, it did not reach a server that accepts clients, or something else may have kept it from
+    answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,17 @@ class CanaryEnd:
     proof: Proof
     because: str
     """A sentence, which names the canary's pid where there was one."""
+
+
+def proof(*, made: bool, code: int | None, mps: bool | None) -> Proof:
+    """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
+
+    `mps` tells whether it was a client of MPS; None where that is unknown. Other errors do not show that the server
+    serves clients: 805 to 807 say that it does not accept any now, and a process that misses MPS gets 46 or 100.
+    """
+    if made:
+        return Proof.CONTEXT if mps else Proof.NOTHING
+    return Proof.ERROR if code in _NO_PLACE or (code in _NO_CONTEXT and mps) else Proof.NOTHING
 
 
 class Verdict(StrEnum):

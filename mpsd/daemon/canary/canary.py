@@ -174,11 +174,18 @@ def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
     except (ValueError, IndexError, KeyError, TypeError):
         text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
-    if not made and said.get("code") is None:
-        return _nothing(f"{who} could not use CUDA: {said.get('error')}")
-    if not made:
+    code, mps = said.get("code"), said.get("mps")
+    proof = wedge.proof(made=made, code=code, mps=mps)
+    if not made and code is None:
+        because = f"could not use CUDA: {said.get('error')}"
+    elif not made:
         call = f"{said['call']} returned " if said.get("call") else ""
-        return CanaryEnd(Proof.ERROR, f"{who}: {call}{said.get('error')} ({said['code']})")
-    if said.get("mps") is False:
-        return _nothing(f"{who} did not find the control daemon, and used CUDA without MPS")
-    return CanaryEnd(Proof.CONTEXT, f"{who} initialised CUDA and made a context")
+        unproven = ", which does not show whether the server serves clients" if proof is Proof.NOTHING else ""
+        because = f"got an error of CUDA: {call}{said.get('error')} ({code}){unproven}"
+    elif mps is False:
+        because = "did not find the control daemon, and used CUDA without MPS"
+    elif mps is None:
+        because = "made a context, but the driver does not tell whether it did so through MPS"
+    else:
+        because = "initialised CUDA and made a context"
+    return CanaryEnd(proof, f"{who} {because}")

@@ -3,16 +3,34 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running, kill, next_ready, stopped
+from tests.daemon.leases.line import Talk
+from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
+
+ANN: Final = 61001
+"""A uid without rights."""
+
+CLIENT: Final = """
+import os, sys
+from mpsd.simulator.client import main
+uid = int(os.environ["CLIENT_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+sys.exit(main())
+"""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
 
 BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
 
@@ -180,6 +198,21 @@ def test_verify(node: Node) -> None:
     release(node, mine)
 
 
+def test_canary_that_misses_the_server(make_node: Start) -> None:
+    """A canary that does not reach the server of a wedged daemon does not clear it, whatever error it gets."""
+    config = f'{BRISK}compute_mode = "exclusive-process"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    mine = hold(node)
+    with wedge(node):
+        event(node, "server_wedged")
+        (node.pipe_directory("gpu0") / "simulated_clients").unlink()
+        found = canary(node)
+    assert found["verdict"] == "unknown"
+    assert "DEVICE_UNAVAILABLE (46)" in found["because"]
+    assert node.daemons()["gpu0"]["wedged"]
+    release(node, mine)
+
+
 def test_lost_client(node: Node) -> None:
     """A client that is killed while idle makes its server suspect.
 
@@ -252,6 +285,22 @@ def test_end_that_does_not_come_about(make_node: Start) -> None:
         assert client.compute(0.01)["ok"]
 
 
+def test_end_that_comes_late(make_node: Start) -> None:
+    """A server that ends contexts for longer than the deadline refuses a canary, which clears no suspicion."""
+    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    before = node.daemons()["gpu0"]["pid"]
+    with leased(node, "--threads", "25", "--memory", "2GiB"), SimulatedClient(variables(node)) as stray:
+        assert stray.do("ignore TERM")["ok"]
+        stray.launch(2)  # on a quarter of the GPU
+        event(node, "server_suspect", cause="terminate_client")
+        ended = event(node, "canary_ended", cause="terminate_client")
+        assert ended["proof"] == "nothing"
+        assert "MPS_SERVER_NOT_READY (807)" in ended["because"]
+        wait_until(lambda: not is_running(stray.pid), what="it to end")
+    next_ready(node, "gpu0", before)
+
+
 def test_client_that_stays_silent(make_node: Start) -> None:
     """A client that is connected for long without a context makes its server suspect, and is left alone."""
     node = make_node(simulate=1, control=None, config=f"{BRISK}client_silence = 1.0\n").start()
@@ -261,3 +310,23 @@ def test_client_that_stays_silent(make_node: Start) -> None:
         assert f"client {client.pid} " in told["because"]
         assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
         assert client.context()["ok"]
+
+
+@needs_root
+def test_quarantined_user(node: Node) -> None:
+    """A canary does not run as a quarantined user, who has no pipe access, although that user's server runs."""
+    with Talk(node.socket, uid=ANN) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})
+    assert answer.status == 201, answer.body
+    environment = {**variables(node), **answer.json["env"], "CLIENT_UID": str(ANN)}
+    with DrivenProgram([sys.executable, "-c", CLIENT], environment) as client:
+        assert client.hello["mps"]
+        node.end(signal.SIGKILL)
+        quarantined = [{"uid": ANN, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
+        record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
+        (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        found = canary(node)
+    assert found["verdict"] == "unknown"
+    assert f"uid {ANN} is quarantined" in found["because"]

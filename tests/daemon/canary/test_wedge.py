@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -255,6 +256,20 @@ def test_stopped_server(node: Node) -> None:
         assert not node.daemons()["gpu0"]["wedged"]
 
 
+def test_server_that_is_stopped_for_a_moment(node: Node) -> None:
+    """The silence of a canary proves nothing where its server was stopped at any time, as its user can do."""
+    mine = hold(node)
+    with wedge(node) as client:
+        canary_of(node)
+        with stopped(client.hello["server"]):
+            until = time.monotonic() + 0.5
+            wait_until(lambda: time.monotonic() > until, what="some checks of mpsd")
+        ended = event(node, "canary_ended")
+    assert ended["proof"] == "nothing"
+    assert f"server {client.hello['server']} is stopped (SIGSTOP)" in ended["because"]
+    release(node, mine)
+
+
 def test_hanging_clients_are_left_alone(node: Node) -> None:
     """Hanging clients keep their wedged daemon alive: only their users, or an operator's command, end them."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node, processes=2)
@@ -299,6 +314,51 @@ def test_end_that_comes_late(make_node: Start) -> None:
         assert "MPS_SERVER_NOT_READY (807)" in ended["because"]
         wait_until(lambda: not is_running(stray.pid), what="it to end")
     next_ready(node, "gpu0", before)
+
+
+def test_end_that_takes_long(make_node: Start) -> None:
+    """While a server ends contexts, the silence of a canary proves nothing: it may not answer other clients."""
+    slow = BRISK.replace("canary_deadline = 2.0", "canary_deadline = 5.0")  # the end begins before a canary is over
+    node = make_node(simulate=1, control=None, config=slow).start()
+    mine = hold(node, processes=2)
+    with wedge(node) as dead, SimulatedClient(variables(node)) as hanging:
+        event(node, "client_attributed", client=hanging.pid)
+        canary_of(node)
+        assert node.request("POST", f"/v1/leases/{mine}/end", {}).status == 202
+        ended = event(node, "canary_ended", proof="nothing")
+        assert f"server {dead.hello['server']} is ending the contexts of client {hanging.pid}" in ended["because"]
+    assert not node.events("server_wedged")
+
+
+def test_stopped_control_daemon(make_node: Start) -> None:
+    """A stopped control daemon answers no client either, but its server is not wedged."""
+    config = f"{BRISK}answer_deadline = 6.0\n"  # it is not unresponsive yet when the server becomes suspect
+    node = make_node(simulate=1, control=None, config=config).start()
+    mine = hold(node)
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        assert client.hello["ok"]
+        with stopped(node.daemons()["gpu0"]["pid"]):
+            client.kill()
+            ended = event(node, "canary_ended", cause="client_lost")
+            assert ended["proof"] == "nothing"
+            assert "is stopped (SIGSTOP)" in ended["because"]
+    assert node.daemons()["gpu0"]["unserved"] is None
+    assert canary(node)["verdict"] == "ok"
+    release(node, mine)
+
+
+def test_control_daemon_that_dies(node: Node) -> None:
+    """A canary of a control daemon that has died proves nothing about the next one."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node) as client:
+        arrived = f"NEW CLIENT {canary_of(node)} "
+        wait_until(lambda: arrived in node.control_log("gpu0").read_text(), what="the canary to reach the server")
+        kill(before)
+        assert event(node, "canary_ended")["proof"] == "nothing"
+        kill(client.hello["server"])
+    next_ready(node, "gpu0", before)
+    assert node.daemons()["gpu0"]["unserved"] is None
+    release(node, mine)
 
 
 def test_client_that_stays_silent(make_node: Start) -> None:

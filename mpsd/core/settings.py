@@ -219,6 +219,14 @@ class ControlDaemon:
         unit="s",
         reload=True,
     )
+    client_silence: float = row(
+        120.0,
+        setting_parsers.seconds,
+        "How long a client may be connected without memory on the GPU before mpsd tests by a canary whether its server"
+        " still serves clients. A program that creates its context late causes such a test, without harm.",
+        unit="s",
+        reload=True,
+    )
     probe_interval: float = row(
         15.0,
         setting_parsers.seconds,

@@ -1,14 +1,15 @@
 """The simulator's client: a process that uses CUDA on a simulated GPU, through MPS or, where it finds none, without.
 
-`python -m mpsd.simulator.client [--late] [--as UID:GID]` starts one. Like a CUDA program it takes everything from its
-environment (CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), keeps for good the limits that it gets when
-it connects or makes a context (see `cuda.Binds`), and *fails open*: where it reaches no control daemon it runs outside
-MPS, on the whole GPU, without a message (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute
-mode exclusive-process refuses it.
+`python -m mpsd.simulator.client [--late]` starts one. Like a CUDA program it takes everything from its environment
+(CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), keeps for good the limits that it gets when it connects
+or makes a context (see `cuda.Binds`), and *fails open*: where it reaches no control daemon it runs outside MPS, on the
+whole GPU, without a message (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute mode
+exclusive-process refuses it.
+
+With `--alarm SECONDS [--as UID:GID]` it is the canary of a simulated node, with the interface of `mpsd.system.canary`.
 
 It initialises CUDA, makes its primary context, and prints its place and its limits as a line of JSON on stdout; with
-`--late` it does neither, and prints only its pid. With `--as` it first becomes that user, as mpsd's own canary does
-(`mpsd.system.canary`), which it replaces on a simulated node. Then it answers each line of its stdin with one line:
+`--late` it does neither, and prints only its pid. Then it answers each line of its stdin with one line:
 
 - `init`: initialise CUDA, which connects the client to MPS
 - `context`: make a context, which becomes the current one; the answer has its number, its limits, and `total`,
@@ -56,6 +57,9 @@ def program(*, late: bool = False) -> tuple[str, ...]:
     """Return the command line that starts a client, wherever and however mpsd is installed."""
     return (*launch.program("client"), *(["--late"] if late else []))
 
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Source: linux/prctl.h."""
 
 PROMPT: Final = "gpu> "
 
@@ -258,11 +262,33 @@ def _become(user: str) -> None:
     os.setresuid(uid, uid, uid)
 
 
+def _be_canary(cuda: CudaProcess, options: Mapping[str, str]) -> int:
+    """Be a canary, as `mpsd.system.canary` is one, and return its exit status."""
+    import ctypes  # noqa: PLC0415 - other clients do not need it
+
+    if "--as" in options:
+        _become(options["--as"])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(options["--alarm"]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    sys.stdout.write("begins\n")
+    sys.stdout.flush()
+    try:
+        where = _where(cuda)
+        cuda.current()
+    except FailedError as failed:
+        _say({**_failed(failed.error), **({"mps": True} if cuda.server is not None else {})})
+        return 1
+    _say({"ok": True, **where})
+    cuda.leave()
+    return 0
+
+
 def main() -> int:
     """Run a client and return its exit status."""
     cuda, signals = CudaProcess(), _Signals()
-    if "--as" in sys.argv[1:-1]:
-        _become(sys.argv[sys.argv.index("--as") + 1])
+    if "--alarm" in sys.argv[1:]:
+        return _be_canary(cuda, dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True)))
     try:
         if "--late" in sys.argv[1:]:
             _say({"ok": True, "pid": os.getpid()})

@@ -1,9 +1,10 @@
 """The canary: a client of mpsd's own that needs only libcuda and shows whether CUDA can be used through MPS.
 
-`python -m mpsd.system.canary [--as UID:GID]` becomes that user, initialises CUDA, makes a context on the first GPU that
-it sees, and prints the result as a line of JSON: `ok`, with `mps` where the driver reports it, or the name and number
-of the error and the call that failed. The caller must set a deadline: in a wedge the canary never prints anything. It
-launches no kernel, so it may be killed at any time (mps-facts B4.3).
+`python -m mpsd.system.canary --alarm SECONDS [--as UID:GID]` becomes that user and prints `begins`. Then it initialises
+CUDA, makes a context on the first GPU that it sees, and prints the result as a line of JSON: `ok` or the name and
+number of the error and the call that failed, with `mps` where the driver has reported it. The parent must set a
+deadline: in a wedge the canary prints nothing more. It launches no kernel, so it may be killed at any time (mps-facts
+B4.3). It ends with its parent, and in any case SECONDS after it began: the next mpsd would take it for a client.
 
 It becomes the user after all imports, since that user may not be able to read mpsd's files. Source of each signature:
 NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain name stands for.
@@ -12,11 +13,18 @@ NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain
 import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from ctypes import byref, c_char_p, c_int, c_void_p
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+BEGINS: Final = "begins"
+"""The line that the program prints just before it initialises CUDA."""
+
+_PR_SET_PDEATHSIG: Final = 1
+"""Source: linux/prctl.h."""
 
 _LIBRARY: Final = "libcuda.so.1"
 
@@ -66,11 +74,14 @@ def _sharing(library: ctypes.CDLL, device: c_int) -> dict[str, bool]:
     return {"mps": bool(enabled.value)}
 
 
-def _sing() -> dict[str, Any]:
+def _sing(seconds: int) -> dict[str, Any]:
     """Use CUDA, and return the result as the program prints it."""
+    sharing: dict[str, bool] = {}
     try:
         library = ctypes.CDLL(_LIBRARY)
         device, context = c_int(), c_void_p()
+        print(BEGINS, flush=True)  # noqa: T201 - this is a program
+        signal.alarm(seconds)
         _call(library, "cuInit", c_int(0))
         _call(library, "cuDeviceGet", byref(device), c_int(0))
         sharing = _sharing(library, device)
@@ -79,7 +90,7 @@ def _sing() -> dict[str, Any]:
     except OSError as error:
         return {"ok": False, "error": f"{_LIBRARY} cannot be loaded: {error}", "code": None, "call": "dlopen"}
     except _CudaError as error:
-        return error.answer
+        return {**error.answer, **sharing}
     return {"ok": True, **sharing}
 
 
@@ -94,11 +105,24 @@ def become(user: str) -> None:
     os.setresuid(uid, uid, uid)
 
 
+def _end_with_parent(seconds: int) -> None:
+    """Have the kernel end this process when its parent ends, or after this time, also inside a call of libcuda.
+
+    A change of the user clears the former. Source: PR_SET_PDEATHSIG(2const).
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(arguments: list[str]) -> int:
     """Run the canary and return its exit status."""
-    if arguments[:1] == ["--as"] and len(arguments) > 1:
-        become(arguments[1])
-    answer = _sing()
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    if "--as" in options:
+        become(options["--as"])
+    seconds = int(options["--alarm"])
+    _end_with_parent(seconds)
+    answer = _sing(seconds)
     print(json.dumps({"pid": os.getpid(), **answer}), flush=True)  # noqa: T201 - this is a program
     return 0 if answer["ok"] else 1
 

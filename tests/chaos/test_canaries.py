@@ -1,7 +1,8 @@
 """A server that serves its clients is never called wedged, however busy it is and whatever becomes of its clients.
 
 Clients compute without a pause, arrive late, reset, stop, and end in every possible way, also in mid-kernel beside
-others; strangers end their contexts; servers and clients are stopped for a while; and canaries run all the time. In CI
+others; strangers end their contexts; the control daemon, servers and clients are stopped for a while; and canaries run
+all the time. In CI
 this takes some seconds; by hand, any time that you set:
 
     MPSD_CHAOS_SECONDS=7200 [MPSD_CHAOS_SEED=1] pytest -n 0 -s tests/chaos/test_canaries.py
@@ -22,6 +23,7 @@ import pytest
 from mpsd.simulator.cuda import Binds
 from tests.chaos.conftest import Start
 from tests.chaos.test_chaos import LONG, for_seconds
+from tests.daemon.helpers import stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -43,6 +45,8 @@ class Busy:
     servers: dict[int, int] = field(default_factory=dict)
     """The server of each client."""
     done: Counter[str] = field(default_factory=Counter)
+    verdicts: list[Any] = field(default_factory=list)
+    """The answers of `mpsctl verify --canary`."""
 
     def come(self) -> None:
         """Start another client, early or late, that computes as long as it lives."""
@@ -112,17 +116,26 @@ class Busy:
             os.kill(pid, signal.SIGCONT)
             self.done["stopped"] += 1
 
+    def stop_daemon(self) -> None:
+        """Stop the control daemon until the canary that runs now is over."""
+        daemon, before = self.node.daemons()["gpu0"]["pid"], len(self.verdicts)
+        with stopped(daemon):
+            wait_until(lambda: len(self.verdicts) > before, what="a canary to end")
+        self.node.wait_for_state("gpu0", "ready")
+        self.done["daemon stopped"] += 1
+
     def happens(self) -> None:
         """Carry out one random step."""
-        self.dice.choice([self.come, self.come, self.come, self.go, self.go, self.stop])()
+        often, seldom = [self.come, self.come, self.come, self.go, self.go, self.stop], [self.stop_daemon]
+        self.dice.choice(often * 10 + seldom)()
         if len(self.clients) >= CLIENTS:
             self.go()
 
 
-def verdicts(node: Node, over: threading.Event, found: list[Any]) -> None:
+def send_canaries(busy: Busy, over: threading.Event) -> None:
     """Send canaries until the end, and collect their verdicts."""
     while not over.is_set():
-        found.append(node.request("POST", "/v1/daemons/gpu0/canary", {}).json)
+        busy.verdicts.append(busy.node.request("POST", "/v1/daemons/gpu0/canary", {}).json)
 
 
 @pytest.mark.parametrize("binds", Binds)
@@ -131,13 +144,14 @@ def test_busy(start: Start, dice: random.Random, binds: Binds) -> None:
     node = start(simulate=1, config=CONFIG, binds=binds)
     lease = {"threads": 50, "memory": "20GiB", "gpu": "0", "processes": 2 * CLIENTS}
     assert node.request("POST", "/v1/leases", lease).status == 201
-    found: list[Any] = []
-    over, goes_on = threading.Event(), for_seconds()
-    sending = threading.Thread(target=verdicts, args=(node, over, found))
+    over = threading.Event()
     busy = Busy(node, dice)
+    sending = threading.Thread(target=send_canaries, args=(busy, over))
     with node.stderr.open("rb") as log, closing(busy):
         sending.start()
         try:
+            busy.stop_daemon()
+            goes_on = for_seconds()
             while goes_on():
                 busy.happens()
                 assert b"server_wedged" not in log.read()  # the part that is new
@@ -145,8 +159,9 @@ def test_busy(start: Start, dice: random.Random, binds: Binds) -> None:
         finally:
             over.set()
             sending.join()
-    sys.stdout.write(f"{dict(busy.done)}; {dict(Counter(each['verdict'] for each in found))}\n")
-    assert "wedged" not in {each["verdict"] for each in found}
+    found = Counter(each["verdict"] for each in busy.verdicts)
+    sys.stdout.write(f"{dict(busy.done)}; {dict(found)}\n")
+    assert "wedged" not in found
     assert not node.events("server_wedged")
     assert not [each for each in node.events("canary_ended") if each["proof"] == "silence"]
     last = wait_until(

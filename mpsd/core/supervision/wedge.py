@@ -36,12 +36,11 @@ SPACING: Final = 60.0
 """Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
 seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
-LONG: Final = 120.0
-"""Seconds for which a client may be listed without memory on the GPU before that is suspect.
+_NO_PLACE: Final = frozenset({808, 809})
+"""MPS_MAX_CLIENTS_REACHED and MPS_MAX_CONNECTIONS_REACHED: only a server that answers returns them."""
 
-A program may initialise CUDA early and make its context late, so such a client is no evidence; a client that hangs in
-CUDA's initialisation looks the same.
-"""
+_NO_CONTEXT: Final = frozenset({2, 801})
+"""OUT_OF_MEMORY and NOT_SUPPORTED, by which CUDA refuses a context, also outside MPS."""
 
 
 class Cause(StrEnum):
@@ -82,11 +81,12 @@ class Proof(StrEnum):
     CONTEXT = "context"
     """CUDA was initialised, and a context made: the server serves."""
     ERROR = "error"
-    """A call returned an error: CUDA answers, so it is no wedge."""
+    """The server refused a place or a context: it answers, so it is no wedge."""
     SILENCE = "silence"
     """No answer came within the deadline."""
     NOTHING = "nothing"
-    """It could not be run, or something else may have kept it from answering."""
+    """It could not be run, it did not reach a server that accepts clients, or something else may have kept it from
+    answering."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,17 @@ class CanaryEnd:
     proof: Proof
     because: str
     """A sentence, which names the canary's pid where there was one."""
+
+
+def proof(*, made: bool, code: int | None, mps: bool | None) -> Proof:
+    """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
+
+    `mps` tells whether it was a client of MPS; None where that is unknown. Other errors do not show that the server
+    serves clients: 805 to 807 say that it does not accept any now, and a process that misses MPS gets 46 or 100.
+    """
+    if made:
+        return Proof.CONTEXT if mps else Proof.NOTHING
+    return Proof.ERROR if code in _NO_PLACE or (code in _NO_CONTEXT and mps) else Proof.NOTHING
 
 
 class Verdict(StrEnum):
@@ -208,13 +219,17 @@ class ListedClients:
         known = self._known.get(listed)
         return Suspicion(Cause.STILL_LISTED, because, known[1] if known is not None else None)
 
-    def silent(self, with_memory: Iterable[Pid], now: float) -> Suspicion | None:
-        """Suspect the server of a long-listed client that is not among those `with_memory` on the GPU."""
+    def silent(self, with_memory: Iterable[Pid], now: float, *, patience: float) -> Suspicion | None:
+        """Suspect the server of a client that is not among those `with_memory` on the GPU, after this many seconds.
+
+        A program may initialise CUDA early and make its context late, so such a client is no evidence; a client that
+        hangs in CUDA's initialisation looks the same.
+        """
         there = {*with_memory}
         for listed, (_, uid, since) in self._known.items():
-            if listed.pid in there or now - since < LONG or listed in self._suspected:
+            if listed.pid in there or now - since < patience or listed in self._suspected:
                 continue
             self._suspected.add(listed)
-            because = f"client {listed.pid} of server {listed.server} has held no memory on the GPU for {LONG:g} s"
+            because = f"client {listed.pid} of server {listed.server} has held no memory on the GPU for {patience:g} s"
             return Suspicion(Cause.SILENT, because, uid)
         return None

@@ -8,14 +8,16 @@ kernel, so mpsd may kill one that does not return, without harm to any client (m
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from mpsd.core.capabilities import Capability
 from mpsd.core.errors import MpsdError
+from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, Server
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT, variables
 from mpsd.core.supervision import wedge
@@ -24,7 +26,7 @@ from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.system import capabilities, clock, credentials, proc, process, process_table
-from mpsd.system.canary import CanaryProgram
+from mpsd.system.canary import BEGINS, CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process import Process
 
@@ -33,7 +35,13 @@ _BECOME_A_USER: Final = frozenset({Capability.SETUID, Capability.SETGID})
 _MOST_OUTPUT: Final = 65536
 
 _LOOK: Final = 0.05
-"""The average seconds between two checks whether a canary is stopped."""
+"""The average seconds between two checks whether anything hinders a canary."""
+
+_SPARE: Final = 5
+"""Seconds after its deadline at which a canary ends itself, if mpsd has not ended it."""
+
+_LONGEST_ALARM: Final = 2**31 - 1
+"""Seconds: the maximum of Python's signal.alarm."""
 
 
 class Canaries:
@@ -48,13 +56,13 @@ class Canaries:
         self._pipe_access = pipe_access
 
     async def send(self, supervisor: Supervisor, seconds: float, *, opened: bool) -> CanaryEnd:
-        """Send one, and return its result, at the latest this many seconds after it can connect.
+        """Send one, and return its result, at the latest this many seconds after it began to initialise CUDA.
 
         With `opened`, the ceiling is opened for it.
         """
         daemon = supervisor.snapshot()
         server = next((each for each in daemon.servers if not each.orphan), None)
-        if (stopped := _stopped_server(daemon)) is not None:
+        if (stopped := _stopped(supervisor)) is not None:
             return _nothing(stopped)
         uid = self._user(daemon, server)
         if uid != process_table.own_uid() and not capabilities.can_serve_users():
@@ -64,8 +72,7 @@ class Canaries:
                 with self._pipe_access.opened_for_canary(daemon.name, daemon.gpu, uid):
                     return await self._send(supervisor, daemon, uid, seconds)
         except MpsdError as error:
-            stopped = _stopped_server(supervisor.snapshot())
-            return _nothing(stopped or f"no canary could be sent: {error.detail}")
+            return _nothing(_stopped(supervisor) or f"no canary could be sent: {error.detail}")
         except OSError as error:
             return _nothing(f"no canary could be started: {error.strerror}")
 
@@ -82,22 +89,27 @@ class Canaries:
         become: tuple[str, ...] = ()
         if uid != process_table.own_uid():
             become = ("--as", f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}")
+        if (hindrance := _hindrance(supervisor)) is not None:
+            return _nothing(hindrance)
         with _output() as sink:
             canary = process.spawn(
-                [*self._program.argv, *become],
+                [*self._program.argv, "--alarm", str(min(math.ceil(seconds) + _SPARE, _LONGEST_ALARM)), *become],
                 env=self._environment(daemon),
                 stdout=sink,
                 allowed=_BECOME_A_USER if become else frozenset(),
             )
             supervisor.canaries.add(canary.pid)
             try:
-                answered, was_stopped = await _watched(canary, seconds)
-                if was_stopped:
-                    return _nothing(f"canary {canary.pid} was stopped (SIGSTOP)")
-                if not answered and (stopped := _stopped_server(supervisor.snapshot())) is not None:
-                    return _nothing(stopped)
+                answered, hindrance = await _watched(
+                    canary,
+                    seconds,
+                    has_begun=lambda: BEGINS.encode() in os.pread(sink, _MOST_OUTPUT, 0).splitlines(),
+                    hindrance=lambda: _stopped_canary(canary) or _hindrance(supervisor),
+                )
             finally:
                 await self._end(supervisor, canary)
+            if hindrance is not None:
+                return _nothing(hindrance)
             if not answered:
                 because = f"canary {canary.pid} (uid {uid}) did not initialise CUDA within {seconds:g} s"
                 return CanaryEnd(Proof.SILENCE, because)
@@ -122,18 +134,25 @@ class Canaries:
         return process.environment(extra, libraries=self._control.libraries)
 
 
-async def _watched(canary: Process, seconds: float) -> tuple[bool, bool]:
-    """Wait this long for the end of a canary; return whether it ended, and whether it was seen stopped before.
+async def _watched(
+    canary: Process, seconds: float, *, has_begun: Callable[[], bool], hindrance: Callable[[], str | None]
+) -> tuple[bool, str | None]:
+    """Wait for a canary to begin to initialise CUDA, this long at most, and then as long for its end.
 
-    Its user can stop it, and resume it just before its time is over. The checks for that therefore come at random
+    Returns whether it ended, and if it did not, why that proves nothing, if anything hindered it at any time: its user
+    can stop it or its server, and resume it just before its time is over. The checks for that therefore come at random
     moments.
     """
-    end, was_stopped = clock.monotonic() + seconds, False
+    end, begun, hindered = clock.monotonic() + seconds, False, None
     while (left := end - clock.monotonic()) > 0:
         if await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK)):  # noqa: S311 - users cannot see it
-            return True, False
-        was_stopped = was_stopped or proc.is_stopped(canary.pid)
-    return False, was_stopped
+            return True, None
+        hindered = hindered or hindrance()
+        if not begun and has_begun():
+            begun, end = True, clock.monotonic() + seconds
+    if hindered is None and not begun:
+        hindered = f"canary {canary.pid} did not begin to initialise CUDA within {seconds:g} s"
+    return False, hindered
 
 
 @contextlib.contextmanager
@@ -146,12 +165,28 @@ def _output() -> Iterator[int]:
         os.close(sink)
 
 
-def _stopped_server(daemon: Daemon) -> str | None:
-    """Return which server is stopped, as its user can do; None when none is."""
-    for each in daemon.servers:
-        if proc.is_stopped(each.pid):
+def _hindrance(supervisor: Supervisor) -> str | None:
+    """Return why a canary without an answer proves nothing about the server now; None where it does."""
+    if (stopped := _stopped(supervisor)) is not None:
+        return stopped
+    if supervisor.state not in ANSWERED:
+        return f"the control daemon is {supervisor.state}"
+    return supervisor.pipe.waits_for or None
+
+
+def _stopped(supervisor: Supervisor) -> str | None:
+    """Return which process is stopped, the control daemon or, as its user can do, a server; None when none is."""
+    daemon = supervisor.process
+    if daemon is not None and proc.is_stopped(daemon.pid):
+        return f"control daemon {daemon.pid} is stopped (SIGSTOP), so that it answers no client"
+    for each in supervisor.servers:
+        if not each.orphan and proc.is_stopped(each.pid):
             return f"server {each.pid} is stopped (SIGSTOP), so that it answers no client"
     return None
+
+
+def _stopped_canary(canary: Process) -> str | None:
+    return f"canary {canary.pid} was stopped (SIGSTOP)" if proc.is_stopped(canary.pid) else None
 
 
 def _nothing(because: str) -> CanaryEnd:
@@ -165,13 +200,20 @@ def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
         said: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
         made = said["ok"]
     except (ValueError, IndexError, KeyError, TypeError):
-        text = output.decode(errors="replace").strip().splitlines()
+        text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
-    if not made and said.get("code") is None:
-        return _nothing(f"{who} could not use CUDA: {said.get('error')}")
-    if not made:
+    code, mps = said.get("code"), said.get("mps")
+    proof = wedge.proof(made=made, code=code, mps=mps)
+    if not made and code is None:
+        because = f"could not use CUDA: {said.get('error')}"
+    elif not made:
         call = f"{said['call']} returned " if said.get("call") else ""
-        return CanaryEnd(Proof.ERROR, f"{who}: {call}{said.get('error')} ({said['code']})")
-    if said.get("mps") is False:
-        return _nothing(f"{who} did not find the control daemon, and used CUDA without MPS")
-    return CanaryEnd(Proof.CONTEXT, f"{who} initialised CUDA and made a context")
+        unproven = ", which does not show whether the server serves clients" if proof is Proof.NOTHING else ""
+        because = f"got an error of CUDA: {call}{said.get('error')} ({code}){unproven}"
+    elif mps is False:
+        because = "did not find the control daemon, and used CUDA without MPS"
+    elif mps is None:
+        because = "made a context, but the driver does not tell whether it did so through MPS"
+    else:
+        because = "initialised CUDA and made a context"
+    return CanaryEnd(proof, f"{who} {because}")

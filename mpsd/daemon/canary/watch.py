@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
-from mpsd.core.lifecycle import ANSWERED, State
+from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, Known, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import wedge
@@ -123,15 +123,18 @@ class ServerWatch:
             while True:
                 await asyncio.sleep(clock.until_next(_TICK))
                 self._look()
-                if (suspicion := self._due(self._supervisor.state)) is not None:
+                if (suspicion := self._due()) is not None:
                     await self.examine(suspicion)
         finally:
             if self._examining is not None:
                 self._examining.cancel()
 
-    def _due(self, state: State) -> Suspicion | None:
-        """Return the reason for an examination that is due now, while the daemon is in this state."""
-        if state not in ANSWERED:
+    def _due(self) -> Suspicion | None:
+        """Return the reason for an examination that is due now.
+
+        While the server ends the contexts of a client, it may refuse other clients, so a canary waits for that.
+        """
+        if self._supervisor.state not in ANSWERED or self._supervisor.pipe.waits_for:
             return None
         now = clock.monotonic()
         if self._unserved is not None and now >= self._again:
@@ -193,21 +196,29 @@ class ServerWatch:
             for each in dead:
                 if (suspicion := self._listed.still_listed(each)) is not None:
                     self.suspect(suspicion)
+        self._look_for_silent_clients(now)
+
+    def _look_for_silent_clients(self, now: float) -> None:
         usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
-        if isinstance(usage, Known) and (silent := self._listed.silent(usage.value.processes, now)) is not None:
+        if not isinstance(usage, Known):
+            return
+        patience = self._settings.current.daemon.client_silence
+        if (silent := self._listed.silent(usage.value.processes, now, patience=patience)) is not None:
             self.suspect(silent)
 
     # -- examining ----------------------------------------------------------------------------------------------------
 
     async def _examine(self, reason: Suspicion) -> Examination:
         ends: list[CanaryEnd] = []
+        daemon, server = self._supervisor.process, None
         while (verdict := wedge.verdict(ends) if ends else None) is None:
+            server = server or _server_among(self._supervisor.servers)
             before = await self._clients_with_memory()
             deadline, opened = self._settings.current.daemon.canary_deadline, reason.cause is Cause.COMMAND
             end = await self._canaries.send(self._supervisor, deadline, opened=opened)
-            if end.proof is Proof.SILENCE and (served := await self._clients_with_memory() - before):
-                because = f"{end.because}, but client {min(served)} got a context meanwhile"
-                end = replace(end, proof=Proof.NOTHING, because=because)
+            served = await self._clients_with_memory() - before if end.proof is Proof.SILENCE else set()
+            if end.proof is Proof.SILENCE and (doubt := self._doubt(daemon, server, served)) is not None:
+                end = replace(end, proof=Proof.NOTHING, because=f"{end.because}, but {doubt}")
             ends.append(end)
             level = self._log.info if end.proof is Proof.CONTEXT else self._log.warning
             level(EventName.CANARY_ENDED, proof=end.proof, cause=reason.cause, because=end.because)
@@ -216,6 +227,21 @@ class ServerWatch:
         found = Examination(verdict, reason, clock.now(), tuple(ends))
         self._settle(found)
         return found
+
+    def _doubt(
+        self, daemon: ProcessIdentity | None, server: ProcessIdentity | None, served: Collection[int]
+    ) -> str | None:
+        """Return why the silence of a canary is no evidence against the examined server; None where it is.
+
+        `served` are the clients that got a context meanwhile.
+        """
+        if served:
+            return f"client {min(served)} got a context meanwhile"
+        if daemon is None or self._supervisor.process != daemon:
+            return "its control daemon is another process now"
+        if server is not None and proc.start_ticks(server.pid) != server.start_ticks:
+            return f"server {server.pid} has ended"
+        return None
 
     async def _clients_with_memory(self) -> set[int]:
         """Return the processes that have a context on the GPU through MPS, by a new reading of NVML."""

@@ -258,6 +258,12 @@ class NodePipeAccess:
         self._canaries[gpu] = uid
         try:
             if not _is_let_in(uid):
+                if (wanted := self._wanted(gpu)) is not None and uid not in wanted:
+                    raise PipeAccessError(
+                        f"uid {uid} is quarantined, so no canary can run as that user",
+                        hint=f"an administrator can pardon it: mpsctl pardon {uid}",
+                        limit="enforcement.unadmitted",
+                    )
                 self._accesses[name].open(uid)
             yield
         finally:

@@ -7,7 +7,6 @@ import pytest
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.supervision.wedge import (
     FAILURES,
-    LONG,
     SPACING,
     CanaryEnd,
     Cause,
@@ -17,11 +16,13 @@ from mpsd.core.supervision.wedge import (
     Suspicion,
     Suspicions,
     Verdict,
+    proof,
     verdict,
 )
 
 HERE: Final = Listed(server=7, pid=100)
 ALIVE: Final = ProcessIdentity(100, 5000)
+PATIENCE: Final = 120.0
 
 
 def ends(*proofs: Proof) -> list[CanaryEnd]:
@@ -60,6 +61,37 @@ def test_silence_in_a_row() -> None:
     assert verdict(ends(*[Proof.SILENCE] * FAILURES)) is Verdict.WEDGED
     assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.CONTEXT)) is Verdict.OK
     assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.ERROR)) is Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("code", "mps", "expected"),
+    [
+        (None, True, Proof.CONTEXT),
+        (None, False, Proof.NOTHING),  # without MPS it needs no server
+        (None, None, Proof.NOTHING),  # an old driver does not tell
+        (808, True, Proof.ERROR),
+        (809, None, Proof.ERROR),  # only MPS has this error
+        (2, True, Proof.ERROR),  # the ceiling is closed
+        (801, True, Proof.ERROR),
+        (2, None, Proof.NOTHING),  # a process outside MPS may get it on a full GPU
+        (2, False, Proof.NOTHING),
+        (805, None, Proof.NOTHING),
+        (806, True, Proof.NOTHING),
+        (807, None, Proof.NOTHING),
+        (810, True, Proof.NOTHING),
+        (46, None, Proof.NOTHING),
+        (100, None, Proof.NOTHING),
+        (999, None, Proof.NOTHING),
+    ],
+)
+def test_what_an_answer_proves(code: int | None, mps: bool | None, expected: Proof) -> None:  # noqa: FBT001 - a parameter of the test
+    """Only a context through MPS, or a refusal that an answering server alone gives, shows that the server serves."""
+    assert proof(made=code is None, code=code, mps=mps) is expected
+
+
+def test_no_answer_of_cuda() -> None:
+    """A canary that could not call CUDA proves nothing."""
+    assert proof(made=False, code=None, mps=None) is Proof.NOTHING
 
 
 # -- suspicions --------------------------------------------------------------------------------------------------------
@@ -121,7 +153,7 @@ def test_client_that_lives_is_not_suspect() -> None:
     clients.living(HERE, ALIVE, 1000, 0.0)
     clients.keep([HERE])
     assert clients.dead([HERE], {100: 5000}.get) == []
-    assert clients.silent([100], 10 * LONG) is None
+    assert clients.silent([100], 10 * PATIENCE, patience=PATIENCE) is None
 
 
 @pytest.mark.parametrize("ticks", [None, 6000])
@@ -148,13 +180,13 @@ def test_client_that_is_silent() -> None:
     """A client that is listed for long without memory is suspect once; a successor with its pid has its own period."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
-    assert clients.silent([], LONG - 1) is None
-    found = clients.silent([], LONG)
+    assert clients.silent([], PATIENCE - 1, patience=PATIENCE) is None
+    found = clients.silent([], PATIENCE, patience=PATIENCE)
     assert found is not None
     assert (found.cause, found.uid) == (Cause.SILENT, 1000)
-    assert clients.silent([], 2 * LONG) is None
-    clients.living(HERE, ProcessIdentity(100, 6000), 1000, 2 * LONG)
-    assert clients.silent([], 2 * LONG + 1) is None
-    assert clients.silent([], 3 * LONG) is not None
+    assert clients.silent([], 2 * PATIENCE, patience=PATIENCE) is None
+    clients.living(HERE, ProcessIdentity(100, 6000), 1000, 2 * PATIENCE)
+    assert clients.silent([], 2 * PATIENCE + 1, patience=PATIENCE) is None
+    assert clients.silent([], 3 * PATIENCE, patience=PATIENCE) is not None
     clients.keep([])
-    assert clients.silent([], 9 * LONG) is None
+    assert clients.silent([], 9 * PATIENCE, patience=PATIENCE) is None

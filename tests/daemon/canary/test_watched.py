@@ -1,30 +1,66 @@
-"""The wait for a canary that its user stops, and continues just before the deadline."""
+"""The wait for a canary that does not answer: what hinders it, and whether it has begun."""
 
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from mpsd.daemon.canary.canary import _watched
-from mpsd.system import process
+from mpsd.system import proc, process
+from mpsd.system.process import Process
+
+
+@contextmanager
+def sleeper() -> Iterator[Process]:
+    """Start a process that does nothing, and yield it."""
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as started:
+        found = process.find(started.pid)
+        assert found is not None
+        try:
+            yield found
+        finally:
+            found.close()
+            started.kill()
 
 
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_stopped_meanwhile(*, disturbed: bool) -> None:
-    """A canary that was stopped meanwhile proves nothing, though it runs at the deadline."""
+    """The silence proves nothing if a process that has to answer was stopped, though it runs at the deadline."""
 
-    async def scenario() -> tuple[bool, bool]:
-        sleeper = process.spawn([sys.executable, "-c", "import signal; signal.pause()"], env={})
-        try:
-            if disturbed:
-                os.kill(sleeper.pid, signal.SIGSTOP)
-                asyncio.get_running_loop().call_later(0.8, os.kill, sleeper.pid, signal.SIGCONT)
-            return await _watched(sleeper, 1.0)
-        finally:
-            sleeper.signal(signal.SIGKILL)
-            await sleeper.wait()
-            sleeper.close()
+    async def scenario(canary: Process, server: Process) -> tuple[bool, str | None]:
+        if disturbed:
+            os.kill(server.pid, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(0.8, os.kill, server.pid, signal.SIGCONT)
+        return await _watched(
+            canary,
+            1.0,
+            has_begun=lambda: True,
+            hindrance=lambda: "it is stopped" if proc.is_stopped(server.pid) else None,
+        )
 
-    assert asyncio.run(scenario()) == (False, disturbed)
+    with ExitStack() as running:
+        canary, server = running.enter_context(sleeper()), running.enter_context(sleeper())
+        assert asyncio.run(scenario(canary, server)) == (False, "it is stopped" if disturbed else None)
+
+
+def test_that_never_begins() -> None:
+    """The silence of a canary that did not get as far as CUDA, as on a busy machine, proves nothing."""
+    with sleeper() as canary:
+        waited = _watched(canary, 0.2, has_begun=lambda: False, hindrance=lambda: None)
+        assert asyncio.run(waited) == (
+            False,
+            f"canary {canary.pid} did not begin to initialise CUDA within 0.2 s",
+        )
+
+
+def test_that_begins_late() -> None:
+    """The time for the answer begins when the canary begins to initialise CUDA."""
+    questions = iter([False] * 3)
+    with sleeper() as canary:
+        waited = _watched(canary, 0.4, has_begun=lambda: next(questions, True), hindrance=lambda: None)
+        assert asyncio.run(waited) == (False, None)

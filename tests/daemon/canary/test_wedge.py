@@ -3,16 +3,35 @@
 import json
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running, kill, next_ready, stopped
+from tests.daemon.leases.line import Talk
+from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
+
+ANN: Final = 61001
+"""A uid without rights."""
+
+CLIENT: Final = """
+import os, sys
+from mpsd.simulator.client import main
+uid = int(os.environ["CLIENT_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+sys.exit(main())
+"""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
 
 BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
 
@@ -134,6 +153,30 @@ def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
     release(node, mine)
 
 
+def canary_of(node: Node) -> int:
+    """Wait for a canary of this node, and return its pid."""
+
+    def found() -> list[int]:
+        children = Path(f"/proc/{node.pid}/task").glob("*/children")
+        pids = [int(pid) for each in children for pid in each.read_text().split()]
+        return [pid for pid in pids if b"\0--alarm\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    return wait_until(found, what="a canary", not_yet=(OSError,))[0]
+
+
+def test_canary_of_an_mpsd_that_dies(node: Node) -> None:
+    """A canary that hangs in a wedge ends with mpsd, so that the next mpsd does not take it for a client."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node):
+        pid = canary_of(node)
+        node.end(signal.SIGKILL)
+        wait_until(lambda: not is_running(pid), what="the canary to end")
+    node.start(ready=False)
+    event(node, "server_wedged")
+    release(node, mine)
+    next_ready(node, "gpu0", before)
+
+
 def test_damaged_verdict(node: Node) -> None:
     """A damaged record does not hinder mpsd: it is logged and ignored."""
     node.end(signal.SIGKILL)
@@ -153,6 +196,21 @@ def test_verify(node: Node) -> None:
         said = node.mpsctl("verify", "--canary", "gpu0")
         assert said.returncode == 1
         assert said.stdout.startswith("gpu0: wedged: canary ")
+    release(node, mine)
+
+
+def test_canary_that_misses_the_server(make_node: Start) -> None:
+    """A canary that does not reach the server of a wedged daemon does not clear it, whatever error it gets."""
+    config = f'{BRISK}compute_mode = "exclusive-process"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    mine = hold(node)
+    with wedge(node):
+        event(node, "server_wedged")
+        (node.pipe_directory("gpu0") / "simulated_clients").unlink()
+        found = canary(node)
+    assert found["verdict"] == "unknown"
+    assert "DEVICE_UNAVAILABLE (46)" in found["because"]
+    assert node.daemons()["gpu0"]["wedged"]
     release(node, mine)
 
 
@@ -198,6 +256,20 @@ def test_stopped_server(node: Node) -> None:
         assert not node.daemons()["gpu0"]["wedged"]
 
 
+def test_server_that_is_stopped_for_a_moment(node: Node) -> None:
+    """The silence of a canary proves nothing where its server was stopped at any time, as its user can do."""
+    mine = hold(node)
+    with wedge(node) as client:
+        canary_of(node)
+        with stopped(client.hello["server"]):
+            until = time.monotonic() + 0.5
+            wait_until(lambda: time.monotonic() > until, what="some checks of mpsd")
+        ended = event(node, "canary_ended")
+    assert ended["proof"] == "nothing"
+    assert f"server {client.hello['server']} is stopped (SIGSTOP)" in ended["because"]
+    release(node, mine)
+
+
 def test_hanging_clients_are_left_alone(node: Node) -> None:
     """Hanging clients keep their wedged daemon alive: only their users, or an operator's command, end them."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node, processes=2)
@@ -226,3 +298,95 @@ def test_end_that_does_not_come_about(make_node: Start) -> None:
         next_ready(node, "gpu0", before)
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         assert client.compute(0.01)["ok"]
+
+
+def test_end_that_comes_late(make_node: Start) -> None:
+    """A server that ends contexts for longer than the deadline refuses a canary, which clears no suspicion."""
+    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    before = node.daemons()["gpu0"]["pid"]
+    with leased(node, "--threads", "25", "--memory", "2GiB"), SimulatedClient(variables(node)) as stray:
+        assert stray.do("ignore TERM")["ok"]
+        stray.launch(2)  # on a quarter of the GPU
+        event(node, "server_suspect", cause="terminate_client")
+        ended = event(node, "canary_ended", cause="terminate_client")
+        assert ended["proof"] == "nothing"
+        assert "MPS_SERVER_NOT_READY (807)" in ended["because"]
+        wait_until(lambda: not is_running(stray.pid), what="it to end")
+    next_ready(node, "gpu0", before)
+
+
+def test_end_that_takes_long(make_node: Start) -> None:
+    """While a server ends contexts, the silence of a canary proves nothing: it may not answer other clients."""
+    slow = BRISK.replace("canary_deadline = 2.0", "canary_deadline = 5.0")  # the end begins before a canary is over
+    node = make_node(simulate=1, control=None, config=slow).start()
+    mine = hold(node, processes=2)
+    with wedge(node) as dead, SimulatedClient(variables(node)) as hanging:
+        event(node, "client_attributed", client=hanging.pid)
+        canary_of(node)
+        assert node.request("POST", f"/v1/leases/{mine}/end", {}).status == 202
+        ended = event(node, "canary_ended", proof="nothing")
+        assert f"server {dead.hello['server']} is ending the contexts of client {hanging.pid}" in ended["because"]
+    assert not node.events("server_wedged")
+
+
+def test_stopped_control_daemon(make_node: Start) -> None:
+    """A stopped control daemon answers no client either, but its server is not wedged."""
+    config = f"{BRISK}answer_deadline = 6.0\n"  # it is not unresponsive yet when the server becomes suspect
+    node = make_node(simulate=1, control=None, config=config).start()
+    mine = hold(node)
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        assert client.hello["ok"]
+        with stopped(node.daemons()["gpu0"]["pid"]):
+            client.kill()
+            ended = event(node, "canary_ended", cause="client_lost")
+            assert ended["proof"] == "nothing"
+            assert "is stopped (SIGSTOP)" in ended["because"]
+    assert node.daemons()["gpu0"]["unserved"] is None
+    assert canary(node)["verdict"] == "ok"
+    release(node, mine)
+
+
+def test_control_daemon_that_dies(node: Node) -> None:
+    """A canary of a control daemon that has died proves nothing about the next one."""
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node) as client:
+        arrived = f"NEW CLIENT {canary_of(node)} "
+        wait_until(lambda: arrived in node.control_log("gpu0").read_text(), what="the canary to reach the server")
+        kill(before)
+        assert event(node, "canary_ended")["proof"] == "nothing"
+        kill(client.hello["server"])
+    next_ready(node, "gpu0", before)
+    assert node.daemons()["gpu0"]["unserved"] is None
+    release(node, mine)
+
+
+def test_client_that_stays_silent(make_node: Start) -> None:
+    """A client that is connected for long without a context makes its server suspect, and is left alone."""
+    node = make_node(simulate=1, control=None, config=f"{BRISK}client_silence = 1.0\n").start()
+    with leased(node, "--threads", "25", "--memory", "2GiB", late=True) as client:
+        assert client.init()["ok"]
+        told = event(node, "server_suspect", cause="client_silent")
+        assert f"client {client.pid} " in told["because"]
+        assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
+        assert client.context()["ok"]
+
+
+@needs_root
+def test_quarantined_user(node: Node) -> None:
+    """A canary does not run as a quarantined user, who has no pipe access, although that user's server runs."""
+    with Talk(node.socket, uid=ANN) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})
+    assert answer.status == 201, answer.body
+    environment = {**variables(node), **answer.json["env"], "CLIENT_UID": str(ANN)}
+    with DrivenProgram([sys.executable, "-c", CLIENT], environment) as client:
+        assert client.hello["mps"]
+        node.end(signal.SIGKILL)
+        quarantined = [{"uid": ANN, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
+        record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
+        (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        found = canary(node)
+    assert found["verdict"] == "unknown"
+    assert f"uid {ANN} is quarantined" in found["because"]

@@ -242,6 +242,7 @@ class Client(TypedDict):
     sm_activity: int | None
     verdict: str
     because: str
+    hint: str
 
 
 class Clients(TypedDict):

@@ -67,7 +67,10 @@ def clients(answer: "answer_types.Clients", look: Look) -> str:
         )
         for client in answer["clients"]
     ]
-    lines = [as_here(f"{client['verdict']}: {client['because']}") for client in answer["clients"] if client["because"]]
+    lines = []
+    for client in answer["clients"]:
+        lines += [as_here(f"{client['verdict']}: {client['because']}")] if client["because"] else []
+        lines += [as_here(f"  hint: {client['hint']}")] if client["hint"] else []
     return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
 
 

@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 
 from mpsd.core.configuration.document import parse
+from mpsd.core.settings import WantedComputeMode
 from tests.container import quadlet
 from tests.container.manifests import CONTAINER, KUBERNETES, documents, overlay, pod
 from tests.tools import needed
@@ -136,8 +137,17 @@ def test_application(of: str) -> None:
 
 
 def test_configuration() -> None:
-    """mpsd accepts the configuration in the base."""
-    parse(overlay("daemonset")["ConfigMap"]["data"]["mpsd.toml"])
+    """Every configuration for a container closes the GPUs to programs that miss MPS."""
+    (values,) = documents(KUBERNETES / "chart" / "values.yaml")
+    shipped = {
+        "base": overlay("daemonset")["ConfigMap"]["data"]["mpsd.toml"],
+        "metrics": (KUBERNETES / "overlays" / "metrics" / "mpsd.toml").read_text(),
+        "chart": values["mpsd"]["config"],
+        "compose": (CONTAINER / "compose" / "mpsd" / "mpsd.toml").read_text(),
+        "quadlet": (CONTAINER / "quadlet" / "mpsd.toml").read_text(),
+    }
+    modes = {name: parse(text).daemon.compute_mode for name, text in shipped.items()}
+    assert modes == dict.fromkeys(shipped, WantedComputeMode.EXCLUSIVE_PROCESS)
 
 
 def test_compose() -> None:
@@ -149,11 +159,23 @@ def test_compose() -> None:
         f"CMD {str(mpsd['healthcheck']['test'][1:]).replace(chr(39), chr(34))}"
         in (CONTAINER / "Containerfile").read_text()
     )
+    assert "./mpsd:/etc/mpsd:ro" in [each.partition(" ")[0] for each in mpsd["volumes"]]
     assert application["depends_on"] == {"mpsd": {"condition": "service_healthy"}}
     assert application["entrypoint"][:4] == ["mpsctl", "run", "--fraction", "0.2"]
     assert (application["cap_drop"], application["ipc"]) == (["ALL"], "host")
     assert application["volumes"] == ["/run/mpsd:/run/mpsd:ro"]
     assert application["environment"] == {"NVIDIA_VISIBLE_DEVICES": "all"}
+
+
+def copies_its_configuration(before: list[str], tmp_path: Path) -> None:
+    """Check that a unit copies its configuration before its first start, and leaves one that exists as it is."""
+    (command,) = (each for each in before if "mpsd.toml" in each)
+    command = command.replace("/etc/containers/systemd", str(CONTAINER / "quadlet"))
+    copied, own = tmp_path / "mpsd.toml", "# an operator's own\n"
+    for expected in ((CONTAINER / "quadlet" / "mpsd.toml").read_text(), own):
+        subprocess.run(shlex.split(command.replace("/etc/mpsd", str(tmp_path))), check=True)
+        assert copied.read_text() == expected
+        copied.write_text(own)
 
 
 def test_quadlet(tmp_path: Path) -> None:
@@ -172,6 +194,7 @@ def test_quadlet(tmp_path: Path) -> None:
     assert int(mpsd["TimeoutStopSec"][0]) > timeout
     (service,) = (line for line in (SYSTEMD / "mpsd.service").read_text().splitlines() if "RestartPrevent" in line)
     assert service == f"RestartPreventExitStatus={mpsd['RestartPreventExitStatus'][0]}"
+    copies_its_configuration(mpsd["ExecStartPre"], tmp_path)
     (started,) = (shlex.split(each) for each in application["ExecStart"])
     assert "--entrypoint=mpsctl localhost/mpsd run --fraction 0.2 " in " ".join(started)
     assert started[started.index("--cap-drop") + 1] == "all"

@@ -6,6 +6,7 @@ It describes its GPU in a line of JSON on stdout, and then answers each line of 
 - `alloc SIZE`, `free`: allocate device memory; free all of it
 - `alloc-until-refused`: as much as possible, in pieces of 64 MiB; the answer has the amount held, and the refusal
 - `busy SECONDS`: work for so long; the answer has the rate, and the number of multiprocessors that it ran on
+- `launch SECONDS`: run one kernel that lasts so long; one answer when it is launched, and one at its end
 - `sync`: whether an error is pending
 - `fault`: a store to an invalid address
 - `create`, `destroy`: add a context, which becomes the current one; destroy the current one
@@ -77,6 +78,10 @@ def _do(cuda: Cuda, line: str) -> dict[str, Any]:
         case ["busy", seconds]:
             work = cuda.busy(float(seconds))
             return {"rate": work.rounds_per_second, "multiprocessors": work.multiprocessors}
+        case ["launch", seconds]:
+            cuda.launch(float(seconds))
+            _say({"ok": True})
+            cuda.synchronize()
         case [plain] if plain in _PLAIN:
             _PLAIN[plain](cuda)
         case _:

@@ -1,4 +1,4 @@
-"""CUDA's driver API by ctypes on libcuda.so.1 alone: contexts on the first visible GPU, their memory, two kernels.
+"""CUDA's driver API by ctypes on libcuda.so.1 alone: contexts on the first visible GPU, their memory, three kernels.
 
 It needs no framework and no toolkit: libcuda comes with the driver, and compiles the text below for any GPU. Source of
 every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are those that the header's plain names stand for.
@@ -48,6 +48,21 @@ again:
     cvta.to.global.u64 %to, %to;
     add.u64 %to, %to, %offset;
     st.global.u32 [%to], %value;
+    ret;
+}
+
+// Every thread waits until so many nanoseconds have passed: one launch that lasts, to be ended in its middle.
+.visible .entry hold(.param .u64 nanoseconds)
+{
+    .reg .pred %p;
+    .reg .u64 %length, %begin, %now, %passed;
+    ld.param.u64 %length, [nanoseconds];
+    mov.u64 %begin, %globaltimer;
+again:
+    mov.u64 %now, %globaltimer;
+    sub.u64 %passed, %now, %begin;
+    setp.lt.u64 %p, %passed, %length;
+    @%p bra again;
     ret;
 }
 
@@ -118,6 +133,7 @@ class Context:
 
     handle: c_void_p
     busy: c_void_p
+    hold: c_void_p
     fault: c_void_p
     held: list[c_uint64] = field(default_factory=list)
     """Its allocations."""
@@ -169,11 +185,12 @@ class Cuda:
         self.primary()
 
     def _with_kernels(self, handle: c_void_p) -> Context:
-        module, busy, fault = c_void_p(), c_void_p(), c_void_p()
+        module, busy, hold, fault = c_void_p(), c_void_p(), c_void_p(), c_void_p()
         self._call("cuModuleLoadData", byref(module), _PTX.encode())
         self._call("cuModuleGetFunction", byref(busy), module, b"busy")
+        self._call("cuModuleGetFunction", byref(hold), module, b"hold")
         self._call("cuModuleGetFunction", byref(fault), module, b"fault")
-        return Context(handle, busy, fault)
+        return Context(handle, busy, hold, fault)
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
@@ -235,6 +252,10 @@ class Cuda:
             # After a fault nothing can be freed, and the error being raised says more than this one would.
             self._library.cuMemFree_v2(seen)
         return Work(rate, sum(map(bool, marks)))
+
+    def launch(self, seconds: float) -> None:
+        """Launch one kernel that lasts so long, with a block on each multiprocessor, and return while it runs."""
+        self._launch(self._contexts[-1].hold, self.multiprocessors, THREADS, c_uint64(int(seconds * 1e9)))
 
     def synchronize(self) -> None:
         """Wait for the GPU; a pending error is raised here."""

@@ -4,21 +4,24 @@
     python3 tests/gpu/everything.py --wheels wheels                  there, as root, in a checkout of mpsd
 
 It needs no pip, no network and no CUDA toolkit there: wheels are archives, and are unpacked. It lists what the machine
-lacks; runs the tests of a real GPU, the questions and the report, each with a deadline, 7.5 minutes for all; and prints
-their tables for docs/gpu.md. The status is 0 when all parts ran and no test failed.
+lacks; runs the questions, the tests of a real GPU and the report, 7.5 minutes for all; and prints their tables for
+docs/gpu.md. A part that ends early leaves its time to the next. Nothing that a part started outlives it. The status is
+0 when all parts ran and no test failed.
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,15 +32,21 @@ LIBRARIES: Final = ("/usr/local/nvidia/lib64", "/opt/nvidia/lib64", "/driver-roo
 """Directories of the driver's programs and libraries in containers and cloud images, beside the usual ones."""
 
 PARTS: Final = (
+    ("what NVIDIA does not document", ("-m", "tests.gpu.questions"), 200),
     (
         "the tests of a real GPU",
         ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"),
-        210,
+        140,
     ),
-    ("what NVIDIA does not document", ("-m", "tests.gpu.questions"), 150),
-    ("the report", ("-m", "tests.gpu.report"), 90),
+    ("the report", ("-m", "tests.gpu.report"), 110),
 )
-"""The programs to run, as arguments of Python, with the most seconds for each."""
+"""The programs to run, as arguments of Python, with the seconds for each; the unknown comes first."""
+
+_PR_SET_CHILD_SUBREAPER: Final = 36
+"""From linux/prctl.h: processes whose parents are gone become children of this one."""
+
+_LEAVE: Final = 15.0
+"""Seconds for the processes of a part to be gone after SIGKILL; one in the driver's code may never be."""
 
 
 def requirements() -> list[str]:
@@ -110,20 +119,60 @@ def run(wheels: Path) -> int:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(site)
         environment["PYTHONPATH"] = f"{ROOT}:{site}"
+        until = begin
         for what, arguments, seconds in PARTS:
-            print(f"\n--- {what}, {seconds} s at most", flush=True)
-            try:
-                done = subprocess.run(
-                    [sys.executable, *arguments], cwd=ROOT, env=environment, timeout=seconds, check=False
-                )
-            except subprocess.TimeoutExpired:
-                failed.append(f"{what}: not done after {seconds} s")
-            else:
-                failed += [f"{what}: status {done.returncode}"] if done.returncode else []
+            until += seconds
+            print(f"\n--- {what}, {until - time.monotonic():.0f} s at most", flush=True)
+            wrong = run_part([sys.executable, *arguments], environment, until - time.monotonic())
+            failed += [f"{what}: {wrong}"] if wrong else []
     finally:
         shutil.rmtree(site)
     print(f"\n--- {time.monotonic() - begin:.0f} s;", "; ".join(failed) or "all of it ran, and no test failed")
     return 1 if failed else 0
+
+
+def run_part(command: Sequence[str], environment: dict[str, str], seconds: float) -> str:
+    """Run a program for this long at most, end everything that it started, and return what is wrong, if anything.
+
+    A control daemon has a session of its own, and its server may have one too: they are found as descendants.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    program = subprocess.Popen(command, cwd=ROOT, env=environment)
+    wrong = ""
+    try:
+        status = program.wait(seconds)
+        wrong = f"status {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        wrong = f"not done after {seconds:.0f} s"
+    program.kill()
+    program.wait()
+    deadline = time.monotonic() + _LEAVE
+    while left := [*descendants(os.getpid())]:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if time.monotonic() > deadline:
+            return f"{wrong or 'done'}, and these processes cannot be ended: {left}"
+        time.sleep(0.05)
+    return wrong
+
+
+def descendants(ancestor: int) -> Iterator[int]:
+    """Yield the pids of all processes below this one."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # The second field is the name of the program, in parentheses, and the fourth is the parent.
+            parent = stat.read_bytes().rpartition(b")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    below = [ancestor]
+    while below:
+        found = children.get(below.pop(), [])
+        below += found
+        yield from found
 
 
 def main() -> int:

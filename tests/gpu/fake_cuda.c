@@ -16,13 +16,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, ILLEGAL_ADDRESS = 700 };
 enum { MULTIPROCESSOR_COUNT = 16, MPS_ENABLED = 133, ALLOCATIONS = 1024, CONTEXTS = 8 };
 
-static char context[CONTEXTS], module, busy, fault; /* their addresses are the handles; context[0] is the primary one */
+static char context[CONTEXTS], module, busy, hold, fault; /* their addresses are the handles; context[0] is the primary one */
 static int initialized, sticky, exists[CONTEXTS], current = -1;
+static uint64_t running; /* nanoseconds of the launched kernels that nothing has waited for */
 static struct { uint64_t at; size_t size; int context; } allocation[ALLOCATIONS];
 
 static void must(int holds, const char *what)
@@ -194,6 +196,9 @@ int cuDevicePrimaryCtxReset_v2(int device)
 int cuCtxSynchronize(void)
 {
     BEGIN(1);
+    struct timespec left = {(time_t)(running / 1000000000), (long)(running % 1000000000)};
+    nanosleep(&left, NULL);
+    running = 0;
     return SUCCESS;
 }
 
@@ -201,6 +206,7 @@ int cuModuleLoadData(void **new, const void *image)
 {
     BEGIN(1);
     must(strstr(image, ".entry busy(.param .u64 seen, .param .u32 rounds)") != NULL, "cuModuleLoadData: busy");
+    must(strstr(image, ".entry hold(.param .u64 nanoseconds)") != NULL, "cuModuleLoadData: hold");
     must(strstr(image, ".entry fault()") != NULL, "cuModuleLoadData: fault");
     *new = &module;
     return SUCCESS;
@@ -210,8 +216,9 @@ int cuModuleGetFunction(void **new, void *of, const char *name)
 {
     BEGIN(1);
     must(of == &module, "cuModuleGetFunction: module");
-    must(strcmp(name, "busy") == 0 || strcmp(name, "fault") == 0, "cuModuleGetFunction: name");
-    *new = name[0] == 'b' ? &busy : &fault;
+    must(strcmp(name, "busy") == 0 || strcmp(name, "hold") == 0 || strcmp(name, "fault") == 0,
+         "cuModuleGetFunction: name");
+    *new = name[0] == 'b' ? &busy : name[0] == 'h' ? &hold : &fault;
     return SUCCESS;
 }
 
@@ -225,9 +232,14 @@ int cuLaunchKernel(void *kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
         sticky = ILLEGAL_ADDRESS; /* every later call in this context returns it */
         return SUCCESS;
     }
+    unsigned multiprocessors = (unsigned)number("FAKE_CUDA_MULTIPROCESSORS", 8);
+    if (kernel == &hold) {
+        must(gx == multiprocessors, "cuLaunchKernel: a block for each multiprocessor");
+        running += *(uint64_t *)parameters[0];
+        return SUCCESS;
+    }
     must(kernel == &busy, "cuLaunchKernel: kernel");
     uint64_t seen = *(uint64_t *)parameters[0];
-    unsigned multiprocessors = (unsigned)number("FAKE_CUDA_MULTIPROCESSORS", 8);
     must_be_held(seen, 4 * multiprocessors);
     must(*(uint32_t *)parameters[1] > 0, "cuLaunchKernel: rounds");
     for (unsigned i = 0; i < multiprocessors; i++)

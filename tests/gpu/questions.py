@@ -1,8 +1,9 @@
 """Facts about MPS that NVIDIA does not document, measured on this machine's first GPU: `python -m tests.gpu.questions`.
 
 NVIDIA's own control daemon answers, without mpsd, and no result is judged: each is a row of a table for docs/gpu.md.
-The last questions may leave MPS wedged, so each has its own control daemon, which is ended by `quit -t` and then by
-force. With `--quick` all work takes a tenth of the time: enough to try this program, not the GPU.
+The questions of which least is known come first; arguments select some by name. A question may leave MPS wedged, so
+each has its own control daemon, which is ended by `quit -t` and then by force. With `--quick` all work takes a tenth of
+the time: enough to try this program, not the GPU.
 """
 
 import contextlib
@@ -12,8 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -34,8 +35,11 @@ CLOSED: Final = ("0.1", "1M")
 PACE: Final = 0.1 if "--quick" in sys.argv else 1.0
 """The factor for the durations written below."""
 
-LONG: Final = 20.0
-"""Seconds without an answer after which a client counts as hanging."""
+LONG: Final = 10.0
+"""Seconds without an answer after which a client, or a front-end, counts as hanging."""
+
+KERNEL: Final = 12.0 * PACE
+"""Seconds of the one kernel in whose middle a client is ended. A call that waits for it may take as much longer."""
 
 Limits = tuple[str, str]
 
@@ -65,11 +69,16 @@ class Mps:
         )
         return self
 
-    def ask(self, text: str) -> str:
-        """Send a command by NVIDIA's front-end, and return the answer."""
-        command = [machine.control()]
+    def ask(self, text: str, seconds: float = LONG) -> str:
+        """Send a command by NVIDIA's front-end, and return the answer. Raises TimeoutExpired after so many seconds."""
         done = subprocess.run(
-            command, env=self._environment, input=f"{text}\n", capture_output=True, text=True, timeout=LONG, check=False
+            [machine.control()],
+            env=self._environment,
+            input=f"{text}\n",
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
         )
         return done.stdout.strip()
 
@@ -106,8 +115,8 @@ class Mps:
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server, signal.SIGKILL)
-        wait_until(lambda: not any(is_running(each) for each in servers), what="the servers to be gone", deadline=60)
         self._log.close()
+        wait_until(lambda: not any(is_running(each) for each in servers), what="the servers to be gone", deadline=LONG)
 
 
 def do(client: Client, *lines: str, seconds: float = LONG) -> dict[str, Any]:
@@ -221,95 +230,121 @@ def variables(mps: Mps) -> Iterator[Row]:
 # -- how clients end --------------------------------------------------------------------------------------------------
 
 
-def ending(mps: Mps) -> Iterator[Row]:
-    """Measure the effect of a busy client's end on another client of the same server."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with mps.client() as neighbour, mps.client() as victim:
-            for each in (neighbour, victim):
-                do(each, "init", "create", "busy 0.2")
-            victim.tell(f"busy {30 * PACE}")
-            neighbour.tell(f"busy {6 * PACE}")
-            time.sleep(2 * PACE)
-            victim.kill(number)
-            try:
-                answer = neighbour.answer(LONG)
-            except AssertionError as error:
-                answer = {"ok": False, "error": str(error), "call": "busy"}
-            yield f"{number.name} of a busy client: its neighbour, in its work", said(answer)
-            yield "and its neighbour, a moment later", said(do(neighbour, "busy 0.2"))
-            yield "and one that comes then", after(mps)
+def launched(*clients: Client) -> None:
+    """Have clients make a context and work for a moment, and the last one launch the kernel in whose middle it ends."""
+    for client in clients:
+        begin = do(client, "init", "create", "busy 0.2")
+        assert begin["ok"], begin
+    answer = do(clients[-1], f"launch {KERNEL}")
+    assert answer["ok"], answer
+    for client in clients[:-1]:
+        client.tell(f"busy {6 * PACE}")
+    time.sleep(2 * PACE)
+
+
+def answered(client: Client, seconds: float = LONG) -> str:
+    """Describe the next answer of a client; a hang, or its end, is an answer, too."""
+    try:
+        return said(client.answer(seconds))
+    except AssertionError as error:
+        return str(error)
+
+
+def where(client: Client) -> str:
+    """Tell whether a client is in its kernel."""
+    return "after its kernel" if client.has_answered else "in mid-kernel"
+
+
+def ending(mps: Mps, number: signal.Signals) -> Iterator[Row]:
+    """Measure the effect of a client's end in mid-kernel on another client of the same server."""
+    with mps.client() as neighbour, mps.client() as victim:
+        launched(neighbour, victim)
+        what = f"{number.name} of a client {where(victim)}"
+        victim.kill(number)
+        yield f"{what}: its neighbour, in its work", answered(neighbour, LONG + 6 * PACE)
+        yield f"{what}: its neighbour, a moment later", said(do(neighbour, "busy 0.2"))
+        yield f"{what}: one that comes then", after(mps)
 
 
 def terminating(mps: Mps) -> Iterator[Row]:
     """Measure the answer of `terminate_client`, its time, and its effect on the client and its neighbour."""
     with mps.client() as neighbour, mps.client() as victim:
-        for each in (neighbour, victim):
-            do(each, "init", "create", "busy 0.2")
-        victim.tell(f"busy {30 * PACE}")
-        neighbour.tell(f"busy {6 * PACE}")
-        time.sleep(2 * PACE)
+        launched(neighbour, victim)
+        what = f"terminate_client of a client {where(victim)}"
         begin = time.monotonic()
-        answer = mps.ask(f"terminate_client {mps.servers[0]} {victim.pid}")
+        answer = mps.ask(f"terminate_client {mps.servers[0]} {victim.pid}", seconds=KERNEL + LONG)
         took = time.monotonic() - begin
-        yield "terminate_client of a busy client", f"{answer!r} after {took:.2f} s"
-        yield "the client, in its work", said(victim.answer(60))
-        yield "its neighbour, in its work", said(neighbour.answer(LONG))
+        yield what, f"{answer!r} after {took:.2f} s, of a kernel of {KERNEL:g} s"
+        yield f"{what}: the client, in its kernel", answered(victim, KERNEL + LONG)
+        yield f"{what}: its neighbour, in its work", answered(neighbour)
         victim.kill(signal.SIGKILL)
-        yield "its neighbour, once the client was killed", said(do(neighbour, "busy 0.2"))
-        yield "and one that comes then", after(mps)
+        yield f"{what}: its neighbour, once the client was killed", said(do(neighbour, "busy 0.2"))
+        yield f"{what}: one that comes then", after(mps)
 
 
-def wedge(mps: Mps) -> Iterator[Row]:
-    """Measure whether a client killed while busy, alone on its server, leaves a server that serves no client."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with mps.client() as client:
-            do(client, "init", "create", "busy 0.2")
-            client.tell(f"busy {30 * PACE}")
-            time.sleep(2 * PACE)
-            client.kill(number)
-        time.sleep(PACE)
-        servers = mps.servers
-        states = [mps.ask(f"get_server_status {each}") for each in servers]
-        listed = [mps.ask(f"get_client_list {each}") or "nobody" for each in servers]
-        yield f"{number.name} of a busy client, alone: its server", f"{states}, and lists {listed}"
-        yield "and one that comes then", after(mps)
+def wedge(mps: Mps, number: signal.Signals) -> Iterator[Row]:
+    """Measure whether a client killed in mid-kernel, alone on its server, leaves a server that serves no client."""
+    with mps.client() as client:
+        launched(client)
+        what = f"{number.name} of a client {where(client)}, alone"
+        client.kill(number)
+    time.sleep(PACE)
+    servers = mps.servers
+    states = [mps.ask(f"get_server_status {each}") for each in servers]
+    listed = [mps.ask(f"get_client_list {each}") or "nobody" for each in servers]
+    yield f"{what}: its server", f"{states}, and lists {listed}"
+    yield f"{what}: one that comes then", after(mps)
 
 
 def after(mps: Mps) -> str:
-    """Describe the result of a client that starts now."""
+    """Describe the result of a client that starts now; it may wait for the end of a kernel."""
     with mps.client() as client:
         begin = time.monotonic()
-        answer = do(client, "init", "create", "busy 0.2")
+        answer = do(client, "init", "create", "busy 0.2", seconds=KERNEL + LONG)
         took = time.monotonic() - begin
         if answer["ok"]:
             client.end()
         return f"{said(answer)}, after {took:.1f} s"
 
 
-QUESTIONS: Final[tuple[Callable[[Mps], Iterator[Row]], ...]] = (
-    binding, contexts, successors, least, variables, terminating, ending, wedge,
-)  # fmt: skip
+QUESTIONS: Final[dict[str, Callable[[Mps], Iterator[Row]]]] = {
+    "binding": binding,
+    "contexts": contexts,
+    "ending-by-SIGTERM": partial(ending, number=signal.SIGTERM),
+    "ending-by-SIGKILL": partial(ending, number=signal.SIGKILL),
+    "terminating": terminating,
+    "wedge-by-SIGTERM": partial(wedge, number=signal.SIGTERM),
+    "wedge-by-SIGKILL": partial(wedge, number=signal.SIGKILL),
+    "successors": successors,
+    "variables": variables,
+    "least": least,
+}
+"""By name; where the time runs out, the last ones are lost."""
 
 
-def answers(root: Path) -> Iterator[Row]:
-    """Answer each question with its own control daemon; a question that cannot be completed says why."""
-    for number, question in enumerate(QUESTIONS):
-        with ExitStack() as stack:
-            try:
-                yield from question(stack.enter_context(Mps(root / f"{number}")))
-            except (AssertionError, OSError, IndexError, subprocess.TimeoutExpired) as error:
-                yield f"{question.__name__}: could not be asked to its end", " ".join(str(error).split())
+def answers(root: Path, names: Sequence[str]) -> Iterator[Row]:
+    """Answer each of these questions with its own control daemon; one that cannot be completed says why."""
+    for name in names:
+        try:
+            with Mps(root / name) as mps:
+                yield from QUESTIONS[name](mps)
+        except (AssertionError, OSError, IndexError, subprocess.TimeoutExpired) as error:
+            yield f"{name}: could not be asked to its end", " ".join(str(error).split())
 
 
 def main() -> int:
     """Print the table, row by row as it is measured."""
+    names = [each for each in sys.argv[1:] if each != "--quick"] or [*QUESTIONS]
+    if unknown := [each for each in names if each not in QUESTIONS]:
+        print(f"no question {unknown[0]}: there are {', '.join(QUESTIONS)}", file=sys.stderr)
+        return 2
     if (missing := machine.missing()) is not None:
         print(f"nothing to ask: {missing}", file=sys.stderr)
         return 1
     root = Path(tempfile.mkdtemp(prefix="mq-", dir="/tmp"))
     try:
         print("| what | answer |\n|---|---|")
-        for what, answer in answers(root):
+        for what, answer in answers(root, names):
             print(f"| {what} | {answer} |", flush=True)
     finally:
         remove_tree(root)

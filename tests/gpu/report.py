@@ -17,7 +17,7 @@ from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
 PERCENTAGES: Final = (100, 75, 50, 25, 10, 1)
-SECONDS: Final = 3.0
+SECONDS: Final = 2.0
 
 Row = tuple[str, str]
 """The measurement, and its result."""

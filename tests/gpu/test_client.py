@@ -1,5 +1,6 @@
 """The CUDA client behind the tests of a real GPU, with a libcuda.so.1 without one, built from fake_cuda.c."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -77,6 +78,16 @@ def test_work(start: Start) -> None:
     assert done["multiprocessors"] == 5
     assert client.do("info")["free"] == 300 * MIB
     assert client.do("sync") == {"ok": True}
+
+
+def test_one_long_kernel(start: Start) -> None:
+    """The client says when its kernel is launched, and again when it has ended; a signal can end it in between."""
+    client = start()
+    assert client.do("launch 0.1") == {"ok": True}
+    assert client.answer() == {"ok": True}
+    assert client.do("launch 3600") == {"ok": True}
+    assert not client.has_answered
+    assert client.kill(signal.SIGTERM) == -signal.SIGTERM
 
 
 def test_contexts(library: Path) -> None:

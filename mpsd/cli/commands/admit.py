@@ -11,7 +11,7 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
-from mpsd.cli.leases import end, find, guard, start
+from mpsd.cli.leases import another_user, end, find, guard, start
 from mpsd.cli.leases import wait as waiting
 from mpsd.cli.leases.calling_process import calling_program, name, reading_program
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
@@ -314,6 +314,8 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
                 f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
                 " --ttl DURATION"
             )
+        if os.geteuid() == 0 and request["owner"] is None and (warning := another_user.warning(command)):
+            note(warning)
         start.become(api, lease, command, as_owner=request["owner"] is not None)
 
 

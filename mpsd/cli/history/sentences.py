@@ -105,6 +105,7 @@ SENTENCES: Final = {
     "lease_handed_over": _OF_LEASE,
     "lease_closing": "{lease}: mpsd is ending its clients: {because}",
     "lease_borne": "{lease}: {because}",
+    "lease_user_changed": _OF_LEASE,
     "lease_expiring": "{lease} expires soon: {because}",
     "lease_expired": "{lease} has expired: {because}",
     "leases_restored": "{leases} leases of the previous mpsd continue, and {ended} have ended",

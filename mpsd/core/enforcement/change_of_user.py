@@ -1,17 +1,47 @@
 """Processes of a lease's family that run as another user than the lease's owner, and so are not its clients. Pure.
 
 Entrypoints, cron jobs and prologs do this: root takes out a lease, and becomes the user whose program it starts. That
-user may not reach the control daemon, so the program runs outside MPS, on the whole GPU.
+user may not reach the control daemon, so the program runs outside MPS, on the whole GPU, or fails where the GPU is
+closed.
 """
 
+from collections.abc import Iterable
+from typing import Final
+
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.model import Lease, ProcessIdentity, Share, ViolationKind
+from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity, Share, ViolationKind
+
+HINT: Final = "a lease is for one user's processes: mpsctl run --help"
+
+
+def users(lease: Lease) -> frozenset[int]:
+    """Return the uids that a lease's processes may have: its owner's, and those of holders that root named."""
+    named = (each.uid for each in lease.holders if isinstance(each, HoldingProcess))
+    return frozenset({lease.owner.uid, *(uid for uid in named if uid is not None)})
+
+
+def lost(leases: Iterable[Lease], uid: int) -> Lease | None:
+    """Return the lease that a process has lost because it runs as this uid; None if it has none, or one of its own.
+
+    `leases` are those of its ancestors and control groups, the nearest first.
+    """
+    found = [*leases]
+    return None if any(uid in users(lease) for lease in found) else next(iter(found), None)
+
+
+def said_of_holder(lease: Lease, holder: ProcessIdentity, uid: int) -> str:
+    """Describe a holder that runs as this uid now."""
+    return f"process {holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
+
+
+def said_of_relative(lease: Lease, identity: ProcessIdentity, uid: int) -> str:
+    """Describe a process in a lease's family that runs as this uid, wherever it runs."""
+    return f"process {identity.pid} of the family of lease {lease.id} runs as uid {uid}, {_cure(lease, uid)}"
 
 
 def of_holder(lease: Lease, holder: ProcessIdentity, share: Share, uid: int) -> Violation:
     """Return the violation of a holder that runs as this uid now."""
-    because = f"process {holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
-    return _violation(lease, share, holder, because)
+    return _violation(lease, share, holder, said_of_holder(lease, holder, uid))
 
 
 def of_family(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:
@@ -32,7 +62,7 @@ def _violation(lease: Lease, share: Share, identity: ProcessIdentity, because: s
         lease=lease.id,
         daemon=share.daemon,
         because=because,
-        hint="a lease is for one user's processes: mpsctl run --help",
+        hint=HINT,
         own=False,
     )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from mpsd.core.enforcement import ceiling
+from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.opened import ANYTHING
 from mpsd.core.holders import holders
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
@@ -121,19 +122,34 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     pid = client.identity.pid
     more = exceeds(can_use(client).most, part(lease, share), memory=memory)
     if more and client.environment is None:
-        return f"the environment of process {pid} cannot be read; where that does not hold it, it can use up to {more}"
+        return (
+            f"the environment of process {pid} cannot be read; where that does not hold it, it can use up to {more};"
+            " an mpsd that runs as root, with CAP_SYS_PTRACE, can read it"
+        )
     if more and client.opened is None:
         return (
             f"process {pid} connected before this mpsd could see what was open to it; unless it has set its environment"
-            f" itself, it can use {more}"
+            f" itself, it can use {more}; {_to_be_certain(client, lease)}"
         )
     if more:
         return (
             f"process {pid} was not started in the environment of lease {lease.id}; unless it has set that itself, it"
-            f" can use up to {more}"
+            f" can use up to {more}; {_to_be_certain(client, lease)}"
         )
     less = falls_short(client.opened.since.least, lease, share, memory=memory) if client.opened is not None else ""
-    return f"process {pid} may for good have only {less}: no more was open at a moment when it attached" if less else ""
+    if less:
+        return (
+            f"process {pid} may for good have only {less}: no more was open at a moment when it attached;"
+            f" {_to_be_certain(client, lease)}"
+        )
+    return ""
+
+
+def _to_be_certain(client: Client, lease: Lease) -> str:
+    """Say how the limits of a client become certain; a lease that the client holds itself ends with it."""
+    if client.identity in holders.processes(lease):
+        return "to be certain, start it again by mpsctl run"
+    return f'to be certain, start it again in that environment: eval "$(mpsctl show {lease.id} -o env)"'
 
 
 def share_on(lease: Lease, daemon: str) -> Share | None:
@@ -155,7 +171,10 @@ def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Iter
     if lease is None or share is None:
         if denied:
             because = f"process {identity.pid} is a client of {daemon} without a lease there"
-            yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, RUN, server)
+            # Its variable proves nothing: it only chooses the words.
+            had = LEASE in (client.environment or {})
+            hint = f"{RUN}; in time, mpsctl renew keeps a lease that expires" if had else RUN
+            yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, hint, server)
     elif not attached.counted:
         yield _of_processes(client, lease)
     else:

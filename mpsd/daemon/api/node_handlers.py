@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final
 
 from mpsd import __version__
 from mpsd.core import health, model, mps_facts, roles
@@ -20,6 +20,8 @@ from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import process_table
+
+_WELL: Final = (Verdict.OK, "", "")
 
 
 class MetricsQuery(RequestQuery, frozen=True):
@@ -154,8 +156,9 @@ class NodeHandlers:
                     lease=leases.get((daemon.name, pid)),
                     memory_held=self._node.gpus.held(daemon.gpu, pid),
                     sm_activity=self._node.gpus.sm_activity(daemon.gpu, pid),
-                    verdict=judged.get((daemon.name, pid), (Verdict.OK, ""))[0],
-                    because=judged.get((daemon.name, pid), (Verdict.OK, ""))[1],
+                    verdict=judged.get((daemon.name, pid), _WELL)[0],
+                    because=judged.get((daemon.name, pid), _WELL)[1],
+                    hint=judged.get((daemon.name, pid), _WELL)[2],
                 )
                 for daemon in self._node.daemons()
                 for server in daemon.servers
@@ -163,12 +166,13 @@ class NodeHandlers:
             ]
         )
 
-    def _judged(self) -> dict[tuple[str, int], tuple[Verdict, str]]:
-        """Return the clients with a violation or a doubt, by control daemon and pid, and why."""
+    def _judged(self) -> dict[tuple[str, int], tuple[Verdict, str, str]]:
+        """Return the clients with a violation or a doubt, by control daemon and pid, with the reason and the remedy."""
         monitor = self._node.violation_monitor
-        found = {(each.daemon, each.process.pid): (Verdict.UNKNOWN, each.because) for each in monitor.doubts}
-        broken = {(each.daemon, each.process.pid): (Verdict.VIOLATION, each.because) for each in monitor.violations}
-        return {**found, **broken}
+        found = {(each.daemon, each.process.pid): (Verdict.UNKNOWN, each.because, "") for each in monitor.doubts}
+        for each in monitor.violations:
+            found[each.daemon, each.process.pid] = (Verdict.VIOLATION, each.because, each.hint)
+        return found
 
     async def quarantines(self, _: Request) -> schema.QuarantinesOut:
         """Return the quarantined uids, and those that were admitted at recent crashes of control daemons."""

@@ -272,6 +272,8 @@ class ClientOut(Struct):
     """`violation` where it has an open one, `unknown` where its limits are unknown, otherwise `ok`."""
     because: str
     """Why it is not ok; empty where it is."""
+    hint: str
+    """The remedy for a violation; empty otherwise."""
 
 
 class ClientsOut(Struct):

@@ -160,8 +160,7 @@ class Clients:
             return None
         for lease in (lease for leases in self._circles(identity.pid) for lease in leases):
             share = next((share for share in lease.shares if share.gpu == gpu), None)
-            known = (each.uid for each in lease.holders if isinstance(each, HoldingProcess))
-            if share is not None and uid not in {lease.owner.uid, *known}:
+            if share is not None and uid not in change_of_user.users(lease):
                 return change_of_user.of_family(lease, share, identity, uid, outside=outside)
         return None
 

@@ -1,15 +1,19 @@
 """The processes and groups that keep leases alive, and the end of a lease when the last of them is gone."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 
 from mpsd.core.admission.ledger import Ledger
+from mpsd.core.enforcement import change_of_user
 from mpsd.core.holders import holders
 from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.daemon.holders.changed_users import ChangedUsers
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.bearers import Bearers, Carriers
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.record.log import EventName
 
 
 class Holding:
@@ -32,6 +36,17 @@ class Holding:
         self.watch = HolderWatch(self._process_gone, self._group_over, self._group_populated)
         self.clients = Clients(ledger, self.watch, group_commit, limit_gates)
         self.bearers = Bearers(ledger, self.watch, self.clients, end)
+        self._changed_users = ChangedUsers(lambda: ledger.leases, self.watch, self._report_user)
+
+    async def run(self) -> None:
+        """Look for processes that keep leases alive, and for those that lost theirs by a change of user."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.bearers.run())
+            group.create_task(self._changed_users.run())
+
+    def _report_user(self, lease: Lease, identity: ProcessIdentity, because: str) -> None:
+        facts = {"pids": [identity.pid], "because": because, "hint": change_of_user.HINT}
+        self._group_commit.change(lease, EventName.LEASE_USER_CHANGED, **facts)
 
     def carriers(self, leases: Iterable[Lease]) -> Carriers:
         """Return the carriers of the tokens of an earlier mpsd's leases that nothing else keeps alive."""
@@ -64,6 +79,8 @@ class Holding:
         lease = self._ledger.find(lease_id)
         if lease is None:
             return
+        if gone in holders.processes(lease):
+            self._changed_users.look_at(lease)
         if self.watch.live(lease):
             self.clients.remove(lease, gone)
             self._drop(lease_id, HoldingProcess(gone))

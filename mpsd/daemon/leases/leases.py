@@ -113,7 +113,7 @@ class Leases:
         """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._holding.bearers.run())
+                group.create_task(self._holding.run())
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
                     self._end_overdue()

@@ -235,6 +235,9 @@ CATALOGUE: Final = {
     EventName.LEASE_HANDED_OVER: _of_lease(f"{_GROUP} because", "A lease has another holder instead of its first."),
     EventName.LEASE_CLOSING: _of_lease("because", "mpsd ends the clients of a lease, and then the lease."),
     EventName.LEASE_BORNE: _of_lease("pids because", "A lease whose holders are gone lives on for its processes."),
+    EventName.LEASE_USER_CHANGED: _of_lease(
+        "pids because hint", "A process of a lease of root runs as another user, and so does not reach MPS."
+    ),
     EventName.LEASE_EXPIRING: _of_lease("clients because hint", "The time to live of a lease expires soon."),
     EventName.LEASE_EXPIRED: _of_lease("clients because", "The time to live of a lease has expired."),
     EventName.LEASES_RESTORED: EventKind("info", "leases ended", "A new mpsd restored the leases of the previous one."),

@@ -492,6 +492,68 @@ def test_where_its_lease_is(node: Node, short_tmp: Path, monkeypatch: pytest.Mon
     assert lifetime(json.loads(done.stdout[: done.stdout.rindex("}\n") + 2])) >= 5000
 
 
+_RENEW = f"{sys.executable} -m mpsd.cli.main renew --ttl 5000 -o json"
+
+
+@pytest.mark.parametrize("way", ["admit", "claim", "shell"])
+def test_where_its_lease_is_otherwise(node: Node, short_tmp: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Each way to a lease passes the named socket on, so that the program can renew its lease."""
+    monkeypatch.delenv("MPSD_SOCKET", raising=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    match way:
+        case "admit":
+            take = f"{sys.executable} -m mpsd.cli.main --socket {node.socket} admit {' '.join(SHARE)} -o env"
+            done = subprocess.run(
+                ["sh", "-c", f'eval "$({take})" && {_RENEW}'],
+                capture_output=True, text=True, check=False, env=environment,
+            )  # fmt: skip
+        case "claim":
+            lease = json.loads(run_mpsctl(node.socket, "admit", *SHARE, "--claim", "-o", "json").stdout)
+            environment["MPSD_LEASE_TOKEN"] = lease["env"]["MPSD_LEASE_TOKEN"]
+            done = run_mpsctl(node.socket, "claim", lease["id"], "--", "sh", "-c", _RENEW, env=environment)
+        case _:
+            shell = short_tmp / "shell"
+            shell.write_text(f"#!/bin/sh\n{_RENEW}\n")
+            shell.chmod(0o755)
+            done = run_mpsctl(node.socket, "shell", *SHARE, env={**environment, "SHELL": str(shell)})
+    assert done.returncode == 0, done.stderr
+    assert lifetime(json.loads(done.stdout)) >= 5000
+
+
+_NO_PART = (
+    "mpsctl: a program that {} starts as another user has no part in this lease: it gets error 46, or the whole GPU"
+    " without limits; start it by mpsctl run --user NAME -- PROGRAM\n"
+)
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("command", "changer"),
+    [
+        (("su", "-s", "/bin/true", "nobody"), "su"),
+        (("/usr/bin/setpriv", "--reuid=65534", "--clear-groups", "true"), "setpriv"),
+        (("setpriv", "--reuid", "65534", "--clear-groups", "true"), "setpriv"),
+        (("setpriv", "--no-new-privs", "true"), None),
+        (("chroot", "--userspec=65534:65534", "/", "true"), "chroot"),
+        (("chroot", "/", "true"), None),
+        (("sh", "-c", "exit 0", "su"), None),
+    ],
+)
+def test_a_command_that_changes_its_user(node: Node, command: tuple[str, ...], changer: str | None) -> None:
+    """Root reads at once that a program of another user needs --user; the command runs nevertheless."""
+    done = run_mpsctl(node.socket, "run", *SHARE, "--", *command)
+    assert (done.returncode, done.stderr) == (0, _NO_PART.format(changer) if changer else "")
+
+
+@needs_root
+def test_a_command_of_another_user(node: Node) -> None:
+    """With --user nothing is wrong with such a command."""
+    done = run_mpsctl(
+        node.socket, "run", *SHARE, "--user", "nobody", "--", "setpriv", "--reuid=65534", "--keep-groups", "true"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_no_token_on_a_screen(node: Node) -> None:
     """A lease's readable output has its environment, without the token."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "--pid", str(os.getpid()), "-o", "json").stdout)

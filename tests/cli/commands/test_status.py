@@ -106,7 +106,7 @@ def test_names_with_tricks(node: Node) -> None:
 def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
     """Escape sequences in a process's name have no effect on the terminal, and forge no line."""
     client = {"pid": 9, "name": HOSTILE, "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    client |= {"verdict": "ok", "because": "", "sm_activity": None}
+    client |= {"verdict": "ok", "because": "", "hint": "", "sm_activity": None}
     with answering(short_tmp / "s", http({"clients": [client]})):
         done = run_mpsctl(short_tmp / "s", "clients", "-o", form)
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ import pwd
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ pytestmark = needs_root
 ANN, BOB = 2731, 2732
 MANY = '[daemon]\nusers = "many"\n'
 QUOTA = f'{MANY}[quota."%{NOBODY}"]\nthreads = 30\n'
+CLOSED = f'{MANY}compute_mode = "exclusive-process"\n'
 AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 NAME = pwd.getpwuid(NOBODY).pw_name
 ROOT = str(Path(__file__).parents[3])
@@ -50,6 +52,14 @@ def go(program: SimulatedClient) -> None:
     program.process.stdin.write(b"go\n")
 
 
+def of_holder(lease: str, pid: int) -> str:
+    """Return the sentence about a holder that became the other user."""
+    return (
+        f"process {pid}, the holder of lease {lease}, runs as uid {NOBODY}, and the lease is uid 0's, so"
+        f" that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
+    )
+
+
 @pytest.fixture
 def node(make_node: Start) -> Node:
     """Start a node for many users."""
@@ -68,10 +78,7 @@ def test_holder_that_changed(node: Node, python: str) -> None:
     """A holder that changed its user is named, with the command that helps, before it is on the GPU and after."""
     with leased(node, "--fraction", "0.25", within=(*AS_NOBODY, *WAITS, *instead(python))) as program:
         lease = event(node, "lease_granted", pid=program.pid)["lease"]
-        expected = (
-            f"process {program.pid}, the holder of lease {lease}, runs as uid {NOBODY}, and the lease is uid 0's, so"
-            f" that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
-        )
+        expected = of_holder(lease, program.pid)
         answer = wait_until(lambda: (found := verified(node, lease))["violations"] and found, what="it to be found")
         assert (answer["ok"], answer["because"], answer["violations"]) == (False, expected, [expected])
         told = event(node, "violation", pid=program.pid)
@@ -104,6 +111,71 @@ def test_relative_that_changed(make_node: Start, python: str) -> None:
         assert event(node, "violation", pid=pid)["policy"] == "report"
         assert verified(node, lease)["violations"] == [answer["because"]]
         assert program.do("sync")["ok"]
+
+
+class TestClosed:
+    """On a closed node the program gets an error at once, and is never on the GPU: an event names it nevertheless."""
+
+    @pytest.fixture
+    def node(self, make_node: Start) -> Iterator[Node]:
+        """Start a node whose GPU is closed: its only context is that of the server, which has a client."""
+        node = make_node(simulate=1, control=None, config=CLOSED).start()
+        with leased(node, "--fraction", "0.25") as client:
+            assert client.hello["mps"]
+            yield node
+
+    @staticmethod
+    def ended(program: SimulatedClient) -> None:
+        """Have a program end by the error of a closed GPU."""
+        assert program.hello["code"] == 46
+        assert program.process.wait(30) == 1
+
+    def test_holder(self, node: Node, python: str) -> None:
+        """A holder that becomes another user, and stays, is reported without a reading of the GPUs."""
+        with leased(node, "--fraction", "0.25", within=(*AS_NOBODY, *WAITS, *instead(python))) as program:
+            lease = event(node, "lease_granted", pid=program.pid)["lease"]
+            told = event(node, "lease_user_changed", lease=lease)
+            assert (told["pids"], told["because"]) == ([program.pid], of_holder(lease, program.pid))
+            assert told["hint"] == "a lease is for one user's processes: mpsctl run --help"
+            go(program)
+            self.ended(program)
+        event(node, "lease_ended", lease=lease)
+        assert as_here(of_holder(lease, program.pid)) in node.mpsctl("explain", lease).stdout
+        assert len(node.events("lease_user_changed")) == 1
+
+    def test_holder_that_is_gone(self, node: Node, python: str) -> None:
+        """A holder that becomes another user, and fails at once, is reported when the lease ends with it."""
+        node.fork_server = None  # then this test alone reaps the program
+        within = (*AS_NOBODY, *instead(python))
+        with leased(node, "--fraction", "0.25", within=within) as program:
+            lease = event(node, "lease_granted", pid=program.pid)["lease"]
+            assert program.hello["code"] == 46
+            event(node, "lease_ended", lease=lease)
+            (told,) = node.events("lease_user_changed", lease=lease)
+            assert told["because"] == of_holder(lease, program.pid)
+
+    def test_relative(self, node: Node, python: str) -> None:
+        """A child of the holder that becomes another user, as by su, is reported, once for all such children."""
+        script = 'exec 3<&0; "$@" <&3 & wait; setpriv --reuid=65534 --clear-groups sleep 1'
+        within = ("sh", "-c", script, "sh", *AS_NOBODY, *WAITS, *instead(python))
+        with leased(node, "--fraction", "0.25", within=within) as program:
+            lease = event(node, "lease_granted", pid=program.pid)["lease"]
+            told = event(node, "lease_user_changed", lease=lease)
+            assert told["because"] == (
+                f"process {told['pids'][0]} of the family of lease {lease} runs as uid {NOBODY}, and the lease is uid"
+                f" 0's, so that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
+            )
+            go(program)
+            assert program.hello["code"] == 46
+            program.process.wait(30)
+        assert len(node.events("lease_user_changed")) == 1
+
+    def test_own_lease(self, node: Node, python: str) -> None:
+        """A process with a lease of its own user is not reported, though it is started under a lease of root."""
+        again = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--fraction", "0.25")
+        with leased(node, "--fraction", "0.25", within=(*again, "--user", NAME, "--", *instead(python))) as program:
+            assert program.hello["mps"]
+        assert node.events("lease_user_changed") == []
 
 
 # -- the right way -----------------------------------------------------------------------------------------------------

@@ -152,14 +152,30 @@ def test_own_environment_beside_a_larger_lease(node: Node) -> None:
             assert "unless it has set that itself, it can use up to 50 % of the threads instead of 25 %" in said.stdout
             (client,) = [each for each in clients(node) if each["pid"] == held.pid]
             assert client["verdict"] == "unknown"
-            for command in (("clients",), ("leases",), ("show", granted["id"])):
+            cure = f'to be certain, start it again in that environment: eval "$(mpsctl show {granted["id"]} -o env)"'
+            for command in (("clients",), ("leases",), ("show", granted["id"]), ("verify", granted["id"])):
                 shown = node.mpsctl(*command).stdout
                 assert f"process {held.pid} was not started in the environment of lease" in shown
+                assert cure in shown
             status = node.get("/v1/status").json
             assert (status["healthy"], status["violations"]) == (True, [])
             assert held.compute(0.01)["ok"]
     assert {line["pid"] for line in node.events("violation")} == {stray.pid}
     assert {line["pid"] for line in node.events("client_forced")} == {stray.pid}
+
+
+def test_after_the_lease(node: Node) -> None:
+    """A client whose lease has expired reads what to type, wherever its user looks: in events, status and clients."""
+    again = "start the program again under a lease: mpsctl run; in time, mpsctl renew keeps a lease that expires"
+    with leased(node, "--fraction", "0.25", "--ttl", "2") as client:
+        assert client.hello["mps"]
+        event(node, "client_attributed", client=client.pid)
+        event(node, "violation", kind="no_lease", pid=client.pid)
+        (expired,) = node.events("lease_expired")
+        assert "start it by mpsctl run, and renew the next lease in time: mpsctl renew" in expired["because"]
+        assert again in node.mpsctl("status").stdout
+        assert again in node.mpsctl("clients").stdout
+        assert "mpsctl renew" in node.mpsctl("events").stdout
 
 
 @pytest.mark.parametrize("figure", ["9" * 5000 + "G", "0G", "\u0663G", "1_0M"])

@@ -75,6 +75,8 @@ class LimitGates:
         self._read_at = NEVER
         """The time of the next reading of the GPUs for the memory of clients."""
         self._pause = _FIRST_READING
+        self.is_lost: Callable[[str], bool] = lambda _: True
+        """Tells whether a GPU, by its UUID, may have clients whose leases are unknown: they may need what is open."""
         self._changed = asyncio.Event()
         self._watches = asyncio.Event()
         """Set while new processes of some lease would find its ceiling closed, now or at the end of its window."""
@@ -96,6 +98,7 @@ class LimitGates:
     def add(self, supervisor: Supervisor) -> None:
         """Take charge of the limits of a control daemon, also for the leases that it has already."""
         self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
+        supervisor.keep(keeps=True)  # until the leases are restored
         supervisor.limit(self._rules.closed)
         for lease in self._leases.values():
             if any(share.daemon == supervisor.name for share in lease.shares):
@@ -362,6 +365,7 @@ class LimitGates:
 
     def _settle_all(self) -> None:
         for gate in self._gates.values():
+            gate.supervisor.keep(keeps=self.is_lost(gate.supervisor.gpu.uuid))
             self._settle(gate)
 
     def _settle(self, gate: _Gate) -> None:

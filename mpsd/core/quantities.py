@@ -6,12 +6,12 @@ Also the types for values from a store, within the bounds of the kernel or of a 
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import ROUND_FLOOR, Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Annotated, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Final, Self, TypeAlias
 
 from msgspec import Meta, Struct
 
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.units import MIB, bare_number, briefly, format_size, is_bare, parse_size
+from mpsd.core.units import GIB, MIB, bare_number, briefly, format_size, is_bare, parse_size
 
 Pid: TypeAlias = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 """A number that the kernel may have given to a process; the bounds apply to values from a store."""
@@ -20,6 +20,9 @@ Moment: TypeAlias = Annotated[datetime, Meta(tz=True)]
 """A time of day with its zone, so that times compare."""
 if TYPE_CHECKING:
     from mpsd.core.model import ReadBack
+
+_BEYOND: Final = 2**30
+"""MiB that are no memory limit: MPS cannot hold a pebibyte."""
 
 
 class ActiveThreadPercentage(Struct, frozen=True, order=True, gc=False):
@@ -85,7 +88,7 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True, gc=False):
 
     def __post_init__(self) -> None:
         """Refuse values that MPS takes for 'no limit' or cannot hold: zero, and a pebibyte or more."""
-        if not 0 < self.mebibytes < 2**30:
+        if not 0 < self.mebibytes < _BEYOND:
             raise InvalidRequestError(
                 f"pinned device memory limit of {self.mebibytes} MiB is not between 1 MiB and 1 PiB",
                 hint="give a size such as 8GiB or 512MiB",
@@ -107,6 +110,13 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True, gc=False):
                 limit="pinned_device_mem_limit",
             )
         return cls(-(-size // MIB))
+
+    @classmethod
+    def reported_as(cls, found: int | None) -> Self | None:
+        """Return the largest limit that is reported as so many bytes; None where that is no limit, or beyond any."""
+        if found is None or found >= _BEYOND * MIB:
+            return None
+        return cls(max(found // MIB + (GIB - MIB) // MIB * (found >= GIB), 1))
 
     @property
     def bytes(self) -> int:

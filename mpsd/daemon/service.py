@@ -144,13 +144,16 @@ async def serve(plan: Plan) -> None:
                 published=events.batch,
                 account=accountant.note,
             )
+            completeness = Completeness(lease_store, log)
+            completeness.changed = limit_gates.look
+            limit_gates.is_lost = lambda gpu: bool(leases.unrestored.on(gpu) or completeness.because(gpu))
             node = Node(
                 source,
                 plan.program,
                 run_dir=run_dir,
                 settings=live,
                 leases=leases,
-                completeness=Completeness(lease_store, log),
+                completeness=completeness,
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
                 server_watches=ServerWatches(

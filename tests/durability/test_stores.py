@@ -10,6 +10,9 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.units import MIB
+from mpsd.simulator.cuda import Binds
+from mpsd.system.database import checksum
 from tests.disks import as_root, fill, mounted
 from tests.durability.conftest import Start
 from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line
@@ -32,6 +35,23 @@ def newer(path: Path) -> None:
     """Turn a store into one of a later mpsd."""
     with closing(sqlite3.connect(path)) as store:
         store.execute("PRAGMA user_version = 99")
+
+
+def unreadable(path: Path) -> None:
+    """Damage every stored lease in a way that only a defect, or damage with a correct checksum, could."""
+    with closing(sqlite3.connect(path)) as store:
+        store.create_function("checksum", -1, checksum)
+        store.execute(
+            "UPDATE leases SET news = '[]', data = json_set(data, '$.granted', 'never'), sum = checksum("
+            "number, boot, told, json_set(data, '$.granted', 'never'), '[]') WHERE data != ''"
+        )
+        store.commit()
+
+
+def limits(node: Node, name: str) -> tuple[float, int]:
+    """Return the limits of a control daemon, as they were read back last."""
+    found = node.daemons()[name]["limits"]
+    return (found["active_thread_percentage"], found["pinned_device_mem_limit"]) if found else (0.0, 0)
 
 
 def foreign(path: Path) -> None:
@@ -232,6 +252,27 @@ class TestLostLeases:
         assert admit(node, gpu="0").status == 201
         node.end(signal.SIGKILL)
         node.start()
+        assert admit(node, gpu="0").status == 201
+
+    @pytest.mark.parametrize("binds", Binds)
+    @pytest.mark.parametrize("lost", ["store", "lease"])
+    def test_ceiling_stays(self, make_node: Start, binds: Binds, lost: str) -> None:
+        """A client whose lease was lost gets its share with its next context; the ceiling closes once it is gone."""
+        node = make_node(simulate=2, control=None, binds=binds).start()
+        with leased(node, "--threads", "60", "--memory", "1536MiB", "--gpu", "0") as client:
+            assert client.hello["ok"], client.hello
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
+            self.lose(node, Path.unlink if lost == "store" else unreadable)
+            wait_until(lambda: limits(node, "gpu1") == (0.1, MIB), what="the ceiling of the other GPU to close")
+            if lost == "store":
+                self.held(node, client)
+            context = client.context()
+            found = (context["active_thread_percentage"], context["pinned_device_mem_limit"])
+            assert found == (60.0, 1536 * MIB)
+            assert limits(node, "gpu0") == (60.0, 1024 * MIB)  # MPS reports whole GiB
+            assert admit(node, gpu="0").status == 409
+        wait_until(lambda: limits(node, "gpu0") == (0.1, MIB), what="the ceiling to close")
+        assert node.events("limit_drift") == []
         assert admit(node, gpu="0").status == 201
 
 

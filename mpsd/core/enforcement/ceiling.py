@@ -6,7 +6,7 @@ a context, which may be minutes later, and may happen a second time. mpsd theref
 leases need whose processes may still come, and lowers them behind a client only after its context is proven.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import reduce
@@ -14,10 +14,10 @@ from typing import Final
 
 from msgspec import Struct
 
-from mpsd.core.model import Lease, Limits, Share
+from mpsd.core.model import GpuUsage, Known, Lease, Limits, ProcessIdentity, Reading, Share, Unknown
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import Attach
+from mpsd.core.settings import Attach, Settings, Unadmitted
 
 SMALLEST: Final = Limits(ActiveThreadPercentage(1), PinnedDeviceMemLimit(1))
 """0.1 % reads back as 0.1, and less as 0.0; 1M is the least memory, and 0 would be none at all (measured, all four)."""
@@ -38,6 +38,16 @@ class CeilingRules:
     window: float
     """Seconds of a turn in strict mode, and of the wait for the processes of a lease that do not come with its
     first."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> "CeilingRules":
+        """Return the rules that the settings contain."""
+        closed = {
+            Unadmitted.DENY: SMALLEST,
+            Unadmitted.DEFAULTS: settings.default_limits,
+            Unadmitted.ALLOW: UNLIMITED,
+        }[settings.unadmitted]
+        return cls(closed, settings.enforcement.attach, settings.enforcement.attach_window)
 
 
 @dataclass(slots=True)
@@ -86,7 +96,7 @@ class Awaited(Enum):
 
 
 class ContextProof(Enum):
-    """Whether NVML shows memory of a client on a GPU of its lease, which proves that it has a context there.
+    """Whether NVML shows memory of a client on the GPU whose server lists it, which proves that it has a context there.
 
     A client in a server's list is no such proof: it may create its first context, or another one, later.
     """
@@ -95,6 +105,29 @@ class ContextProof(Enum):
     MISSING = auto()
     UNKNOWN = auto()
     """The GPU cannot be read, or NVML does not report the memory of the process."""
+
+
+def context_proof(
+    client: ProcessIdentity, gpus: Collection[str], usages: Mapping[str, Reading[GpuUsage]]
+) -> ContextProof:
+    """Return whether NVML shows memory of a client on each of the GPUs whose servers list it, by their UUIDs.
+
+    Memory on another GPU proves no context there. A client that no server lists has no proof.
+    """
+    found = {_shown_on(client, usages.get(gpu)) for gpu in gpus} or {ContextProof.MISSING}
+    order = (ContextProof.MISSING, ContextProof.UNKNOWN)
+    return next((each for each in order if each in found), ContextProof.SHOWN)
+
+
+def _shown_on(client: ProcessIdentity, usage: Reading[GpuUsage] | None) -> ContextProof:
+    if not isinstance(usage, Known):
+        return ContextProof.UNKNOWN
+    process = usage.value.processes.get(client.pid)
+    if process is None:
+        return ContextProof.MISSING
+    if isinstance(process.memory, Unknown):
+        return ContextProof.UNKNOWN
+    return ContextProof.SHOWN if process.memory.value else ContextProof.MISSING
 
 
 def awaited(lease: Lease, attach: Attach, proofs: Collection[ContextProof]) -> Awaited:
@@ -182,6 +215,10 @@ class ExpectedClients:
     def expects(self, lease_id: str) -> bool:
         """Tell whether processes of a lease are expected."""
         return lease_id in self._expected
+
+    def expects_for_good(self, lease_id: str) -> bool:
+        """Tell whether processes of a lease are expected without a window at the end of which they no longer are."""
+        return lease_id in self._expected and lease_id not in self._since
 
     def is_open_to(self, lease_id: str) -> bool:
         """Tell whether processes of a lease may attach now, by the last `settle`."""

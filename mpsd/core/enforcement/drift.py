@@ -3,12 +3,13 @@
 import re
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
+from functools import reduce
 from typing import Final, TypeAlias
 
 from mpsd.core.model import Drift, Limits, ReadBack, Server
 from mpsd.core.mps.commands import words
 from mpsd.core.mps.limits import CLIENT_PRIORITY, EVERYTHING, LIMITS, NOTHING, Limit, LimitValue, narrower, wider
-from mpsd.core.quantities import Bounds
+from mpsd.core.quantities import ActiveThreadPercentage, Bounds, PinnedDeviceMemLimit
 
 _PID: Final = re.compile(r"[0-9]{1,10}")
 
@@ -89,6 +90,22 @@ def opened(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
 def _may_be(pid: str, server: int) -> bool:
     """Tell whether a word in a command may be this server; only a different number excludes it."""
     return _PID.fullmatch(pid) is None or int(pid) == server
+
+
+def in_force(found: Collection[ReadBack], own: Collection[ReadBack]) -> Limits:
+    """Return the widest limits that are in force, by what the daemon and its servers report: limits to keep.
+
+    `own` contains what mpsd itself set, where it knows that. Another value was set by another program, so the widest
+    one of mpsd's own counts in its place. Memory is rounded up, because MPS reports whole GiB, rounded down.
+    """
+    result = NOTHING
+    for limit in LIMITS:
+        known = [limit.found(each) for each in own]
+        for value in map(limit.found, found):
+            values = [value] if value in known or not known else known
+            result = limit.put(result, reduce(wider, values, limit.found(result)))
+    threads, memory = result.active_thread_percentage_tenths, result.pinned_device_mem_limit
+    return Limits(ActiveThreadPercentage(max(threads, 1)), PinnedDeviceMemLimit.reported_as(memory))
 
 
 def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:

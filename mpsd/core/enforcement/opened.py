@@ -16,13 +16,13 @@ def widened(one: Bounds, other: Bounds) -> Bounds:
     return Bounds(narrowest_read_back(one.least, other.least), widest_read_back(one.most, other.most))
 
 
-def between(last: ReadBack | None, now: ReadBack, foreign: Bounds) -> Bounds | None:
-    """Return the bounds of the limits between two conversations with a server; None: the first is unknown.
+def between(last: Bounds | None, now: ReadBack, foreign: Bounds) -> Bounds | None:
+    """Return the bounds of the limits between two conversations with a server; None: the first are unknown.
 
     `last` contains the limits at the first conversation, `now` those at the second. `foreign` contains the bounds
     within which commands of others set the limits meanwhile.
     """
-    return None if last is None else widened(widened(Bounds(last, last), Bounds(now, now)), foreign)
+    return None if last is None else widened(widened(last, Bounds(now, now)), foreign)
 
 
 def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Opened | None:

@@ -1,16 +1,15 @@
 """The knowledge about one control daemon from its answers and its log: limits, drift, servers, orphans."""
 
-import asyncio
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from mpsd.core.enforcement import drift, opened
 from mpsd.core.errors import (
     ControlBusyError,
     ControlError,
+    ControlNoAnswerError,
     ControlUnknownCommandError,
     ControlUnresponsiveError,
     LimitNotHeldError,
@@ -27,17 +26,15 @@ from mpsd.core.mps.limits import (
     shown,
     widest_read_back,
 )
-from mpsd.core.quantities import Opened
+from mpsd.core.quantities import Bounds, Opened
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import LetInRecord
+from mpsd.daemon.control.pipe_access import connected_to, named
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, proc, process_table, unix_sockets
+from mpsd.system import clock, proc
 from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
-
-_MOST_NAMED: Final = 8
-"""Maximum connected processes that a sentence names."""
 
 _MOST_UNDONE: Final = 8
 """Changes of others that mpsd restored and can still report; its events have all of them."""
@@ -55,22 +52,31 @@ class _Questions:
         if wanted is not None:
             for limit in limits:
                 talk.ask(limit.set_on_server(pid, wanted))
+        # The list of a busy server is empty like that of one without clients: its neighbours tell the two apart.
+        self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
         self._clients = talk.ask(commands.get_client_list(pid))
         self._status = talk.ask(commands.get_server_status(pid))
-        self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
 
-    def server(self, canaries: Collection[int]) -> Server | None:
-        """Return the server as reported, less the canaries; None when it is gone, or ended between two questions."""
+    def server(self, canaries: Collection[int], last: Server | None) -> Server | None:
+        """Return the server as reported, less the canaries; None when it is gone, or ended between two questions.
+
+        A server that was busy has no limits here, and those of the clients of its `last` report that live.
+        """
         if proc.start_ticks(self.identity.pid) != self.identity.start_ticks:
             return None
-        status: str | None = None
-        with contextlib.suppress(ControlError):  # drivers before 550 have no word for it
-            status = self._status.answer
-        limits: ReadBack | None = None
-        with contextlib.suppress(ControlError):  # a busy server does not answer, so its limits are unknown
+        status, limits = None, None
+        with contextlib.suppress(ControlError):
             limits = _read_back({limit: pending.answer for limit, pending in self._limits.items()})
+        try:
+            status = self._status.answer
+        except ControlNoAnswerError:
+            limits = None
+        except ControlError:  # drivers before 550 have no word for it
+            pass
         with contextlib.suppress(ControlError):
             clients = tuple(each for each in self._clients.answer if each not in canaries)
+            if limits is None and last is not None:
+                clients = (*clients, *(each for each in _living(last) if each not in clients))
             return Server(self.identity.pid, status, clients, limits=limits)
         return None
 
@@ -105,6 +111,8 @@ class Observer:
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
         """By server, also one that does not answer for a while, the limits that were open to each of its clients."""
+        self._given: dict[ProcessIdentity, Bounds | None] = {}
+        """By server, the bounds of the limits of its next client since it last reported them; None: unknown."""
         self._held_since = 0.0
         """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
@@ -200,6 +208,7 @@ class Observer:
         for identity in self._opened.keys() - registered.keys():
             if proc.start_ticks(identity.pid) != identity.start_ticks:
                 del self._opened[identity]
+                self._given.pop(identity, None)
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
         gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
@@ -251,17 +260,10 @@ class Observer:
                 error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
             else:
                 try:
-                    error.detail += _named(await self.connected())
+                    error.detail += named(await connected_to(self._paths.control_sockets))
                 except OSError as unknown:
                     error.detail += f"; the processes that are connected to it are unknown: {unknown.strerror}"
             raise
-
-    async def connected(self) -> dict[int, int | None]:
-        """Return the processes that are connected to the daemon, according to the kernel, each with its real uid.
-
-        One of them has the daemon's only seat. A process that mpsd cannot see is returned as process 0. Raises OSError.
-        """
-        return await asyncio.to_thread(_connected, self._paths.control_sockets)
 
     async def _register(
         self, pids: tuple[int, ...], known: "list[_Questions]", limits: Limits | None
@@ -275,7 +277,8 @@ class Observer:
                 known.append(_Questions(talk, identity, limits, self._limits))
         if talk.pending:
             await self._hold(talk)
-        servers = ((each.identity, each.server(self.canaries)) for each in known if each.identity.pid in pids)
+        last, listed = self._servers, [each for each in known if each.identity.pid in pids]
+        servers = ((each.identity, each.server(self.canaries, last.get(each.identity))) for each in listed)
         return {identity: server for identity, server in servers if server is not None}
 
     def _lists_only_known_clients(self, server: ProcessIdentity, found: Server) -> bool:
@@ -289,9 +292,8 @@ class Observer:
 
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
-        earlier = self._servers.get(identity)
-        last = earlier.limits if earlier is not None and earlier.limits is not None else before
-        foreign = drift.opened(self.control_log.unexplained, server.pid, fresh=earlier is None)
+        last = self._given.get(identity, None if before is None else Bounds(before, before))
+        foreign = drift.opened(self.control_log.unexplained, server.pid, fresh=identity not in self._given)
         meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
         if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
@@ -301,6 +303,7 @@ class Observer:
             meanwhile = None
         if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
             meanwhile = None  # the limits of new clients are unknown, and no command of another user was seen
+        self._given[identity] = meanwhile if server.limits is None else Bounds(server.limits, server.limits)
         known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
@@ -379,17 +382,10 @@ class Observer:
         return bool(self._orphans)
 
 
-def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
-    peers = [inode for each in sockets for inode in unix_sockets.connected(each)]
-    pids = process_table.holding(peers)
-    return {pid: process_table.real_uid(pid) for pid in pids} or dict.fromkeys(range(bool(peers)))
-
-
-def _named(connected: Mapping[int, int | None]) -> str:
-    """Name the connected processes, for the end of a sentence."""
-    named = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid]
-    unseen = ["a process that mpsd cannot see, as in another pid namespace"]
-    return f"; connected to it: {', '.join(named[:_MOST_NAMED] or unseen)}" if connected else ""
+def _living(server: Server) -> Iterator[int]:
+    """Yield the pids of a server's clients that have not ended; those that mpsd cannot see count as living."""
+    yield from (0 for _ in range(server.clients.count(0)))
+    yield from (each.pid for each in server.opened if proc.live_ticks(each.pid) == each.start_ticks)
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:

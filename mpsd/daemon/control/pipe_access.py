@@ -11,11 +11,12 @@ byte that is written to it ends the log (measured, all versions). A server runs 
 with many users it runs as root.
 """
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from mpsd.core.enforcement import access
 from mpsd.core.errors import PipeAccessError
@@ -24,9 +25,12 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import acl, process_table
+from mpsd.system import acl, process_table, unix_sockets
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
+
+_MOST_NAMED: Final = 8
+"""Maximum connected processes that a sentence names."""
 
 
 class PipeAccess:
@@ -294,3 +298,24 @@ class NodePipeAccess:
 def _is_let_in(uid: int) -> bool:
     """Tell whether a uid always has access: root's, or mpsd's own."""
     return uid == 0 or uid == process_table.own_uid()
+
+
+async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:
+    """Return the processes that are connected to a daemon, according to the kernel, each with its real uid.
+
+    One of them has the daemon's only seat. A process that mpsd cannot see is returned as process 0. Raises OSError.
+    """
+    return await asyncio.to_thread(_connected, sockets)
+
+
+def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
+    peers = [inode for each in sockets for inode in unix_sockets.connected(each)]
+    pids = process_table.holding(peers)
+    return {pid: process_table.real_uid(pid) for pid in pids} or dict.fromkeys(range(bool(peers)))
+
+
+def named(connected: Mapping[int, int | None]) -> str:
+    """Name the connected processes, for the end of a sentence."""
+    seen = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid]
+    unseen = ["a process that mpsd cannot see, as in another pid namespace"]
+    return f"; connected to it: {', '.join(seen[:_MOST_NAMED] or unseen)}" if connected else ""

@@ -10,7 +10,7 @@ from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.observer import Observer
-from mpsd.daemon.control.pipe_access import PipeAccess
+from mpsd.daemon.control.pipe_access import PipeAccess, connected_to
 from mpsd.daemon.control.state import Lifecycle
 from mpsd.system import proc
 
@@ -129,5 +129,6 @@ class Renewal:
         if self._control_log.descriptors_used_up is not None:
             return self._pipe_access.users is not None
         with contextlib.suppress(OSError):
-            return self._pipe_access.are_last_users((await self._observer.connected()).values())
+            connected = await connected_to(self._pipe_access.paths.control_sockets)
+            return self._pipe_access.are_last_users(connected.values())
         return False

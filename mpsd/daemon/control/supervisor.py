@@ -160,6 +160,11 @@ class Supervisor:
         if self._wanted_limits.want(limits):
             self.ask()
 
+    def keep(self, *, keeps: bool) -> None:
+        """Lower no limit of an adopted daemon while it `keeps` them."""
+        if self._wanted_limits.keep(keeps=keeps):
+            self.ask()
+
     def ask(self) -> Callable[[], bool]:
         """Query the daemon soon; return a function that tells whether a conversation has begun and ended since."""
         # In these two states, this deadline bounds a start or a delay.

@@ -5,6 +5,7 @@ from typing import Final
 
 from msgspec import structs
 
+from mpsd.core.enforcement import drift
 from mpsd.core.errors import (
     ControlError,
     ControlUnknownCommandError,
@@ -14,6 +15,7 @@ from mpsd.core.errors import (
 )
 from mpsd.core.lifecycle import Event
 from mpsd.core.model import Limits, ProcessIdentity
+from mpsd.core.mps.limits import widest_limits
 from mpsd.core.settings import Settings
 from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
@@ -41,21 +43,38 @@ class WantedLimits:
         """Whether the limits that are wanted now were set, or found set, and read back from this process."""
         self._proved_at = 0.0
         """When they were read back last, in seconds of the monotonic clock."""
+        self._keeps = False
+        """Whether the limits in force are not lowered, because clients of unknown leases may need them."""
+        self._kept: tuple[ProcessIdentity, Limits] | None = None
+        """Those limits, and the daemon that had them."""
         self._others = False
         """Whether the wanted limits have changed, so that a check before setting them is useless."""
 
     @property
     def limits(self) -> Limits:
         """The limits to hold, without a memory limit that no operator requires and that the driver does not have."""
+        limits = self._limits if self._kept is None else widest_limits(self._limits, self._kept[1])
         if self._observer.has_mem_limit or self._has_to:
-            return self._limits
-        return structs.replace(self._limits, pinned_device_mem_limit=None)
+            return limits
+        return structs.replace(limits, pinned_device_mem_limit=None)
 
     def want(self, limits: Limits) -> bool:
         """Hold these limits from now on; tell whether they are new."""
         if limits == self._limits:
             return False
         self._limits, self.proved, self._others = limits, False, True
+        return True
+
+    def keep(self, *, keeps: bool) -> bool:
+        """Lower no limit of an adopted daemon from now on, or lower them again; tell whether the wanted limits change.
+
+        An adopted daemon is asked for the limits in force before it gets any.
+        """
+        kept = self._kept
+        self._keeps, self._kept = keeps, kept if keeps else None
+        if keeps or kept is None:
+            return False
+        self.proved, self._others = False, True
         return True
 
     def configure(self, settings: Settings) -> bool:
@@ -91,6 +110,8 @@ class WantedLimits:
         differs. Raises as `Observer.set` does.
         """
         self._own.follow(daemon)
+        if self._keeps and (self._kept is None or self._kept[0] != daemon):
+            await self._note_kept(daemon, fresh=fresh)
         while True:
             wanted = self.limits
             try:
@@ -114,6 +135,15 @@ class WantedLimits:
                 active_thread_percentage=float(wanted.active_thread_percentage),
                 pinned_device_mem_limit=memory.bytes if memory else None,
             )
+
+    async def _note_kept(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
+        """Note the limits in force of an adopted daemon; a fresh one has none that any client needs."""
+        self._kept = None
+        if not fresh:
+            await self._observer.read(self.limits, self._own.limits)
+            found = (self._observer.read_back, *(server.limits for server in self._observer.servers))
+            self._kept = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
+            self._others = False  # the next check tells whether they suffice
 
 
 @dataclass(frozen=True, slots=True)

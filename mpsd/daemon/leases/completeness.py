@@ -6,6 +6,7 @@ daemon has reported its clients and those are gone, or an operator declares it c
 new store marks every GPU in the same commit that creates it, so that no death of mpsd comes between.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 from mpsd.core.lifecycle import ANSWERED
@@ -22,6 +23,8 @@ class Completeness:
     """The completeness of each GPU's leases."""
 
     def __init__(self, store: LeaseStore, log: Logger) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        """Called when the leases of a GPU are complete again."""
         self._store = store
         self._log = log
         self._awaited: dict[str, set[ProcessIdentity]] = {}
@@ -53,6 +56,7 @@ class Completeness:
         self._store.note_completeness(gpu, "")
         if self._awaited.pop(gpu, None) is not None:
             self._log.info(EventName.LEASES_COMPLETE, gpu=gpu, because=because)
+        self.changed()
 
     def look(self, daemon: Daemon) -> str:
         """Return why the leases of a GPU are still incomplete, by its present clients; empty where they are complete.

@@ -7,6 +7,7 @@ grants and releases in quick succession do not each cost a conversation.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -17,10 +18,10 @@ from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextP
 from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.holders.holders import claim_of
-from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
+from mpsd.core.model import GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.reload import LiveSettings
-from mpsd.core.settings import Attach, Settings, Unadmitted
+from mpsd.core.settings import Attach, Settings
 from mpsd.core.supervision import wedge
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
@@ -37,11 +38,7 @@ _LAST_READING: Final = 8.0
 """The longest of these waits. After it, the GPUs are read only as often as usual."""
 
 _LOOK: Final = 0.02
-"""Seconds between two checks for new processes of leases with a closed ceiling."""
-
-_NOTHING: Final = GpuProcess(Known(0))
-"""The reading for a process that NVML does not list on a GPU."""
-
+"""Seconds between two checks for new processes of leases that do not raise the ceiling for good."""
 
 _CANARY: Final = "canary"
 """The id of mpsd's own client among the leases; no lease has this id."""
@@ -78,9 +75,11 @@ class LimitGates:
         self._read_at = NEVER
         """The time of the next reading of the GPUs for the memory of clients."""
         self._pause = _FIRST_READING
+        self.is_lost: Callable[[str], bool] = lambda _: True
+        """Tells whether a GPU, by its UUID, may have clients whose leases are unknown: they may need what is open."""
         self._changed = asyncio.Event()
-        self._closed = asyncio.Event()
-        """Set while new processes of some lease would find its ceiling closed."""
+        self._watches = asyncio.Event()
+        """Set while new processes of some lease would find its ceiling closed, now or at the end of its window."""
         self._wakes = NEVER
         """The time of the next check by `run`."""
         self._moved = asyncio.Event()
@@ -90,7 +89,7 @@ class LimitGates:
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
-        self._rules, self._patience = rules(settings), 2 * settings.daemon.answer_deadline
+        self._rules, self._patience = CeilingRules.of(settings), 2 * settings.daemon.answer_deadline
         for lease in self._leases.values():
             self._await(lease, anew=False)
         self._settle_all()
@@ -99,6 +98,7 @@ class LimitGates:
     def add(self, supervisor: Supervisor) -> None:
         """Take charge of the limits of a control daemon, also for the leases that it has already."""
         self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
+        supervisor.keep(keeps=True)  # until the leases are restored
         supervisor.limit(self._rules.closed)
         for lease in self._leases.values():
             if any(share.daemon == supervisor.name for share in lease.shares):
@@ -123,10 +123,10 @@ class LimitGates:
             if self._read_at <= clock.monotonic():
                 self._read_at = NEVER
                 read_soon()
-            if self._rules.attach is Attach.SHARED and any(map(self._is_closed_to, self._leases.values())):
-                self._closed.set()
+            if self._rules.attach is Attach.SHARED and any(map(self._closes_to, self._leases.values())):
+                self._watches.set()
             else:
-                self._closed.clear()
+                self._watches.clear()
             wakes = (min(each.lower_at, each.until) for each in self._gates.values())
             self._wakes = min(self._read_at, *wakes, NEVER)
             with contextlib.suppress(TimeoutError):
@@ -160,18 +160,20 @@ class LimitGates:
         self._await(structs.replace(lease, state=LeaseState.ENDED), anew=True)
         self._pipe_access.close(lease)
 
-    def see(self, usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
-        """Process the readings of the GPUs, by UUID, if they were `read` since the last time.
+    def see(self, usages: Mapping[str, Reading[GpuUsage]], listed: Mapping[ProcessIdentity, AbstractSet[str]]) -> None:
+        """Process new readings of the GPUs, by UUID; `listed` has the GPUs whose servers list each client.
 
         The ceiling closes behind a client whose memory NVML shows.
         """
-        if not read:
-            return
         self._unreadable = frozenset(gpu for gpu, usage in usages.items() if isinstance(usage, Unknown))
         if self._rules.attach is Attach.ANYTIME:
             return
         attached = [lease for lease in self._leases.values() if lease.clients]
-        self._proofs = {client: _proof(client, lease, usages) for lease in attached for client in lease.clients}
+        self._proofs = {}
+        for lease in attached:
+            gpus = {share.gpu for share in lease.shares}
+            for client in lease.clients:
+                self._proofs[client] = ceiling.context_proof(client, gpus & listed.get(client, set()), usages)
         for lease in attached:
             self._await(lease, anew=False)
         misses = ContextProof.MISSING in self._proofs.values()
@@ -201,7 +203,14 @@ class LimitGates:
             elif is_other:
                 self._settle(gate)
             self._wake_if_needed(gate)
-        if anew and lease.clients and how_long is Awaited.ALWAYS and self._rules.attach is not Attach.ANYTIME:
+        if lease.clients and self._rules.attach is not Attach.ANYTIME:
+            self._look_for_contexts(how_long, now, anew=anew)
+
+    def _look_for_contexts(self, how_long: Awaited, now: float, *, anew: bool) -> None:
+        """Watch the new processes of a lease with clients from now on if it has a window, and read the GPUs soon."""
+        if how_long is Awaited.WINDOW and not self._watches.is_set():
+            self._changed.set()
+        if anew and how_long is Awaited.ALWAYS:
             self._pause = 2 * _FIRST_READING
             self._read_at = min(self._read_at, now + _FIRST_READING)
             self._changed.set()
@@ -215,23 +224,24 @@ class LimitGates:
         new = ContextProof.UNKNOWN if unreadable else ContextProof.MISSING
         return ceiling.awaited(lease, self._rules.attach, [self._proofs.get(each, new) for each in lease.clients])
 
-    def _is_closed_to(self, lease: Lease) -> bool:
-        """Tell whether a lease may have more processes than it has, and those would find the ceiling closed."""
+    def _closes_to(self, lease: Lease) -> bool:
+        """Tell whether a lease may have more processes, and the ceiling is closed to them, or will be at some time."""
         if not lease.clients or not ceiling.may_have_more(lease):
             return False
         gates = (self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates)
-        return any(not gate.expected.expects(lease.id) for gate in gates)
+        return any(not gate.expected.expects_for_good(lease.id) for gate in gates)
 
     async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
         """Open the limits for leases with room that have a new process, by its family or by the token that it carries.
 
-        A new process is only evidence that it may become a client, and the limits open no further than the lease's own
-        part.
+        Each new process begins the window of its lease again, also while that is open: it may need as long as the ones
+        before it until it becomes a client. A new process is evidence of nothing else, and the limits open no further
+        than the lease's own part.
         """
         while True:
-            await self._closed.wait()
+            await self._watches.wait()
             new = NewProcesses()
-            while self._closed.is_set():
+            while self._watches.is_set():
                 await asyncio.sleep(_LOOK)
                 # Where the machine has no descriptor left, no process can become a client either.
                 with contextlib.suppress(OSError):
@@ -243,13 +253,13 @@ class LimitGates:
 
     def _open_for_carriers(self, pids: Collection[int]) -> None:
         """Open the limits for leases whose token a new process outside their families carries (8 us per process)."""
-        closed = {each.token: each for each in self._leases.values() if each.token and self._is_closed_to(each)}
-        owners = {token: lease.owner.uid for token, lease in closed.items()}
+        watched = {each.token: each for each in self._leases.values() if each.token and self._closes_to(each)}
+        owners = {token: lease.owner.uid for token, lease in watched.items()}
         for token, carrier in process_table.started_with_among(pids if owners else (), TOKEN, owners):
-            self._open_for(closed[token], carrier.pid)
+            self._open_for(watched[token], carrier.pid)
 
     def _open_for(self, lease: Lease, pid: int) -> None:
-        if self._is_closed_to(lease) and process_table.process_of_thread(pid) is None:
+        if self._closes_to(lease) and process_table.process_of_thread(pid) is None:
             self.follow(lease)
 
     def _wake_if_needed(self, gate: _Gate) -> None:
@@ -355,6 +365,7 @@ class LimitGates:
 
     def _settle_all(self) -> None:
         for gate in self._gates.values():
+            gate.supervisor.keep(keeps=self.is_lost(gate.supervisor.gpu.uuid))
             self._settle(gate)
 
     def _settle(self, gate: _Gate) -> None:
@@ -372,27 +383,3 @@ class LimitGates:
         if limits != gate.limits:
             gate.limits = limits
             gate.supervisor.limit(limits)
-
-
-def rules(settings: Settings) -> CeilingRules:
-    """Return the rules of attaching from the settings."""
-    closed = {
-        Unadmitted.DENY: ceiling.SMALLEST,
-        Unadmitted.DEFAULTS: settings.default_limits,
-        Unadmitted.ALLOW: ceiling.UNLIMITED,
-    }[settings.unadmitted]
-    return CeilingRules(closed, settings.enforcement.attach, settings.enforcement.attach_window)
-
-
-def _proof(client: ProcessIdentity, lease: Lease, usages: Mapping[str, Reading[GpuUsage]]) -> ContextProof:
-    """Return whether NVML shows memory of a client on any GPU of its lease."""
-    found = set[ContextProof]()
-    for share in lease.shares:
-        usage = usages.get(share.gpu)
-        process = usage.value.processes.get(client.pid, _NOTHING) if isinstance(usage, Known) else None
-        if process is None or isinstance(process.memory, Unknown):
-            found.add(ContextProof.UNKNOWN)
-        else:
-            found.add(ContextProof.SHOWN if process.memory.value else ContextProof.MISSING)
-    order = (ContextProof.SHOWN, ContextProof.UNKNOWN)
-    return next((each for each in order if each in found), ContextProof.MISSING)

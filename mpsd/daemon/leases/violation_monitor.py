@@ -178,6 +178,13 @@ class ViolationMonitor:
         for client in self._seen.values():
             yield self._clients.lease_of(client)
 
+    def listed(self) -> dict[ProcessIdentity, set[str]]:
+        """Return the UUIDs of the GPUs whose servers list each client."""
+        found = dict[ProcessIdentity, set[str]]()
+        for client in self._seen.values():
+            found.setdefault(client.identity, set()).add(client.gpu)
+        return found
+
     def occupied(self) -> set[str]:
         """Return the GPUs that may have clients whose lease is unknown: clients without one, or those of an orphan."""
         unknown = {each.client.gpu for each in self.attached() if each.lease is None}

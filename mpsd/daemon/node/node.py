@@ -161,7 +161,8 @@ class Node:
         """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""
         daemons = self.daemons()
         self.violation_monitor.inspect(daemons, self.gpus.usages, read=read)
-        self._limit_gates.see(self.gpus.usages, read=read)
+        if read:
+            self._limit_gates.see(self.gpus.usages, self.violation_monitor.listed())
         self.leases.unrestored.look(self.violation_monitor.occupied(), [each.gpu for each in daemons])
         if self.unleased.look(self.violation_monitor.attached(), daemons, self.gpus.usages, read=read):
             self._look()
@@ -291,8 +292,7 @@ class Node:
 
     def status(self, reload: str) -> str:
         """Describe the state of the node in a line; `reload` is why the last reload was refused."""
-        ledger = self.leases.ledger
-        return status_line(self.health(), leases=len(ledger.leases), waiting=len(ledger.waiting), reload=reload)
+        return status_line(self.health(), self.leases.ledger, reload=reload)
 
     async def settled(self, seconds: float) -> None:
         """Wait until each control daemon is known to be usable or not, for this long at most."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from mpsd.core.admission import unleased
-from mpsd.core.admission.admission import NOTHING, Amount, places
+from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.model import Daemon, GpuUsage, Lease, ProcessIdentity, Reading
 from mpsd.system import process
@@ -20,14 +20,14 @@ class UnleasedClients:
         self._sums: Sums = {}
         self.charged: Mapping[int, Amount] = {}
         """The amount that counts against each user."""
-        self._parts: dict[tuple[str, ProcessIdentity], int] = {}
-        """By GPU and client of a lease that ended since the last reading of NVML, the memory that it may hold."""
+        self._parts: dict[tuple[str, ProcessIdentity], Amount] = {}
+        """By GPU and living client of a lease that has ended, the amount that the client counts as at least."""
 
     def left_behind(self, lease: Lease) -> None:
-        """Note that a lease has ended while it had clients: until the next reading, they may hold their parts."""
+        """Note that a lease has ended while it had clients: they may use their parts on."""
         for share in lease.shares:
             for client in lease.clients:
-                self._parts[share.gpu, client] = share.memory.bytes // places(lease)
+                self._parts[share.gpu, client] = unleased.part(lease, share)
 
     def look(
         self,
@@ -42,12 +42,16 @@ class UnleasedClients:
         `read` tells whether the GPUs were read since the last time.
         """
         if read:
-            self._parts.clear()
+            self._parts = {
+                (gpu, client): unleased.as_read(part, client.pid, usages.get(gpu))
+                for (gpu, client), part in self._parts.items()
+                if process.lives(client)
+            }
         sums = dict[tuple[str, int | None], Amount]()
         for each in attached:
             client = each.client
             if (each.lease is None or not each.counted) and process.lives(client.identity):
-                part = self._parts.get((client.gpu, client.identity), 0)
+                part = self._parts.get((client.gpu, client.identity), NOTHING)
                 amount = unleased.amount(client, usages.get(client.gpu), part)
                 sums[client.gpu, client.uid] = sums.get((client.gpu, client.uid), NOTHING) + amount
         for daemon in daemons:

@@ -17,9 +17,20 @@ from mpsd.core.enforcement.ceiling import (
     ContextProof,
     ExpectedClients,
     awaited,
+    context_proof,
     each_process,
 )
-from mpsd.core.model import Lease, LeaseRequest, Limits, ProcessIdentity, Share
+from mpsd.core.model import (
+    GpuProcess,
+    GpuUsage,
+    Known,
+    Lease,
+    LeaseRequest,
+    Limits,
+    ProcessIdentity,
+    Share,
+    Unknown,
+)
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Attach
@@ -89,6 +100,33 @@ def test_awaited(lease: Lease, proofs: list[ContextProof], expected: Awaited) ->
         assert awaited(lease, attach, proofs) is wanted
 
 
+def usage(**memory: int | None) -> Known[GpuUsage]:
+    """Return the reading of a GPU with processes, by `p` and their pids; None: NVML does not report the memory."""
+    held = {int(name[1:]): Unknown("not reported") if size is None else Known(size) for name, size in memory.items()}
+    return Known(GpuUsage(0, {pid: GpuProcess(each, mps=True) for pid, each in held.items()}))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "usages", "expected"),
+    [
+        ({"0"}, {"0": usage(p7=1)}, SHOWN),
+        ({"0"}, {"0": usage(p7=0)}, MISSING),
+        ({"0"}, {"0": usage(p8=1)}, MISSING),
+        ({"0"}, {"0": usage(p7=None)}, UNKNOWN),
+        ({"0"}, {"0": Unknown("lost")}, UNKNOWN),
+        ({"0"}, {}, UNKNOWN),
+        ({"0"}, {"0": usage(), "1": usage(p7=1)}, MISSING),
+        ({"0", "1"}, {"0": usage(), "1": usage(p7=1)}, MISSING),
+        ({"0", "1"}, {"0": usage(p7=None), "1": usage(p7=1)}, UNKNOWN),
+        ({"0", "1"}, {"0": usage(p7=1), "1": usage(p7=1)}, SHOWN),
+        (set(), {"0": usage(p7=1)}, MISSING),
+    ],
+)
+def test_context_proof(gpus: set[str], usages: dict[str, Known[GpuUsage] | Unknown], expected: ContextProof) -> None:
+    """Memory proves a context only on the GPU whose server lists the client, and only where NVML shows it."""
+    assert context_proof(ProcessIdentity(7, 7), gpus, usages) is expected
+
+
 def test_part() -> None:
     """A part is the granted share divided by the number of processes, or all of it for any number of them."""
     parts = [each_process(lease, lease.shares[0]) for lease in (held(1), held(7), held(None))]
@@ -143,6 +181,20 @@ class TestTogether:
         expected.expect("a", QUARTER, Awaited.WINDOW, now=60.0)
         assert expected.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
         assert open_to(expected) == {"a"}
+
+    def test_for_good(self) -> None:
+        """A lease is expected for good unless it has a window; a window does not run while a caller waits."""
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        assert expected.expects_for_good("a")
+        expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
+        assert not expected.expects_for_good("a")
+        expected.ask("a")
+        assert expected.expects_for_good("a")
+        expected.answer("a", Awaited.WINDOW, now=1.0)
+        assert not expected.expects_for_good("a")
+        expected.settle(SHARED, 1e9)
+        assert not expected.expects_for_good("a")
 
     def test_a_look_begins_no_window_anew(self) -> None:
         """A repeated check neither reopens a window that has ended nor extends an open one, until something happens."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.enforcement.drift import drift, opened
+from mpsd.core.enforcement.drift import drift, in_force, opened
 from mpsd.core.enforcement.opened import ANYTHING
 from mpsd.core.model import Drift, Limits, ReadBack
 from mpsd.core.mps.limits import NOTHING
@@ -71,6 +71,17 @@ def test_memory_is_compared_as_it_is_reported(mebibytes: int, reported: int) -> 
     wanted = Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(mebibytes))
     assert drift(wanted, ReadBack(500, reported), (), (), NOW) == ()
     assert len(drift(wanted, ReadBack(500, reported + GIB), (), (), NOW)) == 1
+
+
+def test_in_force() -> None:
+    """The limits to keep are the widest of the daemon and its servers, by what mpsd set where that is known."""
+    low, high = ReadBack(100, 512 * MIB), ReadBack(600, GIB)
+    kept = Limits(ActiveThreadPercentage(600), PinnedDeviceMemLimit(2047))
+    assert in_force([low, high], [low, high]) == kept
+    assert in_force([low, high], []) == kept
+    assert in_force([low], [low, high]) == Limits(ActiveThreadPercentage(100), PinnedDeviceMemLimit(512))
+    assert in_force([ReadBack(1000, None)], [low, high]) == kept
+    assert in_force([ReadBack(0, 2**64)], []) == Limits(ActiveThreadPercentage(1), None)
 
 
 def test_command_is_named() -> None:

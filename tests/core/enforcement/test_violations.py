@@ -138,11 +138,11 @@ def test_what_was_open() -> None:
 
     An unknown beginning stays unknown.
     """
-    nobody = Bounds(EVERYTHING, NOTHING)
+    nobody, fixed, wide = Bounds(EVERYTHING, NOTHING), Bounds(PART, PART), Bounds(CLOSED, WIDE)
     assert between(None, PART, nobody) is None
-    assert between(PART, CLOSED, nobody) == Bounds(CLOSED, PART)
-    assert between(PART, PART, Bounds(CLOSED, ReadBack(800, 0))) == Bounds(CLOSED, ReadBack(800, 2 * GIB))
-    fixed, wide = Bounds(PART, PART), Bounds(CLOSED, WIDE)
+    assert between(fixed, CLOSED, nobody) == Bounds(CLOSED, PART)
+    assert between(wide, PART, nobody) == wide
+    assert between(fixed, PART, Bounds(CLOSED, ReadBack(800, 0))) == Bounds(CLOSED, ReadBack(800, 2 * GIB))
     first = opened(None, fixed, new=True)
     assert first == Opened(fixed, fixed)
     assert first is not None

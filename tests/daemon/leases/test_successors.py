@@ -171,6 +171,29 @@ def test_new_descendant(make_node: Start) -> None:
         assert has_quarter(holder.answer())
 
 
+def test_new_process_in_a_window(make_node: Start) -> None:
+    """In `shared` a process that starts in an open window gets a whole one, as one that starts afterwards does."""
+    node = make_node(simulate=1, control=None, config=attach("shared", "attach_window = 4.0\n")).start()
+    within = (sys.executable, "-c", _BESIDE)
+    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
+    with (
+        leased(node, "--threads", "40", "--memory", "3GiB", "--processes", "any") as other,
+        leased(node, *asked, within=within, late=True) as holder,
+    ):
+        assert other.hello["ok"]
+        assert holder.context()["active_thread_percentage"] == 25.0
+        wait_until(lambda: len(node.events("client_attributed")) == 2, what="both to be attributed")
+        for client in (holder, other):  # so the window of the other lease does not begin before the holder's
+            assert client.alloc("1MiB")["ok"]
+        for lease in node.get("/v1/leases").json["leases"]:  # the first reads the GPUs, and both windows begin
+            node.request("GET", f"/v1/leases/{lease['id']}/verify")
+        holder.tell("another")
+        holder.tell("go")
+        assert holder.answer()["pid"]
+        wait_until(lambda: in_force(node) == OPEN, what=f"the other window to end; the log is {node.stderr}")
+        assert holder.context()["active_thread_percentage"] == 25.0
+
+
 def test_new_process_without_a_family(make_node: Start) -> None:
     """The ceiling opens again for any process that carries the token of a lease with room."""
     config = attach("shared", "attach_window = 3.0\n")

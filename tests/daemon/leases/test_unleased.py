@@ -9,7 +9,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated_clients import SimulatedClient, variables
+from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ALLOW = '[enforcement]\nunadmitted = "allow"\n'
@@ -92,6 +92,39 @@ def test_left_behind(make_node: Start, ends: str) -> None:
             sees(node, 60.0, 50, 1)
             assert caller.admit(**asked).status == 409
         assert caller.admit(**asked, wait=30).status == 201
+
+
+def test_left_behind_with_limits_of_its_own(make_node: Start) -> None:
+    """A client that set its limits itself counts with its former part of the threads for the rest of its life."""
+    node = make_node(simulate=1, control=None, config="").start()
+    asked = {"threads": 60, "memory": 60 * GIB}
+    with calling(node.socket) as caller:
+        with SimulatedClient(variables(node), before=WAITS) as client:
+            lease = node.request("POST", "/v1/leases", {**asked, "pid": client.pid}).json
+            assert client.process.stdin is not None
+            client.process.stdin.write(b"\n")
+            event(node, "client_attributed", client=client.hello["pid"])
+            client.alloc("1GiB")
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+            sees(node, 60.0, 1, 1)
+            answer = caller.admit(threads=50, memory=GIB)
+            assert (answer.status, answer.json["limit"]) == (409, "threads")
+        assert caller.admit(**asked, wait=30).status == 201
+
+
+def test_left_behind_on_an_unreadable_gpu(make_node: Start) -> None:
+    """A client that its lease left behind counts with its part of the memory until NVML reports what it holds."""
+    node = make_node(simulate=1, control=None, config="").start()
+    lease = node.request("POST", "/v1/leases", {"threads": 60, "memory": 60 * GIB}).json
+    with SimulatedClient({**variables(node), **lease["env"]}) as client:
+        event(node, "client_attributed", client=client.hello["pid"])
+        client.alloc("50GiB")
+        gpus(node)[0].lose()
+        assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+        event(node, "gpu_health", health="unknown")
+        assert gpu(node) == (60.0, 60, 1)
+        gpus(node)[0].recover()
+        sees(node, 60.0, 50, 1)
 
 
 @needs_root

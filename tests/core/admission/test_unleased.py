@@ -1,0 +1,48 @@
+"""Clients without a lease: the amount of a GPU that each counts as."""
+
+from typing import Final
+
+import pytest
+
+from mpsd.core.admission import unleased
+from mpsd.core.admission.admission import NOTHING, Amount
+from mpsd.core.model import Client, GpuProcess, GpuUsage, Known, ProcessIdentity, Reading, Unknown
+from mpsd.core.units import GIB
+
+PART: Final = Amount(600, 60 * GIB, 1)
+
+
+def read(memory: Reading[int]) -> Known[GpuUsage]:
+    """Return a reading of a GPU on which process 7 has this memory."""
+    return Known(GpuUsage(0, {7: GpuProcess(memory, mps=True)}))
+
+
+@pytest.mark.parametrize(
+    ("usage", "memory"),
+    [
+        (None, 60),
+        (Unknown("lost"), 60),
+        (read(Unknown("not reported")), 60),
+        (read(Known(50 * GIB)), 50),
+        (Known(GpuUsage(0)), 0),
+    ],
+)
+def test_part_as_read(usage: Reading[GpuUsage] | None, memory: int) -> None:
+    """The memory of a former part counts until NVML reports what the process holds; the threads count on."""
+    assert unleased.as_read(PART, 7, usage) == Amount(600, memory * GIB, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "part", "memory", "expected"),
+    [
+        (None, NOTHING, Known(0), unleased.LEAST),
+        ({}, NOTHING, Unknown("not reported"), unleased.LEAST),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}, NOTHING, Known(GIB), Amount(250, GIB, 1)),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}, PART, Known(GIB), PART),
+        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"}, PART, Known(61 * GIB), Amount(700, 61 * GIB, 1)),
+    ],
+)
+def test_amount(environment: dict[str, str] | None, part: Amount, memory: Reading[int], expected: Amount) -> None:
+    """A client counts with the most of its environment, what it holds, and the part that it had in a lease."""
+    client = Client(ProcessIdentity(7, 7), "gpu0", "GPU-0", 5, None, environment, 0)
+    assert unleased.amount(client, read(memory), part) == expected

@@ -234,7 +234,8 @@ def test_outside(node: Node) -> None:
         assert (answer["ok"], process["pid"], process["mps"]) == (False, client.pid, False)
         assert (process["limits_in_force"], process["memory_held"]) == (None, GIB)
         assert answer["because"] == f"process {client.pid} runs on the GPU of gpu0 outside MPS, where no limits apply"
-        # At the second check it is a violation, too.
+        # Once that has persisted, it is a violation, too.
+        event(node, "violation", kind="outside", pid=client.pid)
         assert len(verified(node, lease["id"])["violations"]) == 1
         # Another client of the lease that is well changes nothing.
         with SimulatedClient(environment(lease)) as well:

@@ -320,6 +320,22 @@ def test_clients() -> None:
     assert kinds(AttributedClient(client(), None, counted=False), denied=False) == []
 
 
+def test_client_that_may_have_a_lease() -> None:
+    """A client without a lease may have one if its user has one with room, or if its environment cannot be read."""
+
+    def judged(found: Client, possible: Lease | None = None) -> Violation:
+        attached = AttributedClient(found, None, counted=False)
+        (violation,) = of_client(attached, denied=True, memory=True, possible=possible)
+        assert violation.kind is ViolationKind.NO_LEASE
+        return violation
+
+    assert judged(client()).own
+    unreadable = judged(replace(client(), environment=None))
+    assert (unreadable.own, "cannot be read" in unreadable.because) == (False, True)
+    possible = judged(client(), lease())
+    assert (possible.own, "it may belong to lease lease-25" in possible.because) == (False, True)
+
+
 def test_memory() -> None:
     """The processes of a lease share its memory limit; the one that holds most is named."""
     granted = lease(gibibytes=2, processes=2)

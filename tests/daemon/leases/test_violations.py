@@ -315,9 +315,8 @@ def test_outside(node: Node) -> None:
 
 def test_report_and_terminate(node: Node) -> None:
     """`report` ends no process; once policy says `terminate`, the process ends, and no other process is affected."""
-    with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
+    with leased(node, "--threads", "25", "--memory", "2GiB") as good:
         event(node, "client_attributed", client=good.hello["pid"])
-        another.admit(threads=10, memory=GIB, gpu="0", processes=1)
         with SimulatedClient(variables(node)) as stray:
             assert stray.hello["server"] == good.hello["server"]
             event(node, "violation", pid=stray.pid, policy="report")
@@ -340,9 +339,8 @@ def test_steps(node: Node) -> None:
 
     Other processes keep computing.
     """
-    with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
+    with leased(node, "--threads", "25", "--memory", "2GiB") as good:
         event(node, "client_attributed", client=good.hello["pid"])
-        another.admit(threads=10, memory=GIB, gpu="0")
         with SimulatedClient(variables(node)) as stray:
             server = stray.hello["server"]
             assert server == good.hello["server"]

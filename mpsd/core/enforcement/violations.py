@@ -136,6 +136,17 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     return f"process {pid} may for good have only {less}: no more was open at a moment when it attached" if less else ""
 
 
+def of_later_contexts(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
+    """Say what a later context of a client may have less than its lease's part; empty where it has no less.
+
+    This is neither a violation nor a doubt: the ceilings of `shared` and `strict` close behind the first context.
+    """
+    later = client.opened.later if client.opened is not None else None
+    less = falls_short(later, lease, share, memory=memory) if later is not None else ""
+    pid = client.identity.pid
+    return f"a later context of process {pid}, as after a reset of its device, may have only {less}" if less else ""
+
+
 def share_on(lease: Lease, daemon: str) -> Share | None:
     """Return a lease's share of the GPU of a control daemon."""
     return next((share for share in lease.shares if share.daemon == daemon), None)

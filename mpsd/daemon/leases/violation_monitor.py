@@ -9,7 +9,7 @@ from typing import Final
 from mpsd.core.enforcement import persistence, verification, violations
 from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
-from mpsd.core.enforcement.opened import with_context
+from mpsd.core.enforcement.opened import continued
 from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
 from mpsd.core.enforcement.violations import AttributedClient, Doubt, Violation
@@ -155,8 +155,9 @@ class ViolationMonitor:
             environment, uid = proc.variables_of(identity.pid, _VARIABLES), proc.real_uid(identity.pid)
             found = (identity, daemon.name, daemon.gpu, server.pid, opened, environment)
             return None if uid is None else Client(*found, uid)
-        if opened is not None and known.opened is not None and (daemon.name, identity) in self._with_context:
-            opened = with_context(known.opened, opened)
+        if known.opened is not None:
+            has_context = (daemon.name, identity) in self._with_context
+            opened = continued(known.opened, opened, has_context=has_context)
         return replace(known, opened=opened)
 
     def _follow_faults(self) -> None:

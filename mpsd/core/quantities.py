@@ -164,4 +164,7 @@ class Opened:
     connecting: Bounds
     """While it connected."""
     since: Bounds
-    """From then until now, which counts if MPS applies limits at each context."""
+    """From then until now, which counts if MPS applies limits at each context. For a client that had a context, the
+    least is that of its first one."""
+    later: "ReadBack | None" = None
+    """The least that has been open since that first context, if it is less: a later context may have only this."""

@@ -32,6 +32,15 @@ def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Open
     return None if known is None else replace(known, since=widened(known.since, meanwhile or ANYTHING))
 
 
-def with_context(known: Opened, now: Opened) -> Opened:
-    """Return `now` for a client that had a context when `known` was true: its first context has no less than then."""
-    return replace(now, since=Bounds(known.since.least, now.since.most))
+def continued(known: Opened, now: Opened | None, *, has_context: bool) -> Opened:
+    """Return what was open to a client by `known`, at an earlier look, and by `now`; None: that is unknown.
+
+    A client that had a context at the earlier look (`has_context`) has no less than was open by then, since a later
+    fall of the ceiling can only apply to its later contexts.
+    """
+    since = widened(known.since, now.since if now is not None else ANYTHING)
+    if not has_context:
+        return Opened(known.connecting, since)
+    least = known.since.least
+    later = narrowest_read_back(known.later or least, since.least)
+    return Opened(known.connecting, Bounds(least, since.most), later if later != least else None)

@@ -57,6 +57,8 @@ class VerifiedProcess:
     """Bytes of the GPU's memory that it holds; None where that is unknown."""
     verdict: Verdict
     because: str
+    later: str = ""
+    """The deficit of its later contexts, in a sentence; empty where they have their part, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ def verify(
         most, verdict = lease.request.processes, Verdict.OK
         count = f"{len(attached)}" if most is None else f"{len(attached)} of {most}"
         because = f"{count} processes attached, each under MPS and within its limits"
+        if later := next((each.later for each in attached if each.later), ""):
+            because += f" with its first context; {later}"
     return Verification(verdict, because, processes, tuple(doubts))
 
 
@@ -177,6 +181,7 @@ def _client(
         bytes_held,
         verdict,
         because,
+        violations.of_later_contexts(client, lease, share, memory=memory),
     )
 
 

@@ -152,6 +152,17 @@ def _to_be_certain(client: Client, lease: Lease) -> str:
     return f'to be certain, start it again in that environment: eval "$(mpsctl show {lease.id} -o env)"'
 
 
+def of_later_contexts(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
+    """Say what a later context of a client may have less than its lease's part; empty where it has no less.
+
+    This is neither a violation nor a doubt: the ceilings of `shared` and `strict` close behind the first context.
+    """
+    later = client.opened.later if client.opened is not None else None
+    less = falls_short(later, lease, share, memory=memory) if later is not None else ""
+    pid = client.identity.pid
+    return f"a later context of process {pid}, as after a reset of its device, may have only {less}" if less else ""
+
+
 def share_on(lease: Lease, daemon: str) -> Share | None:
     """Return a lease's share of the GPU of a control daemon."""
     return next((share for share in lease.shares if share.daemon == daemon), None)
@@ -160,25 +171,42 @@ def share_on(lease: Lease, daemon: str) -> Share | None:
 # -- what is a violation -----------------------------------------------------------------------------------------------
 
 
-def of_client(attached: AttributedClient, *, denied: bool, memory: bool) -> Iterator[Violation]:
+def of_client(
+    attached: AttributedClient, *, denied: bool, memory: bool, possible: Lease | None = None
+) -> Iterator[Violation]:
     """Judge a client, regardless of the memory that it holds.
 
     `denied` tells whether a client without a lease is a violation, and `memory` whether the driver limits memory.
+    `possible` is a lease that the client may belong to, although no evidence says so.
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
     identity, daemon, server = client.identity, client.daemon, client.server
     if lease is None or share is None:
         if denied:
-            because = f"process {identity.pid} is a client of {daemon} without a lease there"
+            doubt = _may_have_a_lease(client, possible)
+            because = f"process {identity.pid} is a client of {daemon} without a lease there{doubt}"
             # Its variable proves nothing: it only chooses the words.
             had = LEASE in (client.environment or {})
             hint = f"{RUN}; in time, mpsctl renew keeps a lease that expires" if had else RUN
-            yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, hint, server)
+            yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, hint, server, own=not doubt)
     elif not attached.counted:
         yield _of_processes(client, lease)
     else:
         yield from _of_limits(client, lease, share, memory=memory)
+
+
+def _may_have_a_lease(client: Client, possible: Lease | None) -> str:
+    """Say why a client that no lease claims may have one nevertheless, for the end of a sentence; empty if it cannot.
+
+    A process that left its family, and has a new environment, shows nothing of its lease: `podman run`, `systemd-run`
+    and `tmux` start such processes.
+    """
+    if client.environment is None:
+        return ", as far as is known: its environment, which may have the token of one, cannot be read"
+    if possible is not None:
+        return f", as far as is known: it may belong to lease {possible.id}, which is of its user and has room"
+    return ""
 
 
 def _of_processes(client: Client, lease: Lease) -> Violation:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.enforcement import attribution, change_of_user
+from mpsd.core.enforcement import attribution, change_of_user, violations
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.errors import NotFoundError
@@ -74,6 +74,12 @@ class Clients:
         A lease without room counts as none, if the client's token belongs to a lease with room.
         """
         return self._find(client)[0]
+
+    def possible_lease(self, client: Client) -> Lease | None:
+        """Return a lease that a client without a lease may belong to: one of its uid that has room on its GPU."""
+        own = (lease for lease in self._ledger.leases.values() if lease.owner.uid == client.uid)
+        there = (lease for lease in own if violations.share_on(lease, client.daemon) is not None)
+        return next(filter(self._ledger.has_room, there), None)
 
     def _find(self, client: Client) -> tuple[AttributedClient, bool]:
         """Return a client with its lease, and whether the kernel's information alone attributes it."""

@@ -1,14 +1,15 @@
 """Inspects the processes on the GPUs, finds their leases and violations, and ends processes as the policy says."""
 
+import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from mpsd.core.enforcement import verification, violations
+from mpsd.core.enforcement import persistence, verification, violations
 from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
-from mpsd.core.enforcement.opened import with_context
+from mpsd.core.enforcement.opened import continued
 from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
 from mpsd.core.enforcement.violations import AttributedClient, Doubt, Violation
@@ -39,10 +40,6 @@ from mpsd.system import clock, proc, process_table
 _VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
 """The variables that are read from a client's environment."""
 
-_UNCERTAIN: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
-"""NVML lists a process a moment before a control daemon does, and a moment longer: such a finding must be made
-twice."""
-
 
 class ViolationMonitor:
     """The known processes on the node's GPUs, and the violations among them."""
@@ -56,14 +53,16 @@ class ViolationMonitor:
         *,
         quarantine: Quarantine,
         log: Logger,
+        read_soon: Callable[[], None],
     ) -> None:
-        """Take the parts; `find` returns a lease that has not ended."""
+        """Take the parts; `find` returns a lease that has not ended, `read_soon` has the GPUs read and inspected."""
         self._settings = settings
         self._clients = clients
         self._find_lease = find
         self._endings = endings
         self._quarantine = quarantine
         self._log = log
+        self._read_soon = read_soon
         self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
         self._with_context: set[tuple[str, ProcessIdentity]] = set()
         """The clients that NVML listed, which proves that each has had a context."""
@@ -76,7 +75,10 @@ class ViolationMonitor:
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
         """By control daemon and server, since when it handles a fatal fault."""
-        self._suspected: set[Violation] = set()
+        self._suspected: dict[Violation, float] = {}
+        """The findings that do not count yet, each with the time since when they persist (monotonic clock)."""
+        self._looking_again: asyncio.TimerHandle | None = None
+        """The next reading of the GPUs for the sake of these findings."""
         self._found: dict[Violation, None] = {}
         """The open violations, in the order in which they were found."""
         self._doubts: tuple[Doubt, ...] = ()
@@ -105,19 +107,28 @@ class ViolationMonitor:
         self._follow_faults()
         self._doubts = tuple(self._doubt())
         found = set(self._find())
-        # A finding from NVML counts after two readings, and holds until a reading contradicts it.
-        uncertain = {each for each in found if each.kind in _UNCERTAIN}
-        found -= {each for each in uncertain if each not in self._found and not (read and each in self._suspected)}
-        if read:
-            self._suspected = uncertain
+        now = clock.monotonic()
+        self._suspected = persistence.suspected(found, self._found, self._suspected, now, read=read)
+        found -= self._suspected.keys()
+        self._look_again(now)
         for each in found - self._found.keys():
             self._begin(each)
         for each in self._found.keys() - found:
             self._end(each)
-        now = {each: each for each in found}  # the same violation may be proven by now
-        self._found = {now[each]: None for each in self._found}
+        latest = {each: each for each in found}  # the same violation may be proven by now
+        self._found = {latest[each]: None for each in self._found}
         for each in found:
             self._act(each)
+
+    def _look_again(self, now: float) -> None:
+        """Have the GPUs read when the oldest finding that does not count yet may count."""
+        if self._suspected and self._looking_again is None:
+            seconds = max(min(self._suspected.values()) + persistence.PERSISTS - now, 0.0)
+            self._looking_again = asyncio.get_running_loop().call_later(seconds, self._read_again)
+
+    def _read_again(self) -> None:
+        self._looking_again = None
+        self._read_soon()
 
     def _list_clients(self) -> None:
         """Collect the living clients that the servers list; a pid that was reused belongs to none of them."""
@@ -144,8 +155,9 @@ class ViolationMonitor:
             environment, uid = proc.variables_of(identity.pid, _VARIABLES), proc.real_uid(identity.pid)
             found = (identity, daemon.name, daemon.gpu, server.pid, opened, environment)
             return None if uid is None else Client(*found, uid)
-        if opened is not None and known.opened is not None and (daemon.name, identity) in self._with_context:
-            opened = with_context(known.opened, opened)
+        if known.opened is not None:
+            has_context = (daemon.name, identity) in self._with_context
+            opened = continued(known.opened, opened, has_context=has_context)
         return replace(known, opened=opened)
 
     def _follow_faults(self) -> None:
@@ -211,10 +223,19 @@ class ViolationMonitor:
     def verify(self, lease: Lease, late: Collection[str] = ()) -> Verification:
         """Judge a lease by the last findings; `late` are the control daemons that did not answer in time."""
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
-        held = {share.gpu: self.held(lease.id, share.gpu) for share in lease.shares}
+        held = {share.gpu: {**self.held(lease.id, share.gpu)} for share in lease.shares}
+        for each in clients:  # a client beyond the lease's number holds memory too, which is not the lease's
+            process = self._on_gpu(each)
+            if process is not None:
+                held[each.gpu][each.identity] = process
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = tuple(each for share in lease.shares for each in self._unknown(share, late))
         return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
+
+    def _on_gpu(self, client: Client) -> GpuProcess | None:
+        """Return what the last reading of its GPU says about a client."""
+        usage = self._usages.get(client.gpu)
+        return usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
 
     def _unknown(self, share: Share, late: Collection[str]) -> Iterator[str]:
         """Yield sentences about what is unknown of a share's GPU and its control daemon."""
@@ -236,12 +257,19 @@ class ViolationMonitor:
         holders = {each.process for each in self._of_other_users}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
         daemons = {daemon.process.identity for daemon in self._daemons.values() if daemon.process is not None}
+        clients = {(each.client.gpu, each.client.identity): each for each in self.attached()}
         for gpu, usage in self._usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
-                ticks = proc.start_ticks(pid) if pid not in servers else None
-                lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
+                # A process that has ended holds nothing, although NVML may list it a moment longer.
+                ticks = proc.live_ticks(pid) if pid not in servers else None
                 if ticks is None or (identity := ProcessIdentity(pid, ticks)) in holders:
                     continue
+                attached = clients.get((gpu, identity))
+                if attached is not None and attached.lease is not None and not attached.counted:
+                    continue  # it counts as a client without a lease, and so does its memory
+                lease = attached.lease if attached is not None else None
+                if lease is None:
+                    lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
                 if lease is not None:
                     self._held.setdefault((lease.id, gpu), {})[identity] = each
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
@@ -264,7 +292,8 @@ class ViolationMonitor:
             client = attached.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit):
+            possible = self._clients.possible_lease(client) if attached.lease is None else None
+            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, possible=possible):
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found

@@ -101,9 +101,8 @@ class Node:
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
         self._endings = endings
         endings.suspect = server_watches.suspect
-        self.violation_monitor = ViolationMonitor(
-            leases.clients, leases.ledger.find, settings, endings, quarantine=quarantine, log=log
-        )
+        parts = (leases.clients, leases.ledger.find, settings, endings)
+        self.violation_monitor = ViolationMonitor(*parts, quarantine=quarantine, log=log, read_soon=self.gpus.read_soon)
 
     # -- running ------------------------------------------------------------------------------------------------------
 

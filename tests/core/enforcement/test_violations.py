@@ -11,7 +11,7 @@ from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer, share
 from mpsd.core.enforcement import attribution
-from mpsd.core.enforcement.opened import ANYTHING, between, opened, widened, with_context
+from mpsd.core.enforcement.opened import ANYTHING, between, continued, opened, widened
 from mpsd.core.enforcement.verification import Verdict, verify
 from mpsd.core.enforcement.violations import (
     AttributedClient,
@@ -150,9 +150,21 @@ def test_what_was_open() -> None:
     assert later == Opened(fixed, wide)
     assert opened(first, None, new=False) == Opened(fixed, ANYTHING)
     assert opened(None, wide, new=False) is None
-    # The client's first context has at least what was open until it was seen; a later one may have more.
     assert later is not None
-    assert with_context(first, later) == Opened(fixed, Bounds(PART, WIDE))
+    assert continued(first, later, has_context=False) == later
+
+
+def test_first_context() -> None:
+    """A client's first context has at least what was open until it was seen; a later one may have more, or less."""
+    fixed, wide, anything = Bounds(PART, PART), Bounds(CLOSED, WIDE), Bounds(PART, EVERYTHING)
+    first = Opened(fixed, fixed)
+    later = continued(first, Opened(fixed, wide), has_context=True)
+    assert later == Opened(fixed, Bounds(PART, WIDE), CLOSED)
+    assert continued(later, first, has_context=True) == later
+    assert continued(later, None, has_context=True) == Opened(fixed, anything, NOTHING)
+    assert continued(first, first, has_context=True) == first
+    # Where what was open when it connected belongs to an earlier mpsd, a later look does not replace it.
+    assert continued(first, Opened(wide, wide), has_context=False) == Opened(fixed, wide)
 
 
 # -- whose a client is -------------------------------------------------------------------------------------------------
@@ -320,6 +332,22 @@ def test_clients() -> None:
     assert kinds(AttributedClient(client(), None, counted=False), denied=False) == []
 
 
+def test_client_that_may_have_a_lease() -> None:
+    """A client without a lease may have one if its user has one with room, or if its environment cannot be read."""
+
+    def judged(found: Client, possible: Lease | None = None) -> Violation:
+        attached = AttributedClient(found, None, counted=False)
+        (violation,) = of_client(attached, denied=True, memory=True, possible=possible)
+        assert violation.kind is ViolationKind.NO_LEASE
+        return violation
+
+    assert judged(client()).own
+    unreadable = judged(replace(client(), environment=None))
+    assert (unreadable.own, "cannot be read" in unreadable.because) == (False, True)
+    possible = judged(client(), lease())
+    assert (possible.own, "it may belong to lease lease-25" in possible.because) == (False, True)
+
+
 def test_memory() -> None:
     """The processes of a lease share its memory limit; the one that holds most is named."""
     granted = lease(gibibytes=2, processes=2)
@@ -380,6 +408,22 @@ def test_verify_what_is_not_known() -> None:
     wrong = verify(granted, [client(ceiling=CLOSED)], {}, (), memory=True, unknown=["gpu0 is silent"])
     assert (wrong.verdict, wrong.unknown) == (Verdict.VIOLATION, ("gpu0 is silent",))
     assert "instead of 25 %" in wrong.because
+
+
+def test_verify_later_contexts() -> None:
+    """A client that has its part is well, and the verdict says that its later contexts may have less."""
+    granted = lease(clients=(HOLDER,))
+    found = client(of=granted)
+    assert found.opened is not None
+    found = replace(found, opened=replace(found.opened, later=CLOSED))
+    verdict = verify(granted, [found], {}, (), memory=True)
+    assert verdict.ok
+    assert verdict.because == (
+        "1 of 1 processes attached, each under MPS and within its limits with its first context; a later context of"
+        f" process {HOLDER.pid}, as after a reset of its device, may have only 0.1 % of the threads instead of 25 % and"
+        " 1MiB of memory instead of 2GiB"
+    )
+    assert kinds(AttributedClient(found, granted, counted=True)) == []
 
 
 def test_verify_without_processes() -> None:

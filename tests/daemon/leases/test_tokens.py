@@ -186,6 +186,27 @@ def test_it_ends_nobody(make_node: Start) -> None:
             assert {each["policy"] for each in node.events("violation")} == {"report"}
 
 
+def test_new_environment(make_node: Start) -> None:
+    """A client without family and token is reported while its user has a lease with room, which it may belong to.
+
+    `podman run` and `systemd-run` start such clients. Once the lease has no room for it, policy ends it.
+    """
+    node = make_node(simulate=1, control=None, config=TERMINATE).start()
+    with calling(node.socket) as holder:
+        found = holder.admit(threads=25, memory=2 * GIB).json
+        with SimulatedClient(variables(node)) as client:
+            told = event(node, "violation", pid=client.hello["pid"])
+            assert (told["kind"], told["lease"], told["policy"]) == ("no_lease", None, "report")
+            assert f"it may belong to lease {found['id']}" in told["because"]
+            assert node.get(f"/v1/leases/{found['id']}/verify").status == 200
+            assert client.sync()["ok"]
+            assert node.events("client_forced") == []
+            with SimulatedClient(of_lease(node, found)) as another:
+                event(node, "client_attributed", client=another.hello["pid"], lease=found["id"])
+                assert client.process.wait(20) == -signal.SIGTERM
+                assert another.sync()["ok"]
+
+
 def test_no_place_left(node: Node) -> None:
     """A token gives no more places than the lease has."""
     with calling(node.socket) as holder:

@@ -127,6 +127,32 @@ while [ -e {gate} ]; do touch {held}; sleep 0.01; done""",
         assert talk.answer().json["ok"]
 
 
+@pytest.mark.parametrize("mode", ["shared", "strict"])
+def test_later_context(make_node: Start, mode: str) -> None:
+    """Where the ceiling closes behind a first context, the answer says that a later one may have less."""
+    node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        lease_id = event(node, "client_attributed", client=client.hello["pid"])["lease"]
+        assert client.alloc("1MiB")["ok"]
+        assert node.get(f"/v1/leases/{lease_id}/verify").json["ok"]  # this request reads the GPUs
+        wait_until(lambda: in_force(node) == 0.1, what="the ceiling to close behind it")
+        assert client.do("reset")["ok"]
+        assert client.context()["active_thread_percentage"] in {25.0, 0.1}
+        answer = verified(node, lease_id)
+        assert answer["ok"]
+        assert answer["because"] == (
+            "1 of 1 processes attached, each under MPS and within its limits with its first context; a later context of"
+            f" process {client.pid}, as after a reset of its device, may have only 0.1 % of the threads instead of 25 %"
+            " and 1MiB of memory instead of 2GiB"
+        )
+        assert only(answer)["limits_at_least"] == PART
+
+
+def in_force(node: Node) -> float:
+    """Return the percentage of the ceiling, as read back last."""
+    return float(node.daemons()["gpu0"]["limits"]["active_thread_percentage"])
+
+
 # -- not well ----------------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +260,8 @@ def test_outside(node: Node) -> None:
         assert (answer["ok"], process["pid"], process["mps"]) == (False, client.pid, False)
         assert (process["limits_in_force"], process["memory_held"]) == (None, GIB)
         assert answer["because"] == f"process {client.pid} runs on the GPU of gpu0 outside MPS, where no limits apply"
-        # At the second check it is a violation, too.
+        # Once that has persisted, it is a violation, too.
+        event(node, "violation", kind="outside", pid=client.pid)
         assert len(verified(node, lease["id"])["violations"]) == 1
         # Another client of the lease that is well changes nothing.
         with SimulatedClient(environment(lease)) as well:

@@ -14,7 +14,7 @@ from mpsd.simulator.client import program as client_program
 from mpsd.simulator.control import program as simulator
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, GIB, event, holding, is_running, needs_last_pid, program, stopped, with_pid
+from tests.daemon.helpers import BRISK, GIB, MIB, event, holding, is_running, needs_last_pid, program, stopped, with_pid
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, outside, variables
@@ -44,10 +44,9 @@ def environment(granted: dict[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in granted["shares"][0]["env"].items()}
 
 
-def look(node: Node, granted: dict[str, Any], times: int = 2) -> None:
-    """Have mpsd read the GPUs, which it does by itself every ten seconds; NVML must report a finding twice."""
-    for _ in range(times):
-        assert node.get(f"/v1/leases/{granted['id']}/verify").status == 200
+def look(node: Node, granted: dict[str, Any]) -> None:
+    """Have mpsd read the GPUs, which it does by itself every ten seconds."""
+    assert node.get(f"/v1/leases/{granted['id']}/verify").status == 200
 
 
 def steps(node: Node, pid: int) -> list[str]:
@@ -115,6 +114,25 @@ def test_processes(node: Node) -> None:
             assert [line["pid"] for line in node.events("violation")] == [second.pid]
             first.end()
             over(node, kind="processes", pid=second.pid)
+
+
+@pytest.mark.parametrize("processes", [1, "any"])
+def test_successor(node: Node, processes: int | str) -> None:
+    """A program that replaces itself runs on under `terminate`: both are there for a moment, which proves nothing."""
+    node.reload(TERMINATE)
+    granted = lease(node, processes=processes)
+    with SimulatedClient(environment(granted)) as before:
+        assert before.alloc("1GiB")["ok"]
+        event(node, "client_attributed", client=before.pid)
+        with SimulatedClient(environment(granted)) as after:
+            assert after.alloc("1GiB")["ok"]
+            for _ in range(2):
+                look(node, granted)
+            before.end()
+            event(node, "client_attributed", client=after.pid)
+            look(node, granted)
+            assert after.sync()["ok"]
+    assert node.events("violation") == []
 
 
 IN_PROCESS: Final = """
@@ -262,10 +280,35 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
         assert (told["pid"], told["lease"]) == (more.pid, granted["id"])
         assert "hold 2.5GiB of memory on gpu0 instead of 2GiB" in told["because"]
         more.free("1GiB")
-        look(node, granted, times=1)
+        look(node, granted)
         over(node, kind="memory", pid=more.pid)
         # The violation is reported once, and there is no other.
         assert len(node.events("violation")) == 1
+
+
+def test_memory_of_an_extra_client(node: Node) -> None:
+    """The memory of an extra client does not count for its parent's lease, and ends no client of that lease.
+
+    It may have had a lease of its own, which has ended.
+    """
+    node.reload(GRACE + '[violations]\nmemory = "terminate"\n')
+    granted = lease(node, memory=2 * GIB)
+    with SimulatedClient(environment(granted)) as parent:
+        assert parent.alloc("1536MiB")["ok"]
+        event(node, "client_attributed", client=parent.pid)
+        another = lease(node, memory=GIB)
+        with SimulatedClient(environment(another)) as child:
+            assert child.alloc("1GiB")["ok"]
+            assert event(node, "client_attributed", client=child.pid)["lease"] == another["id"]
+            assert node.request("DELETE", f"/v1/leases/{another['id']}").status == 204
+            look(node, granted)
+            assert event(node, "violation", kind="processes", pid=child.pid)["lease"] == granted["id"]
+            verified = node.get(f"/v1/leases/{granted['id']}/verify").json
+            held = {each["pid"]: each["memory_held"] for each in verified["processes"]}
+            assert held == {parent.pid: 1536 * MIB, child.pid: GIB}
+            assert {line["kind"] for line in node.events("violation")} == {"processes"}
+            assert parent.sync()["ok"]
+    assert node.events("client_forced") == []
 
 
 def test_outside(node: Node) -> None:
@@ -279,7 +322,7 @@ def test_outside(node: Node) -> None:
         assert (told["pid"], told["lease"]) == (client.pid, granted["id"])
         assert "outside MPS" in told["because"]
         client.end()
-        look(node, granted, times=1)
+        look(node, granted)
         over(node, kind="outside", pid=client.pid)
 
 
@@ -288,9 +331,8 @@ def test_outside(node: Node) -> None:
 
 def test_report_and_terminate(node: Node) -> None:
     """`report` ends no process; once policy says `terminate`, the process ends, and no other process is affected."""
-    with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
+    with leased(node, "--threads", "25", "--memory", "2GiB") as good:
         event(node, "client_attributed", client=good.hello["pid"])
-        another.admit(threads=10, memory=GIB, gpu="0", processes=1)
         with SimulatedClient(variables(node)) as stray:
             assert stray.hello["server"] == good.hello["server"]
             event(node, "violation", pid=stray.pid, policy="report")
@@ -313,9 +355,8 @@ def test_steps(node: Node) -> None:
 
     Other processes keep computing.
     """
-    with leased(node, "--threads", "25", "--memory", "2GiB") as good, calling(node.socket) as another:
+    with leased(node, "--threads", "25", "--memory", "2GiB") as good:
         event(node, "client_attributed", client=good.hello["pid"])
-        another.admit(threads=10, memory=GIB, gpu="0")
         with SimulatedClient(variables(node)) as stray:
             server = stray.hello["server"]
             assert server == good.hello["server"]

@@ -1,0 +1,42 @@
+"""The findings that must persist before they count."""
+
+from typing import Final
+
+import pytest
+
+from mpsd.core.enforcement.persistence import PERSISTS, suspected
+from mpsd.core.enforcement.violations import Violation
+from mpsd.core.model import ProcessIdentity, ViolationKind
+
+KINDS: Final = {ViolationKind.PROCESSES, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
+
+
+def found(kind: ViolationKind) -> Violation:
+    """Return a finding of this kind."""
+    return Violation(kind, ProcessIdentity(100, 1), "lease-1", "gpu0", "", "")
+
+
+@pytest.mark.parametrize("kind", ViolationKind)
+def test_persists(kind: ViolationKind) -> None:
+    """A finding that honest programs cause for a moment counts after a second, however often mpsd looks.
+
+    Any other finding counts at once.
+    """
+    each = found(kind)
+    first = suspected([each], [], {}, 10.0, read=True)
+    assert first == ({each: 10.0} if kind in KINDS else {})
+    for at in (10.001, 10.0 + PERSISTS - 0.001):
+        assert suspected([each], [], first, at, read=True) == first
+    assert suspected([each], [], first, 10.0 + PERSISTS, read=True) == {}
+    # It counts until it is gone, and begins anew after a gap.
+    assert suspected([each], [each], {}, 20.0, read=False) == {}
+    assert suspected([], [], first, 10.5, read=True) == {}
+    assert suspected([each], [], {}, 20.0, read=True) == ({each: 20.0} if kind in KINDS else {})
+
+
+def test_with_a_reading() -> None:
+    """A finding from NVML begins to count with a new reading, not with an old one that is looked at again."""
+    memory, processes = found(ViolationKind.MEMORY), found(ViolationKind.PROCESSES)
+    since = {memory: 10.0, processes: 10.0}
+    assert suspected([memory, processes], [], since, 12.0, read=False) == {memory: 10.0}
+    assert suspected([memory], [], {memory: 10.0}, 12.0, read=True) == {}

@@ -1,5 +1,7 @@
 """Clients of leases in each mode, for each moment at which limits may bind: 1,000 runs of each mode and moment.
 
+A quarter of that where a closed ceiling gives processes without a lease more than the smallest limits.
+
 With any environment, no client has more than the table in docs/enforcement.md says; and in `anytime` no honest client
 has less than its share, however late, often, or soon after another it comes.
 
@@ -18,6 +20,7 @@ from msgspec import structs
 
 from mpsd.core.enforcement.ceiling import (
     SMALLEST,
+    UNLIMITED,
     Awaited,
     CeilingRules,
     ContextProof,
@@ -29,7 +32,6 @@ from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIden
 from mpsd.core.mps.limits import variables, widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Attach
-from mpsd.core.units import GIB
 from mpsd.simulator.cuda import Binds, Pinned
 from mpsd.simulator.server_state import Client, Context, Server, Start
 from tests.core.admission.scenarios import asked
@@ -40,15 +42,13 @@ GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 RUNS: Final = 1000
 STEPS: Final = 30
 WINDOW: Final = 10.0
-UNLIMITED: Final = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 * GIB >> 20))
 
 
 def within(found: Pinned, limits: Limits) -> bool:
     """Return whether a client has at most these limits."""
     most = limits.pinned_device_mem_limit
-    assert most is not None
     threads = round(found.percentage * 10) <= limits.active_thread_percentage.tenths
-    return threads and found.memory is not None and found.memory <= most.bytes
+    return threads and (most is None or (found.memory is not None and found.memory <= most.bytes))
 
 
 def reaches(found: Pinned, limits: Limits) -> bool:
@@ -75,6 +75,7 @@ class Run:
 
     dice: random.Random
     attach: Attach
+    closed: Limits
     server: Server
     binds: Binds
     expected: ExpectedClients = field(default_factory=ExpectedClients)
@@ -91,10 +92,10 @@ class Run:
 
     def settle(self) -> Limits:
         """Set the server to the current ceiling, as mpsd does before it answers a grant, and return the ceiling."""
-        limits = self.expected.settle(CeilingRules(SMALLEST, self.attach, WINDOW), self.now).limits
-        assert limits.pinned_device_mem_limit is not None
+        limits = self.expected.settle(CeilingRules(self.closed, self.attach, WINDOW), self.now).limits
+        memory = limits.pinned_device_mem_limit
         self.server.answer("set_active_thread_percentage", [f"{limits.active_thread_percentage}"])
-        self.server.answer("set_device_pinned_mem_limit", ["0", f"{limits.pinned_device_mem_limit.mebibytes}M"])
+        self.server.answer("set_device_pinned_mem_limit", ["0", f"{memory.mebibytes if memory else 0}M"])
         return limits
 
     def part(self, lease: Lease) -> Limits:
@@ -170,9 +171,10 @@ class Run:
             case Attach.STRICT:
                 living = [each for each in self.leases.values() if self.expected.is_open_to(each.id)]
                 assert len(living) <= 1
+                return self.part(living[0]) if living else self.closed
             case _:
                 assert_never(self.attach)
-        return reduce(widest_limits, map(self.part, living), SMALLEST)
+        return reduce(widest_limits, map(self.part, living), self.closed)
 
     def is_full_and_seen(self, lease: Lease) -> bool:
         """Return whether a lease has all its processes, and NVML has shown memory of each."""
@@ -257,24 +259,28 @@ class Run:
             case "attach" if leases:  # for a lease whose window has ended, or that is awaited anyway
                 self.awaits(self.dice.choice(leases), anew=True)
             case _ if not any(self.expected.expects(each.id) for each in leases):
-                assert limits == SMALLEST
+                assert limits == self.closed
                 stray = self.admitted({}).pid
                 context = self.server.context(stray)
                 assert isinstance(context, Context)
-                assert within(context.pinned, SMALLEST)
+                assert within(context.pinned, self.closed)
                 self.server.left(stray, said=True)
 
 
+DEFAULTS: Final = Limits(ActiveThreadPercentage(200), PinnedDeviceMemLimit(4 * 1024))
+
+
+@pytest.mark.parametrize("closed", [SMALLEST, DEFAULTS, UNLIMITED], ids=["deny", "defaults", "allow"])
 @pytest.mark.parametrize("binds", Binds)
 @pytest.mark.parametrize("attach", Attach)
-def test_runs(attach: Attach, binds: Binds) -> None:
+def test_runs(attach: Attach, binds: Binds, closed: Limits) -> None:
     """No client has more than the table says, and in `anytime` no honest client has less than its share."""
-    given = 0
-    for seed in range(RUNS):
+    given, runs = 0, RUNS if closed is SMALLEST else RUNS // 4
+    for seed in range(runs):
         server = Server(1, Start((GPU,), 100.0, {}, priority=0, binds=binds), lambda _: None)
         server.begin()
-        run = Run(random.Random(seed), attach, server, binds)
+        run = Run(random.Random(seed), attach, closed, server, binds)
         for _ in range(STEPS):
             run.step()
         given += run.given
-    assert given > RUNS
+    assert given > runs

@@ -45,7 +45,7 @@ class WantedLimits:
         """When they were read back last, in seconds of the monotonic clock."""
         self._keeps = False
         """Whether the limits in force are not lowered, because clients of unknown leases may need them."""
-        self._kept: tuple[ProcessIdentity, Limits] | None = None
+        self._in_force: tuple[ProcessIdentity, Limits] | None = None
         """Those limits, and the daemon that had them."""
         self._others = False
         """Whether the wanted limits have changed, so that a check before setting them is useless."""
@@ -53,7 +53,7 @@ class WantedLimits:
     @property
     def limits(self) -> Limits:
         """The limits to hold, without a memory limit that no operator requires and that the driver does not have."""
-        limits = self._limits if self._kept is None else widest_limits(self._limits, self._kept[1])
+        limits = self._limits if self._in_force is None else widest_limits(self._limits, self._in_force[1])
         if self._observer.has_mem_limit or self._has_to:
             return limits
         return structs.replace(limits, pinned_device_mem_limit=None)
@@ -70,9 +70,9 @@ class WantedLimits:
 
         An adopted daemon is asked for the limits in force before it gets any.
         """
-        kept = self._kept
-        self._keeps, self._kept = keeps, kept if keeps else None
-        if keeps or kept is None:
+        in_force = self._in_force
+        self._keeps, self._in_force = keeps, in_force if keeps else None
+        if keeps or in_force is None:
             return False
         self.proved, self._others = False, True
         return True
@@ -110,8 +110,8 @@ class WantedLimits:
         differs. Raises as `Observer.set` does.
         """
         self._own.follow(daemon)
-        if self._keeps and (self._kept is None or self._kept[0] != daemon):
-            await self._note_kept(daemon, fresh=fresh)
+        if self._keeps and (self._in_force is None or self._in_force[0] != daemon):
+            await self._note_in_force(daemon, fresh=fresh)
         while True:
             wanted = self.limits
             try:
@@ -136,13 +136,13 @@ class WantedLimits:
                 pinned_device_mem_limit=memory.bytes if memory else None,
             )
 
-    async def _note_kept(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
+    async def _note_in_force(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
         """Note the limits in force of an adopted daemon; a fresh one has none that any client needs."""
-        self._kept = None
+        self._in_force = None
         if not fresh:
             await self._observer.read(self.limits, self._own.limits)
             found = (self._observer.read_back, *(server.limits for server in self._observer.servers))
-            self._kept = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
+            self._in_force = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
             self._others = False  # the next check tells whether they suffice
 
 

@@ -84,7 +84,7 @@ def test_clients_stay_known(make_node: Start, short_tmp: Path) -> None:
 
 
 def test_clients_without_a_lease_count(make_node: Start, short_tmp: Path) -> None:
-    """What a client without a lease holds is not granted again while its server is busy."""
+    """The share of a client without a lease is not granted again while its server is busy."""
     node, server = made(make_node, short_tmp, "anytime")
     node.start()
     lease = node.request("POST", "/v1/leases", {"threads": 60, "memory": 60 * GIB}).json

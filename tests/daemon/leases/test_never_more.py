@@ -16,7 +16,7 @@ from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.enforcement.ceiling import SMALLEST
 from mpsd.core.model import Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.settings import Attach
+from mpsd.core.settings import Attach, Unadmitted
 from mpsd.simulator.client import program
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
@@ -49,8 +49,10 @@ class Seen:
     limit: int | None
     allocated: int
 
-    def within(self, threads: int, memory: int) -> bool:
-        """Return whether the client has at most this."""
+    def within(self, threads: int, memory: int | None) -> bool:
+        """Return whether the client has at most this; None: any memory."""
+        if memory is None:
+            return self.threads <= threads
         return self.threads <= threads and self.limit is not None and self.limit <= memory and self.allocated <= memory
 
 
@@ -83,8 +85,20 @@ def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
         return limits, look_at(client)
 
 
-def late_client(node: Node, dice: random.Random) -> None:
-    """Have the second process of a lease connect after the window of `attach`, and return what it has."""
+def part_of(limits: Limits) -> tuple[int, int | None]:
+    """Return limits as tenths of a percent, and bytes."""
+    memory = limits.pinned_device_mem_limit
+    return limits.active_thread_percentage.tenths, memory.bytes if memory else None
+
+
+def most(limits: list[tuple[int, int | None]]) -> tuple[int, int | None]:
+    """Return the most of each; None is any memory."""
+    memory = [size for _, size in limits if size is not None]
+    return max(threads for threads, _ in limits), max(memory) if len(memory) == len(limits) else None
+
+
+def late_client(node: Node, dice: random.Random, mode: Attach, closed: tuple[int, int | None]) -> None:
+    """Have the second process of a lease connect after the window of `attach`, and check what it has."""
     threads, memory = dice.randint(1, 100), dice.randint(1, 1024)
     asked = {"threads": threads / 5, "memory": 2 * memory * MIB, "gpu": "0", "processes": 2}
     granted = node.request("POST", "/v1/leases", asked)
@@ -97,24 +111,37 @@ def late_client(node: Node, dice: random.Random) -> None:
         assert answer.status == 200, answer.body
         with SimulatedClient({**variables(node), **any_environment(dice, part)}) as second:
             for client in (first, second):
-                assert look_at(client).within(threads, memory * MIB)
+                size = (threads, memory * MIB)
+                assert look_at(client).within(*(size if mode is Attach.STRICT else most([size, closed])))
     node.request("DELETE", f"/v1/leases/{lease}")
 
 
-def stray(node: Node, dice: random.Random) -> None:
-    """Have a process without a lease connect when no client is awaited, and return what it has."""
+CLOSED: Final[dict[Unadmitted, tuple[int, int | None]]] = {
+    Unadmitted.DENY: (SMALLEST.active_thread_percentage.tenths, MIB),
+    Unadmitted.DEFAULTS: (300, 16 * GIB),
+    Unadmitted.ALLOW: (1000, None),
+}
+"""The values of a closed ceiling: tenths of a percent, and bytes, or None for any memory."""
+
+LIMITS: Final = '[limits]\nactive_thread_percentage = 30.0\npinned_device_mem_limit = "16GiB"\n'
+"""The values of a closed ceiling with `defaults`; no lease may have more."""
+
+
+def stray(node: Node, dice: random.Random, closed: tuple[int, int | None]) -> None:
+    """Have a process without a lease connect when no client is awaited, and check what it has."""
+    threads, memory = closed
 
     def is_closed() -> bool:
         daemon: dict[str, Any] = node.daemons()["gpu0"]
         return bool(daemon["verified"]) and daemon["limits_wanted"] == {
-            "active_thread_percentage": 0.1,
-            "pinned_device_mem_limit": MIB,
+            "active_thread_percentage": threads / 10,
+            "pinned_device_mem_limit": memory,
         }
 
     wait_until(is_closed, what=f"the limits to be closed; the log is {node.stderr}")
     whole = Limits(ActiveThreadPercentage(1000), PinnedDeviceMemLimit(80 * 1024))
     with SimulatedClient({**variables(node), **any_environment(dice, whole)}) as client:
-        assert look_at(client).within(SMALLEST.active_thread_percentage.tenths, MIB)
+        assert look_at(client).within(threads, memory)
     wait_until(lambda: client.hello["pid"] not in clients(node), what="mpsd to see that it has ended")
 
 
@@ -137,16 +164,19 @@ def clients(node: Node) -> list[int]:
 
 @needs_root
 @pytest.mark.timeout(60 + 2 * RUNS)
+@pytest.mark.parametrize("unadmitted", Unadmitted)
 @pytest.mark.parametrize("mode", Attach)
-def test_never_more(make_node: Start, mode: Attach) -> None:
-    """No client has more than its share in strict mode, or than the largest share otherwise.
+def test_never_more(make_node: Start, mode: Attach, unadmitted: Unadmitted) -> None:
+    """No client has more than its share in strict mode, or than the largest share and a closed ceiling otherwise.
 
-    Other processes get nothing.
+    Other processes get what a closed ceiling gives, or nothing where that is denied.
     """
     dice = random.Random(mode)
-    node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
+    config = f'[enforcement]\nattach = "{mode}"\nunadmitted = "{unadmitted}"\n'
+    config += LIMITS if unadmitted is Unadmitted.DEFAULTS else ""
+    node = make_node(simulate=1, control=None, config=config).start()
     gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
-    runs = 0
+    runs, closed = 0, CLOSED[unadmitted]
     with SimulatedClient(variables(node)) as keeper, ThreadPoolExecutor(TOGETHER + 1) as pool:
         assert keeper.hello["mps"]  # so that a server runs, and the GPU is taken
         assert keeper.alloc("1MiB")["ok"]  # so that mpsd no longer waits for its context
@@ -155,23 +185,19 @@ def test_never_more(make_node: Start, mode: Attach) -> None:
         ]
         while runs < RUNS:
             together = dice.randint(1, TOGETHER)
-            other = pool.submit(foreigner, node)
+            others = [pool.submit(foreigner, node)] if unadmitted is Unadmitted.DENY else []
             calls = [pool.submit(granted_client, node, random.Random(dice.random())) for _ in range(together)]
             found = [call.result(timeout=60) for call in calls]
-            assert other.result(timeout=60)["error"] == "CUDA_ERROR_DEVICE_UNAVAILABLE"
-            sizes = [limits for limits, _ in found]
-            threads = [each.active_thread_percentage.tenths for each in sizes]
-            memory = [each.pinned_device_mem_limit.bytes for each in sizes if each.pinned_device_mem_limit]
-            for number, (_, seen) in enumerate(found):
-                if mode is Attach.STRICT:
-                    assert seen.within(threads[number], memory[number]), node.stderr
-                else:
-                    assert seen.within(max(threads), max(memory)), node.stderr
+            assert all(other.result(timeout=60)["error"] == "CUDA_ERROR_DEVICE_UNAVAILABLE" for other in others)
+            sizes = [part_of(limits) for limits, _ in found]
+            for size, (_, seen) in zip(sizes, found, strict=True):
+                threads, memory = size if mode is Attach.STRICT else most([*sizes, closed])
+                assert seen.within(threads, memory), node.stderr
             runs += together
             wait_until(lambda: living(node) == [own], what="their leases to end")
-            stray(node, dice)
+            stray(node, dice, closed)
             if dice.random() < 0.3:
-                late_client(node, dice)
+                late_client(node, dice, mode, closed)
                 runs += 2
-                stray(node, dice)
+                stray(node, dice, closed)
             wait_until(lambda: clients(node) == [keeper.pid], what="all clients to be gone, and the GPU to be free")

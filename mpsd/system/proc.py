@@ -153,16 +153,23 @@ def real_uid(pid: int) -> int | None:
     return next((int(uid) for uid in _status(pid, "Uid")), None)
 
 
+def effective_uid(pid: int) -> int | None:
+    """Return a process's effective uid, or None when the process is gone; this costs a microsecond or two.
+
+    It is the owner of the process's directory. Source: the kernel's fs/proc/base.c, task_dump_owner.
+    """
+    try:
+        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - called for every new process: a Path takes longer
+    except FileNotFoundError:
+        return None
+
+
 def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
     """Return the real uid of a process if it differs from `uid`; None if it does not, or the process is gone.
 
-    Where it does not differ, this costs a microsecond or two: the owner of the process's directory is its effective
-    uid, or root where other users may not read it. Source: proc(5).
+    Where it does not differ from its effective uid either, this costs a microsecond or two.
     """
-    try:
-        if os.stat(f"/proc/{identity.pid}").st_uid == uid:  # noqa: PTH116 - called for thousands: a Path takes longer
-            return None
-    except FileNotFoundError:
+    if effective_uid(identity.pid) in {uid, None}:
         return None
     found = real_uid(identity.pid)
     return found if found != uid and start_ticks(identity.pid) == identity.start_ticks else None

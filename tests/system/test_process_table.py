@@ -182,6 +182,7 @@ def test_names_with_line_ends(line: str) -> None:
             assert Path(f"/proc/{process.pid}/comm").read_bytes() == f"\r{line}\n".encode()
             assert process_table.real_uid(process.pid) == os.getuid()
             assert proc.real_uid(process.pid) == os.getuid()
+            assert proc.effective_uid(process.pid) == os.geteuid()
             assert process_table.process_of_thread(process.pid) is None
             assert proc.is_nested(process.pid) is proc.is_nested(os.getpid())
         finally:

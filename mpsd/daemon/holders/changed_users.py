@@ -5,6 +5,7 @@ A reading of the GPUs finds those that stay. On a closed GPU they fail within a 
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -17,6 +18,9 @@ from mpsd.system.new_processes import NewProcesses
 _ROOT: Final = 0
 _LOOK: Final = 0.2
 """Seconds between two looks at holders and new processes; a program takes longer to start and to load CUDA."""
+
+_REMEMBERED: Final = 100
+"""Looks for which the examined processes are remembered: as many as repeat a process (`NewProcesses`)."""
 
 
 class ChangedUsers:
@@ -34,12 +38,16 @@ class ChangedUsers:
         self._report = report
         self._reported: set[tuple[str, int]] = set()
         """Leases and uids."""
+        self._examined: set[int] = set()
+        """New processes of other users than root; their ancestors are read once, since that is what costs."""
 
     async def run(self) -> None:
         """Look at the holders of root's leases, and at new processes of their families, until cancelled."""
         new = NewProcesses()
-        while True:
+        for looks in itertools.count():
             await asyncio.sleep(_LOOK)
+            if looks % _REMEMBERED == 0:
+                self._examined.clear()  # pids come again
             leases = self._leases()
             roots = [lease for lease in leases.values() if lease.owner.uid == _ROOT]
             self._reported = {each for each in self._reported if each[0] in leases}
@@ -62,6 +70,9 @@ class ChangedUsers:
 
     def _look_at_new(self, pid: int, leases: Mapping[str, Lease]) -> None:
         """Report a new process or thread that has a lease of root by its family or group, and runs as another user."""
+        if pid in self._examined or proc.effective_uid(pid) in {None, _ROOT}:
+            return  # a process of root may still become another user: later looks return it again
+        self._examined.add(pid)
         uid = proc.real_uid(pid)
         if uid is None or uid == _ROOT:
             return

@@ -173,7 +173,8 @@ class TestClosed:
     def test_own_lease(self, node: Node, python: str) -> None:
         """A process with a lease of its own user is not reported, though it is started under a lease of root."""
         again = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--fraction", "0.25")
-        with leased(node, "--fraction", "0.25", within=(*again, "--user", NAME, "--", *instead(python))) as program:
+        within = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh", *again, "--user", NAME, "--", *instead(python))
+        with leased(node, "--fraction", "0.25", within=within) as program:
             assert program.hello["mps"]
         assert node.events("lease_user_changed") == []
 

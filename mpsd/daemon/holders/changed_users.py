@@ -43,6 +43,12 @@ class ChangedUsers:
 
     async def run(self) -> None:
         """Look at the holders of root's leases, and at new processes of their families, until cancelled."""
+        while True:
+            await self._holder_watch.has_new.wait()
+            self._holder_watch.has_new.clear()
+            await self._look_while_root_has_leases()
+
+    async def _look_while_root_has_leases(self) -> None:
         new = NewProcesses()
         for looks in itertools.count():
             await asyncio.sleep(_LOOK)
@@ -51,12 +57,13 @@ class ChangedUsers:
             leases = self._leases()
             roots = [lease for lease in leases.values() if lease.owner.uid == _ROOT]
             self._reported = {each for each in self._reported if each[0] in leases}
+            if not roots:
+                return  # mpsd does not wake for this on a node without leases
             # Without a free descriptor, the next look sees them.
             with contextlib.suppress(OSError):
-                pids = new.look()
                 for lease in roots:
                     self.look_at(lease)
-                for pid in pids if roots else ():
+                for pid in new.look():
                     self._look_at_new(pid, leases)
 
     def look_at(self, lease: Lease) -> None:

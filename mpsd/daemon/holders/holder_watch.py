@@ -1,5 +1,6 @@
 """The holders that keep leases alive: watched processes and control groups, and claims that wait for a holder."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 
 from mpsd.core.holders.holders import claim_of
@@ -23,11 +24,14 @@ class HolderWatch:
         group_populated: Callable[[str, HoldingGroup], None],
     ) -> None:
         """The arguments are those of `ProcessWatch` and `GroupWatch`."""
+        self.has_new = asyncio.Event()
+        """Set when another holder is watched."""
         self.processes = ProcessWatch(process_gone)
         self.groups = GroupWatch(group_over, group_populated)
 
     def watch(self, lease_id: str, named: NamedHolder, purpose: Purpose) -> None:
         """Watch a named holder for a lease. Raises the errors of `descriptors.duplicate`."""
+        self.has_new.set()
         match named.holder, named.watched:
             case HoldingProcess(), Process() as living:
                 self.processes.watch(lease_id, living, purpose)
@@ -39,6 +43,7 @@ class HolderWatch:
 
         Raises UnseenHierarchyError, and OSError, where it is unknown whether a control group exists.
         """
+        self.has_new.set()
         for holder in lease.holders:
             if isinstance(holder, HoldingGroup):
                 self.groups.reopen(lease.id, holder)

@@ -229,7 +229,7 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(order["variables"])
     if fate := order.get("fate"):
-        ctypes.CDLL(None).kill_at(ctypes.c_long(fate["kill_at"]), fate["torn"])
+        ctypes.CDLL(None).kill_at(ctypes.c_long(fate["kill_at"]), fate["torn"], fate["of_ends"])
     sys.argv = [program, *argv]
     status = 1
     try:

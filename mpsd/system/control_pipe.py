@@ -30,7 +30,7 @@ from mpsd.core.errors import (
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.mps.limits import Setting
 from mpsd.system import clock, process, retry
-from mpsd.system.lasting_front_end import LastingFrontEnd, LongCommand, PendingCommand
+from mpsd.system.lasting_front_end import LastingFrontEnd, LongCommand, LongCommands, PendingCommand
 
 T = TypeVar("T")
 
@@ -207,15 +207,17 @@ class ControlPipe:
         """The nonce of the latest conversation that was answered to its end."""
         self.deadline = deadline
         """The maximum seconds of a conversation from its first front-end on, collisions with others included."""
-        self.waits_for = ""
-        """Why the long command waits that occupies the pipe, or does so next; empty without such a command."""
-        self.changed: Callable[[], None] = lambda: None
-        """Called when `waits_for` changes."""
+        self.long_commands = LongCommands()
         self.held: Callable[[float, str | None], None] = lambda _seconds, _code: None
         """Called after each conversation, with its duration in seconds and the code of the error that ended it."""
         self._lasting: LastingFrontEnd | None = None
         """The front-end of the long command that occupies the pipe."""
         self._is_given_up = False
+
+    @property
+    def waits_for(self) -> str:
+        """Why the long command waits that occupies the pipe, or does so next; empty without such a command."""
+        return self.long_commands.first
 
     async def hold(self, conversation: Conversation) -> None:
         """Hold a conversation, after those that were requested earlier, and bring every answer.
@@ -271,27 +273,27 @@ class ControlPipe:
     async def take_over(self, long: LongCommand[T], pending: PendingCommand) -> T:
         """Wait for the answer to a command of an earlier mpsd. Raises the errors of `ask_long`.
 
-        ControlBusyError here means that the daemon received no part of it, or that its answer is lost.
+        ControlBusyError here means that the daemon received no part of it, or that its answer is lost. After the
+        command's own time, the earlier mpsd may have killed the front-end, so that no answer is a late one.
         """
         async with self._seat(long.because):
             self._lasting = LastingFrontEnd.adopt(pending.front_end, long.answer)
             try:
                 return await self._finish(long, pending)
             except retry.CollisionError:
-                raise self._busy(self.deadline) from None
+                is_late = clock.since_boot() >= pending.until
+                raise (long.unanswered(self._pipe_directory) if is_late else self._busy(self.deadline)) from None
 
     @contextlib.asynccontextmanager
     async def _seat(self, because: str) -> AsyncIterator[None]:
-        self.waits_for, self._is_given_up = because, False
-        self.changed()
-        try:
-            async with self.whole, self._lock:
+        async with self.long_commands.wait(because), self.whole, self._lock:
+            self._is_given_up = False
+            try:
                 yield
-        finally:
-            if self._lasting is not None:
-                self._lasting.close()
-            self._lasting, self.waits_for = None, ""
-            self.changed()
+            finally:
+                if self._lasting is not None:
+                    self._lasting.close()
+                self._lasting = None
 
     async def _start_lasting(self, long: LongCommand[Any], note: Callable[[PendingCommand], None]) -> PendingCommand:
         if self._lasting is not None:
@@ -323,10 +325,7 @@ class ControlPipe:
         assert self._lasting is not None  # noqa: S101 - the caller started it or took it over
         if not await self._lasting.ended_by(pending.until):
             await self._lasting.kill()
-            raise ControlUnresponsiveError(
-                f"the control daemon on {self._pipe_directory} did not answer {long.command.line!r} in time",
-                hint="its server may be unable to end work on the GPU; for its state: mpsctl daemons",
-            )
+            raise long.unanswered(self._pipe_directory)
         if self._is_given_up:
             raise ControlBrokenError(f"{long.command.line!r} was given up", hint="the control daemon is being stopped")
         conversation = Conversation()

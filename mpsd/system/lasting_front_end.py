@@ -7,12 +7,13 @@ front-end, and a command that was not sent never will be: the input of its front
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.capabilities import Capability
+from mpsd.core.errors import ControlUnresponsiveError
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.mps.commands import Command
 from mpsd.system import clock, process
@@ -36,6 +37,13 @@ class LongCommand(Generic[T]):
     seconds: float
     """Seconds that mpsd waits for the answer after it sent the command."""
 
+    def unanswered(self, pipe_directory: Path) -> ControlUnresponsiveError:
+        """Return the error for a command that a control daemon did not answer in this time."""
+        return ControlUnresponsiveError(
+            f"the control daemon on {pipe_directory} did not answer {self.command.line!r} in time",
+            hint="its server may be unable to end work on the GPU; for its state: mpsctl daemons",
+        )
+
 
 class PendingCommand(NamedTuple):
     """A long command in progress: its front-end, its nonce, and its deadline in seconds since boot."""
@@ -43,6 +51,31 @@ class PendingCommand(NamedTuple):
     front_end: ProcessIdentity
     nonce: str
     until: float
+
+
+class LongCommands:
+    """The long commands of a control daemon in their order: one occupies its pipe, and the others wait for that."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+        self.changed: Callable[[], None] = lambda: None
+        """Called when a command enters or leaves."""
+
+    @property
+    def first(self) -> str:
+        """Why the command waits that occupies the pipe, or does so next; empty without any."""
+        return self._reasons[0] if self._reasons else ""
+
+    @contextlib.asynccontextmanager
+    async def wait(self, because: str) -> AsyncIterator[None]:
+        """Enter a command, which leaves at the end of the context."""
+        self._reasons.append(because)
+        self.changed()
+        try:
+            yield
+        finally:
+            self._reasons.remove(because)
+            self.changed()
 
 
 class LastingFrontEnd:

@@ -114,6 +114,30 @@ def test_seat(bench: Bench) -> None:
     run(test)
 
 
+def test_one_after_the_other(bench: Bench) -> None:
+    """A second long command waits for the first, and for each the pipe states what it waits for."""
+
+    async def test() -> None:
+        door = bench.door()
+        bench.daemon.send_signal(signal.SIGSTOP)
+        first, _ = await asked(bench, door)
+        later = LongCommand(GET, bench.root / "answer", "it is the second test", 20.0)
+        noted: list[str] = []
+        second = asyncio.create_task(door.ask_long(later, lambda _: noted.append(door.waits_for)))
+        abandoned = asyncio.create_task(door.ask_long(later, lambda _: None))
+        await asyncio.wait({second, abandoned}, timeout=0.1)
+        abandoned.cancel()
+        await asyncio.wait({abandoned})
+        assert door.waits_for == "it is a test"
+        bench.daemon.send_signal(signal.SIGCONT)
+        assert await first == 1000
+        assert await second == 1000
+        assert noted == ["it is the second test"]
+        assert door.waits_for == ""
+
+    run(test)
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_taken_over(bench: Bench, answers: bool) -> None:  # noqa: FBT001 - a parameter
     """After mpsd has died the front-end waits on, and the next mpsd reads its answer, without repeating the command."""
@@ -166,6 +190,18 @@ def test_nothing_was_said(bench: Bench) -> None:
         with pytest.raises(ControlBusyError):
             await bench.door().take_over(long(bench), nobody)
         assert conversations(bench) == 0
+
+    run(test)
+
+
+def test_nothing_came_in_time(bench: Bench) -> None:
+    """A front-end without an answer, whose deadline has passed, was killed for that by an mpsd that died afterwards."""
+
+    async def test() -> None:
+        (bench.root / "answer").write_text("")
+        killed = PendingCommand(ProcessIdentity(2**22, 1), "nonce", 0.0)
+        with pytest.raises(ControlUnresponsiveError, match="in time"):
+            await bench.door().take_over(long(bench), killed)
 
     run(test)
 

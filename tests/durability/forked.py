@@ -13,11 +13,13 @@ class ForkedNode(Node):
     kill_at: int = 0
     """The store operation before which the next mpsd kills itself, counted from 1; 0 means none."""
     torn: bool = False
-    """Whether that operation is then half done."""
+    """Whether that operation is then half done; a rename is then whole."""
+    of_ends: bool = False
+    """Whether the operations on ends of clients count, and no others."""
 
     def launch(self) -> None:
         """Start mpsd, without waiting."""
         assert self.fork_server is not None
-        fate = {"kill_at": self.kill_at, "torn": self.torn} if self.kill_at else {}
+        fate = {"kill_at": self.kill_at, "torn": self.torn, "of_ends": self.of_ends} if self.kill_at else {}
         variables = {**os.environ, **self.env}
         self.process = self.fork_server.start(self.command[3:], self.stderr, variables, fate=fate)  # type: ignore[assignment]

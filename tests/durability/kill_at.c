@@ -1,6 +1,7 @@
 /* Preloaded into mpsd: kills it by SIGKILL just before the N-th system call that changes one of its stores.
  *
- * A writing call can be torn: half of the data is written before the kill. The library changes nothing else. */
+ * A writing call can be torn: half of the data is written before the kill. A torn rename is whole: the kill comes just
+ * after it. The library changes nothing else. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <signal.h>
@@ -11,15 +12,19 @@
 #include <unistd.h>
 
 static long left;
-static int torn;
+static int torn, of_ends;
 
-/* Arm the library: the N-th such call from now on is the last. */
-void kill_at(long n, int tear) {
+/* Arm the library: the N-th such call from now on is the last. With ENDS, the calls of the ends of clients count, and
+ * no others. */
+void kill_at(long n, int tear, int ends) {
     left = n;
     torn = tear;
+    of_ends = ends;
 }
 
 static int is_store(const char *path) {
+    if (of_ends)
+        return strstr(path, "/ends/") != NULL;
     return strstr(path, "/leases.") || strstr(path, "/history.") || strstr(path, "/accounts.") ||
            strstr(path, "/last-event");
 }
@@ -97,7 +102,10 @@ int unlink(const char *path) {
 }
 
 int rename(const char *from, const char *to) {
-    if (is_last(from))
+    if (is_last(from)) {
+        if (torn)
+            REAL(rename)(from, to);
         die();
+    }
     return REAL(rename)(from, to);
 }

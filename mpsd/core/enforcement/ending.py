@@ -7,6 +7,7 @@ work on it, where their lease says so. A handler for the signal proves nothing: 
 and exit in mid-kernel. Sources: NVIDIA's "Multi-Process Service", on terminating clients; mps-facts B4.3.
 """
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -16,7 +17,16 @@ from mpsd.core.model import ProcessIdentity, Stop
 from mpsd.core.quantities import Moment
 
 ATTEMPTS: Final = 3
-"""How often mpsd asks a server to end the contexts of one client that shares the server with others."""
+"""How often mpsd asks a server in a row to end the contexts of one client that shares the server with others."""
+
+_RESTS: Final = (300.0, 600.0, 1200.0, 3600.0)
+"""Seconds after these attempts until the next one, and after each further one; the last value repeats. An attempt can
+occupy the control daemon's only seat for the whole `enforcement.terminate_deadline`, and grants wait meanwhile."""
+
+
+PATIENCE: Final = 10
+"""For how many times `daemon.answer_deadline` the ends of the remaining clients may make no progress, until the control
+daemon ends them by force. A control daemon that is only busy or stopped for a moment answers again within that time."""
 
 
 class EndStep(StrEnum):
@@ -58,6 +68,8 @@ class Refused(Struct, frozen=True):
     attempts: int = 1
     again: float = 0.0
     """Seconds since boot."""
+    final: bool = False
+    """Whether the server has no such command, so that mpsd never asks it again."""
 
 
 class Ending(Struct, frozen=True):
@@ -82,6 +94,8 @@ class Ending(Struct, frozen=True):
     refused: tuple[Refused, ...] = ()
     unreleased: tuple[tuple[str, ProcessIdentity], ...] = ()
     """The servers, each with its control daemon, whose only client it was, and whose contexts for it a signal ended."""
+    late: tuple[tuple[str, ProcessIdentity], ...] = ()
+    """The servers, each with its control daemon, that did not return from ending its contexts."""
 
     @property
     def because(self) -> str:
@@ -101,6 +115,17 @@ class Place(NamedTuple):
     server: ProcessIdentity
     alone: bool
     """Whether the server has no other client."""
+
+
+class Progress(NamedTuple):
+    """How far an ending has come."""
+
+    stays: str
+    """Why it cannot proceed now; empty while it can."""
+    exhausted: bool
+    """Whether every attempt was made, so that only its servers' end would end the process."""
+    since: float
+    """The time of its latest progress, in seconds since boot: a server's answer, a signal, or a new cause."""
 
 
 class Seen(NamedTuple):
@@ -140,6 +165,8 @@ class Move(NamedTuple):
     because: str = ""
     suspects: tuple[Place, ...] = ()
     """Servers whose only client the signal ends before they have ended its contexts."""
+    exhausted: bool = False
+    """Whether the process stays although every attempt was made, and not because a fact is unknown at the moment."""
 
 
 def next_move(ending: Ending, seen: Seen) -> Move:
@@ -169,7 +196,7 @@ def _end_contexts(ending: Ending, left: tuple[Place, ...], seen: Seen) -> Move |
     refused = {each.server: each for each in ending.refused}
     for place in left:
         refusal = refused.get(place.server)
-        if refusal is None or (not place.alone and refusal.attempts < ATTEMPTS and refusal.again <= seen.now):
+        if refusal is None or (not place.alone and not refusal.final and refusal.again <= seen.now):
             return Move(Act.ASK, place)
     shared = [place for place in left if not place.alone]
     if not shared:
@@ -182,7 +209,23 @@ def _end_contexts(ending: Ending, left: tuple[Place, ...], seen: Seen) -> Move |
     )
     if refusal.attempts < ATTEMPTS:
         return Move(Act.WAIT, until=refusal.again, because=because)
-    return Move(Act.STAY, because=because)
+    return Move(Act.STAY, because=because, exhausted=True)
+
+
+def are_tried(ends: Collection[Progress | None], *, silent: bool, steady: float, now: float, patience: float) -> bool:
+    """Tell whether the clients of a control daemon run after every attempt to end them; None: an end has not begun.
+
+    `silent` says that the daemon does not answer, and `steady` for how many seconds that, or the contrary, was so.
+
+    An end that cannot proceed for another reason, such as a control daemon that does not answer, counts as tried only
+    if that lasts: for `patience` seconds no end made progress, and the daemon did not change between silence and
+    answers. The clients of a silent daemon are unknown, so it must have been silent for that long in any case.
+    """
+    is_steady = steady >= patience
+    if silent and not is_steady:
+        return False
+    is_stuck = is_steady and all(now - each.since >= patience for each in ends if each is not None)
+    return all(each is not None and (each.exhausted or (bool(each.stays) and is_stuck)) for each in ends)
 
 
 def let_go(ending: Ending, by: str) -> Ending | None:
@@ -197,11 +240,14 @@ def let_go(ending: Ending, by: str) -> Ending | None:
     return structs.replace(ending, causes=left) if left else None
 
 
-def joined(ending: Ending, cause: EndCause) -> Ending:
-    """Return an ending with one more cause, or the same ending where that cause exists already.
+def joined(ending: Ending, cause: EndCause, *, lost: bool) -> Ending:
+    """Return an ending with one more cause, or the same ending where that adds nothing.
 
-    mpsd then asks the servers that refused once more.
+    After a new cause, mpsd asks the servers that refused once more. `lost` says that the process has lost its contexts,
+    whatever was known before.
     """
+    if lost and not ending.lost:
+        ending = structs.replace(ending, lost=True)
     if any(each.by == cause.by for each in ending.causes):
         return ending
     return structs.replace(ending, causes=(*ending.causes, cause), refused=())
@@ -217,17 +263,23 @@ def unheard(ending: Ending) -> Ending:
 
 
 def refused(
-    ending: Ending, server: ProcessIdentity, because: str, *, final: bool, settled: bool, again: float
+    ending: Ending, pending: PendingAnswer, because: str, *, final: bool, late: bool, now: float, grace: float
 ) -> Ending:
-    """Return an ending that a server refused, or did not answer.
+    """Return an ending that the server of a pending answer refused, or did not answer.
 
-    A `final` refusal will not change later. A refusal that is not `settled` may still turn out as a success.
+    A `final` refusal will not change later. One that is `late` may still turn out as a success. `now` is in seconds
+    since boot; `grace` are the seconds between the first attempts.
     """
-    before = next((each.attempts for each in ending.refused if each.server == server), 0)
-    refusal = Refused(server, because, ATTEMPTS if final else min(before + 1, ATTEMPTS), again)
-    others = tuple(each for each in ending.refused if each.server != server)
-    after = unheard(ending) if settled else structs.replace(ending, pending=None)
-    return structs.replace(after, refused=(*others, refusal))
+    before = next((each.attempts for each in ending.refused if each.server == pending.server), 0)
+    attempts = ATTEMPTS if final else before + 1
+    rest = grace if attempts < ATTEMPTS else _RESTS[min(attempts - ATTEMPTS, len(_RESTS) - 1)]
+    refusal = Refused(pending.server, because, attempts, now + rest, final)
+    others = tuple(each for each in ending.refused if each.server != pending.server)
+    if not late:
+        return structs.replace(unheard(ending), refused=(*others, refusal))
+    place = (pending.daemon, pending.server)
+    suspects = ending.late if place in ending.late else (*ending.late, place)
+    return structs.replace(ending, pending=None, refused=(*others, refusal), late=suspects)
 
 
 def asking(ending: Ending, pending: PendingAnswer) -> Ending:

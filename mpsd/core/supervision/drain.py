@@ -7,7 +7,7 @@ the front-end that sent it is gone by then. `quit -t SECONDS` ends them by force
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.quantities import Moment
@@ -107,6 +107,17 @@ class Blocker:
     """Since when it exists."""
 
 
+class Answers(NamedTuple):
+    """How a control daemon answers."""
+
+    proved: bool
+    """Whether it answered the last query, with every limit as wanted."""
+    silent: bool
+    """Whether it runs and does not answer."""
+    steady: float
+    """For how many seconds it has answered, or has not answered, without a change."""
+
+
 @dataclass(frozen=True, slots=True)
 class ObservedState:
     """The observed state of a control daemon."""
@@ -175,7 +186,9 @@ def _emptied(desired: DesiredState, observed: ObservedState) -> DrainStep:
     """Wait for the blockers; after the deadline, end them; and force the daemon once everything was tried."""
     if not desired.is_late(observed.now):
         return DrainStep.WAIT
-    return DrainStep.END if observed.blockers and not observed.tried else DrainStep.FORCE
+    if observed.tried:
+        return DrainStep.FORCE
+    return DrainStep.END if observed.blockers else DrainStep.WAIT
 
 
 def take_up(desired: DesiredState, boot: str) -> DesiredState:

@@ -11,11 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from mpsd.core.enforcement.ending import EndCause
+from mpsd.core.enforcement import ending as endings
+from mpsd.core.enforcement.ending import EndCause, Progress
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, ProcessIdentity, Stop
+from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import drain
 from mpsd.core.supervision.drain import (
+    Answers,
     Blocker,
     DesiredState,
     DrainStep,
@@ -32,6 +35,9 @@ from mpsd.system import clock, proc
 
 _NAMED: Final = 3
 """The maximum of blockers that a sentence names."""
+
+_UNKNOWN: Final = Answers(proved=False, silent=True, steady=0.0)
+"""Of a daemon that is quitting, and is not asked any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +57,21 @@ class DaemonLeases:
 class Drainer:
     """The desired state of one control daemon, and the progress towards it."""
 
-    def __init__(self, name: str, path: Path, *, leases: DaemonLeases, endings: Endings, log: Logger) -> None:
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        *,
+        leases: DaemonLeases,
+        endings: Endings,
+        settings: LiveSettings,
+        log: Logger,
+    ) -> None:
         self._name = name
         self._stored = OperatorIntent(path)
         self._leases = leases
         self._endings = endings
+        self._settings = settings
         self._log = log
         self._blockers: tuple[Blocker, ...] = ()
         self._present: dict[ProcessIdentity, int | None] = {}
@@ -202,7 +218,13 @@ class Drainer:
             waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
         if waits and desired.quitting and desired.is_late(clock.since_boot()):
             return f"{words}; the rest is ended with its servers (quit -t): {', '.join(waits)}"
-        return f"{words}; waiting for {', '.join(waits)}" if waits else words
+        return f"{words}; waiting for {', '.join(waits)}{self._obstacle}" if waits else words
+
+    @property
+    def _obstacle(self) -> str:
+        """Why an end that has begun cannot proceed now, as the last part of a sentence."""
+        reasons = [each.stays for each in self._ends if each is not None and each.stays]
+        return f"; not ended yet: {reasons[0]}" if reasons else ""
 
     @property
     def is_drained(self) -> bool:
@@ -220,8 +242,8 @@ class Drainer:
         self,
         present: Mapping[ProcessIdentity, int | None],
         there: ProcessIdentity | None,
+        answers: Answers,
         *,
-        answers: bool,
         unidentified: int = 0,
     ) -> bool:
         """Observe the present processes, and take the next step; tell whether the daemon `there` must quit now.
@@ -232,7 +254,7 @@ class Drainer:
         """
         self._observe(present, unidentified)
         desired = self._register(there)
-        match step := self._next(there, answers=answers):
+        match step := self._next(there, answers):
             case DrainStep.END:
                 self._end_all()
             case DrainStep.QUIT | DrainStep.FORCE:
@@ -242,7 +264,7 @@ class Drainer:
                     self._log.warning(
                         EventName.DAEMON_FORCED,
                         step="quit -t",
-                        because=f"every other step was tried, and these are left: {left}",
+                        because=f"every other step was tried, and these are left: {left}{self._obstacle}",
                     )
                 return True
             case DrainStep.DONE if desired.operation:
@@ -263,7 +285,7 @@ class Drainer:
 
     def has_to_force(self, there: ProcessIdentity | None) -> bool:
         """Tell whether a daemon must be forced to quit: by an operator's command, or after a timeout."""
-        return not self.desired.quitting or self._next(there, answers=False) is DrainStep.FORCE
+        return not self.desired.quitting or self._next(there, _UNKNOWN) is DrainStep.FORCE
 
     def _observe(self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0) -> None:
         since = self._unidentified[:unidentified]
@@ -284,10 +306,14 @@ class Drainer:
             *(Blocker("client", None, 0, each) for each in self._unidentified),
         )
 
-    def _next(self, there: ProcessIdentity | None, *, answers: bool) -> DrainStep:
+    def _next(self, there: ProcessIdentity | None, answers: Answers) -> DrainStep:
+        now, patience = clock.since_boot(), endings.PATIENCE * self._settings.current.daemon.answer_deadline
         leases = {each.lease for each in self._blockers if each.lease is not None}
-        tried = leases <= self._tried and not self._is_ending and all(map(self._is_tried, self._present))
-        return drain.next_step(self.desired, ObservedState(there, answers, self._blockers, tried, clock.since_boot()))
+        are_tried = endings.are_tried(
+            self._ends, silent=answers.silent, steady=answers.steady, now=now, patience=patience
+        )
+        tried = are_tried and leases <= self._tried and not self._is_ending
+        return drain.next_step(self.desired, ObservedState(there, answers.proved, self._blockers, tried, now))
 
     def is_clear(self, orphans: Collection[ProcessIdentity]) -> bool:
         """Tell whether a successor may start: no server of the daemon that is quitting is left.
@@ -313,9 +339,10 @@ class Drainer:
         """The name of the drain among the causes of its endings."""
         return f"drain of {self._name}"
 
-    def _is_tried(self, process: ProcessIdentity) -> bool:
-        """Tell whether a process still runs after every attempt to end it."""
-        return bool(self._endings.stays(process)) and self._endings.is_wanted(process, self._cause)
+    @property
+    def _ends(self) -> tuple[Progress | None, ...]:
+        """How far the endings of the present processes have come."""
+        return tuple(self._endings.progress(each, self._cause) for each in self._present)
 
     def _end_all(self) -> None:
         """End the present leases and processes, each once: their timeout has expired.

@@ -31,6 +31,8 @@ class Lifecycle:
         self.because = "mpsd has not started it yet"
         self.hint: str | None = None
         self.since = clock.now()
+        self._turned = clock.monotonic()
+        """When the daemon last fell silent, or answered again."""
         self.ready_since: datetime | None = None
         self.questions = 0
         """How many queries of the daemon were requested."""
@@ -50,6 +52,11 @@ class Lifecycle:
     def is_silent(self) -> bool:
         """Whether the daemon runs and does not answer."""
         return self.state is State.UNRESPONSIVE
+
+    @property
+    def steady(self) -> float:
+        """For how many seconds the daemon has answered, or has not answered, without a change."""
+        return clock.monotonic() - self._turned
 
     def ask(self) -> Callable[[], bool]:
         """Request a conversation with the daemon; return a function that tells whether one has ended since.
@@ -77,6 +84,8 @@ class Lifecycle:
         if target is None:
             return
         before, self._state = self._state, target
+        if State.UNRESPONSIVE in {before, target}:
+            self._turned = clock.monotonic()
         self.notify_changed()
         self.since = clock.now()
         self.explain(because, hint)

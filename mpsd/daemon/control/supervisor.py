@@ -15,7 +15,7 @@ from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
 from mpsd.core.model import Daemon, Gpu, Limits, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
-from mpsd.core.supervision.drain import Intent, OperatorCommand
+from mpsd.core.supervision.drain import Answers, Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import DeathTally, Ended
@@ -86,9 +86,11 @@ class Supervisor:
         self._wanted_limits = WantedLimits(self._observer, OwnLimits(paths, self._log), settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
-        self.pipe.changed = self._seat_changed
+        self.pipe.long_commands.changed = self._seat_changed
         self.pipe.held = partial(log.tally.conversation, name)
-        self.drainer = Drainer(name, paths.operator_intent, leases=leases, endings=endings, log=self._log)
+        self.drainer = Drainer(
+            name, paths.operator_intent, leases=leases, endings=endings, settings=settings, log=self._log
+        )
         self._renewal = Renewal(
             name,
             lifecycle=self._lifecycle,
@@ -475,11 +477,11 @@ class Supervisor:
         state, desired = self._lifecycle.state, self.drainer.desired
         if not desired.waits:
             return False
-        answers = state in ANSWERED and self._wanted_limits.proved
-        unseen = sum(server.clients.count(0) for server in self._observer.servers)
-        quits = self.drainer.advance(
-            self._observer.present, self._instance.identity, answers=answers, unidentified=unseen
+        answers = Answers(
+            state in ANSWERED and self._wanted_limits.proved, self._lifecycle.is_silent, self._lifecycle.steady
         )
+        unseen = sum(server.clients.count(0) for server in self._observer.servers)
+        quits = self.drainer.advance(self._observer.present, self._instance.identity, answers, unidentified=unseen)
         if quits:
             self._move(Event.STOP, self.drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
         elif desired is not self.drainer.desired:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from mpsd.core.enforcement import ending as endings
-from mpsd.core.enforcement.ending import EndCause, Ending
+from mpsd.core.enforcement.ending import EndCause, Ending, Progress
 from mpsd.core.errors import StorageError
 from mpsd.core.model import ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
@@ -54,15 +54,12 @@ class Endings:
                 self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
                 continue
             by_violations = all(each.by.startswith(VIOLATION) for each in found.causes)
-            living = process.adopt(found.process) if found.boot == clock.boot_id() else None
-            is_over = living is None and (found.pending is None or found.boot != clock.boot_id())
-            if is_over or (by_violations and not found.has_begun):
+            if found.boot != clock.boot_id() or (by_violations and not found.has_begun):
                 self._store.forget(found.process)
-                if living is not None:
-                    living.close()
                 continue
             self._log.info(EventName.CLIENT_END_RESUMED, pid=found.process.pid, step=found.step, because=found.because)
-            self._start(found, living)
+            # A process that has exited meanwhile may leave a server that is suspect.
+            self._start(found, process.adopt(found.process))
 
     def end(
         self,
@@ -79,13 +76,12 @@ class Endings:
         `uid` is the real uid that the process must have. A client can become another user's, for example by a setuid
         program, and is then left alone. None: any uid. `daemons` are the control daemons of which it may be a client,
         besides those that list it. `lost` says that it has no contexts to end. A process that is being ended already is
-        ended once, for both causes. Raises StorageError and then begins nothing.
+        ended once, for both causes, and has no contexts to end where one of them says so. Raises StorageError and then
+        begins nothing.
         """
         steps = self._steps.get(target)
         if steps is not None:
-            joined = endings.joined(steps.ending, cause)
-            if joined is not steps.ending:
-                steps.change(joined)
+            steps.join(cause, lost=lost)
             return
         living = process.adopt(target)
         if living is None:
@@ -146,15 +142,12 @@ class Endings:
         for target in tuple(self._steps):
             self.let_go(target, by)
 
-    def is_wanted(self, target: ProcessIdentity, by: str) -> bool:
-        """Tell whether a process is being ended for this cause, among others."""
+    def progress(self, target: ProcessIdentity, by: str) -> Progress | None:
+        """Return how far the ending of a process has come; None where it is not being ended for this cause."""
         steps = self._steps.get(target)
-        return steps is not None and any(each.by == by for each in steps.ending.causes)
-
-    def stays(self, target: ProcessIdentity) -> str:
-        """Return why an ending cannot proceed now; empty where it can."""
-        steps = self._steps.get(target)
-        return steps.stays if steps is not None else ""
+        if steps is None or all(each.by != by for each in steps.ending.causes):
+            return None
+        return steps.progress
 
     def _start(self, ending: Ending, living: Process | None) -> None:
         steps = EndSteps(
@@ -176,10 +169,11 @@ class Endings:
     async def _run(self, steps: EndSteps) -> None:
         await steps.run()
         target = steps.ending.process
+        # If mpsd dies before it forgets the ending, the next one reports it again.
+        self._log.info(EventName.CLIENT_ENDED, pid=target.pid, because=steps.ending.because)
         self._store.forget(target)
         if self._steps.get(target) is steps:
             del self._steps[target], self._tasks[target]
-        self._log.info(EventName.CLIENT_ENDED, pid=target.pid, because=steps.ending.because)
 
     def _report_suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
         self.suspect(daemon, server, uid, because)

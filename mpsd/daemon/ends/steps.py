@@ -8,7 +8,7 @@ from typing import Final, Protocol
 from msgspec import structs
 
 from mpsd.core.enforcement import ending as endings
-from mpsd.core.enforcement.ending import Act, Ending, EndStep, Move, PendingAnswer, Place, Seen
+from mpsd.core.enforcement.ending import Act, EndCause, Ending, EndStep, Move, PendingAnswer, Place, Progress, Seen
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
@@ -72,8 +72,7 @@ class EndSteps:
     ) -> None:
         """`locks` returns the lock of a control daemon, which ends its clients one at a time."""
         self.ending = ending
-        self.stays = ""
-        """Why the ending cannot proceed now; empty while it can."""
+        self.progress = Progress("", exhausted=False, since=clock.since_boot())
         self._living = living
         self._daemons = daemons
         self._locks = locks
@@ -97,6 +96,8 @@ class EndSteps:
 
     async def run(self) -> None:
         """Take steps until the process is gone."""
+        for place in self.ending.late:  # an earlier mpsd reported this suspicion to itself only
+            self._report_late(*place)
         while (move := endings.next_move(self.ending, await self._see())).act is not Act.DONE:
             try:
                 await self._take(move)
@@ -119,13 +120,13 @@ class EndSteps:
             case Act.AWAIT:
                 await self._await_answer()
             case _ if self._powerless:
-                await self._stay(self._powerless)
+                await self._stay(self._powerless, exhausted=True)
             case Act.ASK if move.place is not None:
                 await self._ask(move.place)
             case Act.WAIT:
                 await self._gone_within(move.until - clock.since_boot())
             case Act.STAY:
-                await self._stay(move.because)
+                await self._stay(move.because, exhausted=move.exhausted)
             case Act.SIGKILL if self._killed:
                 await self._gone_within(_LAST_LOOK)  # the kernel has not released it yet
             case act:
@@ -136,22 +137,32 @@ class EndSteps:
         self._store.keep(ending)
         self.ending = ending
 
+    def join(self, cause: EndCause, *, lost: bool) -> None:
+        """Add a cause, for which every attempt is made once more. Raises StorageError and then changes nothing."""
+        ending = endings.joined(self.ending, cause, lost=lost)
+        if ending is not self.ending:
+            self.change(ending)
+            self._proceed()
+
     async def _gone_within(self, seconds: float) -> None:
         if self._living is not None and seconds > 0:
             await self._living.gone_within(seconds)
 
-    async def _stay(self, because: str) -> None:
+    async def _stay(self, because: str, *, exhausted: bool = False) -> None:
         """Report once why the process still runs, and check again after a while."""
-        if self.stays != because:
-            self.stays = because
+        before, self.progress = self.progress, self.progress._replace(stays=because, exhausted=exhausted)
+        if before.stays != because:
             self._log.warning(
                 EventName.CLIENT_NOT_ENDED, pid=self.pid, because=self.ending.because, stays_because=because
             )
         await self._gone_within(self._pause)
         self._pause = min(self._pause * 2, _LAST_LOOK)
 
+    def _proceed(self) -> None:
+        self.progress, self._pause = Progress("", exhausted=False, since=clock.since_boot()), _FIRST_LOOK
+
     def _forced(self, step: str, **facts: object) -> None:
-        self.stays, self._pause = "", _FIRST_LOOK
+        self._proceed()
         self._log.warning(EventName.CLIENT_FORCED, step=step, pid=self.pid, because=self.ending.because, **facts)
 
     # -- observing ----------------------------------------------------------------------------------------------------
@@ -214,7 +225,7 @@ class EndSteps:
                 self.change(endings.asking(self.ending, PendingAnswer(place.daemon, place.server, *pending)))
 
             pipe, long = self._daemons[place.daemon].pipe, self._long(place.daemon, place.server)
-            await self._settle(place.server, place.daemon, lambda: pipe.ask_long(long, note))
+            await self._settle(place.server, lambda: pipe.ask_long(long, note))
 
     async def _await_answer(self) -> None:
         """Wait for the answer to the command of an earlier mpsd."""
@@ -226,7 +237,8 @@ class EndSteps:
             return
         pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
         earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)
-        await self._settle(pending.server, pending.daemon, lambda: pipe.take_over(long, earlier))
+        async with self._locks(pending.daemon):
+            await self._settle(pending.server, lambda: pipe.take_over(long, earlier))
 
     def _long(self, daemon: str, server: ProcessIdentity) -> LongCommand[None]:
         seconds = self._settings.current.enforcement.terminate_deadline
@@ -237,7 +249,7 @@ class EndSteps:
         answer = self._store.answer_to(self.ending.process)
         return LongCommand(commands.terminate_client(server.pid, self.pid), answer, because, seconds)
 
-    async def _settle(self, server: ProcessIdentity, daemon: str, ask: Callable[[], Awaitable[None]]) -> None:
+    async def _settle(self, server: ProcessIdentity, ask: Callable[[], Awaitable[None]]) -> None:
         """Send a command to a server, and store the result."""
         try:
             await ask()
@@ -246,27 +258,29 @@ class EndSteps:
             self.change(endings.unheard(self.ending))
             await self._stay(error.detail)
         except ControlError as error:
-            self._refused(server, daemon, error)
+            self._refused(error)
         else:
             self._forced("terminate_client", server=server.pid)
             self.change(endings.released(self.ending, server))
 
-    def _refused(self, server: ProcessIdentity, daemon: str, error: ControlError) -> None:
-        self._forced("terminate_client", server=server.pid, failed=error.detail)
+    def _refused(self, error: ControlError) -> None:
+        pending = self.ending.pending
+        assert pending is not None  # noqa: S101 - the server has got the command
+        self._forced("terminate_client", server=pending.server.pid, failed=error.detail)
         late = isinstance(error, ControlUnresponsiveError)
         self.change(
             endings.refused(
                 self.ending,
-                server,
+                pending,
                 error.detail,
                 final=isinstance(error, ControlUnknownCommandError),
-                settled=not late,
-                again=clock.since_boot() + self._settings.current.enforcement.grace,
+                late=late,
+                now=clock.since_boot(),
+                grace=self._settings.current.enforcement.grace,
             )
         )
         if late:
-            because = f"terminate_client of {self.pid} did not return: {error.detail}"
-            self._suspect(daemon, server.pid, self.ending.uid, because)
+            self._report_late(pending.daemon, pending.server)
 
     # -- signals ------------------------------------------------------------------------------------------------------
 
@@ -286,7 +300,16 @@ class EndSteps:
         if self._living is not None and self._living.signal(number):
             self._forced(number.name)
 
+    # -- suspecting servers -------------------------------------------------------------------------------------------
+
+    def _report_late(self, daemon: str, server: ProcessIdentity) -> None:
+        self._report(daemon, server, f"terminate_client of {self.pid} did not return in time")
+
     def _report_suspects(self) -> None:
-        for daemon, server in self.ending.unreleased:
-            because = f"its only client, process {self.pid}, was ended by a signal, and it had not ended its contexts"
+        because = f"its only client, process {self.pid}, was ended by a signal, and it had not ended its contexts"
+        for place in self.ending.unreleased:
+            self._report(*place, because)
+
+    def _report(self, daemon: str, server: ProcessIdentity, because: str) -> None:
+        if proc.start_ticks(server.pid) == server.start_ticks:
             self._suspect(daemon, server.pid, self.ending.uid, because)

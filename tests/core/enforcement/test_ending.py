@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from mpsd.core.enforcement import ending as endings
-from mpsd.core.enforcement.ending import ATTEMPTS, Act, EndCause, Ending, EndStep, PendingAnswer, Place, Refused, Seen
+from mpsd.core.enforcement.ending import (
+    ATTEMPTS,
+    Act,
+    EndCause,
+    Ending,
+    EndStep,
+    PendingAnswer,
+    Place,
+    Progress,
+    Refused,
+    Seen,
+)
 from mpsd.core.model import ProcessIdentity, Stop
 
 THEN = datetime(2026, 1, 1, tzinfo=UTC)
@@ -31,9 +42,16 @@ def seen(*places: Place, **other: Any) -> Seen:
     return Seen(**{"gone": False, "places": places, "unknown": "", "now": 10.0, **other})
 
 
-def refused(attempts: int, again: float = 0.0) -> tuple[Refused, ...]:
+def refused(attempts: int, again: float = 0.0, *, final: bool = False) -> tuple[Refused, ...]:
     """Return so many refusals of a server."""
-    return (Refused(SERVER, "it answered 1", attempts, again),)
+    return (Refused(SERVER, "it answered 1", attempts, again, final),)
+
+
+def refuse(stands: Ending, because: str = "it answered 1", **other: Any) -> Ending:
+    """Return an end that a server refused."""
+    return endings.refused(
+        stands, PENDING, because, **{"final": False, "late": False, "now": 0.0, "grace": 10.0, **other}
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +76,9 @@ def refused(attempts: int, again: float = 0.0) -> tuple[Refused, ...]:
         (ending(refused=refused(1)), seen(ALONE), Act.SIGTERM),
         (ending(refused=refused(1)), seen(SHARED), Act.ASK),
         (ending(refused=refused(1, again=20.0)), seen(SHARED), Act.WAIT),
-        (ending(refused=refused(ATTEMPTS)), seen(SHARED), Act.STAY),
+        (ending(refused=refused(ATTEMPTS, again=20.0)), seen(SHARED), Act.STAY),
+        (ending(refused=refused(ATTEMPTS, again=5.0)), seen(SHARED), Act.ASK),
+        (ending(refused=refused(ATTEMPTS, again=5.0, final=True)), seen(SHARED), Act.STAY),
         (ending(refused=refused(ATTEMPTS)), seen(ALONE, ELSEWHERE), Act.ASK),
     ],
 )
@@ -77,10 +97,46 @@ def test_suspect() -> None:
     assert endings.next_move(ending(), seen()).suspects == ()
 
 
+EXHAUSTED = Progress("it was refused 3 times", exhausted=True, since=0.0)
+STUCK = Progress("server 7 is busy", exhausted=False, since=0.0)
+BUSY = Progress("", exhausted=False, since=0.0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "silent", "steady", "now", "tried"),
+    [
+        ([EXHAUSTED], False, 29.0, 1.0, True),
+        ([EXHAUSTED, None], False, 30.0, 99.0, False),
+        ([EXHAUSTED, BUSY], False, 30.0, 99.0, False),
+        ([EXHAUSTED, STUCK], False, 30.0, 30.0, True),
+        ([EXHAUSTED, STUCK], False, 30.0, 29.0, False),
+        ([STUCK], False, 29.0, 99.0, False),
+        ([STUCK, STUCK._replace(since=70.0)], False, 30.0, 99.0, False),
+        ([STUCK, EXHAUSTED._replace(since=70.0)], False, 30.0, 99.0, False),
+        ([STUCK], True, 30.0, 30.0, True),
+        ([STUCK], True, 30.0, 29.0, False),
+        ([EXHAUSTED], True, 29.0, 99.0, False),
+        ([BUSY], True, 30.0, 99.0, False),
+        ([], False, 29.0, 1.0, True),
+        ([], True, 29.0, 99.0, False),
+        ([], True, 30.0, 1.0, True),
+    ],
+)
+def test_what_counts_as_tried(
+    ends: list[Progress | None],
+    silent: bool,  # noqa: FBT001 - a parameter
+    steady: float,
+    now: float,
+    tried: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    """A moment in which an end cannot proceed does not count; a lasting one does, so that a timeout has an end."""
+    assert endings.are_tried(ends, silent=silent, steady=steady, now=now, patience=30.0) is tried
+
+
 def test_let_go() -> None:
     """Withdrawing the only cause spares a process that was not touched yet, and no other."""
     assert endings.let_go(ending(), CAUSE.by) is None
-    both = endings.joined(ending(), EndCause("drain of gpu0", "an operator drains it"))
+    both = endings.joined(ending(), EndCause("drain of gpu0", "an operator drains it"), lost=False)
     left = endings.let_go(both, CAUSE.by)
     assert left is not None
     assert [each.by for each in left.causes] == ["drain of gpu0"]
@@ -97,17 +153,50 @@ def test_what_a_server_refused() -> None:
     """A client that no server has touched can be spared; one that a server may still end cannot."""
     asking = endings.asking(ending(), PENDING)
     assert asking.has_begun
-    answered = endings.refused(asking, SERVER, "it answered 1", final=False, settled=True, again=11.0)
+    answered = refuse(asking)
     assert (answered.pending, answered.has_begun, answered.refused[0].attempts) == (None, False, 1)
-    late = endings.refused(asking, SERVER, "it did not answer", final=False, settled=False, again=11.0)
+    assert answered.late == ()
+    late = refuse(asking, "it did not answer", late=True)
     assert late.has_begun
-    unknown = endings.refused(asking, SERVER, "it has no such command", final=True, settled=True, again=11.0)
+    assert refuse(late, late=True).late == (("gpu0", SERVER),)
+    unknown = refuse(asking, "it has no such command", final=True)
     assert unknown.refused[0].attempts == ATTEMPTS
+    assert endings.next_move(unknown, seen(SHARED, now=1e9)).exhausted
     # A new cause has the server asked again.
-    assert endings.joined(unknown, EndCause("end of lease-1", "uid 0 ended it")).refused == ()
+    assert endings.joined(unknown, EndCause("end of lease-1", "uid 0 ended it"), lost=False).refused == ()
     # No program gets a second SIGTERM that was commanded to stop by a first one.
     polite = endings.asking(ending(stop=Stop.SIGTERM, step=EndStep.SIGTERM_FIRST), PENDING)
     assert endings.unheard(polite).step is EndStep.SIGTERM_FIRST
+
+
+def test_refusals_are_not_for_ever() -> None:
+    """After three attempts in a row mpsd makes single ones, after ever longer rests, for as long as the cause lasts."""
+    stands, now, rests = ending(), 0.0, list[float]()
+    for _ in range(9):
+        stands = refuse(endings.asking(stands, PENDING), now=now)
+        rests.append(stands.refused[0].again - now)
+        waits = endings.next_move(stands, seen(SHARED, now=now))
+        assert waits.exhausted is (len(rests) >= ATTEMPTS)
+        now = stands.refused[0].again
+        assert endings.next_move(stands, seen(SHARED, now=now)).act is Act.ASK
+    assert rests == [10.0, 10.0, 300.0, 600.0, 1200.0, 3600.0, 3600.0, 3600.0, 3600.0]
+
+
+def test_unknown_facts_exhaust_nothing() -> None:
+    """An end that waits for a fact, such as the clients of a silent daemon, has attempts left."""
+    assert not endings.next_move(ending(), seen(unknown="gpu0 does not answer")).exhausted
+    assert not endings.next_move(ending(refused=refused(ATTEMPTS, 20.0)), seen(unknown="it is busy")).exhausted
+
+
+def test_contexts_that_were_lost() -> None:
+    """A process that loses its contexts gets a signal, also if its end began before, and for the same cause."""
+    stays = ending(refused=refused(ATTEMPTS, again=20.0))
+    assert endings.next_move(endings.joined(stays, CAUSE, lost=True), seen(SHARED)).act is Act.SIGTERM
+    lingers = EndCause("violation lingers on gpu0", "it does not exit")
+    assert endings.next_move(endings.joined(stays, lingers, lost=True), seen(SHARED)).act is Act.SIGTERM
+    lost = ending(lost=True)
+    assert endings.joined(lost, CAUSE, lost=False) is lost
+    assert endings.joined(lost, lingers, lost=False).lost
 
 
 EVENTS = st.lists(
@@ -140,8 +229,7 @@ def test_no_signal_before_the_contexts_are_ended(events: list[str], stop: Stop, 
             case Act.AWAIT if event == "zero":
                 stands = endings.released(stands, SERVER)
             case Act.AWAIT if event in {"error", "late"}:
-                late = event == "late"
-                stands = endings.refused(stands, SERVER, event, final=False, settled=not late, again=now + 10)
+                stands = refuse(stands, event, late=event == "late", now=now)
             case Act.AWAIT if event == "unheard":
                 asked -= 1
                 stands = endings.unheard(stands)
@@ -155,4 +243,4 @@ def test_no_signal_before_the_contexts_are_ended(events: list[str], stop: Stop, 
                 sent.append(move.act)
                 stands = structs.replace(stands, step=EndStep(move.act.value), until=now + 10)
     assert sent.count(Act.SIGTERM_FIRST) <= 1
-    assert asked <= ATTEMPTS + 1
+    assert asked <= ATTEMPTS + 2  # 40 events take less than two rests

@@ -156,6 +156,7 @@ class TestClients:
     @pytest.mark.parametrize("answers", [True, False])
     def test_asked_for_before_it_was_found(self, node: Node, answers: bool) -> None:  # noqa: FBT001 - a parameter
         """An operation that reaches mpsd just after its start, before it knows which daemons run, applies to those."""
+        node.reload(FREE + BRISK)
         before = node.daemons()["gpu0"]["pid"]
         lease = node.request("POST", "/v1/leases", SMALL).json["id"]
         operation = begin(node, "restart", timeout=None if answers else 60)
@@ -180,6 +181,7 @@ class TestClients:
 
     def test_asked_for_again_while_it_is_forced(self, node: Node) -> None:
         """Neither a second command without a timeout nor mpsd's death keeps an unreachable daemon that is forced."""
+        node.reload(FREE + BRISK)
         before = node.daemons()["gpu0"]["pid"]
         for name in ("control", "control_privileged"):
             (node.pipe_directory("gpu0") / name).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import configure
 from mpsd.system import process
+from tests.harness import eventually
 
 
 def pidfds() -> int:
@@ -22,6 +23,32 @@ def pidfds() -> int:
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself
             count += str(each.readlink()) == "anon_inode:[pidfd]"
     return count
+
+
+def test_new_cause(tmp_path: Path) -> None:
+    """A new cause has every attempt made once more: an end that could not proceed before is not exhausted for it."""
+
+    async def scenario() -> None:
+        target = process.spawn([sys.executable, "-c", "import signal; signal.pause()"], env={})
+        endings = Endings(EndStore(tmp_path), LiveSettings(Settings()), configure(LogFormat.JSON))
+        try:
+            endings.end(target.identity, EndCause("one", "it is a test"), daemons=("gpu0",))
+            await eventually(lambda: (now := endings.progress(target.identity, "one")) and now.stays, what="it to stay")
+            before = endings.progress(target.identity, "one")
+            assert endings.progress(target.identity, "other") is None
+            endings.end(target.identity, EndCause("other", "it is a test, too"))
+            after = endings.progress(target.identity, "other")
+            assert before is not None
+            assert after is not None
+            assert (after.stays, after.exhausted) == ("", False)
+            assert after.since > before.since
+        finally:
+            endings.close()
+            target.signal(signal.SIGKILL)
+            await target.wait()
+            target.close()
+
+    asyncio.run(scenario())
 
 
 def test_let_go_at_once(tmp_path: Path) -> None:

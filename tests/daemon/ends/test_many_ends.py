@@ -1,6 +1,7 @@
 """Many ends by all ways beside computing neighbours, while mpsd is killed at random times: no neighbour is harmed.
 
-`MPSD_ENDS=500` sets the number of ends; `MPSD_SEED` another order of events.
+`MPSD_ENDS=500` sets the number of ends of each test; `MPSD_SEED` another order of events. The tests in
+`tests/durability/test_ends.py` kill mpsd at each step.
 """
 
 import os
@@ -8,18 +9,20 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Final
 
 import pytest
 
 from tests.daemon.conftest import Start
+from tests.daemon.control.operations import begin, ended
 from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, steps, target, unharmed
-from tests.daemon.helpers import event
+from tests.daemon.helpers import event, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-ENDS: Final = int(os.environ.get("MPSD_ENDS", "8"))
+ENDS: Final = int(os.environ.get("MPSD_ENDS", "24"))
 SEED: Final = int(os.environ.get("MPSD_SEED", "16"))
 AT_ONCE: Final = 3
 
@@ -33,13 +36,15 @@ on_expiry = "terminate"
 no_lease = "terminate"
 """
 
+WAYS: Final = ("release", "release", "expiry", "violation", "released twice")
+
 
 class Target:
     """A client that will be ended, and in which way."""
 
-    def __init__(self, node: Node, dice: random.Random, stack: ExitStack) -> None:
+    def __init__(self, node: Node, dice: random.Random, stack: ExitStack, way: str) -> None:
         self.node = node
-        self.way = dice.choice(["release", "release", "expiry", "violation", "released twice"])
+        self.way = way
         self.polite = dice.random() < 0.25
         self.stubborn = dice.random() < 0.3
         options = ["--stop", "sigterm"] if self.polite else []
@@ -54,7 +59,8 @@ class Target:
         else:
             self.client.do("catch TERM")
         # A program that declared a graceful stop and does not stop may be in mid-kernel when its grace period ends.
-        if dice.random() < 0.7:
+        self.computes = dice.random() < 0.7
+        if self.computes:
             self.client.launch(BUSY * dice.random())
 
     def end(self) -> None:
@@ -74,7 +80,8 @@ class Target:
         pid = self.client.pid
         self.client.process.wait(30)
         wait_until(lambda: pid not in [each["process"]["pid"] for each in ends(self.node)], what="its end to be over")
-        taken = steps(self.node, pid)[self.earlier[0] :]
+        # An answer that the next mpsd reads again is logged again.
+        taken = [step for step, _ in groupby(steps(self.node, pid)[self.earlier[0] :])]
         assert taken, self.way
         # The wishes of an ended lease for its clients no longer apply.
         polite = self.polite and self.way != "violation"
@@ -100,18 +107,52 @@ def test_many_ends(make_node: Start) -> None:
     with neighbour(node) as one, neighbour(node) as another:
         for _ in range(0, ENDS, AT_ONCE):
             with ExitStack() as stack:
-                targets = [Target(node, dice, stack) for _ in range(AT_ONCE)]
+                targets = [Target(node, dice, stack, way) for way in dice.choices(WAYS, k=AT_ONCE)]
                 for each in targets:
                     each.end()
                 if dice.random() < 0.6:
-                    for _ in range(dice.randrange(60)):  # each takes one to three milliseconds
-                        node.get("/healthz")
-                    node.end(dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
-                    node.start()
+                    kill_at_random(node, dice)
                 for each in targets:
                     each.check()
             unharmed(one)
             unharmed(another)
+
+
+def kill_at_random(node: Node, dice: random.Random) -> None:
+    """Kill mpsd, or stop it, after a random time, and start the next one."""
+    for _ in range(dice.randrange(60)):  # each takes one to three milliseconds
+        node.get("/healthz")
+    node.end(dice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+    node.start(ready=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 5 * ENDS)
+def test_many_drains(make_node: Start) -> None:
+    """A timeout ends all clients of a daemon step by step, and none in mid-kernel, whatever stalls it or kills mpsd."""
+    node = make_node(simulate=1, control=None, config=CONFIG).start()
+    dice = random.Random(SEED)
+    for _ in range(0, ENDS, AT_ONCE):
+        verb = dice.choice(["drain", "restart"])
+        before = node.daemons()["gpu0"]["pid"]
+        with ExitStack() as stack:
+            targets = [Target(node, dice, stack, verb) for _ in range(AT_ONCE)]
+            with ExitStack() as trouble:
+                if dice.random() < 0.3:
+                    trouble.enter_context(stopped(before))
+                operation = begin(node, verb, timeout=dice.choice([0, 0.2]))
+                if dice.random() < 0.6:
+                    kill_at_random(node, dice)
+            ended(node, operation)
+            for each in targets:
+                each.check()
+                if each.computes and not each.polite:
+                    assert each.client.answer()["ok"]  # the kernel has finished
+        if verb == "drain":
+            begin(node, "resume")
+        node.wait_for_state("gpu0", "ready")
+        assert (node.daemons()["gpu0"]["pid"] == before) is (verb == "drain")
+    assert node.events("daemon_forced") == []
 
 
 @pytest.mark.slow

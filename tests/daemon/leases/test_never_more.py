@@ -57,12 +57,15 @@ class Seen:
 
 
 def look_at(client: SimulatedClient) -> Seen:
-    """Have a client allocate until it is refused, and return what it has."""
+    """Have a client allocate as much as it can, and return what it has.
+
+    Each size is tried once: a client that tries the last one again and again takes all that others free meanwhile.
+    """
     size, allocated = 64 * GIB, 0
     while size >= MIB:
         answer = client.alloc(f"{size}B")
         allocated = answer["allocated"] if answer["ok"] else allocated
-        size = size if answer["ok"] else size // 2
+        size //= 2
     hello = client.hello
     assert hello["mps"]
     return Seen(round(hello["active_thread_percentage"] * 10), hello["pinned_device_mem_limit"], allocated)

@@ -27,7 +27,7 @@ from mpsd.core.mps.limits import (
     shown,
     widest_read_back,
 )
-from mpsd.core.quantities import Opened
+from mpsd.core.quantities import Bounds, Opened
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
@@ -96,15 +96,15 @@ class Observer:
         """Whether the driver has a client priority, as far as known."""
         self._limits: tuple[Limit, ...] = LIMITS
         """The limits that the driver has, as far as known."""
-        self._paths = paths
-        self._let_in = let_in
-        self._log = log
+        self._paths, self._let_in, self._log = paths, let_in, log
         self._bounded = BoundedLog(log)
         """For entries that a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
         self._orphans: tuple[ProcessIdentity, ...] = ()
         self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
         """By server, also one that does not answer for a while, the limits that were open to each of its clients."""
+        self.left: Bounds | None = None
+        """The limits that an earlier mpsd left, if they are known: they apply until the first conversation."""
         self._held_since = 0.0
         """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
@@ -290,7 +290,8 @@ class Observer:
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
         earlier = self._servers.get(identity)
-        last = earlier.limits if earlier is not None and earlier.limits is not None else before
+        found_last = earlier.limits if earlier is not None and earlier.limits is not None else before
+        last = opened.any_of([found_last]) if found_last is not None else self.left
         foreign = drift.opened(self.control_log.unexplained, server.pid, fresh=earlier is None)
         meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
@@ -299,7 +300,7 @@ class Observer:
             facts = {"command": shown(meanwhile.most), "given": shown(given)}
             self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
             meanwhile = None
-        if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
+        if not self.control_log.shows_all_commands:
             meanwhile = None  # the limits of new clients are unknown, and no command of another user was seen
         known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
@@ -361,8 +362,7 @@ class Observer:
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """Note that the daemon is gone: its answers no longer hold, and its living servers are orphans."""
         self.found_orphans((*self._servers, *found))
-        self.read_back, self.drift, self._servers = None, (), {}
-        self._priority = None
+        self.read_back, self.drift, self._servers, self._priority = None, (), {}, None
         self.control_log.forget()
         self._held_since = 0.0
 

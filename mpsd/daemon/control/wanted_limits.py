@@ -5,6 +5,7 @@ from typing import Final
 
 from msgspec import structs
 
+from mpsd.core.enforcement import opened
 from mpsd.core.errors import (
     ControlError,
     ControlUnknownCommandError,
@@ -91,6 +92,8 @@ class WantedLimits:
         differs. Raises as `Observer.set` does.
         """
         self._own.follow(daemon)
+        is_continued = not fresh and self._observer.control_log.is_continued
+        self._observer.left = opened.any_of(self._own.limits) if is_continued else None
         while True:
             wanted = self.limits
             try:

@@ -123,7 +123,7 @@ def _in_force(
         return f"{_UNKNOWN} of {limit(name, exact)}" if each["mps"] else f"- of {limit(name, exact)}"
     granted = limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with the same precision
     most = limit(name, in_force[name])
-    least = most if at_least is None else limit(name, at_least[name])
+    least = "?" if at_least is None else limit(name, at_least[name])
     return f"{most} of {granted}" if least == most else f"{least} to {most} of {granted}"
 
 

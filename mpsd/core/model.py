@@ -286,7 +286,7 @@ class Client:
     gpu: str
     server: int
     opened: Opened | None
-    """None where mpsd did not run when the client connected."""
+    """None where that is not known of the time when it connected."""
     environment: Mapping[str, str] | None
     """The variables of CUDA and MPS that it was started with; None where they cannot be read."""
     uid: int

@@ -175,6 +175,11 @@ class RunDir:
         return self._settings.paths.runtime_dir / "ends"
 
     @cached_property
+    def clients(self) -> Path:
+        """The file with the limits that were open to each client."""
+        return self._settings.paths.runtime_dir / "clients.json"
+
+    @cached_property
     def saved_compute_modes(self) -> Path:
         """The record of the compute modes that mpsd must restore on GPUs."""
         return saved_compute_modes(self._settings)
@@ -222,21 +227,19 @@ def check(settings: Settings, names: Sequence[str], *, private: bool) -> None:
     """
     pipe = settings.paths.runtime_dir / "mps" / max(names, key=len, default="") / LONGEST_SOCKET_NAME
     for path, most in ((pipe, CONTROL_PATH_BYTES), (settings.socket, SOCKET_PATH_BYTES)):
-        length = len(os.fsencode(path))
-        if length > most:
+        if (length := len(os.fsencode(path))) > most:
             raise ConfigurationError(
                 f"the socket path {path} has {length} bytes, and the maximum is {most}",
                 hint="choose a shorter paths.runtime_dir (or --root)",
                 limit="paths.runtime_dir",
             )
-    if os.geteuid() == 0 and not private:
-        closed = closed_to_others(settings.paths.runtime_dir)
-        if closed is not None:
-            raise ConfigurationError(
-                f"other uids may not traverse {closed}, and MPS runs a server under its client's uid",
-                hint=f"chmod o+x {closed}, or choose another paths.runtime_dir",
-                limit="paths.runtime_dir",
-            )
+    closed = closed_to_others(settings.paths.runtime_dir)
+    if os.geteuid() == 0 and not private and closed is not None:
+        raise ConfigurationError(
+            f"other uids may not traverse {closed}, and MPS runs a server under its client's uid",
+            hint=f"chmod o+x {closed}, or choose another paths.runtime_dir",
+            limit="paths.runtime_dir",
+        )
 
 
 def check_acl_support(settings: Settings) -> None:
@@ -328,8 +331,7 @@ def publish(path: Path, mode: int, group: str) -> socket.socket:
         hidden.unlink(missing_ok=True)
         listener.bind(os.fspath(hidden))
         hidden.chmod(mode)
-        gid = _gid(group)
-        if gid is not None:
+        if (gid := _gid(group)) is not None:
             os.chown(hidden, -1, gid)
         listener.listen(1024)
         hidden.rename(path)
@@ -345,8 +347,7 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
 
     Raises ConfigurationError. The socket is not changed, since it is not mpsd's own.
     """
-    name = os.fsdecode(listener.getsockname())
-    if name != os.fspath(path):
+    if (name := os.fsdecode(listener.getsockname())) != os.fspath(path):
         raise ConfigurationError(
             f"systemd passed the socket {name}, but api.socket is {path}",
             hint=f"set ListenStream={path} in mpsd.socket (systemctl edit mpsd.socket), or change api.socket",
@@ -359,8 +360,7 @@ def check_published(listener: socket.socket, path: Path, mode: int, group: str) 
             hint=f"set SocketMode={mode:04o} in mpsd.socket (systemctl edit mpsd.socket), or change api.mode",
             limit="api.mode",
         )
-    gid = _gid(group)
-    if gid is not None and found.st_gid != gid:
+    if (gid := _gid(group)) is not None and found.st_gid != gid:
         raise ConfigurationError(
             f"{path} has group {found.st_gid}, but api.group is {group!r}",
             hint=f"set SocketGroup={group} in mpsd.socket (systemctl edit mpsd.socket), or change api.group",

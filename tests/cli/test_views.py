@@ -252,7 +252,7 @@ def test_judged_clients_and_leases() -> None:
     [
         (25.0, 25.0, " 25% of 25%"),
         (0.1, 25.0, "0.1% to 25% of 25%"),
-        (None, 25.0, " 25% of 25%"),
+        (None, 25.0, "? to 25% of 25%"),
         (None, None, "unknown of 25%"),
     ],
 )
@@ -301,7 +301,7 @@ def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> No
         "mps": True,
         "limits_granted": limits(granted),
         "limits_in_force": limits(in_force),
-        "limits_at_least": None,
+        "limits_at_least": limits(in_force),
         "memory_held": None,
         "ok": True,
         "because": "",

@@ -41,6 +41,7 @@ ROOMS: Final = {
     "daemon/control": frozenset({"daemon/record", "daemon/ends"}),
     "daemon/holders": frozenset[str](),
     "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control", "daemon/holders"}),
+    "daemon/violations": frozenset({"daemon/record", "daemon/ends", "daemon/leases"}),
     "daemon/canary": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
     "daemon/node": frozenset(
         {
@@ -50,6 +51,7 @@ ROOMS: Final = {
             "daemon/control",
             "daemon/holders",
             "daemon/leases",
+            "daemon/violations",
             "daemon/canary",
         }
     ),

@@ -1,6 +1,8 @@
 """The limits that were open to a client of MPS, as far as they can be known, as bounds. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import reduce
 from typing import Final
 
 from mpsd.core.model import ReadBack
@@ -25,6 +27,12 @@ def between(last: Bounds | None, now: ReadBack, foreign: Bounds) -> Bounds | Non
     return None if last is None else widened(widened(last, Bounds(now, now)), foreign)
 
 
+def any_of(limits: Iterable[ReadBack]) -> Bounds | None:
+    """Return the bounds of limits of which any may have been in force; None where there are none."""
+    each = [Bounds(one, one) for one in limits]
+    return reduce(widened, each) if each else None
+
+
 def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Opened | None:
     """Return the limits that were open to a client: `known` before, or for a `new` one, those since it connected."""
     if new:
@@ -32,12 +40,14 @@ def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Open
     return None if known is None else replace(known, since=widened(known.since, meanwhile or ANYTHING))
 
 
-def continued(known: Opened, now: Opened | None, *, has_context: bool) -> Opened:
+def continued(known: Opened | None, now: Opened | None, *, has_context: bool) -> Opened | None:
     """Return what was open to a client by `known`, at an earlier look, and by `now`; None: that is unknown.
 
     A client that had a context at the earlier look (`has_context`) has no less than was open by then, since a later
     fall of the ceiling can only apply to its later contexts.
     """
+    if known is None:
+        return None
     since = widened(known.since, now.since if now is not None else ANYTHING)
     if not has_context:
         return Opened(known.connecting, since)

@@ -176,7 +176,7 @@ def _client(
         client.server,
         True,
         granted,
-        None if doubt and client.opened is None else in_force.most,
+        None if client.opened is None and violations.exceeds(in_force.most, granted, memory=memory) else in_force.most,
         None if client.opened is None else in_force.least,
         bytes_held,
         verdict,

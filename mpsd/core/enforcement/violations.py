@@ -14,7 +14,7 @@ from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.opened import ANYTHING
 from mpsd.core.holders import holders
 from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
-from mpsd.core.mps.limits import LIMITS, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
+from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
 from mpsd.core.units import briefly, format_size
 
@@ -128,7 +128,7 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
         )
     if more and client.opened is None:
         return (
-            f"process {pid} connected before this mpsd could see what was open to it; unless it has set its environment"
+            f"mpsd could not see what was open to process {pid} when it attached; unless it has set its environment"
             f" itself, it can use {more}; {_to_be_certain(client, lease)}"
         )
     if more:
@@ -136,7 +136,12 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
             f"process {pid} was not started in the environment of lease {lease.id}; unless it has set that itself, it"
             f" can use up to {more}; {_to_be_certain(client, lease)}"
         )
-    less = falls_short(client.opened.since.least, lease, share, memory=memory) if client.opened is not None else ""
+    if client.opened is None or client.opened.since.least == NOTHING:
+        return (
+            f"process {pid} may have less than its part of the lease: mpsd could not see all that was open to it;"
+            f" {_to_be_certain(client, lease)}"
+        )
+    less = falls_short(client.opened.since.least, lease, share, memory=memory)
     if less:
         return (
             f"process {pid} may for good have only {less}: no more was open at a moment when it attached;"

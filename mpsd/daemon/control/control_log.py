@@ -84,6 +84,8 @@ class ControlLog:
         """The key that identifies mpsd's own conversations with this daemon in the log, including those of the previous
         mpsd."""
         self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
+        self.is_continued = stored is not None
+        """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
         self.foreign = 0
         """The number of foreign commands so far."""
         self.unexplained: tuple[str, ...] = ()
@@ -174,9 +176,14 @@ class ControlLog:
         return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
 
     @property
-    def has_forgotten(self) -> bool:
-        """Whether there were more foreign commands than mpsd remembers: those may have been anything."""
-        return self.foreign - self._settled > _MOST_COMMANDS
+    def shows_all_commands(self) -> bool:
+        """Whether `unexplained` contains every command of others since the last query for their effect.
+
+        It does not where the log is silent, has more than was read, or has lines that may stand for any command; and
+        where there were more commands than mpsd remembers.
+        """
+        has_forgotten = self.foreign - self._settled > _MOST_COMMANDS
+        return not (self.is_unaccounted or has_forgotten or self.silence.since or self._control.behind)
 
     def settle(self, foreign: int) -> None:
         """Note that the effect of the first `foreign` commands is known; later ones may have come too late."""

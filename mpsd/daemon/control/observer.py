@@ -102,9 +102,7 @@ class Observer:
         """Whether the driver has a client priority, as far as known."""
         self._limits: tuple[Limit, ...] = LIMITS
         """The limits that the driver has, as far as known."""
-        self._paths = paths
-        self._let_in = let_in
-        self._log = log
+        self._paths, self._let_in, self._log = paths, let_in, log
         self._bounded = BoundedLog(log)
         """For entries that a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
@@ -113,6 +111,8 @@ class Observer:
         """By server, also one that does not answer for a while, the limits that were open to each of its clients."""
         self._given: dict[ProcessIdentity, Bounds | None] = {}
         """By server, the bounds of the limits of its next client since it last reported them; None: unknown."""
+        self.left: Bounds | None = None
+        """The limits that an earlier mpsd left, if they are known: they apply until the first conversation."""
         self._held_since = 0.0
         """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
@@ -292,7 +292,7 @@ class Observer:
 
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
-        last = self._given.get(identity, None if before is None else Bounds(before, before))
+        last = self._given.get(identity, self.left if before is None else Bounds(before, before))
         foreign = drift.opened(self.control_log.unexplained, server.pid, fresh=identity not in self._given)
         meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
@@ -301,7 +301,7 @@ class Observer:
             facts = {"command": shown(meanwhile.most), "given": shown(given)}
             self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
             meanwhile = None
-        if self.control_log.is_unaccounted or self.control_log.has_forgotten or self.control_log.silence.since:
+        if not self.control_log.shows_all_commands:
             meanwhile = None  # the limits of new clients are unknown, and no command of another user was seen
         self._given[identity] = meanwhile if server.limits is None else Bounds(server.limits, server.limits)
         known = self._opened.get(identity, {})
@@ -364,8 +364,7 @@ class Observer:
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """Note that the daemon is gone: its answers no longer hold, and its living servers are orphans."""
         self.found_orphans((*self._servers, *found))
-        self.read_back, self.drift, self._servers = None, (), {}
-        self._priority = None
+        self.read_back, self.drift, self._servers, self._priority = None, (), {}, None
         self.control_log.forget()
         self._held_since = 0.0
 

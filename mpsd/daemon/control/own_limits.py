@@ -19,6 +19,11 @@ _MOST: Final = 8
 """Maximum remembered limits while none of them is known to have taken effect: the first of them, and the latest."""
 
 
+_LASTING: Final = 1.0
+"""Seconds for which limits must have been in force before earlier ones are removed from the disk, so that leases that
+come and go cause no writes."""
+
+
 class _File(Struct, forbid_unknown_fields=True):
     boot_id: str
     process: ProcessIdentity
@@ -36,6 +41,8 @@ class OwnLimits:
         """The latest last."""
         self._stored: tuple[ReadBack, ...] = ()
         """Limits on disk, at least these: leases that come and go mostly cause the same two."""
+        self._settled_since = 0.0
+        """Since when the same limits have been read back as wanted, in seconds of the monotonic clock."""
 
     def follow(self, daemon: ProcessIdentity) -> None:
         """Load the limits that an earlier mpsd gave this process, if the process is another one than before.
@@ -44,7 +51,7 @@ class OwnLimits:
         """
         if daemon == self._process:
             return
-        self._process, self.limits, self._stored = daemon, (), ()
+        self._process, self.limits, self._stored, self._settled_since = daemon, (), (), 0.0
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
@@ -55,7 +62,23 @@ class OwnLimits:
         """Note limits that are about to be set; where they cannot be stored, this mpsd still knows them."""
         limits = (*(each for each in self.limits if each != _as_read_back(wanted)), _as_read_back(wanted))
         self.limits = limits if len(limits) <= _MOST else (limits[0], *limits[1 - _MOST :])
-        if self._process is None or {*self.limits} <= {*self._stored}:
+        self._settled_since = 0.0
+        if not {*self.limits} <= {*self._stored}:
+            self._store()
+
+    def settle(self, wanted: Limits) -> None:
+        """Note that every limit read back as wanted: any later difference is a change by others.
+
+        The limits that were in force earlier are removed from the disk after a while: then a client that connects while
+        mpsd is away is known to have found these.
+        """
+        self.limits, now = (_as_read_back(wanted),), clock.monotonic()
+        self._settled_since = self._settled_since or now
+        if now >= self._settled_since + _LASTING and self._stored != self.limits:
+            self._store()
+
+    def _store(self) -> None:
+        if self._process is None:
             return
         try:
             atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), self._process, self.limits)))
@@ -63,10 +86,6 @@ class OwnLimits:
             self._log.error(EventName.LIMITS_NOT_STORED, because=str(error))
         else:
             self._stored = self.limits
-
-    def settle(self, wanted: Limits) -> None:
-        """Note that every limit read back as wanted: any later difference is a change by others."""
-        self.limits = (_as_read_back(wanted),)
 
 
 def _as_read_back(wanted: Limits) -> ReadBack:

@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import structs
 
-from mpsd.core.enforcement import drift
+from mpsd.core.enforcement import drift, opened
 from mpsd.core.errors import (
     ControlError,
     ControlUnknownCommandError,
@@ -110,6 +110,8 @@ class WantedLimits:
         differs. Raises as `Observer.set` does.
         """
         self._own.follow(daemon)
+        is_continued = not fresh and self._observer.control_log.is_continued
+        self._observer.left = opened.any_of(self._own.limits) if is_continued else None
         if self._keeps and (self._in_force is None or self._in_force[0] != daemon):
             await self._note_in_force(daemon, fresh=fresh)
         while True:

@@ -1,4 +1,4 @@
 """The endings of MPS clients and control daemons: the same steps for all, recorded on disk, and once per process.
 
-Imported by: daemon, daemon/control, daemon/leases, daemon/node.
+Imported by: daemon, daemon/control, daemon/leases, daemon/node, daemon/violations.
 """

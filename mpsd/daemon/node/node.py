@@ -35,12 +35,13 @@ from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import stopping
 from mpsd.daemon.leases.quarantine import Quarantine
-from mpsd.daemon.leases.violation_monitor import ViolationMonitor
 from mpsd.daemon.node import holder_check, offering
 from mpsd.daemon.node.claim_taking import ClaimTaking
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.violations.opened_record import OpenedRecord
+from mpsd.daemon.violations.violation_monitor import ViolationMonitor
 from mpsd.system import clock, host_environment
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.gpu import GpuSource
@@ -69,14 +70,11 @@ class Node:
         log: Logger,
         simulated: bool,
     ) -> None:
-        self.settings = settings
-        self.simulated = simulated
+        self.settings, self.simulated = settings, simulated
         self.since = clock.now()
         self.missing = host_environment.missing(settings.current)
         """The requirements on mpsd's environment that were not met at its start."""
-        self._program = program
-        self._run_dir = run_dir
-        self._log = log
+        self._program, self._run_dir, self._log = program, run_dir, log
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
         modes = ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log)
@@ -102,7 +100,10 @@ class Node:
         self._endings = endings
         endings.suspect = server_watches.suspect
         parts = (leases.clients, leases.ledger.find, settings, endings)
-        self.violation_monitor = ViolationMonitor(*parts, quarantine=quarantine, log=log, read_soon=self.gpus.read_soon)
+        record = OpenedRecord(run_dir.clients, log)
+        self.violation_monitor = ViolationMonitor(
+            *parts, quarantine=quarantine, opened_record=record, log=log, read_soon=self.gpus.read_soon
+        )
 
     # -- running ------------------------------------------------------------------------------------------------------
 

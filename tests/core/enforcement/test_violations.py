@@ -11,7 +11,7 @@ from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer, share
 from mpsd.core.enforcement import attribution
-from mpsd.core.enforcement.opened import ANYTHING, between, continued, opened, widened
+from mpsd.core.enforcement.opened import ANYTHING, any_of, between, continued, opened, widened
 from mpsd.core.enforcement.verification import Verdict, verify
 from mpsd.core.enforcement.violations import (
     AttributedClient,
@@ -143,6 +143,8 @@ def test_what_was_open() -> None:
     assert between(fixed, CLOSED, nobody) == Bounds(CLOSED, PART)
     assert between(wide, PART, nobody) == wide
     assert between(fixed, PART, Bounds(CLOSED, ReadBack(800, 0))) == Bounds(CLOSED, ReadBack(800, 2 * GIB))
+    assert any_of([]) is None
+    assert any_of([PART, CLOSED, WIDE]) == wide
     first = opened(None, fixed, new=True)
     assert first == Opened(fixed, fixed)
     assert first is not None
@@ -161,6 +163,8 @@ def test_first_context() -> None:
     later = continued(first, Opened(fixed, wide), has_context=True)
     assert later == Opened(fixed, Bounds(PART, WIDE), CLOSED)
     assert continued(later, first, has_context=True) == later
+    assert later is not None
+    assert continued(None, first, has_context=True) is None
     assert continued(later, None, has_context=True) == Opened(fixed, anything, NOTHING)
     assert continued(first, first, has_context=True) == first
     # Where what was open when it connected belongs to an earlier mpsd, a later look does not replace it.
@@ -243,12 +247,12 @@ def kinds(attached: AttributedClient, *, denied: bool = True, memory: bool = Tru
     [
         (WIDE, {}, "100 % of the threads instead of 25 % and unlimited memory instead of 2GiB"),
         (WIDE, None, "cannot be read"),
-        (None, {}, "before this mpsd could see"),
+        (None, {}, "mpsd could not see what was open to process 100 when it attached; unless"),
         (ReadBack(250, 3 * GIB), {}, "3GiB of memory instead of 2GiB"),
         (PART, {}, ""),
         (PART, None, ""),
         (WIDE, lease().shares[0].env, ""),
-        (None, lease().shares[0].env, ""),
+        (None, lease().shares[0].env, "may have less than its part of the lease"),
     ],
 )
 def test_what_only_might_be(opened: ReadBack | None, environment: dict[str, str] | None, word: str) -> None:
@@ -379,7 +383,10 @@ def test_verify() -> None:
     well = verify(granted, [client(of=granted)], held, (), memory=True)
     assert (well.verdict, [each.held for each in well.processes]) == (Verdict.OK, [GIB])
     # The lease is well with anything open, as long as its client's environment limits it; otherwise it is unknown.
-    assert verify(granted, [client(of=granted, ceiling=None)], held, (), memory=True).ok
+    assert verify(granted, [client(of=granted, ceiling=WIDE)], held, (), memory=True).ok
+    # Where it is not known what was open when it attached, its client may have less.
+    unseen = verify(granted, [client(of=granted, ceiling=None)], held, (), memory=True)
+    assert (unseen.verdict, unseen.processes[0].in_force, unseen.processes[0].at_least) == (Verdict.UNKNOWN, PART, None)
     for what in (client(ceiling=None), client(ceiling=WIDE), client(ceiling=PART, since=WIDE)):
         doubt = verify(granted, [what], held, (), memory=True)
         assert (doubt.verdict, doubt.processes[0].verdict) == (Verdict.UNKNOWN, Verdict.UNKNOWN)

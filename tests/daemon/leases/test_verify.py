@@ -243,7 +243,7 @@ def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
             # mpsd has forgotten some of so many commands; any of them could be the one, so no process is in violation.
             answer = verified(node, lease["id"])
             assert (answer["ok"], answer["violations"], only(answer)["limits_in_force"]) == (False, [], None)
-            assert "before this mpsd could see what was open to it" in answer["because"]
+            assert "mpsd could not see what was open to" in answer["because"]
 
 
 # -- not known ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from mpsd.daemon.ends.endings import VIOLATION, Endings
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.violations.opened_record import ClientKey, KnownClient, OpenedRecord
 from mpsd.system import clock, proc, process_table
 
 _VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
@@ -52,6 +53,7 @@ class ViolationMonitor:
         endings: Endings,
         *,
         quarantine: Quarantine,
+        opened_record: OpenedRecord,
         log: Logger,
         read_soon: Callable[[], None],
     ) -> None:
@@ -63,9 +65,8 @@ class ViolationMonitor:
         self._quarantine = quarantine
         self._log = log
         self._read_soon = read_soon
-        self._seen: dict[tuple[str, ProcessIdentity], Client] = {}
-        self._with_context: set[tuple[str, ProcessIdentity]] = set()
-        """The clients that NVML listed, which proves that each has had a context."""
+        self._seen: dict[ClientKey, Client] = {}
+        self._opened_record = opened_record
         self._daemons: dict[str, Daemon] = {}
         self._usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs."""
@@ -132,7 +133,7 @@ class ViolationMonitor:
 
     def _list_clients(self) -> None:
         """Collect the living clients that the servers list; a pid that was reused belongs to none of them."""
-        seen: dict[tuple[str, ProcessIdentity], Client] = {}
+        seen, known = dict[ClientKey, Client](), dict[ClientKey, KnownClient]()
         for daemon in self._daemons.values():
             usage = self._usages.get(daemon.gpu)
             listed = usage.value.processes if isinstance(usage, Known) else {}
@@ -143,21 +144,23 @@ class ViolationMonitor:
                     # client.
                     if found is not None and proc.live_ticks(identity.pid) == identity.start_ticks:
                         seen[key] = found
-                        if identity.pid in listed and listed[identity.pid].mps:
-                            self._with_context.add(key)
+                        before = self._opened_record.of(key, server.pid)
+                        has_context = identity.pid in listed and listed[identity.pid].mps
+                        has_context = has_context or (before is not None and before.has_context)
+                        known[key] = KnownClient(server.pid, found.opened, has_context)
         self._seen = seen
-        self._with_context &= seen.keys()
+        self._opened_record.keep(known)
 
     def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
         """Return a client that a server lists, with the limits that were open to it until now; None when it is gone."""
-        known, opened = self._seen.get((daemon.name, identity)), server.opened[identity]
+        key, opened = (daemon.name, identity), server.opened[identity]
+        known, before = self._seen.get(key), self._opened_record.of(key, server.pid)
+        if before is not None:
+            opened = continued(before.opened, opened, has_context=before.has_context)
         if known is None or known.server != server.pid:
             environment, uid = proc.variables_of(identity.pid, _VARIABLES), proc.real_uid(identity.pid)
             found = (identity, daemon.name, daemon.gpu, server.pid, opened, environment)
             return None if uid is None else Client(*found, uid)
-        if known.opened is not None:
-            has_context = (daemon.name, identity) in self._with_context
-            opened = continued(known.opened, opened, has_context=has_context)
         return replace(known, opened=opened)
 
     def _follow_faults(self) -> None:

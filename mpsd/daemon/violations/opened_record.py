@@ -1,0 +1,104 @@
+"""The limits that were open to each client, on disk: they cannot be asked for, and the next mpsd must know them.
+
+The file is in the runtime directory, since no client outlives the boot. It is not synchronised to the disk.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from mpsd.core.model import ProcessIdentity, ReadBack, Unknown
+from mpsd.core.quantities import Bounds, Opened, Pid
+from mpsd.daemon.record import encoding
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import atomic_file, clock, process
+
+ClientKey: TypeAlias = tuple[str, ProcessIdentity]
+"""A client: its control daemon, and its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownClient:
+    """The facts about a client that no later look shows."""
+
+    server: int
+    opened: Opened | None
+    has_context: bool
+    """Whether NVML has listed it, which proves that it has had a context."""
+
+
+class _Row(Struct, forbid_unknown_fields=True):
+    daemon: str
+    process: ProcessIdentity
+    server: Pid
+    has_context: bool
+    connecting: tuple[ReadBack, ReadBack] | None
+    since: tuple[ReadBack, ReadBack] | None
+    later: ReadBack | None
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    boot_id: str
+    clients: tuple[_Row, ...]
+
+
+class OpenedRecord:
+    """The known clients, in memory and on disk; one that has ended is forgotten at the next write."""
+
+    def __init__(self, path: Path, log: Logger) -> None:
+        """Load the clients that an earlier mpsd knew; a damaged file is logged, and counts as empty."""
+        self._path = path
+        self._log = log
+        self._clients: dict[ClientKey, KnownClient] = {}
+        self._not_stored = ""
+        """The last logged reason why the file could not be written."""
+        found = encoding.load(path, _File)
+        if isinstance(found, Unknown):
+            log.warning(EventName.FILE_DAMAGED, because=found.reason)
+        elif found is not None and found.value.boot_id == clock.boot_id():
+            self._clients = {(row.daemon, row.process): _known(row) for row in found.value.clients}
+
+    def of(self, key: ClientKey, server: int) -> KnownClient | None:
+        """Return the facts about a client of a server; None for one that was not seen yet."""
+        known = self._clients.get(key)
+        return known if known is not None and known.server == server else None
+
+    def keep(self, clients: Mapping[ClientKey, KnownClient]) -> None:
+        """Store the present facts, if they have changed. Where that fails, this mpsd still knows them, and tries again.
+
+        A client that its server does not list for a while is kept as long as its process lives.
+        """
+        if not self._not_stored and clients.items() <= self._clients.items():
+            return
+        others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
+        others = {each: known for each, known in others.items() if process.lives(each[1])}
+        self._clients = {**others, **clients}
+        file = _File(clock.boot_id(), tuple(_row(key, known) for key, known in self._clients.items()))
+        try:
+            atomic_file.write(self._path, encoding.to_json(file))
+        except OSError as error:
+            if str(error) != self._not_stored:
+                self._log.error(EventName.STORE_FULL, because=str(error))
+            self._not_stored = str(error)
+        else:
+            self._not_stored = ""
+
+
+def _row(key: ClientKey, known: KnownClient) -> _Row:
+    daemon, identity = key
+    opened = known.opened
+    if opened is None:
+        return _Row(daemon, identity, known.server, known.has_context, None, None, None)
+    connecting, since = opened.connecting, opened.since
+    bounds = (connecting.least, connecting.most), (since.least, since.most)
+    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later)
+
+
+def _known(row: _Row) -> KnownClient:
+    opened = None
+    if row.connecting is not None and row.since is not None:
+        opened = Opened(Bounds(*row.connecting), Bounds(*row.since), row.later)
+    return KnownClient(row.server, opened, row.has_context)

@@ -135,18 +135,15 @@ class ViolationMonitor:
         """Collect the living clients that the servers list; a pid that was reused belongs to none of them."""
         seen, known = dict[ClientKey, Client](), dict[ClientKey, KnownClient]()
         for daemon in self._daemons.values():
-            usage = self._usages.get(daemon.gpu)
-            listed = usage.value.processes if isinstance(usage, Known) else {}
             for server in daemon.servers:
                 for identity in server.opened:
                     key, found = (daemon.name, identity), self._client(identity, daemon, server)
-                    # The check of the start time comes last: then everything that was read by this pid was that of the
-                    # client.
+                    # The check of the start time comes last: then what was read by this pid was that of the client.
                     if found is not None and proc.live_ticks(identity.pid) == identity.start_ticks:
                         seen[key] = found
-                        before = self._opened_record.of(key, server.pid)
-                        has_context = identity.pid in listed and listed[identity.pid].mps
-                        has_context = has_context or (before is not None and before.has_context)
+                        before, on_gpu = self._opened_record.of(key, server.pid), self._on_gpu(found)
+                        had_context = before is not None and before.has_context
+                        has_context = had_context or (on_gpu is not None and on_gpu.mps)
                         known[key] = KnownClient(server.pid, found.opened, has_context)
         self._seen = seen
         self._opened_record.keep(known)
@@ -228,8 +225,7 @@ class ViolationMonitor:
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
         held = {share.gpu: {**self.held(lease.id, share.gpu)} for share in lease.shares}
         for each in clients:  # a client beyond the lease's number holds memory too, which is not the lease's
-            process = self._on_gpu(each)
-            if process is not None:
+            if (process := self._on_gpu(each)) is not None:
                 held[each.gpu][each.identity] = process
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = tuple(each for share in lease.shares for each in self._unknown(share, late))

@@ -128,7 +128,8 @@ def test_what_is_not_known(node: Node) -> None:
         verdict, because, (process,) = verified(node, lease)
         assert (verdict, process["limits_at_least"]) == ("unknown", None)
         assert because == (
-            f"process {client.pid} may have less than its part of the lease: mpsd could not see all that was open to it"
+            f"process {client.pid} may have less than its part of the lease: mpsd could not see all that was open to"
+            f' it; to be certain, start it again in that environment: eval "$(mpsctl show {lease["id"]} -o env)"'
         )
         said = node.mpsctl("verify", lease["id"])
         assert (said.returncode, "? to 25% of 25%" in said.stdout) == (1, True)

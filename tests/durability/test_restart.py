@@ -303,6 +303,10 @@ def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
 
     async def rest(leases: Leases, lease: str, pids: list[int]) -> None:
         parent, first, second = pids
+        await eventually(
+            lambda: not any(leases.has_holder(lease, each) for each in leases.find(lease).holders),
+            what="the holder to be gone",
+        )
         os.kill(first, signal.SIGKILL)
         await eventually(
             lambda: [each.pid for each in leases.find(lease).clients] == [second], what="the first client to be gone"

@@ -103,10 +103,12 @@ def serves(node: Node) -> bool:
 
 
 def knows_limits(node: Node) -> bool:
-    """Return whether the next mpsd knows what an older client of another user's lease can use."""
+    """Return whether an mpsd without records of an older client of another user's lease knows what it can use."""
     with leased(node) as client:
         assert client.hello["ok"]
         node.end(signal.SIGKILL)
+        for name in ("clients.json", "gpu0.limits.json"):
+            (node.root / "run" / name).unlink(missing_ok=True)
         node.start()
         wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
         (lease,) = node.get("/v1/leases").json["leases"]

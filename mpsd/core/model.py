@@ -270,6 +270,8 @@ class Server:
     """Since when it has been handling a fatal fault, during which it accepts no client."""
     limits: ReadBack | None = None
     """The maximum for its next client; None while the server does not report it, as while it starts."""
+    is_known: bool = True
+    """Whether it has reported its clients to this mpsd: the list of a busy server is empty."""
     opened: Mapping[ProcessIdentity, Opened | None] = field(default_factory=dict)
     """By client, the limits that were open to it; None where mpsd did not run when it connected.
 

@@ -77,7 +77,8 @@ class _Questions:
             clients = tuple(each for each in self._clients.answer if each not in canaries)
             if limits is None and last is not None:
                 clients = (*clients, *(each for each in _living(last) if each not in clients))
-            return Server(self.identity.pid, status, clients, limits=limits)
+            is_known = limits is not None or (last is not None and last.is_known)
+            return Server(self.identity.pid, status, clients, limits=limits, is_known=is_known)
         return None
 
 

@@ -47,8 +47,17 @@ class Renewal:
 
     @property
     def _is_used(self) -> bool:
-        """Whether the daemon has any client, including those that mpsd cannot see: their pid is 0."""
-        return bool(self._observer.present) or any(0 in server.clients for server in self._observer.servers)
+        """Whether the daemon has, or may have, any client."""
+        return bool(self._observer.present) or self._may_have_unseen_clients
+
+    @property
+    def _may_have_unseen_clients(self) -> bool:
+        """Whether the daemon may have clients that mpsd does not see.
+
+        A client of another pid namespace is listed as pid 0 (R580), and mpsd cannot see whether that process lives. A
+        server that has been busy since before mpsd started has not named its clients yet.
+        """
+        return any(0 in each.clients or not each.is_known for each in self._observer.servers)
 
     def want(self, uid: int, ask: Callable[[], Callable[[], bool]]) -> None:
         """Request a replacement for this uid of a daemon that had another user, where no client of that user is left.
@@ -93,12 +102,8 @@ class Renewal:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether the daemon has no lease and no living process left.
-
-        A client of another pid namespace is listed as pid 0 (R580), and mpsd cannot see whether that process lives.
-        """
-        unseen = any(0 in each.clients for each in self._observer.servers)
-        return not any(self._leases.on(self._name)) and not unseen and not self.present
+        """Whether the daemon has no lease and no living process left."""
+        return not any(self._leases.on(self._name)) and not self._may_have_unseen_clients and not self.present
 
     @property
     def present(self) -> bool:
@@ -108,8 +113,7 @@ class Renewal:
     @property
     def has_to_force(self) -> bool:
         """Whether a daemon must be forced to quit: a wedged server never exits, and it has no client left."""
-        unseen = any(0 in each.clients for each in self._observer.servers)
-        return self._distrusted is not None and not unseen and not self.present
+        return self._distrusted is not None and not self._may_have_unseen_clients and not self.present
 
     def follow(self, state: State) -> None:
         """Follow the state of the daemon."""
@@ -122,9 +126,7 @@ class Renewal:
 
         That user has its one seat, or has used up the daemon's descriptors: no process can have become a client since.
         """
-        if any(0 in server.clients for server in self._observer.servers):
-            return False
-        if any(self._leases.on(self._name)) or self.present:
+        if not self.is_deserted:
             return False
         if self._control_log.descriptors_used_up is not None:
             return self._pipe_access.users is not None

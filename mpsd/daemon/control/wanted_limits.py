@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import structs
 
-from mpsd.core.enforcement import drift, opened
+from mpsd.core.enforcement import ceiling, drift, opened
 from mpsd.core.errors import (
     ControlError,
     ControlUnknownCommandError,
@@ -140,12 +140,22 @@ class WantedLimits:
 
     async def _note_in_force(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
         """Note the limits in force of an adopted daemon; a fresh one has none that any client needs."""
-        self._in_force = None
+        self._in_force = (daemon, ceiling.SMALLEST) if fresh else None
         if not fresh:
-            await self._observer.read(self.limits, self._own.limits)
+            await self._read()
             found = (self._observer.read_back, *(server.limits for server in self._observer.servers))
             self._in_force = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
             self._others = False  # the next check tells whether they suffice
+
+    async def _read(self) -> None:
+        """Read every limit back, once more if that shows that the driver does not have all of them."""
+        wanted = self.limits
+        try:
+            await self._observer.read(wanted, self._own.limits)
+        except ControlUnknownCommandError:
+            if self.limits == wanted:
+                raise
+            await self._observer.read(self.limits, self._own.limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,8 @@ class EndSteps:
         self._suspect = suspect
         self._log = log
         self._killed = False
+        self._obstacle = ""
+        """The last reported reason why it stays."""
         self._powerless = ""
         """The reason why mpsd cannot send it signals, if it cannot."""
         self._pause = _FIRST_LOOK
@@ -116,6 +118,8 @@ class EndSteps:
             self._living.close()
 
     async def _take(self, move: Move) -> None:
+        if move.act is not Act.STAY and not self._powerless:
+            self.progress = self.progress._replace(stays="", exhausted=False)  # the obstacle is gone
         match move.act:
             case Act.AWAIT:
                 await self._await_answer()
@@ -128,7 +132,9 @@ class EndSteps:
             case Act.STAY:
                 await self._stay(move.because, exhausted=move.exhausted)
             case Act.SIGKILL if self._killed:
-                await self._gone_within(_LAST_LOOK)  # the kernel has not released it yet
+                await self._gone_within(_LAST_LOOK)
+                if not self._is_gone:
+                    await self._stay("it got SIGKILL, and the kernel has not released it yet")
             case act:
                 self._signal(act, move.suspects)
 
@@ -150,8 +156,9 @@ class EndSteps:
 
     async def _stay(self, because: str, *, exhausted: bool = False) -> None:
         """Report once why the process still runs, and check again after a while."""
-        before, self.progress = self.progress, self.progress._replace(stays=because, exhausted=exhausted)
-        if before.stays != because:
+        self.progress = self.progress._replace(stays=because, exhausted=exhausted)
+        if self._obstacle != because:
+            self._obstacle = because
             self._log.warning(
                 EventName.CLIENT_NOT_ENDED, pid=self.pid, because=self.ending.because, stays_because=because
             )
@@ -160,6 +167,7 @@ class EndSteps:
 
     def _proceed(self) -> None:
         self.progress, self._pause = Progress("", exhausted=False, since=clock.since_boot()), _FIRST_LOOK
+        self._obstacle = ""
 
     def _forced(self, step: str, **facts: object) -> None:
         self._proceed()

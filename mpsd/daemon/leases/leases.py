@@ -217,9 +217,8 @@ class Leases:
             claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
         try:
-            self._holder_watch.watch(
-                requested.id, named, Purpose.LEASE
-            )  # first, because this step fails without descriptors
+            # First, because this step fails without descriptors.
+            self._holder_watch.watch(requested.id, named, Purpose.LEASE)
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
             self._holder_watch.unwatch(requested.id)
@@ -355,6 +354,7 @@ class Leases:
         """Record the decision about a request: its clients are admitted before its caller gets the answer."""
         if lease.state is not LeaseState.WAITING:
             self._limit_gates.follow(lease)
+            self._holder_watch.has_new.set()  # the request may have waited
         self._group_commit.decided(lease)
 
     @property

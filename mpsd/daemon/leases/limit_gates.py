@@ -253,6 +253,8 @@ class LimitGates:
 
     def _open_for_carriers(self, pids: Collection[int]) -> None:
         """Open the limits for leases whose token a new process outside their families carries (8 us per process)."""
+        if not pids:
+            return
         watched = {each.token: each for each in self._leases.values() if each.token and self._closes_to(each)}
         owners = {token: lease.owner.uid for token, lease in watched.items()}
         for token, carrier in process_table.started_with_among(pids if owners else (), TOKEN, owners):

@@ -1,5 +1,6 @@
 """A busy server answers nothing, which is no sign that it has no clients: they stay known, and so do their limits."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any, Final
@@ -7,6 +8,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.simulator.control import program as simulator
+from mpsd.system import clock, proc
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event, program
 from tests.harness import wait_until
@@ -122,3 +124,32 @@ def test_busy_at_first_sight(make_node: Start, short_tmp: Path) -> None:
         event(node, "client_attributed", client=client.pid, lease=lease["id"])
         answer = verified(node)
         assert (answer["verdict"], "could not see" in answer["because"]) == ("unknown", True), answer
+
+
+def test_wedged(make_node: Start, short_tmp: Path) -> None:
+    """By an earlier mpsd's evidence alone, no control daemon is replaced whose server has not named its clients yet."""
+    node, server = made(make_node, short_tmp, "anytime")
+    node.start()
+    with SimulatedClient(variables(node)) as client:
+        daemon, pid = ({"pid": each, "start_ticks": proc.start_ticks(each)} for each in pids(node, client))
+        node.end()
+        evidence = {"daemon": daemon, "server": pid, "because": "it answered no canary", "wedged": True}
+        (node.root / "run" / "gpu0.unserved.json").write_text(
+            json.dumps({"boot_id": clock.boot_id(), "unserved": evidence})
+        )
+        server.turn(busy=True)
+        node.start(ready=False)
+        for _ in range(3):
+            server.converse()
+        server.turn(busy=False)
+        wait_until(
+            lambda: [each["pid"] for each in node.get("/v1/clients").json["clients"]] == [client.pid],
+            what="the client to be listed",
+        )
+        assert [*pids(node, client)] == [daemon["pid"], pid["pid"]]
+        assert client.process.poll() is None
+
+
+def pids(node: Node, client: SimulatedClient) -> tuple[int, int]:
+    """Return the pids of the control daemon and of a client's server."""
+    return node.daemons()["gpu0"]["pid"], client.hello["server"]

@@ -25,6 +25,8 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import WAITS, SimulatedClient, variables
 
+pytestmark = pytest.mark.usefixtures("binds")
+
 STEPS: Final = int(os.environ.get("MPSD_RUNS", "16"))
 BETWEEN: Final = 4
 """The most steps before the node may settle."""

@@ -18,6 +18,8 @@ from tests.harness import look_at, wait_until
 from tests.node import TOKEN, Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
+pytestmark = pytest.mark.usefixtures("binds")
+
 ANN, BOB = 2711, 2712
 
 DETACHED: Final = ("sh", "-c", 'exec 3<&0; (setsid "$@" <&3 3<&- & ); exit', "sh")

@@ -11,6 +11,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
+pytestmark = pytest.mark.usefixtures("binds")
+
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ALLOW = '[enforcement]\nunadmitted = "allow"\n'
 BOB = 2721

@@ -6,8 +6,10 @@ MPSD_RUNS says how many programs the random run has.
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +26,8 @@ from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variab
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("binds")]
 
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
+MOST: Final = 3
+"""Processes that a job of the random run starts at most, before it ends."""
 
 _ONE_AFTER_ANOTHER: Final = """
 import os, sys, time
@@ -237,6 +241,7 @@ class Job:
     holder: SimulatedClient
     threads: float
     memory: int
+    processes: int = 1
 
     @classmethod
     def granted(cls, node: Node, dice: random.Random) -> "Job":
@@ -252,14 +257,32 @@ class Job:
     def check(self, said: dict[str, Any]) -> None:
         """Check that a process has exactly its share."""
         assert said["ok"], said
-        found = said["mps"], said["active_thread_percentage"], said["pinned_device_mem_limit"]
+        found = said.get("mps", True), said["active_thread_percentage"], said["pinned_device_mem_limit"]
         assert found == (True, self.threads, self.memory)
 
-    def another(self) -> None:
-        """Start one more process, beside the others or after them."""
+    def another(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Start one more process, beside the others or after them; `meanwhile` passes before it becomes a client."""
+        self.processes += 1
         self.holder.tell("another")
+        meanwhile()
         self.holder.tell("go")
         self.check(self.holder.answer())
+
+    def take(self, step: str, restart: Callable[[], None]) -> None:
+        """Take a step, and check each process and context that it makes."""
+        match step:
+            case "another":
+                self.another()
+            case "leave":  # and another starts in the next moment
+                self.holder.tell("exit")
+                self.another()
+            case "restart":  # of mpsd, before a process that is there becomes a client
+                self.another(meanwhile=restart)
+            case "context":
+                self.check(self.holder.context())
+            case "reset":
+                assert self.holder.do("reset")["ok"]
+                self.check(self.holder.context())
 
     def end(self) -> None:
         """End the holder and all processes that it started."""
@@ -269,29 +292,33 @@ class Job:
 
 @pytest.mark.timeout(60 + 2 * RUNS)
 def test_honest_programs(make_node: Start) -> None:
-    """In `anytime` every honest process has exactly its share, whatever processes come and go beside it."""
+    """In `anytime` every context of an honest process has exactly its share, whatever comes and goes beside it."""
     dice = random.Random(0)
     node = make_node(simulate=1, control=None, config="").start()
     jobs, checked = list[Job](), 0
+
+    def restarted() -> None:
+        node.end(signal.SIGKILL)
+        node.start()
+
     try:
         while checked < RUNS:
-            step = dice.choice(["grant", "another", "another", "leave", "end", "read"])
+            step = dice.choice(["grant", "another", "another", "leave", "end", "read", "context", "reset", "restart"])
             if step == "grant" and len(jobs) < 4:
                 jobs.append(Job.granted(node, dice))
                 jobs[-1].check(jobs[-1].holder.hello)
-                checked += 1
-            elif step == "another" and jobs:
-                dice.choice(jobs).another()
-                checked += 1
-            elif step == "leave" and jobs:  # and another starts in the next moment
-                job = dice.choice(jobs)
-                job.holder.tell("exit")
-                job.another()
                 checked += 1
             elif step == "end" and jobs:
                 jobs.pop(dice.randrange(len(jobs))).end()
             elif step == "read":
                 node.get("/v1/gpus")
+            elif jobs and step != "grant":
+                job = dice.choice(jobs)
+                job.take(step, restarted)
+                checked += 1
+                if job.processes > MOST:  # those beyond its lease take room from the next lease
+                    jobs.remove(job)
+                    job.end()
     finally:
         for job in jobs:
             job.end()

@@ -70,6 +70,8 @@ class Kind(StrEnum):
     """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
     QUARANTINE = "quarantine"
     """A uid crashed control daemons and has no access to any of them. The node is healthy without it."""
+    CLIENT_END_LATE = "client_end_late"
+    """A server did not end the contexts of a client in time, and may refuse others. The node stays healthy."""
     CLIENT_END = "client_end"
     """A server is ending the contexts of a client, and grants on its GPU wait. The node stays healthy."""
     NOT_CLOSED = "not_closed"
@@ -81,24 +83,16 @@ class Kind(StrEnum):
 _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
 
 _WARNINGS: Final = frozenset(
-    {Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.CLIENT_END, Kind.NOT_CLOSED, Kind.SUSPECT}
+    {Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.NOT_CLOSED, Kind.SUSPECT}
+    | {Kind.CLIENT_END_LATE, Kind.CLIENT_END}
 )
 """The kinds that leave the node healthy."""
 
 _LIMITS: Final = {
-    Kind.GPU_UNKNOWN: "health",
-    Kind.GPU: "health",
-    Kind.DAEMON: "health",
-    Kind.OPERATION: "hold",
-    Kind.HOLD: "hold",
-    Kind.LEASES_INCOMPLETE: "hold",
-    Kind.SERVER_FAULT: "health",
-    Kind.WEDGED: "health",
-    Kind.CANARY_SILENT: "health",
-    Kind.SERVERS_CANNOT_START: "health",
-    Kind.DRIFT: "health",
-    Kind.UNRESTORED: "health",
-    Kind.GPU_UNSUPPORTED: "health",
+    **dict.fromkeys((Kind.OPERATION, Kind.HOLD, Kind.LEASES_INCOMPLETE), "hold"),
+    **dict.fromkeys((Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.DAEMON), "health"),
+    **dict.fromkeys((Kind.SERVER_FAULT, Kind.WEDGED, Kind.CANARY_SILENT, Kind.SERVERS_CANNOT_START), "health"),
+    **dict.fromkeys((Kind.DRIFT, Kind.UNRESTORED, Kind.CLIENT_END_LATE), "health"),
 }
 """The kinds that stop admission on a GPU, with the `limit` that the refusal names."""
 
@@ -275,6 +269,12 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     if daemon.client_end:
         hint = "wait: it takes enforcement.terminate_deadline at most; for its state: mpsctl daemons"
         yield Reason(Kind.CLIENT_END, name, f"{name}: {daemon.client_end}", hint)
+    if daemon.client_end_late:
+        hint = (
+            f"mpsd sends a canary each minute; at once: mpsctl verify --canary {name}; to end all clients of {name}:"
+            f" mpsctl restart {name} --timeout 0"
+        )
+        yield Reason(Kind.CLIENT_END_LATE, name, f"{name}: {daemon.client_end_late}", hint)
     yield from _of_leases(daemon)
     yield from _of_servers(daemon)
     for drift in daemon.drift:

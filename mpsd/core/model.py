@@ -337,6 +337,8 @@ class Daemon:
     """Whether its driver supports a priority of clients, as far as is known; drivers before 535 do not."""
     client_end: str = ""
     """The reason why the end of one of its clients takes time; the daemon answers no other command meanwhile."""
+    client_end_late: str = ""
+    """Why its server may refuse clients: it did not end the contexts of one in time, and may do so still."""
     hint: str | None = None
     unknown_lines: UnknownLines = UnknownLines()
     operation: str | None = None

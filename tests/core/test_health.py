@@ -117,6 +117,11 @@ OF_DAEMONS: Final = [
     ),
     (daemon(unrestored=("lease x could not be restored",)), Kind.UNRESTORED, "gpu0: lease x could not be restored"),
     (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
+    (
+        daemon(client_end_late="server 42 did not end the contexts of client 7 in time"),
+        Kind.CLIENT_END_LATE,
+        "gpu0: server 42 did not end",
+    ),
     (daemon(client_end="server 42 is ending the contexts of client 7"), Kind.CLIENT_END, "gpu0: server 42 is ending"),
 ]
 

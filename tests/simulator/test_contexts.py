@@ -217,6 +217,20 @@ def test_terminate_client_waits_for_the_work(bench: GpuBench) -> None:
     assert bench.client().hello["server"] == server
 
 
+def test_terminate_client_without_its_front_end(bench: GpuBench) -> None:
+    """A server ends contexts after its front-end is gone, too, and refuses clients until then."""
+    client = bench.client(**{PERCENTAGE: "50"})
+    server = client.hello["server"]
+    client.launch(0.8)
+    with pytest.raises(subprocess.TimeoutExpired):
+        bench.front_end(f"terminate_client {server} {client.pid}", seconds=0.5)
+    assert bench.client().hello == error("MPS_SERVER_NOT_READY", 807)
+    assert client.answer()["ok"]
+    wait_until(lambda: status(bench, server) == ["ACTIVE"], what="the contexts to be ended")
+    assert client.sync() == error("MPS_CLIENT_TERMINATED", 810)
+    assert bench.client().hello["server"] == server
+
+
 def test_wedge(bench: GpuBench) -> None:
     """A client killed in mid-kernel without neighbours leaves a server that serves no client and says it is well.
 

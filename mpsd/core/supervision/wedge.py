@@ -36,6 +36,9 @@ SPACING: Final = 60.0
 """Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
 seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
+NOT_READY: Final = 807
+"""MPS_SERVER_NOT_READY: the server accepts no client now."""
+
 _NO_PLACE: Final = frozenset({808, 809})
 """MPS_MAX_CLIENTS_REACHED and MPS_MAX_CONNECTIONS_REACHED: only a server that answers returns them."""
 
@@ -96,6 +99,8 @@ class CanaryEnd:
     proof: Proof
     because: str
     """A sentence, which names the canary's pid where there was one."""
+    refused: bool = False
+    """Whether the server said that it accepts no client now. That is no wedge, and a client would meet the same."""
 
 
 def proof(*, made: bool, code: int | None, mps: bool | None) -> Proof:

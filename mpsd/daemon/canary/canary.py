@@ -216,4 +216,4 @@ def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
         because = "made a context, but the driver does not tell whether it did so through MPS"
     else:
         because = "initialised CUDA and made a context"
-    return CanaryEnd(proof, f"{who} {because}")
+    return CanaryEnd(proof, f"{who} {because}", refused=code == wedge.NOT_READY)

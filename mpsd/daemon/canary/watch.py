@@ -140,7 +140,10 @@ class ServerWatch:
         if self._unserved is not None and now >= self._again:
             found = "it was found wedged" if self._unserved.wedged else "it did not answer a canary"
             return Suspicion(Cause.WEDGED, f"{found} before")
-        return self._suspicions.due(now)
+        due = self._suspicions.due(now)
+        if due is None and now >= self._again and (late := self._supervisor.client_end_late):
+            return Suspicion(Cause.TERMINATE, late)  # only a canary can show that it accepts clients
+        return due
 
     def _look(self) -> None:
         identity, servers = self._supervisor.process, self._supervisor.servers
@@ -254,6 +257,8 @@ class ServerWatch:
         now = clock.monotonic()
         self._suspicions.settle(now, proven=found.ends[-1].proof is not Proof.NOTHING)
         self._again = now + wedge.SPACING
+        if found.ends[-1].proof is not Proof.SILENCE and not found.ends[-1].refused:
+            self._supervisor.clear_late()
         evidence = f"{found.reason.because}; {found.evidence}"
         if found.verdict is Verdict.WEDGED:
             if not self._is_wedged:

@@ -65,7 +65,7 @@ class Supervisor:
         self.name = name
         self.gpu = gpu
         self._pipe_access = pipe_access
-        self._settings, self._leases = settings, leases
+        self._settings, self._leases, self._endings = settings, leases, endings
         self._log = log.bind(daemon=name)
         self._death_tally = DeathTally(pipe_access.paths.death_tally, pipe_access.let_in, self._log)
         self._launcher = Launcher(gpu, program, pipe_access, self._log)
@@ -111,11 +111,12 @@ class Supervisor:
     def snapshot(self) -> Daemon:
         """Return everything that is known about this control daemon at this moment."""
         evidence, desired = self._instance.evidence, self.drainer.desired
+        late = self.client_end_late
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
             state=self._lifecycle.state,
-            because="; ".join(filter(None, (self._lifecycle.because, self.pipe.waits_for))),
+            because="; ".join(filter(None, (self._lifecycle.because, self.pipe.waits_for or late))),
             hint=self._lifecycle.hint,
             since=self._lifecycle.since,
             process=evidence,
@@ -134,6 +135,7 @@ class Supervisor:
             has_mem_limit=self._observer.has_mem_limit,
             has_client_priority=self._observer.has_client_priority,
             client_end=self.pipe.waits_for,
+            client_end_late=late,
             unknown_lines=self._control_log.unknown,
             operation=self.drainer.summary if desired.waits and desired.operation else None,
             renewing=self._renewal.is_running,
@@ -220,6 +222,15 @@ class Supervisor:
         if self._lifecycle.state not in ANSWERED:
             return f"it is {self._lifecycle.state}: {self._lifecycle.because}"
         return "it is about to be replaced for its next user" if self._renewal.is_due else self._wanted_limits.trouble
+
+    @property
+    def client_end_late(self) -> str:
+        """Why its server may refuse its next client: it did not end the contexts of one in time; empty otherwise."""
+        return self._endings.late_on(self.name)
+
+    def clear_late(self) -> None:
+        """Admit again: a canary has shown that its server accepts clients, or could show nothing."""
+        self._endings.clear_late(self.name)
 
     def renew_for(self, uid: int) -> bool:
         """Request a replacement where the last user was another one, and is gone; tell whether one is in progress.

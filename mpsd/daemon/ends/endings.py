@@ -42,6 +42,8 @@ class Endings:
         server did not end the contexts of its only client, which was ended nevertheless, or did not return from ending
         contexts.
         """
+        self.changed: Callable[[], None] = lambda: None
+        """Called when `late_on` may return something else."""
 
     def add(self, daemon: DaemonOfClients) -> None:
         """Add a control daemon."""
@@ -149,6 +151,18 @@ class Endings:
             return None
         return steps.progress
 
+    def late_on(self, daemon: str) -> str:
+        """Say which server of a control daemon may refuse clients because it is late; empty where none is.
+
+        It did not return from ending the contexts of a client, and may do so still.
+        """
+        return next(filter(None, (each.late_on(daemon) for each in self._steps.values())), "")
+
+    def clear_late(self, daemon: str) -> None:
+        """Note that a canary has shown that the servers of a control daemon accept clients, or could show nothing."""
+        for each in self._steps.values():
+            each.clear_late(daemon)
+
     def _start(self, ending: Ending, living: Process | None) -> None:
         steps = EndSteps(
             ending,
@@ -158,6 +172,7 @@ class Endings:
             store=self._store,
             settings=self._settings,
             suspect=self._report_suspect,
+            changed=self._report_change,
             log=self._log,
         )
         self._steps[ending.process] = steps
@@ -174,9 +189,13 @@ class Endings:
         self._store.forget(target)
         if self._steps.get(target) is steps:
             del self._steps[target], self._tasks[target]
+        self.changed()
 
     def _report_suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
         self.suspect(daemon, server, uid, because)
+
+    def _report_change(self) -> None:
+        self.changed()
 
     def close(self) -> None:
         """Stop here; the next mpsd continues the endings, and the front-ends that wait keep running."""

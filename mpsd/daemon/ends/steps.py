@@ -68,9 +68,13 @@ class EndSteps:
         store: EndStore,
         settings: LiveSettings,
         suspect: Callable[[str, int, int, str], None],
+        changed: Callable[[], None],
         log: Logger,
     ) -> None:
-        """`locks` returns the lock of a control daemon, which ends its clients one at a time."""
+        """`locks` returns the lock of a control daemon, which ends its clients one at a time.
+
+        `changed` is called when `late_on` may return something else.
+        """
         self.ending = ending
         self.progress = Progress("", exhausted=False, since=clock.since_boot())
         self._living = living
@@ -79,7 +83,10 @@ class EndSteps:
         self._store = store
         self._settings = settings
         self._suspect = suspect
+        self._changed = changed
         self._log = log
+        self._late = {*ending.late}
+        """Those late servers that may still end its contexts: no canary has shown since that they accept clients."""
         self._killed = False
         self._obstacle = ""
         """The last reported reason why it stays."""
@@ -95,6 +102,27 @@ class EndSteps:
     @property
     def _is_gone(self) -> bool:
         return self._living is None or self._living.is_gone()
+
+    def late_on(self, daemon: str) -> str:
+        """Say which server of a control daemon may refuse clients because it is late; empty where none is."""
+        if self._is_gone:
+            return ""
+        for name, server in self._late:
+            if name == daemon and proc.start_ticks(server.pid) == server.start_ticks:
+                return (
+                    f"server {server.pid} did not end the contexts of client {self.pid} in time (terminate_client), and"
+                    f" may refuse other clients until it has (CUDA error 807); grants on {daemon} wait for that"
+                )
+        return ""
+
+    def clear_late(self, daemon: str) -> None:
+        """Note that nothing shows that the servers of a control daemon refuse clients."""
+        self._keep_late({each for each in self._late if each[0] != daemon})
+
+    def _keep_late(self, late: set[tuple[str, ProcessIdentity]]) -> None:
+        if self._late != late:
+            self._late = late
+            self._changed()
 
     async def run(self) -> None:
         """Take steps until the process is gone."""
@@ -189,6 +217,8 @@ class EndSteps:
         reasons = [because for _, because in found if because]
         reasons += [f"mpsd does not know {name} now" for name in self.ending.daemons if name not in self._daemons]
         unknown = "; ".join(reasons)
+        if not unknown:  # a server that no longer lists it has ended its contexts
+            self._keep_late(self._late & {(place.daemon, place.server) for place in places})
         return Seen(self._is_gone, places, unknown, clock.since_boot())
 
     def _where(self) -> list[DaemonOfClients]:
@@ -270,6 +300,7 @@ class EndSteps:
         else:
             self._forced("terminate_client", server=server.pid)
             self.change(endings.released(self.ending, server))
+            self._keep_late({each for each in self._late if each[1] != server})
 
     def _refused(self, error: ControlError) -> None:
         pending = self.ending.pending
@@ -288,6 +319,7 @@ class EndSteps:
             )
         )
         if late:
+            self._keep_late(self._late | {(pending.daemon, pending.server)})
             self._report_late(pending.daemon, pending.server)
 
     # -- signals ------------------------------------------------------------------------------------------------------

@@ -280,7 +280,7 @@ class LimitGates:
             gate = self._gates.get(share.daemon)
             if gate is not None:
                 renews = gate.supervisor.renew_for(lease.owner.uid) or renews
-                is_open = is_open and not gate.supervisor.trouble
+                is_open = is_open and not _trouble(gate.supervisor, lease.id)
         if renews:
             return False
         self._pipe_access.open(lease)
@@ -324,7 +324,7 @@ class LimitGates:
                 async with asyncio.timeout(_CANARY_PATIENCE):
                     await self._open(gate, _CANARY)
             except TimeoutError:
-                raise self._not_ready(gate.supervisor) from None
+                raise _not_ready(gate.supervisor, _CANARY) from None
             yield
         finally:
             gate.expected.forget(_CANARY)
@@ -335,7 +335,7 @@ class LimitGates:
         supervisor, patience = gate.supervisor, None
         while gate.expected.expects(lease_id):
             is_open = gate.expected.is_open_to(lease_id)
-            if not supervisor.trouble:
+            if not _trouble(supervisor, lease_id):
                 if is_open:
                     return
                 patience = None
@@ -348,7 +348,7 @@ class LimitGates:
             # The turn may pass meanwhile: the caller does not wait turn after turn for limits that were not opened in
             # time.
             if patience is not None and clock.monotonic() >= patience:
-                raise self._not_ready(supervisor)
+                raise _not_ready(supervisor, lease_id)
             self._waiting += 1
             try:
                 with contextlib.suppress(TimeoutError):
@@ -356,14 +356,6 @@ class LimitGates:
                         await self._moved.wait()
             finally:
                 self._waiting -= 1
-
-    @staticmethod
-    def _not_ready(supervisor: Supervisor) -> DaemonNotReadyError:
-        return DaemonNotReadyError(
-            f"the limits of {supervisor.name} could not be opened: {supervisor.trouble}",
-            hint="try again in a moment; for its state: mpsctl daemons",
-            limit="health",
-        )
 
     def _settle_all(self) -> None:
         for gate in self._gates.values():
@@ -385,3 +377,19 @@ class LimitGates:
         if limits != gate.limits:
             gate.limits = limits
             gate.supervisor.limit(limits)
+
+
+def _trouble(supervisor: Supervisor, lease_id: str) -> str:
+    """Say why the clients of a lease cannot attach yet, although its limits may be open; empty where they can.
+
+    A canary finds out whether a server that is late accepts clients, so it does not wait for that.
+    """
+    return supervisor.trouble or ("" if lease_id == _CANARY else supervisor.client_end_late)
+
+
+def _not_ready(supervisor: Supervisor, lease_id: str) -> DaemonNotReadyError:
+    return DaemonNotReadyError(
+        f"the limits of {supervisor.name} could not be opened: {_trouble(supervisor, lease_id)}",
+        hint="try again in a moment; for its state: mpsctl daemons",
+        limit="health",
+    )

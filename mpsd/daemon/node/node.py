@@ -98,7 +98,7 @@ class Node:
         self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
         self._endings = endings
-        endings.suspect = server_watches.suspect
+        endings.suspect, endings.changed = server_watches.suspect, self._look
         parts = (leases.clients, leases.ledger.find, settings, endings)
         record = OpenedRecord(run_dir.clients, log)
         self.violation_monitor = ViolationMonitor(

@@ -1,20 +1,24 @@
 """Actions that several tests of the daemon need: they end processes, read limits, and replace programs by stand-ins."""
 
 import contextlib
+import json
 import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 
+from tests.daemon.leases.line import Talk
+from tests.driven_program import DrivenProgram
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemon_params
-from tests.simulated_clients import WAITS
+from tests.simulated_clients import WAITS, variables
 from tests.tools import lacking
 
 if TYPE_CHECKING:
@@ -58,6 +62,34 @@ def limits_for(real: RealDaemon) -> str:
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal to a process that is no child of the tests."""
     os.kill(pid, number)
+
+
+_OF_USER: Final = """
+import os, sys
+from mpsd.simulator.client import main
+uid = int(os.environ["CLIENT_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+sys.exit(main())
+"""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
+
+
+def client_of(node: Node, uid: int, **asked: Any) -> DrivenProgram:
+    """Start a client of another user with a lease, by default a small one, whose holder is this process."""
+    with Talk(node.socket, uid=uid) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0", **asked})
+    assert answer.status == 201, answer.body
+    environment = {**variables(node), **answer.json["env"], "CLIENT_UID": str(uid)}
+    return DrivenProgram([sys.executable, "-c", _OF_USER], environment)
+
+
+def quarantine(node: Node, uid: int) -> None:
+    """Have the next mpsd of a node find that this uid is quarantined; mpsd must not run."""
+    quarantined = [{"uid": uid, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
+    record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
+    (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
 
 
 def is_running(pid: int) -> bool:

@@ -18,13 +18,10 @@ import pytest
 from mpsd.core.capabilities import DAEMON, Capability
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start, make_node
-from tests.daemon.helpers import branches
-from tests.daemon.leases.line import Talk
-from tests.driven_program import DrivenProgram
+from tests.daemon.helpers import branches, client_of
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon
-from tests.simulated_clients import variables
 
 __all__ = ["make_node"]
 
@@ -132,27 +129,6 @@ def crash(node: Node, name: str = "gpu0", number: signal.Signals = signal.SIGSEG
 
     found: dict[str, Any] = wait_until(died, what=f"the death of pid {pid} to be told; the log is {node.stderr}")[0]
     return found
-
-
-CLIENT: Final = """
-import os, sys
-from mpsd.simulator.client import main
-uid = int(os.environ["CLIENT_UID"])
-os.setgroups([])
-os.setresgid(uid, uid, uid)
-os.setresuid(uid, uid, uid)
-sys.exit(main())
-"""
-"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
-
-
-def leased(node: Node, uid: int, **asked: Any) -> DrivenProgram:
-    """Start a client of a uid with a lease whose holder is this process, acting as that user."""
-    with Talk(node.socket, uid=uid) as talk:
-        answer = talk.ask("POST", "/v1/leases", {**SMALL, **asked})
-    assert answer.status == 201, answer.body
-    environment = {name: str(value) for name, value in answer.json["env"].items()}
-    return DrivenProgram([sys.executable, "-c", CLIENT], {**variables(node), **environment, "CLIENT_UID": str(uid)})
 
 
 def warnings(node: Node) -> dict[str, str]:
@@ -509,7 +485,7 @@ def test_clients(short_tmp: Path) -> None:
     node = Node(root=short_tmp, simulate=2, config=config)
     try:
         node.start()
-        with leased(node, ANN, gpu="1") as theirs, leased(node, BOB, gpu="1") as other:
+        with client_of(node, ANN, gpu="1") as theirs, client_of(node, BOB, gpu="1") as other:
             assert theirs.hello["ok"]
             assert other.hello["ok"]
             with calling(node.socket, uid=ANN) as ann:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -12,26 +11,13 @@ import pytest
 
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import event, is_running, kill, next_ready, stopped
-from tests.daemon.leases.line import Talk
-from tests.driven_program import DrivenProgram
+from tests.daemon.helpers import client_of, event, is_running, kill, next_ready, quarantine, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
 
 ANN: Final = 61001
 """A uid without rights."""
-
-CLIENT: Final = """
-import os, sys
-from mpsd.simulator.client import main
-uid = int(os.environ["CLIENT_UID"])
-os.setgroups([])
-os.setresgid(uid, uid, uid)
-os.setresuid(uid, uid, uid)
-sys.exit(main())
-"""
-"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
 
 BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
 
@@ -375,16 +361,10 @@ def test_client_that_stays_silent(make_node: Start) -> None:
 @needs_root
 def test_quarantined_user(node: Node) -> None:
     """A canary does not run as a quarantined user, who has no pipe access, although that user's server runs."""
-    with Talk(node.socket, uid=ANN) as talk:
-        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})
-    assert answer.status == 201, answer.body
-    environment = {**variables(node), **answer.json["env"], "CLIENT_UID": str(ANN)}
-    with DrivenProgram([sys.executable, "-c", CLIENT], environment) as client:
+    with client_of(node, ANN) as client:
         assert client.hello["mps"]
         node.end(signal.SIGKILL)
-        quarantined = [{"uid": ANN, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
-        record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
-        (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
+        quarantine(node, ANN)
         node.start(ready=False)
         node.wait_for_state("gpu0", "ready")
         found = canary(node)

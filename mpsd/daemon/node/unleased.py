@@ -26,7 +26,7 @@ class UnleasedClients:
     def left_behind(self, lease: Lease) -> None:
         """Note that a lease has ended while it had clients: they may use their parts on."""
         for share in lease.shares:
-            for client in lease.clients:
+            for client in lease.clients_on(share.gpu):
                 self._parts[share.gpu, client] = unleased.part(lease, share)
 
     def look(

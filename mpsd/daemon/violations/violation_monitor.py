@@ -198,12 +198,12 @@ class ViolationMonitor:
         return found
 
     def occupied(self) -> set[str]:
-        """Return the GPUs that may have clients whose lease is unknown: clients without one, or those of an orphan."""
+        """Return the GPUs that may have clients whose lease is unknown, such as those of a server that names none."""
         unknown = {each.client.gpu for each in self.attached() if each.lease is None}
         return unknown | {
             each.gpu
             for each in self._daemons.values()
-            if each.state not in ANSWERED or any(server.orphan for server in each.servers)
+            if each.state not in ANSWERED or any(server.orphan or not server.is_known for server in each.servers)
         }
 
     @property

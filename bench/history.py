@@ -13,7 +13,18 @@ from typing import Any, Final
 
 from bench.side_by_side import Figure
 from mpsd.core.admission.usage import Account, Usage
-from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity, Share
+from mpsd.core.model import (
+    AttachedProcess,
+    GpuProcess,
+    GpuUsage,
+    Known,
+    Lease,
+    LeaseRequest,
+    LeaseState,
+    Owner,
+    ProcessIdentity,
+    Share,
+)
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import LogFormat, Settings
@@ -93,5 +104,5 @@ def _lease(number: int, at: datetime) -> Lease:
         created=at,
         granted=at,
         shares=(share,),
-        clients=(ProcessIdentity(1000 + number, 1),),
+        attached=(AttachedProcess(ProcessIdentity(1000 + number, 1), share.gpu),),
     )

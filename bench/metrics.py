@@ -18,6 +18,7 @@ from mpsd.core.metrics.exposition import render
 from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import (
+    AttachedProcess,
     Gpu,
     GpuProcess,
     GpuUsage,
@@ -96,7 +97,7 @@ def full(number_of_leases: int = _LEASES) -> NodeSnapshot:
                     {},
                 ),
             ),
-            clients=(ProcessIdentity(number, 1),),
+            attached=(AttachedProcess(ProcessIdentity(number, 1), uuids[number % _GPUS]),),
         )
         for number in range(1, number_of_leases + 1)
     ]

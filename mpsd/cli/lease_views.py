@@ -162,7 +162,7 @@ def leases(answer: "answer_types.Leases", now: datetime, look: Look) -> str:
             *_share_figures(lease),
             name_of(lease["owner"]["uid"]),
             holding_pid(lease),
-            f"{len(lease['clients'])} of {lease['processes'] or 'any'}",
+            f"{len(lease['clients'])} of {lease['processes'] * max(len(lease['shares']), 1) or 'any'}",
             Figure(age(lease["created"], now), -datetime.fromisoformat(lease["created"]).timestamp()),
             _expiry(lease, now),
             holders(lease),
@@ -244,8 +244,9 @@ def _alike(values: Iterable[str]) -> str:
 def lease(answer: "answer_types.Lease", now: datetime) -> str:
     """Show all facts about one lease."""
     threads, memory = _share(answer)
-    most = f"{answer['processes']} at most" if answer["processes"] else "any number"
     shares = answer["shares"]
+    each_gpu = " on each GPU" if len(shares) >= _SEVERAL else ""
+    most = f"{answer['processes']}{each_gpu} at most" if answer["processes"] else "any number"
     wait, expires, ended = answer["wait"], answer["expires"], answer["ended"]
     exactly = "" if answer["pinned_device_mem_limit"] is None else f" ({answer['pinned_device_mem_limit']} bytes)"
     rows = [

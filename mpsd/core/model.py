@@ -393,7 +393,8 @@ class LeaseRequest(Struct, frozen=True, gc=False):
     gpus: int = 1
     """The number of GPUs, all or nothing."""
     processes: int | None = 1
-    """Maximum number of its client processes; they share threads and memory. None: any number; each may use all."""
+    """Maximum number of its client processes on each of its GPUs; they share threads and memory there. None: any
+    number; each may use all."""
     priority: int = 0
     """A higher number is served first."""
     name: str = ""
@@ -417,6 +418,13 @@ class Share(Struct, frozen=True, gc=False):
     """The environment that holds each client process to its share."""
 
 
+class AttachedProcess(Struct, frozen=True, gc=False):
+    """A client process of a lease on one of the lease's GPUs."""
+
+    process: ProcessIdentity
+    gpu: str
+
+
 class Lease(Struct, frozen=True, gc=False):
     """A promise: its holders may use these shares until the lease ends. A waiting lease is a place in the queue.
 
@@ -434,8 +442,8 @@ class Lease(Struct, frozen=True, gc=False):
     arrival: int
     created: Moment
     shares: tuple[Share, ...] = ()
-    clients: tuple[ProcessIdentity, ...] = ()
-    """The living client processes that were attributed to it."""
+    attached: tuple[AttachedProcess, ...] = ()
+    """The living client processes that were attributed to it, each on the GPU whose server lists it."""
     bearers: tuple[ProcessIdentity, ...] = ()
     """Living processes that belong to it by its token alone, clients or not: they keep it alive, and it ends none of
     them."""
@@ -450,6 +458,15 @@ class Lease(Struct, frozen=True, gc=False):
     """Why its clients are being ended: it accepts no more of them, and ends after the last of them."""
     claimed_for: int | None = None
     """The uid that it was first claimed for, under which its request_id counts; None: its request had a holder."""
+
+    @property
+    def clients(self) -> tuple[ProcessIdentity, ...]:
+        """Its client processes, whichever of its GPUs they use."""
+        return tuple(dict.fromkeys(each.process for each in self.attached)) if self.attached else ()
+
+    def clients_on(self, gpu: str) -> tuple[ProcessIdentity, ...]:
+        """Return its client processes on one of its GPUs."""
+        return tuple(each.process for each in self.attached if each.gpu == gpu)
 
 
 class Suspect(Struct, frozen=True):

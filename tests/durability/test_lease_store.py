@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from mpsd.core.errors import StorageError
-from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
@@ -247,3 +247,32 @@ def test_leases_of_the_third_version(tmp_path: Path) -> None:
         ]
         assert found.leases[0].expires == 12345.678901234567
         assert [each.row for each in found.unrestored] == [3, 4]
+
+
+def test_leases_of_the_fourth_version(tmp_path: Path) -> None:
+    """The clients of a lease are on each of its GPUs, because it is unknown on which; an invalid row stays."""
+    plain = json.loads(msgspec.json.encode(LEASE))
+    del plain["attached"]
+    identity = {"pid": 7, "start_ticks": 99}
+    each = {"daemon": "gpu0", "threads": {"tenths": 10}, "memory": {"mebibytes": 1}, "env": {}}
+    shares = [{"gpu": gpu, **each} for gpu in ("GPU-1", "GPU-2")]
+    leases = [
+        {**plain, "id": "lease-1", "clients": [], "expires": 12345.678901234567},
+        {**plain, "id": "lease-2", "clients": [identity, {**identity, "pid": 8}], "shares": shares[:1], "arrival": 2},
+        {**plain, "id": "lease-3", "clients": [identity], "shares": shares, "arrival": 3},
+        {**plain, "id": "lease-4", "clients": ["nobody"], "shares": shares[:1], "arrival": 4},
+    ]
+    with closing(Database(tmp_path / "leases.db", LEASES_SCHEMA[:4])) as database:
+        put = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)"
+        texts = enumerate(map(json.dumps, leases), 1)
+        database.commit([(put, summed(number, clock.boot_id(), 0, text, "[]")) for number, text in texts])
+    with opened(tmp_path) as store:
+        found = store.read()
+        client, other = ProcessIdentity(7, 99), ProcessIdentity(8, 99)
+        assert {lease.id: lease.attached for lease in found.leases} == {
+            "lease-1": (),
+            "lease-2": (AttachedProcess(client, "GPU-1"), AttachedProcess(other, "GPU-1")),
+            "lease-3": (AttachedProcess(client, "GPU-1"), AttachedProcess(client, "GPU-2")),
+        }
+        assert found.leases[0].expires == 12345.678901234567
+        assert [(each.row, each.processes) for each in found.unrestored] == [(4, None)]

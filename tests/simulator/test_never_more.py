@@ -28,7 +28,7 @@ from mpsd.core.enforcement.ceiling import (
     awaited,
     each_process,
 )
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity, Share
+from mpsd.core.model import AttachedProcess, Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity, Share
 from mpsd.core.mps.limits import variables, widest_limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Attach
@@ -105,12 +105,14 @@ class Run:
     def awaits(self, lease: Lease, *, anew: bool) -> None:
         """Update a lease, like LimitGates."""
         proofs = [self.proofs.get(each, ContextProof.MISSING) for each in lease.clients]
-        how_long = awaited(lease, self.attach, proofs)
+        how_long = awaited(lease.request.processes, self.attach, proofs)
         self.expected.expect(lease.id, self.part(lease), how_long, now=self.now, anew=anew)
 
     def change(self, lease: Lease, clients: Iterable[ProcessIdentity]) -> None:
         """Record the clients of a lease."""
-        lease = self.leases[lease.id] = structs.replace(lease, clients=tuple(clients))
+        lease = self.leases[lease.id] = structs.replace(
+            lease, attached=tuple(AttachedProcess(each, GPU) for each in clients)
+        )
         self.awaits(lease, anew=True)
 
     # -- what clients do -----------------------------------------------------------------------------------------------

@@ -96,8 +96,8 @@ _REQUEST: Final = (
         "--processes",
         metavar="N|any",
         callback=_processes,
-        help="Number of client processes that use the lease in equal parts; `any`: any number, each may use all of"
-        " it.  [default: 1]",
+        help="Number of client processes on each GPU that use the lease in equal parts; `any`: any number, each may"
+        " use all of it.  [default: 1]",
     ),
     _option(
         "--priority", type=int, metavar="N", help="Priority in the queue; a value above 0 needs a quota.  [default: 0]"

@@ -125,13 +125,13 @@ class Shortage:
 # -- the amount that a request needs -----------------------------------------------------------------------------------
 
 
-def places(lease: Lease) -> int:
-    """Return how many of the clients that MPS admits on a GPU a lease takes on each of its GPUs.
+def places(lease: Lease, gpu: str) -> int:
+    """Return how many of the clients that MPS admits on a GPU a lease takes on that GPU, one of its own.
 
-    It is the maximum of the lease. A lease for any number of processes takes as many as it has, and at least one.
+    It is the maximum of the lease. A lease for any number of processes takes as many as it has there, and at least one.
     """
     processes = lease.request.processes
-    return max(len(lease.clients), 1) if processes is None else processes
+    return max(len(lease.clients_on(gpu)), 1) if processes is None else processes
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from mpsd.core.admission.rules import AdmissionRules, Now, QueuePlace
 from mpsd.core.admission.usage import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import CapacityError, TooManyLeasesError
 from mpsd.core.holders.holders import claim_of
-from mpsd.core.model import Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import AttachedProcess, Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 
 
 class Ledger:
@@ -222,13 +222,13 @@ class Ledger:
         return lease
 
     def attach(
-        self, lease_id: str, clients: tuple[ProcessIdentity, ...], bearers: tuple[ProcessIdentity, ...] = ()
+        self, lease_id: str, attached: tuple[AttachedProcess, ...], bearers: tuple[ProcessIdentity, ...] = ()
     ) -> Lease:
         """Note the clients of a lease, which may take places on its GPUs, and the processes that have its token."""
-        state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
+        state = LeaseState.ACTIVE if attached else LeaseState.GRANTED
         before = self.leases[lease_id]
-        lease = self.leases[lease_id] = structs.replace(before, clients=clients, bearers=bearers, state=state)
-        if admission.places(lease) != admission.places(before):
+        lease = self.leases[lease_id] = structs.replace(before, attached=attached, bearers=bearers, state=state)
+        if lease.request.processes is None:
             uid, has = lease.owner.uid, self._users[lease.owner.uid]
             holds = has.holds + self._room.enter_lease(lease) - self._room.leave_lease(before)
             self._users[uid] = UserTotals(has.leases, holds, has.awaits)
@@ -264,15 +264,16 @@ class Ledger:
         self._leave(self.leases[before.id], now)
         self._enter(before, now)
 
-    def has_room(self, lease: Lease) -> bool:
-        """Tell whether a granted lease may have one more client process; a claim may have none before it is taken.
+    def has_room(self, lease: Lease, gpu: str) -> bool:
+        """Tell whether a granted lease may have one more client process on a GPU; an untaken claim may have none.
 
-        A lease for any number of processes may have one more while each of its GPUs has a place that is not granted.
+        A lease for any number of processes may have one more while the GPU has a place that is not granted.
         """
-        if lease.request.processes is not None or not lease.clients:
-            return lease.id not in self._claimed and len(lease.clients) < (lease.request.processes or 1)
-        offers = (self._offers.by_gpu.get(share.gpu) for share in lease.shares)
-        return all(offer is None or self._room.has_place(offer) for offer in offers)
+        clients = len(lease.clients_on(gpu))
+        if lease.request.processes is not None or not clients:
+            return lease.id not in self._claimed and clients < (lease.request.processes or 1)
+        offer = self._offers.by_gpu.get(gpu)
+        return offer is None or self._room.has_place(offer)
 
     def end(self, lease_id: str, because: str, now: Now) -> Lease | None:
         """End a lease, or remove it from the queue; None when it has ended already."""

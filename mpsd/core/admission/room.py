@@ -302,12 +302,13 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
 
 def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Amount:
     """Add or remove the shares of a lease on their GPUs, and return their sum."""
-    threads = memory = 0
-    clients, processes = places(lease), lease.request.processes or 1
+    threads = memory = clients = 0
+    processes = lease.request.processes or 1
     for share in lease.shares:
-        here = Amount(share.threads.tenths, share.memory.bytes, clients)
-        each = here if clients == processes else Amount(here.threads, here.memory, processes)
+        here = Amount(share.threads.tenths, share.memory.bytes, places(lease, share.gpu))
+        each = here if here.clients == processes else Amount(here.threads, here.memory, processes)
         move(share.gpu, lease.owner.uid, here, part(each))
         threads += here.threads
         memory += here.memory
-    return Amount(threads, memory, clients * len(lease.shares))
+        clients += here.clients
+    return Amount(threads, memory, clients)

@@ -14,7 +14,8 @@ LEAST: Final = Amount(threads=1, memory=0, clients=1)
 
 def part(lease: Lease, share: Share) -> Amount:
     """Return the part of each client of a lease on a GPU; it counts on where the lease ends before the client."""
-    return Amount(share.threads.tenths // places(lease), share.memory.bytes // places(lease), LEAST.clients)
+    clients = places(lease, share.gpu)
+    return Amount(share.threads.tenths // clients, share.memory.bytes // clients, LEAST.clients)
 
 
 def as_read(part: Amount, pid: int, usage: Reading[GpuUsage] | None) -> Amount:

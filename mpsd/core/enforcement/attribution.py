@@ -5,6 +5,7 @@ the family or in the control group of its holder has no part in the lease, and t
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from mpsd.core.enforcement import violations
 from mpsd.core.enforcement.lease_environment import TOKEN
@@ -12,10 +13,11 @@ from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.model import Client, Lease
 from mpsd.core.mps.limits import LIMITS
 
+HasRoom: TypeAlias = Callable[[Lease, str], bool]
+"""Tells whether a lease may have one more client on a GPU, by its UUID."""
 
-def by_circles(
-    client: Client, circles: Iterable[Iterable[Lease]], has_room: Callable[[Lease], bool]
-) -> AttributedClient:
+
+def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: HasRoom) -> AttributedClient:
     """Return the lease of the nearest circle around a client that has one on its GPU with room for it.
 
     A circle contains the leases of one member of the client's family, beginning with the client itself, or the leases
@@ -32,21 +34,22 @@ def by_circles(
             if lease.owner.uid == client.uid and violations.share_on(lease, client.daemon) is not None
         ]
         for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
-            if client.identity in lease.clients or has_room(lease):
+            if client.identity in lease.clients_on(client.gpu) or has_room(lease, client.gpu):
                 return AttributedClient(client, lease, counted=True)
             nearest = nearest or lease
     return AttributedClient(client, nearest, counted=False)
 
 
-def by_cgroup(client: Client, leases: Sequence[Lease], has_room: Callable[[Lease], bool]) -> AttributedClient:
+def by_cgroup(client: Client, leases: Sequence[Lease], has_room: HasRoom) -> AttributedClient:
     """Return the lease of a client without a family, where just one lease of its uid has processes in its cgroup."""
     own = [lease for lease in leases if lease.owner.uid == client.uid]
     if len(own) != 1:
         return AttributedClient(client, None, counted=False)
-    return AttributedClient(client, own[0], counted=client.identity in own[0].clients or has_room(own[0]))
+    is_counted = client.identity in own[0].clients_on(client.gpu) or has_room(own[0], client.gpu)
+    return AttributedClient(client, own[0], counted=is_counted)
 
 
-def by_token(client: Client, named: Lease | None, has_room: Callable[[Lease], bool]) -> AttributedClient:
+def by_token(client: Client, named: Lease | None, has_room: HasRoom) -> AttributedClient:
     """Return the lease that a client's environment names, if the client has its token and the lease has room for it.
 
     A process sets its own environment, so the lease must belong to the client's own uid, which the kernel reports: thus
@@ -56,7 +59,7 @@ def by_token(client: Client, named: Lease | None, has_room: Callable[[Lease], bo
     own = client.environment or {}
     if named is None or not named.token or own.get(TOKEN) != named.token or named.owner.uid != client.uid:
         return AttributedClient(client, None, counted=False)
-    if violations.share_on(named, client.daemon) is None or not has_room(named):
+    if violations.share_on(named, client.daemon) is None or not has_room(named, client.gpu):
         return AttributedClient(client, None, counted=False)
     return AttributedClient(client, named, counted=True)
 

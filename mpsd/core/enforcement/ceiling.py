@@ -6,7 +6,7 @@ a context, which may be minutes later, and may happen a second time. mpsd theref
 leases need whose processes may still come, and lowers them behind a client only after its context is proven.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import reduce
@@ -107,19 +107,8 @@ class ContextProof(Enum):
     """The GPU cannot be read, or NVML does not report the memory of the process."""
 
 
-def context_proof(
-    client: ProcessIdentity, gpus: Collection[str], usages: Mapping[str, Reading[GpuUsage]]
-) -> ContextProof:
-    """Return whether NVML shows memory of a client on each of the GPUs whose servers list it, by their UUIDs.
-
-    Memory on another GPU proves no context there. A client that no server lists has no proof.
-    """
-    found = {_shown_on(client, usages.get(gpu)) for gpu in gpus} or {ContextProof.MISSING}
-    order = (ContextProof.MISSING, ContextProof.UNKNOWN)
-    return next((each for each in order if each in found), ContextProof.SHOWN)
-
-
-def _shown_on(client: ProcessIdentity, usage: Reading[GpuUsage] | None) -> ContextProof:
+def context_proof(client: ProcessIdentity, usage: Reading[GpuUsage] | None) -> ContextProof:
+    """Return whether NVML shows memory of a client on a GPU whose server lists it, by the last reading of that GPU."""
     if not isinstance(usage, Known):
         return ContextProof.UNKNOWN
     process = usage.value.processes.get(client.pid)
@@ -130,16 +119,15 @@ def _shown_on(client: ProcessIdentity, usage: Reading[GpuUsage] | None) -> Conte
     return ContextProof.SHOWN if process.memory.value else ContextProof.MISSING
 
 
-def awaited(lease: Lease, attach: Attach, proofs: Collection[ContextProof]) -> Awaited:
-    """Return how long mpsd expects processes of a living lease, given the context proofs of its clients."""
-    if attach is Attach.ANYTIME or not lease.clients or ContextProof.MISSING in proofs:
+def awaited(processes: int | None, attach: Attach, proofs: Sequence[ContextProof]) -> Awaited:
+    """Return how long mpsd expects processes of a living lease on a GPU, given the context proof of each client there.
+
+    `processes` is the number of clients that the lease may have on the GPU; None: any number.
+    """
+    if attach is Attach.ANYTIME or not proofs or ContextProof.MISSING in proofs:
         return Awaited.ALWAYS
-    return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more(lease) else Awaited.NOBODY
-
-
-def may_have_more(lease: Lease) -> bool:
-    """Tell whether a lease may have more client processes than it has."""
-    return lease.request.processes is None or len(lease.clients) < lease.request.processes
+    may_have_more = processes is None or len(proofs) < processes
+    return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more else Awaited.NOBODY
 
 
 class ExpectedClients:

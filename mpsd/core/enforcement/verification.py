@@ -114,7 +114,7 @@ def verify(
         verdict, because = Verdict.NOTHING, f"no process of lease {lease.id} is a client of MPS yet"
     else:
         most, verdict = lease.request.processes, Verdict.OK
-        count = f"{len(attached)}" if most is None else f"{len(attached)} of {most}"
+        count = f"{len(attached)}" if most is None else f"{len(attached)} of {most * len(lease.shares)}"
         because = f"{count} processes attached, each under MPS and within its limits"
         if later := next((each.later for each in attached if each.later), ""):
             because += f" with its first context; {later}"

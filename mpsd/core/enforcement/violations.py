@@ -223,8 +223,9 @@ def _of_processes(client: Client, lease: Lease) -> Violation:
     if most is None:
         may, hint = "and no client place of the GPU is free", "end it, or wait until another lease on the GPU has ended"
     else:
+        each = " on each GPU" if len(lease.shares) > 1 else ""
         may, hint = (
-            f"which may have at most {most}",
+            f"which may have at most {most}{each}",
             f"end it, or take out a lease for more processes: mpsctl run --processes {most + 1}",
         )
     because = f"process {pid} is an extra client of lease {lease.id}, {may}"

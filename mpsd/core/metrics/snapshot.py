@@ -158,9 +158,7 @@ def _one_by_one(node: NodeSnapshot) -> Iterator[Block]:
             threads.append((mine, share.threads.tenths / 1000))
             granted.append((mine, share.memory.bytes))
             usage = usages.get(share.gpu)
-            on_it = lease.clients
-            if len(lease.shares) > 1 and usage is not None:
-                on_it = tuple(client for client in lease.clients if client.pid in usage.processes)
+            on_it = lease.clients_on(share.gpu)
             clients.append((mine, len(on_it)))
             if usage is None:
                 continue

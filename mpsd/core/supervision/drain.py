@@ -98,13 +98,28 @@ class DesiredState:
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """An object that a drain waits for: a lease, a client, or a server that outlived its control daemon."""
+    """An object that a drain waits for: a lease, a client, or a server whose clients are unknown."""
 
     what: str
     lease: str | None
     pid: int | None
     since: Moment
     """Since when it exists."""
+    is_busy: bool = False
+    """Whether it is a server that is busy, and has not named its clients to this mpsd; any other has outlived its
+    control daemon."""
+
+
+def named(blocker: Blocker) -> str:
+    """Describe a blocker, for use after "waiting for"."""
+    since = blocker.since.isoformat(timespec="seconds")
+    if blocker.lease is not None:
+        return f"{blocker.lease} (pid {blocker.pid}, since {since})"
+    if not blocker.pid:
+        return f"a client that cannot be identified (pid 0, as in another pid namespace; since {since})"
+    if blocker.is_busy:
+        return f"{blocker.what} {blocker.pid}, which is busy and has not named its clients (since {since})"
+    return f"{blocker.what} {blocker.pid} (since {since})"
 
 
 class Answers(NamedTuple):

@@ -99,7 +99,7 @@ class LeaseRequest(RequestBody, kw_only=True):
     gpus: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of GPUs, all or nothing; the lease has the same amount on each."""
     processes: Annotated[int, Meta(ge=1, le=1000)] | AnyNumber = 1
-    """Maximum client processes, 1 by default; threads and memory are the sum over them.
+    """Maximum client processes on each GPU, 1 by default; threads and memory are the sum over them.
 
     `any`: any number. Then each process may use the whole, and NVML's figures of their memory count against the sum.
     """
@@ -235,7 +235,7 @@ class LeaseOut(Struct):
     """A lease: a promise of this much of a GPU, until it ends; or a place in the queue for one.
 
     Percentage, memory and environment are those on the first of its GPUs; `shares` has each. Null or empty: not yet.
-    `processes` is 0 where it may have any number of them.
+    `processes` is the maximum of client processes on each GPU, 0 for any number; `clients` has those on all of them.
 
     The environment has the lease's token, MPSD_LEASE_TOKEN, in answers about this lease alone to its owner and to
     administrators.

@@ -357,7 +357,7 @@ class ConfigOut(Struct):
 
 
 class BlockerOut(Struct):
-    """A subject that an operation waits for: a lease, a client, or a server that outlived its control daemon."""
+    """A subject that an operation waits for: a lease, a client, or a server whose clients are unknown."""
 
     what: str
     lease: str | None

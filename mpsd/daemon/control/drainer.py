@@ -78,6 +78,8 @@ class Drainer:
         """The present processes: clients, each with its server, and servers that outlived a control daemon."""
         self._unidentified: tuple[datetime, ...] = ()
         """Since when the daemon has clients whose processes mpsd does not see."""
+        self._busy: dict[int, Progress] = {}
+        """By the pid of each server that has not named its clients, why these cannot be ended."""
         self._tried: set[str] = set()
         """The leases for whose end everything was tried."""
         self._ending: asyncio.Task[None] | None = None
@@ -213,7 +215,7 @@ class Drainer:
             words += f" ({desired.operation})"
         elif self.is_drained:
             return f"{words}; no leases and no clients were left"
-        waits = [_named(each) for each in self._blockers] if desired.waits else []
+        waits = [drain.named(each) for each in self._blockers] if desired.waits else []
         if len(waits) > _NAMED:
             waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
         if waits and desired.quitting and desired.is_late(clock.since_boot()):
@@ -245,14 +247,15 @@ class Drainer:
         answers: Answers,
         *,
         unidentified: int = 0,
+        busy: Collection[int] = (),
     ) -> bool:
         """Observe the present processes, and take the next step; tell whether the daemon `there` must quit now.
 
         `present` are its clients, each with its server, and the servers that outlived a control daemon, with None;
-        `unidentified` is the number of further clients whose processes mpsd does not see. Raises StorageError: a step
-        has to be on disk before it is taken.
+        `unidentified` is the number of further clients whose processes mpsd does not see, and `busy` are the pids of
+        the servers that have not named their clients. Raises StorageError: a step has to be on disk before it is taken.
         """
-        self._observe(present, unidentified)
+        self._observe(present, unidentified, busy)
         desired = self._register(there)
         match step := self._next(there, answers):
             case DrainStep.END:
@@ -260,7 +263,7 @@ class Drainer:
             case DrainStep.QUIT | DrainStep.FORCE:
                 self._keep(replace(desired, quitting=True, replaced=desired.replaced or there))
                 if step is DrainStep.FORCE and self._blockers:
-                    left = ", ".join(_named(each) for each in self._blockers)
+                    left = ", ".join(map(drain.named, self._blockers))
                     self._log.warning(
                         EventName.DAEMON_FORCED,
                         step="quit -t",
@@ -287,7 +290,12 @@ class Drainer:
         """Tell whether a daemon must be forced to quit: by an operator's command, or after a timeout."""
         return not self.desired.quitting or self._next(there, _UNKNOWN) is DrainStep.FORCE
 
-    def _observe(self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0) -> None:
+    def _observe(
+        self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0, busy: Collection[int] = ()
+    ) -> None:
+        now, because = clock.since_boot(), "server {} is busy, and has not named its clients"
+        new = {pid: Progress(because.format(pid), exhausted=False, since=now) for pid in busy}
+        self._busy = {pid: self._busy.get(pid, new[pid]) for pid in busy}
         since = self._unidentified[:unidentified]
         self._unidentified = (*since, *[clock.now()] * (unidentified - len(since)))
         self._present = {
@@ -304,6 +312,11 @@ class Drainer:
                 for each, server in self._present.items()
             ),
             *(Blocker("client", None, 0, each) for each in self._unidentified),
+            *(
+                Blocker("server", None, pid, clock.at_ticks(ticks), is_busy=True)
+                for pid in self._busy
+                if (ticks := proc.start_ticks(pid)) is not None
+            ),
         )
 
     def _next(self, there: ProcessIdentity | None, answers: Answers) -> DrainStep:
@@ -341,8 +354,8 @@ class Drainer:
 
     @property
     def _ends(self) -> tuple[Progress | None, ...]:
-        """How far the endings of the present processes have come."""
-        return tuple(self._endings.progress(each, self._cause) for each in self._present)
+        """How far the endings of the present processes have come, and those of clients that are not named yet."""
+        return (*(self._endings.progress(each, self._cause) for each in self._present), *self._busy.values())
 
     def _end_all(self) -> None:
         """End the present leases and processes, each once: their timeout has expired.
@@ -383,12 +396,3 @@ class Drainer:
             except StorageError as error:
                 self._log.error(EventName.STORE_FULL, because=error.detail)
             self._tried.add(lease)
-
-
-def _named(blocker: Blocker) -> str:
-    since = blocker.since.isoformat(timespec="seconds")
-    if blocker.lease is not None:
-        return f"{blocker.lease} (pid {blocker.pid}, since {since})"
-    if not blocker.pid:
-        return f"a client that cannot be identified (pid 0, as in another pid namespace; since {since})"
-    return f"{blocker.what} {blocker.pid} (since {since})"

@@ -491,8 +491,14 @@ class Supervisor:
         answers = Answers(
             state in ANSWERED and self._wanted_limits.proved, self._lifecycle.is_silent, self._lifecycle.steady
         )
-        unseen = sum(server.clients.count(0) for server in self._observer.servers)
-        quits = self.drainer.advance(self._observer.present, self._instance.identity, answers, unidentified=unseen)
+        servers = self._observer.servers
+        quits = self.drainer.advance(
+            self._observer.present,
+            self._instance.identity,
+            answers,
+            unidentified=sum(server.clients.count(0) for server in servers),
+            busy=[server.pid for server in servers if not server.is_known],
+        )
         if quits:
             self._move(Event.STOP, self.drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
         elif desired is not self.drainer.desired:

@@ -183,7 +183,7 @@ class Claims:
         if uid is None:
             uid = before.owner.uid if untaken is None else untaken.uid
         claim = Claim(seconds, uid, now + seconds)
-        left = structs.replace(before, state=LeaseState.GRANTED, holders=(claim,), clients=(), bearers=())
+        left = structs.replace(before, state=LeaseState.GRANTED, holders=(claim,), attached=(), bearers=())
         self._ledger.put_back(left, now)
         self._holder_watch.unwatch(lease_id)
         self._limit_gates.unfollow(left)

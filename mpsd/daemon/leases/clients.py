@@ -9,7 +9,7 @@ from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.errors import NotFoundError
 from mpsd.core.holders import group_names, holders
-from mpsd.core.model import Client, HoldingProcess, Lease, ProcessIdentity, Stop, ViolationKind
+from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Stop, ViolationKind
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -46,8 +46,8 @@ class Clients:
 
     def leave_to(self, lease: Lease, bearers: tuple[ProcessIdentity, ...]) -> None:
         """Note that only these processes of a lease are left, which carry its token."""
-        clients = tuple(each for each in lease.clients if each in bearers)
-        lease = self._ledger.attach(lease.id, clients, bearers)
+        attached = tuple(each for each in lease.attached if each.process in bearers)
+        lease = self._ledger.attach(lease.id, attached, bearers)
         self._limit_gates.follow(lease)
         because = f"{holders.all_said(lease)}, is gone, and these processes carry its token"
         pids = [each.pid for each in bearers]
@@ -57,12 +57,13 @@ class Clients:
         """Attribute clients to the leases that they belong to, while those have room."""
         for client in clients:
             found, kernel_says = self._find(client)
-            if found.lease is None or not found.counted or client.identity in found.lease.clients:
+            if found.lease is None or not found.counted:
                 continue
             lease, identity = found.lease, client.identity
-            if self._watch.watch_identity(lease.id, identity):
+            attached = AttachedProcess(identity, client.gpu)
+            if attached not in lease.attached and self._watch.watch_identity(lease.id, identity):
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
-                lease = self._ledger.attach(lease.id, (*lease.clients, identity), bearers)
+                lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)
                 self._limit_gates.follow(lease)
                 facts = group_names.name_of(proc.cgroup(identity.pid)).facts()
                 facts |= {} if kernel_says else {"by": "token"}
@@ -79,11 +80,12 @@ class Clients:
         """Return a lease that a client without a lease may belong to: one of its uid that has room on its GPU."""
         own = (lease for lease in self._ledger.leases.values() if lease.owner.uid == client.uid)
         there = (lease for lease in own if violations.share_on(lease, client.daemon) is not None)
-        return next(filter(self._ledger.has_room, there), None)
+        return next((lease for lease in there if self._ledger.has_room(lease, client.gpu)), None)
 
     def _find(self, client: Client) -> tuple[AttributedClient, bool]:
         """Return a client with its lease, and whether the kernel's information alone attributes it."""
-        own = next((each for each in self._leases_of(client.identity) if client.identity in each.clients), None)
+        attached = AttachedProcess(client.identity, client.gpu)
+        own = next((each for each in self._leases_of(client.identity) if attached in each.attached), None)
         if own is not None:
             return AttributedClient(client, own, counted=True), client.identity not in own.bearers
         has_room = self._ledger.has_room
@@ -128,7 +130,7 @@ class Clients:
         lease = self._ledger.leases.get(lease_id)
         if lease is None or lease.closing or holders.claim_of(lease) is not None:
             raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
-        if not self._ledger.has_room(lease):
+        if not any(self._ledger.has_room(lease, share.gpu) for share in lease.shares):
             raise no_room(lease)
         self._limit_gates.follow(lease)
         await self._limit_gates.open(lease)
@@ -193,8 +195,9 @@ class Clients:
         ]
 
     def _keep(self, lease: Lease, stays: Callable[[ProcessIdentity], bool]) -> None:
-        clients, bearers = tuple(filter(stays, lease.clients)), tuple(filter(stays, lease.bearers))
-        if (clients, bearers) != (lease.clients, lease.bearers):
-            lease = self._ledger.attach(lease.id, clients, bearers)
+        attached = tuple(each for each in lease.attached if stays(each.process))
+        bearers = tuple(filter(stays, lease.bearers))
+        if (attached, bearers) != (lease.attached, lease.bearers):
+            lease = self._ledger.attach(lease.id, attached, bearers)
             self._limit_gates.follow(lease)
             self._group_commit.change(lease)

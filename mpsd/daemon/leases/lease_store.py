@@ -56,6 +56,17 @@ LEASES_SCHEMA: Final = (
     ) WHERE CASE WHEN json_valid(data) THEN json_type(data, '$.holder') IS 'object' ELSE FALSE END;
     UPDATE leases SET sum = checksum(number, boot, told, data, news)
     """,
+    """
+    UPDATE leases SET data = json_set(
+        json_remove(data, '$.clients'), '$.attached', json((
+            SELECT json_group_array(json_object(
+                'process', CASE client.type WHEN 'object' THEN json(client.value) ELSE client.value END,
+                'gpu', json_extract(share.value, '$.gpu')
+            )) FROM json_each(data, '$.clients') AS client, json_each(data, '$.shares') AS share
+        ))
+    ) WHERE CASE WHEN json_valid(data) THEN json_type(data, '$.clients') IS 'array' ELSE FALSE END;
+    UPDATE leases SET sum = checksum(number, boot, told, data, news)
+    """,
 )
 """The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
 
@@ -67,6 +78,9 @@ Version 3 adds the reason why the leases of a GPU may be incomplete, or an empty
 applies to every GPU without a row of its own.
 
 Version 4 replaces the one process `holder` of a lease by `holders`, each with its kind.
+
+Version 5 replaces the `clients` of a lease by `attached`, each with its GPU. A client of an earlier version counts on
+each GPU of its lease, because that version did not store on which it was.
 """
 
 LEASES_FIRST: Final = """

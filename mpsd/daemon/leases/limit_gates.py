@@ -18,7 +18,7 @@ from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextP
 from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.errors import DaemonNotReadyError
 from mpsd.core.holders.holders import claim_of
-from mpsd.core.model import GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
+from mpsd.core.model import AttachedProcess, GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings
@@ -70,7 +70,7 @@ class LimitGates:
         """The living leases, by id, as of the last `follow`."""
         self._unreadable: frozenset[str] = frozenset()
         """The GPUs that could not be read at the last reading."""
-        self._proofs: dict[ProcessIdentity, ContextProof] = {}
+        self._proofs: dict[AttachedProcess, ContextProof] = {}
         """The context proofs of the clients at the last reading of NVML."""
         self._read_at = NEVER
         """The time of the next reading of the GPUs for the memory of clients."""
@@ -168,12 +168,14 @@ class LimitGates:
         self._unreadable = frozenset(gpu for gpu, usage in usages.items() if isinstance(usage, Unknown))
         if self._rules.attach is Attach.ANYTIME:
             return
-        attached = [lease for lease in self._leases.values() if lease.clients]
-        self._proofs = {}
-        for lease in attached:
-            gpus = {share.gpu for share in lease.shares}
-            for client in lease.clients:
-                self._proofs[client] = ceiling.context_proof(client, gpus & listed.get(client, set()), usages)
+        attached = [lease for lease in self._leases.values() if lease.attached]
+        self._proofs = {
+            each: ceiling.context_proof(each.process, usages.get(each.gpu))
+            if each.gpu in listed.get(each.process, ())
+            else ContextProof.MISSING
+            for lease in attached
+            for each in lease.attached
+        }
         for lease in attached:
             self._await(lease, anew=False)
         misses = ContextProof.MISSING in self._proofs.values()
@@ -182,11 +184,14 @@ class LimitGates:
         self._changed.set()
 
     def _await(self, lease: Lease, *, anew: bool) -> None:
-        how_long, now = self._awaited(lease), clock.monotonic()
+        now = clock.monotonic()
         for share in lease.shares:
             gate = self._gates.get(share.daemon)
             if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
+            how_long = self._awaited(lease, share.gpu)
+            if lease.attached and self._rules.attach is not Attach.ANYTIME and lease.clients_on(share.gpu):
+                self._look_for_contexts(how_long, now, anew=anew)
             limits = None if how_long is Awaited.NOBODY else ceiling.each_process(lease, share)
             if limits is None:
                 is_other = gate.expected.forget(lease.id)
@@ -203,8 +208,6 @@ class LimitGates:
             elif is_other:
                 self._settle(gate)
             self._wake_if_needed(gate)
-        if lease.clients and self._rules.attach is not Attach.ANYTIME:
-            self._look_for_contexts(how_long, now, anew=anew)
 
     def _look_for_contexts(self, how_long: Awaited, now: float, *, anew: bool) -> None:
         """Watch the new processes of a lease with clients from now on if it has a window, and read the GPUs soon."""
@@ -215,21 +218,24 @@ class LimitGates:
             self._read_at = min(self._read_at, now + _FIRST_READING)
             self._changed.set()
 
-    def _awaited(self, lease: Lease) -> Awaited:
+    def _awaited(self, lease: Lease, gpu: str) -> Awaited:
         if lease.state is LeaseState.ENDED or lease.closing:
             return Awaited.NOBODY
         if self._rules.attach is Attach.ANYTIME:
             return Awaited.ALWAYS  # the same result as `awaited`; a fast path for every grant
-        unreadable = any(share.gpu in self._unreadable for share in lease.shares)
-        new = ContextProof.UNKNOWN if unreadable else ContextProof.MISSING
-        return ceiling.awaited(lease, self._rules.attach, [self._proofs.get(each, new) for each in lease.clients])
+        new = ContextProof.UNKNOWN if gpu in self._unreadable else ContextProof.MISSING
+        proofs = [self._proofs.get(each, new) for each in lease.attached if each.gpu == gpu]
+        return ceiling.awaited(lease.request.processes, self._rules.attach, proofs)
 
     def _closes_to(self, lease: Lease) -> bool:
-        """Tell whether a lease may have more processes, and the ceiling is closed to them, or will be at some time."""
-        if not lease.clients or not ceiling.may_have_more(lease):
-            return False
-        gates = (self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates)
-        return any(not gate.expected.expects_for_good(lease.id) for gate in gates)
+        """Tell whether a lease may have more processes on a GPU whose ceiling is, or will be, closed to them."""
+        most = lease.request.processes
+        return bool(lease.attached) and any(
+            share.daemon in self._gates
+            and (most is None or len(lease.clients_on(share.gpu)) < most)
+            and not self._gates[share.daemon].expected.expects_for_good(lease.id)
+            for share in lease.shares
+        )
 
     async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
         """Open the limits for leases with room that have a new process, by its family or by the token that it carries.
@@ -275,7 +281,7 @@ class LimitGates:
         They can where there are no turns, no window that may have begun, and no trouble. Raises PipeAccessError.
         """
         attach = self._rules.attach
-        is_open, renews = attach is Attach.ANYTIME or (attach is Attach.SHARED and not lease.clients), False
+        is_open, renews = attach is Attach.ANYTIME or (attach is Attach.SHARED and not lease.attached), False
         for share in lease.shares:
             gate = self._gates.get(share.daemon)
             if gate is not None:
@@ -304,8 +310,9 @@ class LimitGates:
                     self._pipe_access.open(lease)
                     return
         finally:
-            how_long = self._awaited(self._leases.get(lease.id, lease))
+            there = self._leases.get(lease.id, lease)
             for gate in gates:
+                how_long = self._awaited(there, gate.supervisor.gpu.uuid)
                 gate.expected.answer(lease.id, how_long, now=clock.monotonic())
                 self._settle(gate)
                 self._wake_if_needed(gate)

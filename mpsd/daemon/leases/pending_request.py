@@ -50,8 +50,9 @@ def no_room(lease: Lease) -> DoesNotFitError:
             hint="end one of them, or try again when another lease on the GPU has ended: mpsctl leases",
             limit="clients",
         )
+    each = " on each of its GPUs" if len(lease.shares) > 1 else ""
     return DoesNotFitError(
-        f"lease {lease.id} already has its {lease.request.processes} processes",
+        f"lease {lease.id} already has its {lease.request.processes} processes{each}",
         hint="end one of them, or take out a lease for more processes",
         limit="processes",
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from mpsd.core.errors import StorageError
 from mpsd.core.holders import holders
-from mpsd.core.model import HoldingProcess, Lease, LeaseState, ProcessIdentity
+from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import EventName, Logger
@@ -96,9 +96,9 @@ def _gpus(fields: dict[object, object]) -> frozenset[str] | None:
 
 def _processes(fields: dict[object, object]) -> tuple[ProcessIdentity, ...] | None:
     with suppress(*NOT_UNDERSTOOD):
-        clients = msgspec.convert(fields.get("clients", ()), tuple[ProcessIdentity, ...])
+        attached = msgspec.convert(fields.get("attached", ()), tuple[AttachedProcess, ...])
         held = msgspec.convert(fields.get("holders"), tuple[HoldingProcess, ...])
-        return (*(each.identity for each in held), *clients)
+        return (*(each.identity for each in held), *(each.process for each in attached))
     return None
 
 

@@ -14,7 +14,7 @@ from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
-from mpsd.core.lifecycle import State
+from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.core.model import Daemon, Holder, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
@@ -40,7 +40,7 @@ from mpsd.daemon.node.claim_taking import ClaimTaking
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.daemon.violations.opened_record import OpenedRecord
+from mpsd.daemon.violations.client_record import ClientRecord
 from mpsd.daemon.violations.violation_monitor import ViolationMonitor
 from mpsd.system import clock, host_environment
 from mpsd.system.control_pipe import ControlProgram
@@ -86,23 +86,21 @@ class Node:
         self._changed = asyncio.Event()
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
-        self.leases = leases
-        self.completeness = completeness
-        self._limit_gates = limit_gates
-        self._pipe_access = pipe_access
+        self.leases, self.completeness = leases, completeness
+        self._limit_gates, self._pipe_access = limit_gates, pipe_access
         self.server_watches = server_watches
         self.quarantine = quarantine
         leases.unrestored.changed = self._look
         leases.left_behind = self._left_behind
-        self.unleased = UnleasedClients()
+        record = ClientRecord(run_dir.clients, log)
+        self.unleased = UnleasedClients(record)
         self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
         self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
         self._endings = endings
         endings.suspect, endings.changed = server_watches.suspect, self._look
         parts = (leases.clients, leases.ledger.find, settings, endings)
-        record = OpenedRecord(run_dir.clients, log)
         self.violation_monitor = ViolationMonitor(
-            *parts, quarantine=quarantine, opened_record=record, log=log, read_soon=self.gpus.read_soon
+            *parts, quarantine=quarantine, client_record=record, log=log, read_soon=self.gpus.read_soon
         )
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -153,9 +151,8 @@ class Node:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._offers is not self.offers():  # with the previous offers, and with the present ones
-                self.leases.offer(self._offers, self.unleased.charged)
-                self._inspect(read=False)
+            self._inspect(read=False)  # first: what clients without a lease use must not be granted
+            self.leases.offer(self.offers(), self.unleased.charged)
 
     def _inspect(self, *, read: bool) -> None:
         """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""
@@ -375,6 +372,8 @@ class Node:
     def offers(self) -> list[Offer]:
         """Return what each shareable GPU offers now; the same list for as long as nothing has changed."""
         if not self._is_offered:
+            if not self.unleased.includes(each.name for each in self._supervisors.values() if each.state in ANSWERED):
+                self._inspect(read=False)
             self._is_offered = True
             self._offers = [self._offer(each) for each in self._supervisors.values()]
         return self._offers

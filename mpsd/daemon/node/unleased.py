@@ -1,13 +1,15 @@
 """The clients without a lease, and the amounts that they count as, on each GPU and for each user."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from mpsd.core.admission import unleased
 from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.enforcement.violations import AttributedClient
-from mpsd.core.model import Daemon, GpuUsage, Lease, ProcessIdentity, Reading
-from mpsd.system import process
+from mpsd.core.lifecycle import ANSWERED
+from mpsd.core.model import Daemon, GpuUsage, Lease, Reading
+from mpsd.daemon.violations.client_record import ClientKey, ClientRecord
+from mpsd.system import proc, process
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
 """The amounts by GPU and uid; the uid is None for clients whose server reports no pid that mpsd can see."""
@@ -16,18 +18,26 @@ Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
 class UnleasedClients:
     """The use of GPUs without a lease, as of the last look."""
 
-    def __init__(self) -> None:
+    def __init__(self, record: ClientRecord) -> None:
+        """Take the record, with the clients that leases of an earlier mpsd left behind."""
+        self._record = record
         self._sums: Sums = {}
         self.charged: Mapping[int, Amount] = {}
         """The amount that counts against each user."""
-        self._parts: dict[tuple[str, ProcessIdentity], Amount] = {}
-        """By GPU and living client of a lease that has ended, the amount that the client counts as at least."""
+        self._looked_at: set[str] = set()
+        """The control daemons that had answered at the last look."""
+        self._parts = dict(record.left_behind)
+        """The amount that each living client of a lease that has ended counts as at least."""
 
     def left_behind(self, lease: Lease) -> None:
-        """Note that a lease has ended while it had clients: they may use their parts on."""
-        for share in lease.shares:
-            for client in lease.clients:
-                self._parts[share.gpu, client] = unleased.part(lease, share)
+        """Note that a lease ends while it has clients: they may use their parts on. Its end is stored after that."""
+        parts = {
+            (share.daemon, client): unleased.part(lease, share)
+            for share in lease.shares
+            for client in lease.clients_on(share.gpu)
+        }
+        self._parts |= parts
+        self._record.leave_behind(parts)
 
     def look(
         self,
@@ -41,24 +51,48 @@ class UnleasedClients:
 
         `read` tells whether the GPUs were read since the last time.
         """
+        daemons = [*daemons]
+        self._looked_at = {daemon.name for daemon in daemons if daemon.state in ANSWERED}
         if read:
+            gpus = {daemon.name: daemon.gpu for daemon in daemons}
             self._parts = {
-                (gpu, client): unleased.as_read(part, client.pid, usages.get(gpu))
-                for (gpu, client), part in self._parts.items()
+                (name, client): unleased.as_read(part, client.pid, usages.get(gpus.get(name, "")))
+                for (name, client), part in self._parts.items()
                 if process.lives(client)
             }
         sums = dict[tuple[str, int | None], Amount]()
-        for each in attached:
-            client = each.client
-            if (each.lease is None or not each.counted) and process.lives(client.identity):
-                part = self._parts.get((client.gpu, client.identity), NOTHING)
-                amount = unleased.amount(client, usages.get(client.gpu), part)
-                sums[client.gpu, client.uid] = sums.get((client.gpu, client.uid), NOTHING) + amount
-        for daemon in daemons:
-            for _ in range(sum(server.clients.count(0) for server in daemon.servers)):
-                sums[daemon.gpu, None] = sums.get((daemon.gpu, None), NOTHING) + unleased.LEAST
+        for gpu, uid, amount in self._amounts(attached, daemons, usages):
+            sums[gpu, uid] = sums.get((gpu, uid), NOTHING) + amount
         before, self._sums, self.charged = self._sums, sums, _by_user(sums)
         return before != sums
+
+    def _amounts(
+        self,
+        attached: Iterable[AttributedClient],
+        daemons: Iterable[Daemon],
+        usages: Mapping[str, Reading[GpuUsage]],
+    ) -> Iterator[tuple[str, int | None, Amount]]:
+        """Yield what each client without a lease counts as, with its GPU and its uid."""
+        listed = set[ClientKey]()
+        for client, lease, counted in attached:
+            key = client.daemon, client.identity
+            listed.add(key)
+            if (lease is None or not counted) and process.lives(client.identity):
+                part = self._parts.get(key, NOTHING)
+                yield client.gpu, client.uid, unleased.amount(client, usages.get(client.gpu), part)
+        for daemon in daemons:
+            for _ in range(sum(server.clients.count(0) for server in daemon.servers)):
+                yield daemon.gpu, None, unleased.LEAST
+            if all(server.is_known for server in daemon.servers):
+                continue
+            # A server has not named its clients to this mpsd yet, and these were clients.
+            for (name, former), part in self._parts.items():
+                if name == daemon.name and (name, former) not in listed and process.lives(former):
+                    yield daemon.gpu, proc.real_uid(former.pid), part
+
+    def includes(self, daemons: Iterable[str]) -> bool:
+        """Tell whether the clients of these control daemons, which answer, were counted at the last look."""
+        return self._looked_at.issuperset(daemons)
 
     def on(self, gpu: str) -> Amount:
         """Return what clients without a lease use of a GPU."""

@@ -35,7 +35,7 @@ from mpsd.daemon.ends.endings import VIOLATION, Endings
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.daemon.violations.opened_record import ClientKey, KnownClient, OpenedRecord
+from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
 from mpsd.system import clock, proc, process_table
 
 _VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
@@ -53,7 +53,7 @@ class ViolationMonitor:
         endings: Endings,
         *,
         quarantine: Quarantine,
-        opened_record: OpenedRecord,
+        client_record: ClientRecord,
         log: Logger,
         read_soon: Callable[[], None],
     ) -> None:
@@ -66,7 +66,7 @@ class ViolationMonitor:
         self._log = log
         self._read_soon = read_soon
         self._seen: dict[ClientKey, Client] = {}
-        self._opened_record = opened_record
+        self._client_record = client_record
         self._daemons: dict[str, Daemon] = {}
         self._usages: Mapping[str, Reading[GpuUsage]] = {}
         """By UUID, the last reading of the GPUs."""
@@ -141,17 +141,17 @@ class ViolationMonitor:
                     # The check of the start time comes last: then what was read by this pid was that of the client.
                     if found is not None and proc.live_ticks(identity.pid) == identity.start_ticks:
                         seen[key] = found
-                        before, on_gpu = self._opened_record.of(key, server.pid), self._on_gpu(found)
+                        before, on_gpu = self._client_record.of(key, server.pid), self._on_gpu(found)
                         had_context = before is not None and before.has_context
                         has_context = had_context or (on_gpu is not None and on_gpu.mps)
                         known[key] = KnownClient(server.pid, found.opened, has_context)
         self._seen = seen
-        self._opened_record.keep(known)
+        self._client_record.keep(known)
 
     def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
         """Return a client that a server lists, with the limits that were open to it until now; None when it is gone."""
         key, opened = (daemon.name, identity), server.opened[identity]
-        known, before = self._seen.get(key), self._opened_record.of(key, server.pid)
+        known, before = self._seen.get(key), self._client_record.of(key, server.pid)
         if before is not None:
             opened = continued(before.opened, opened, has_context=before.has_context)
         if known is None or known.server != server.pid:
@@ -198,12 +198,12 @@ class ViolationMonitor:
         return found
 
     def occupied(self) -> set[str]:
-        """Return the GPUs that may have clients whose lease is unknown: clients without one, or those of an orphan."""
+        """Return the GPUs that may have clients whose lease is unknown, such as those of a server that names none."""
         unknown = {each.client.gpu for each in self.attached() if each.lease is None}
         return unknown | {
             each.gpu
             for each in self._daemons.values()
-            if each.state not in ANSWERED or any(server.orphan for server in each.servers)
+            if each.state not in ANSWERED or any(server.orphan or not server.is_known for server in each.servers)
         }
 
     @property

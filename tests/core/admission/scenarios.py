@@ -9,7 +9,16 @@ from mpsd.core.admission.admission import Amount, Offer, Refusal
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.rules import AdmissionRules, Now
 from mpsd.core.admission.usage import Usage
-from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
+from mpsd.core.model import (
+    AttachedProcess,
+    HoldingProcess,
+    Lease,
+    LeaseRequest,
+    LeaseState,
+    Limits,
+    Owner,
+    ProcessIdentity,
+)
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB
 
@@ -45,6 +54,11 @@ def offer(index: int = 0, **differences: Any) -> Offer:
 def gpu(index: int) -> str:
     """Return the UUID of a GPU."""
     return f"GPU-{index}"
+
+
+def on(where: str, *pids: int) -> tuple[AttachedProcess, ...]:
+    """Return client processes of a lease on a GPU."""
+    return tuple(AttachedProcess(ProcessIdentity(pid, pid), where) for pid in pids)
 
 
 def request(threads: float | None = None, memory: float | None = None, **more: Any) -> LeaseRequest:
@@ -140,5 +154,6 @@ def granted_on(leases: Iterable[Lease], where: str) -> Amount:
                 threads += share.threads.tenths
                 memory += share.memory.bytes
                 processes = lease.request.processes
-                clients += max(len(lease.clients), 1) if processes is None else processes
+                there = sum(each.gpu == where for each in lease.attached)
+                clients += max(there, 1) if processes is None else processes
     return Amount(threads, memory, clients)

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mpsd.core.admission.admission import Amount
 from mpsd.core.errors import DoesNotFitError
-from mpsd.core.model import Lease, ProcessIdentity
-from tests.core.admission.scenarios import Desk, gpu, granted_on, now, offer
+from mpsd.core.model import Lease
+from tests.core.admission.scenarios import Desk, gpu, granted_on, now, offer, on
 
 PLACES: Final = 6
 UIDS: Final = (1000, 1001)
@@ -59,21 +59,21 @@ class Places(RuleBasedStateMachine):
     def come(self, which: int) -> None:
         """Add a client, if its lease may have one more."""
         lease, taken = self.pick(which), self.taken
-        room = self.desk.ledger.has_room(lease)
+        room = self.desk.ledger.has_room(lease, gpu(0))
         if lease.request.processes is None:
             assert room == (not lease.clients or taken < PLACES)
         else:
             assert room == (len(lease.clients) < lease.request.processes)
         if room:
             self.pids += 1
-            self.desk.ledger.attach(lease.id, (*lease.clients, ProcessIdentity(self.pids, 1)))
+            self.desk.ledger.attach(lease.id, (*lease.attached, *on(gpu(0), self.pids)))
 
     @precondition(lambda self: self.leases)
     @rule(which=picks)
     def go(self, which: int) -> None:
         """Remove a client, if there is one; a waiting lease may get its place."""
         lease = self.pick(which)
-        self.desk.ledger.attach(lease.id, lease.clients[1:])
+        self.desk.ledger.attach(lease.id, lease.attached[1:])
         self.desk.settle()
 
     @precondition(lambda self: self.leases)

@@ -44,12 +44,12 @@ def test_whose_processes_may_come() -> None:
     """An untaken claim gives no process access, and has no room for a client."""
     desk = Desk(offer())
     lease = claimed(desk, uid=ANN)
-    assert not desk.ledger.has_room(lease)
+    assert not desk.ledger.has_room(lease, gpu(0))
     assert {*desk.ledger.holders(gpu(0))} == set()
     desk.ask(uid=BOB)
     assert {*desk.ledger.holders(gpu(0))} == {BOB}
     taken = take(desk, lease, ANN)
-    assert desk.ledger.has_room(taken)
+    assert desk.ledger.has_room(taken, gpu(0))
     assert {*desk.ledger.holders(gpu(0))} == {ANN, BOB}
 
 

@@ -24,11 +24,11 @@ from mpsd.core.errors import (
     QuotaError,
     TooManyLeasesError,
 )
-from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits, ProcessIdentity
+from mpsd.core.model import Lease, LeaseRequest, LeaseState, Limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
 from mpsd.core.units import GIB, MIB
-from tests.core.admission.scenarios import HALF_LIFE, ILL, ON_HOLD, Desk, asked, gpu, now, offer, request
+from tests.core.admission.scenarios import HALF_LIFE, ILL, ON_HOLD, Desk, asked, gpu, now, offer, on, request
 
 ANN, BOB, CAT = 1001, 1002, 1003
 
@@ -850,7 +850,7 @@ class TestRestore:
         """Leases are still held, waiting requests keep their places, and new requests come later."""
         desk = Desk(offer(0), offer(1))
         held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
-        active = desk.ledger.attach(held[1].id, (ProcessIdentity(7, 7),))
+        active = desk.ledger.attach(held[1].id, on(gpu(1), 7))
         waiting = [desk.waits(50, uid=BOB), desk.waits(50, uid=CAT, wait=30.0), desk.waits(50, uid=BOB)]
         other = self.again(desk)
         assert list(other.ledger.all()) == [held[0], active, *waiting]
@@ -911,20 +911,20 @@ class TestAnyNumber:
         """Each client takes a place, as long as no other lease has been granted it, and frees it when it ends."""
         desk = Desk(offer(clients=4))
         lease, other = desk.ask(25, 2, processes=None), desk.ask(uid=ANN)
-        clients = tuple(ProcessIdentity(pid, pid) for pid in (7, 8, 9))
+        clients = on(gpu(0), 7, 8, 9)
         for number in (1, 2, 3):
-            assert desk.ledger.has_room(lease)
+            assert desk.ledger.has_room(lease, gpu(0))
             lease = desk.ledger.attach(lease.id, clients[:number])
             assert desk.ledger.taken(gpu(0)).clients == number + 1
             assert desk.ledger.user(1000).holds == Amount(250, 2 * GIB, number)
-        assert not desk.ledger.has_room(lease)
+        assert not desk.ledger.has_room(lease, gpu(0))
         waits = desk.waits(uid=ANN)
         assert desk.waits_for(waits)[0] == "clients"
         desk.end(other)
         assert desk.ledger.find(waits.id) in desk.ledger.leases.values()
-        assert not desk.ledger.has_room(lease)
+        assert not desk.ledger.has_room(lease, gpu(0))
         lease = desk.ledger.attach(lease.id, clients[:1])
-        assert desk.ledger.has_room(lease)
+        assert desk.ledger.has_room(lease, gpu(0))
         desk.ledger.attach(lease.id, ())
         desk.end(*desk.ledger.leases.values())
         assert desk.ledger.taken(gpu(0)) == Amount()
@@ -933,10 +933,34 @@ class TestAnyNumber:
         """After a restart of mpsd the lease takes as many places as it has clients."""
         desk = Desk(offer(clients=4))
         lease = desk.ask(25, 2, processes=None)
-        lease = desk.ledger.attach(lease.id, tuple(ProcessIdentity(pid, pid) for pid in (7, 8)))
+        lease = desk.ledger.attach(lease.id, on(gpu(0), 7, 8))
         again = Desk(offer(clients=4))
         again.ledger.restore(lease, 0.0)
         assert again.ledger.taken(gpu(0)) == Amount(250, 2 * GIB, 2)
+
+
+class TestSeveralGpus:
+    """Each GPU of a lease has its own places for the lease's clients."""
+
+    def test_a_number(self) -> None:
+        """A client on one GPU leaves the places on the other one; a process on both takes a place on each."""
+        desk = Desk(offer(0), offer(1))
+        lease = desk.ask(25, 2, gpus=2)
+        lease = desk.ledger.attach(lease.id, on(gpu(1), 7))
+        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [True, False]
+        lease = desk.ledger.attach(lease.id, (*lease.attached, *on(gpu(0), 7)))
+        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, False]
+        assert [each.pid for each in lease.clients] == [7]
+        assert desk.ledger.user(1000).holds == Amount(500, 4 * GIB, 2)
+
+    def test_any_number(self) -> None:
+        """Clients of a lease for any number take the places of their own GPU."""
+        desk = Desk(offer(0, clients=3), offer(1, clients=2))
+        lease = desk.ask(25, 2, gpus=2, processes=None)
+        lease = desk.ledger.attach(lease.id, (*on(gpu(0), 5, 6, 7), *on(gpu(1), 8)))
+        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, True]
+        assert [desk.ledger.taken(gpu(index)).clients for index in (0, 1)] == [3, 1]
+        assert desk.ledger.user(1000).holds.clients == 4
 
 
 class TestUsers:

@@ -40,7 +40,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
 from mpsd.core.units import MIB
 from tests.core.admission.hand_ledger import HandLedger
-from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer
+from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer, on
 
 pytestmark = pytest.mark.slow
 
@@ -257,7 +257,7 @@ class Node(RuleBasedStateMachine):
         """Turn a lease into a claim for its own user, so that it outlives its holder."""
         lease = self.pick(list(self.books.leases.values()), which)
         claim = Claim(seconds, lease.owner.uid, self.books.now + seconds)
-        left = structs.replace(lease, state=LeaseState.GRANTED, holders=(claim,), clients=())
+        left = structs.replace(lease, state=LeaseState.GRANTED, holders=(claim,), attached=())
         self.ledger.put_back(left, self.books.now)
         self.enter_again(left)
 
@@ -288,34 +288,38 @@ class Node(RuleBasedStateMachine):
     def attach(self, which: int, pids: tuple[int, ...]) -> None:
         """Let clients come and go, but none of a lease without a holder."""
         lease = self.pick(list(self.books.leases.values()), which)
+        where = self.pick(lease.shares, which).gpu
         if claim_of(lease) is not None:
-            assert not self.ledger.has_room(lease)
+            assert not self.ledger.has_room(lease, where)
             return
         if lease.request.processes is None:
-            self.attach_any(lease, coming=6 * len(pids))
+            self.attach_any(lease, where, coming=6 * len(pids))
             return
-        clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
-        assert self.ledger.has_room(lease) == (len(lease.clients) < lease.request.processes)
+        clients = on(where, *pids)
+        there = sum(each.gpu == where for each in lease.attached)
+        assert self.ledger.has_room(lease, where) == (there < lease.request.processes)
         attached = self.ledger.attach(lease.id, clients)
         state = LeaseState.ACTIVE if clients else LeaseState.GRANTED
-        assert attached == structs.replace(lease, clients=clients, state=state)
+        assert attached == structs.replace(lease, attached=clients, state=state)
         self.books.enter(attached)
 
-    def attach_any(self, lease: Lease, coming: int) -> None:
+    def attach_any(self, lease: Lease, where: str, coming: int) -> None:
         """Let clients of a lease for any number come, without taking another lease's place; or let one go."""
         books = self.books
         if not coming:
-            books.enter(self.ledger.attach(lease.id, lease.clients[:-1]))
+            books.enter(self.ledger.attach(lease.id, lease.attached[:-1]))
         for _ in range(coming):
             lease = books.leases[lease.id]
-            offers = [books.offers[share.gpu] for share in lease.shares if share.gpu in books.offers]
-            is_free = all(
-                (granted_on(books.leases.values(), each.gpu) + each.unleased).clients < each.clients for each in offers
+            offer = books.offers.get(where)
+            is_free = (
+                offer is None
+                or (granted_on(books.leases.values(), where) + offer.unleased).clients < offer.clients
+                or all(each.gpu != where for each in lease.attached)
             )
-            assert self.ledger.has_room(lease) == (is_free or not lease.clients)
-            if self.ledger.has_room(lease):
+            assert self.ledger.has_room(lease, where) == is_free
+            if is_free:
                 number = max((each.pid for each in lease.clients), default=0) + 1
-                books.enter(self.ledger.attach(lease.id, (*lease.clients, ProcessIdentity(number, number))))
+                books.enter(self.ledger.attach(lease.id, (*lease.attached, *on(where, number))))
         self.forget_head()  # a client of an existing lease precedes waiting leases
         self.settle()
 

@@ -63,41 +63,40 @@ def fits(one: Limits, other: Limits) -> bool:
 ANYTIME: Final = CeilingRules(SMALLEST, Attach.ANYTIME, WINDOW)
 
 
-def held(processes: int | None, *pids: int) -> Lease:
-    """Return a lease for so many processes with these clients."""
-    clients = tuple(ProcessIdentity(pid, pid) for pid in pids)
+def held(processes: int | None) -> Lease:
+    """Return a lease for so many processes."""
     lease = asked(LeaseRequest(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), processes=processes))
     share = Share("GPU-0", "gpu0", ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), {})
-    return structs.replace(lease, shares=(share,), clients=clients)
+    return structs.replace(lease, shares=(share,))
 
 
 SHOWN, MISSING, UNKNOWN = ContextProof.SHOWN, ContextProof.MISSING, ContextProof.UNKNOWN
 
 
 @pytest.mark.parametrize(
-    ("lease", "proofs", "expected"),
+    ("processes", "proofs", "expected"),
     [
-        (held(1), [], Awaited.ALWAYS),
-        (held(3), [], Awaited.ALWAYS),
-        (held(1, 7), [MISSING], Awaited.ALWAYS),
-        (held(1, 7), [SHOWN], Awaited.NOBODY),
-        (held(1, 7), [UNKNOWN], Awaited.WINDOW),
-        (held(2, 7), [SHOWN], Awaited.WINDOW),
-        (held(2, 7), [MISSING], Awaited.ALWAYS),
-        (held(2, 7, 8), [SHOWN, SHOWN], Awaited.NOBODY),
-        (held(2, 7, 8), [SHOWN, UNKNOWN], Awaited.WINDOW),
-        (held(2, 7, 8), [UNKNOWN, MISSING], Awaited.ALWAYS),
-        (held(None, 7, 8), [SHOWN, SHOWN], Awaited.WINDOW),
+        (1, [], Awaited.ALWAYS),
+        (3, [], Awaited.ALWAYS),
+        (1, [MISSING], Awaited.ALWAYS),
+        (1, [SHOWN], Awaited.NOBODY),
+        (1, [UNKNOWN], Awaited.WINDOW),
+        (2, [SHOWN], Awaited.WINDOW),
+        (2, [MISSING], Awaited.ALWAYS),
+        (2, [SHOWN, SHOWN], Awaited.NOBODY),
+        (2, [SHOWN, UNKNOWN], Awaited.WINDOW),
+        (2, [UNKNOWN, MISSING], Awaited.ALWAYS),
+        (None, [SHOWN, SHOWN], Awaited.WINDOW),
     ],
 )
-def test_awaited(lease: Lease, proofs: list[ContextProof], expected: Awaited) -> None:
+def test_awaited(processes: int | None, proofs: list[ContextProof], expected: Awaited) -> None:
     """The ceiling closes behind a lease whose processes are all seen on the GPU, or after the window.
 
     In `anytime` it never closes.
     """
     for attach in Attach:
         wanted = Awaited.ALWAYS if attach is Attach.ANYTIME else expected
-        assert awaited(lease, attach, proofs) is wanted
+        assert awaited(processes, attach, proofs) is wanted
 
 
 def usage(**memory: int | None) -> Known[GpuUsage]:
@@ -107,24 +106,19 @@ def usage(**memory: int | None) -> Known[GpuUsage]:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "usages", "expected"),
+    ("reading", "expected"),
     [
-        ({"0"}, {"0": usage(p7=1)}, SHOWN),
-        ({"0"}, {"0": usage(p7=0)}, MISSING),
-        ({"0"}, {"0": usage(p8=1)}, MISSING),
-        ({"0"}, {"0": usage(p7=None)}, UNKNOWN),
-        ({"0"}, {"0": Unknown("lost")}, UNKNOWN),
-        ({"0"}, {}, UNKNOWN),
-        ({"0"}, {"0": usage(), "1": usage(p7=1)}, MISSING),
-        ({"0", "1"}, {"0": usage(), "1": usage(p7=1)}, MISSING),
-        ({"0", "1"}, {"0": usage(p7=None), "1": usage(p7=1)}, UNKNOWN),
-        ({"0", "1"}, {"0": usage(p7=1), "1": usage(p7=1)}, SHOWN),
-        (set(), {"0": usage(p7=1)}, MISSING),
+        (usage(p7=1), SHOWN),
+        (usage(p7=0), MISSING),
+        (usage(p8=1), MISSING),
+        (usage(p7=None), UNKNOWN),
+        (Unknown("lost"), UNKNOWN),
+        (None, UNKNOWN),
     ],
 )
-def test_context_proof(gpus: set[str], usages: dict[str, Known[GpuUsage] | Unknown], expected: ContextProof) -> None:
-    """Memory proves a context only on the GPU whose server lists the client, and only where NVML shows it."""
-    assert context_proof(ProcessIdentity(7, 7), gpus, usages) is expected
+def test_context_proof(reading: Known[GpuUsage] | Unknown | None, expected: ContextProof) -> None:
+    """Memory proves a context, where NVML shows it."""
+    assert context_proof(ProcessIdentity(7, 7), reading) is expected
 
 
 def test_part() -> None:

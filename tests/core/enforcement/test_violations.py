@@ -24,6 +24,7 @@ from mpsd.core.enforcement.violations import (
     unknown,
 )
 from mpsd.core.model import (
+    AttachedProcess,
     Client,
     GpuProcess,
     HoldingProcess,
@@ -69,7 +70,7 @@ def lease(
         arrival=percent,
         created=datetime.now(UTC),
         shares=(share(OFFER, need),),
-        clients=clients,
+        attached=tuple(AttachedProcess(each, GPU) for each in clients),
     )
 
 
@@ -174,9 +175,9 @@ def test_first_context() -> None:
 # -- whose a client is -------------------------------------------------------------------------------------------------
 
 
-def has_room(of: Lease) -> bool:
-    """Return whether a lease may have one more client, by the rule of the ledger."""
-    return of.request.processes is None or len(of.clients) < of.request.processes
+def has_room(of: Lease, gpu: str) -> bool:
+    """Return whether a lease may have one more client on a GPU, by the rule of the ledger."""
+    return of.request.processes is None or len(of.clients_on(gpu)) < of.request.processes
 
 
 def test_nearest_with_room() -> None:

@@ -14,6 +14,7 @@ from mpsd.core.metrics.families import FAMILIES
 from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import (
+    AttachedProcess,
     Daemon,
     Gpu,
     GpuProcess,
@@ -68,7 +69,7 @@ LEASE: Final = Lease(
     arrival=1,
     created=NOW,
     shares=(Share("GPU-0", "gpu0", ActiveThreadPercentage(250), PinnedDeviceMemLimit.parse("4GiB"), {}),),
-    clients=(CLIENT,),
+    attached=(AttachedProcess(CLIENT, "GPU-0"),),
 )
 
 

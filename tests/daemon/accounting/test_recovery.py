@@ -10,7 +10,7 @@ from msgspec import structs
 from mpsd.core.accounting.accounts import Accounts, LeaseRecord, record_of
 from mpsd.core.accounting.series import SECOND, Series
 from mpsd.core.admission.admission import Amount, Offer, share
-from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Settings
 from mpsd.core.units import GIB
@@ -41,7 +41,7 @@ def lease(number: int, tenths: int, after: float) -> Lease:
 
 def with_client(granted: Lease) -> Lease:
     """Return the lease with a client that it got later."""
-    return structs.replace(granted, state=LeaseState.ACTIVE, clients=(ProcessIdentity(999, 1),))
+    return structs.replace(granted, state=LeaseState.ACTIVE, attached=(AttachedProcess(ProcessIdentity(999, 1), GPU),))
 
 
 def event(name: str, of: Lease, after: float) -> bytes:

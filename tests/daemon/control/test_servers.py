@@ -3,13 +3,13 @@
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.control.operations import begin, ended
-from tests.daemon.helpers import BRISK, branches, is_running, kill, next_ready
+from tests.daemon.control.operations import begin, ended, waiting
+from tests.daemon.helpers import branches, is_running, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -19,6 +19,9 @@ pytestmark = pytest.mark.slow
 _STAND_IN = """#!/bin/bash
 exec -a nvidia-cuda-mps-server sleep 600
 """
+
+QUICK: Final = "[daemon]\nanswer_deadline = 0.4\nprobe_interval = 0.5\n"
+"""For tests that wait for ten times the first, until a busy server is ended."""
 
 
 @pytest.fixture
@@ -135,16 +138,17 @@ class TestServers:
         wait_for_servers(node, (orphan, True), (server, False))
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_a_server_that_hangs(start: Start, real: RealDaemon) -> None:
-    """A restart waits for a hung server as long as the operator allows, and then ends it."""
-    node = start(control=real.control, config=BRISK)
+    """A restart waits for a hung server, which may have clients, and after the timeout ends it."""
+    node = start(control=real.control, config=QUICK)
     before, server = node.daemons()["gpu0"]["pid"], start_server(node)
     operation = begin(node, "restart")
-    node.wait_for_state("gpu0", "stopping")
-    node.end(signal.SIGKILL)
-    node.start(ready=False)
-    node.wait_for_state("gpu0", "stopping")
+    for _ in range(2):
+        assert [each["pid"] for each in waiting(node, operation)] == [server]
+        node.end(signal.SIGKILL)
+        node.start(ready=False)
+    node.wait_for_state("gpu0", "draining")
     assert is_running(server)
     assert is_running(before)
     assert begin(node, "restart", timeout=0)["id"] == operation["id"]
@@ -166,7 +170,7 @@ touch /dev/shm/$mine /dev/shm/$another
 exec -a nvidia-cuda-mps-server sleep 600
 """
     (short_tmp / "bin" / "nvidia-cuda-mps-server").write_text(script)
-    node = start()
+    node = start(config=QUICK)
     mine = Path(f"/dev/shm/cuda.shm.{os.geteuid()}.{start_server(node):x}.1")
     another = Path(f"/dev/shm/cuda.shm.{os.geteuid()}.1.1-test")
     wait_until(mine.exists, what="the server to have made it")

@@ -3,16 +3,19 @@
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.control.operations import begin, ended, look
+from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.ends.clients import BUSY, asked, await_steps, target
 from tests.daemon.helpers import BRISK, event, holding, kill, next_ready, stopped
+from tests.daemon.leases.test_busy_servers import made, pids
 from tests.harness import wait_until
 from tests.node import Node
+from tests.simulated_clients import SimulatedClient, variables
 
 pytestmark = pytest.mark.slow
 
@@ -69,3 +72,30 @@ def test_restart_of_a_silent_daemon(make_node: Start) -> None:
         assert f"client {client.pid}" in forced["because"]
         assert "does not answer" in forced["because"]
     next_ready(node, "gpu0", before)
+
+
+@pytest.mark.parametrize(("verb", "timeout"), [("drain", None), ("restart", 0)])
+def test_clients_that_are_not_named_yet(make_node: Start, short_tmp: Path, verb: str, timeout: float | None) -> None:
+    """A drain or restart waits for a server that has not named its clients yet, and then ends each of them in order."""
+    node, server = made(make_node, short_tmp, "anytime")
+    node.start()
+    with SimulatedClient(variables(node)) as client:
+        _, busy = pids(node, client)
+        node.end()
+        server.turn(busy=True)
+        node.start(ready=False)
+        operation = begin(node, verb, timeout=timeout)
+        (blocker,) = waiting(node, operation)
+        assert (blocker["what"], blocker["pid"]) == ("server", busy)
+        server.converse()
+        found = look(node, operation)
+        assert f"server {busy}, which is busy and has not named its clients (since " in found["because"]
+        assert client.sync()["ok"]
+        server.turn(busy=False)
+        if timeout is None:
+            wait_until(lambda: waiting(node, operation)[0]["pid"] == client.pid, what="the client to be named")
+            client.end()
+        else:
+            event(node, "client_forced", pid=client.pid, step="terminate_client")
+        ended(node, operation)
+    assert node.events("daemon_forced") == []

@@ -2,13 +2,17 @@
 
 import json
 import shlex
+import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, PUT_LEASE
 from mpsd.simulator.control import program as simulator
 from mpsd.system import clock, proc
+from mpsd.system.database import Database, summed
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event, program
 from tests.harness import wait_until
@@ -86,7 +90,7 @@ def test_clients_stay_known(make_node: Start, short_tmp: Path) -> None:
 
 
 def test_clients_without_a_lease_count(make_node: Start, short_tmp: Path) -> None:
-    """The share of a client without a lease is not granted again while its server is busy."""
+    """The share of a client without a lease is not granted again while its server is busy, nor by the next mpsd."""
     node, server = made(make_node, short_tmp, "anytime")
     node.start()
     lease = node.request("POST", "/v1/leases", {"threads": 60, "memory": 60 * GIB}).json
@@ -96,8 +100,12 @@ def test_clients_without_a_lease_count(make_node: Start, short_tmp: Path) -> Non
         assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
         server.turn(busy=True)
         server.converse()
-        answer = node.request("POST", "/v1/leases", {"threads": 60, "memory": 60 * GIB})
-        assert (answer.status, answer.json["limit"]) == (409, "threads")
+        for _ in range(2):
+            answer = node.request("POST", "/v1/leases", {"threads": 60, "memory": 60 * GIB})
+            assert (answer.status, answer.json["limit"]) == (409, "threads")
+            node.end(signal.SIGKILL)
+            node.start(ready=False)
+            node.wait_for_state("gpu0", "ready")
         client.end()
         server.converse()
         wait_until(lambda: node.get("/v1/clients").json["clients"] == [], what="the client that has ended to be gone")
@@ -126,8 +134,12 @@ def test_busy_at_first_sight(make_node: Start, short_tmp: Path) -> None:
         assert (answer["verdict"], "could not see" in answer["because"]) == ("unknown", True), answer
 
 
-def test_wedged(make_node: Start, short_tmp: Path) -> None:
-    """By an earlier mpsd's evidence alone, no control daemon is replaced whose server has not named its clients yet."""
+def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
+    """A server that has not named its clients yet may have some.
+
+    By an earlier mpsd's evidence alone, its control daemon is not replaced; and a lease that could not be restored
+    keeps its GPU.
+    """
     node, server = made(make_node, short_tmp, "anytime")
     node.start()
     with SimulatedClient(variables(node)) as client:
@@ -137,10 +149,14 @@ def test_wedged(make_node: Start, short_tmp: Path) -> None:
         (node.root / "run" / "gpu0.unserved.json").write_text(
             json.dumps({"boot_id": clock.boot_id(), "unserved": evidence})
         )
+        with closing(Database(node.root / "run" / "leases.db", LEASES_SCHEMA)) as database:
+            database.commit([(PUT_LEASE, summed(99, clock.boot_id(), 0, "{", "[]"))])
         server.turn(busy=True)
         node.start(ready=False)
         for _ in range(3):
             server.converse()
+        assert node.events("lease_not_restored")
+        assert node.events("lease_not_restored_ended") == []
         server.turn(busy=False)
         wait_until(
             lambda: [each["pid"] for each in node.get("/v1/clients").json["clients"]] == [client.pid],

@@ -1,5 +1,6 @@
 """Unleased clients count against what is granted, and against their users' quotas: no process takes a GPU unnoticed."""
 
+import signal
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
+from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
 
 pytestmark = pytest.mark.usefixtures("binds")
 
@@ -112,6 +113,31 @@ def test_left_behind_with_limits_of_its_own(make_node: Start) -> None:
             answer = caller.admit(threads=50, memory=GIB)
             assert (answer.status, answer.json["limit"]) == (409, "threads")
         assert caller.admit(**asked, wait=30).status == 201
+
+
+def test_left_behind_and_restarted(make_node: Start) -> None:
+    """A client that its lease left behind counts for the next mpsd as before, and a waiting request does not get it."""
+    node = make_node(simulate=1, control=None, config="").start()
+    asked = {"threads": 60, "memory": 60 * GIB}
+    with SimulatedClient(variables(node), before=WAITS) as client:
+        lease = node.request("POST", "/v1/leases", {**asked, "pid": client.pid}).json
+        assert client.process.stdin is not None
+        client.process.stdin.write(b"\n")
+        event(node, "client_attributed", client=client.hello["pid"])
+        assert client.alloc("50GiB")["ok"]
+        assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
+        node.end(signal.SIGKILL)  # the end of the lease was answered, so all that follows from it is on disk
+        node.start()
+        sees(node, 60.0, 50, 1)
+        with leased(node, "--threads", "60", "--memory", "1GiB", "--wait", "60") as waiting:
+            event(node, "lease_waits", pid=waiting.pid)
+            node.end(signal.SIGKILL)
+            node.start()
+            sees(node, 60.0, 50, 1)
+            (left,) = node.get("/v1/leases").json["leases"]
+            assert left["state"] == "waiting"
+            client.end()
+            assert waiting.hello["mps"]
 
 
 def test_left_behind_on_an_unreadable_gpu(make_node: Start) -> None:

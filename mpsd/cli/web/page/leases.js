@@ -31,7 +31,7 @@ const COLUMNS = [
   ["Memory", memory, (lease) => lease.pinned_device_mem_limit ?? 0],
   ["Held", (lease, node) => { const found = held(lease, node); return found === null ? "-" : size(found); }, (lease, node) => held(lease, node) ?? 0],
   ["User", (lease, node) => node.users[lease.owner.uid]],
-  ["Clients", (lease) => `${lease.clients.length} of ${lease.processes || "any"}`, (lease) => lease.clients.length],
+  ["Clients", (lease) => `${lease.clients.length} of ${lease.processes * (lease.shares.length || 1) || "any"}`, (lease) => lease.clients.length],
   ["Age", (lease, node) => age(lease.created, node.now), (lease) => -Date.parse(lease.created)],
   ["Expires", (lease, node) => (expiry(lease) === null ? "-" : until(lease.expires, node.now)), (lease) => (expiry(lease) === null ? Infinity : Date.parse(lease.expires))],
   ["Name", (lease) => lease.name || "-"],

@@ -1,20 +1,24 @@
-"""The limits that were open to each client, on disk: they cannot be asked for, and the next mpsd must know them.
+"""The facts about clients that nothing reports later, on disk: the next mpsd must know them.
 
-The file is in the runtime directory, since no client outlives the boot. It is not synchronised to the disk.
+They are the limits that were open to each client, and the parts of the clients that their leases left behind. The file
+is in the runtime directory, since no client outlives the boot. It is not synchronised to the disk.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
 
+from mpsd.core.admission.admission import Amount
 from mpsd.core.model import ProcessIdentity, ReadBack, Unknown
 from mpsd.core.quantities import Bounds, Opened, Pid
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock, process
+
+T = TypeVar("T")
 
 ClientKey: TypeAlias = tuple[str, ProcessIdentity]
 """A client: its control daemon, and its process."""
@@ -40,12 +44,19 @@ class _Row(Struct, forbid_unknown_fields=True):
     later: ReadBack | None
 
 
+class _LeftBehind(Struct, forbid_unknown_fields=True):
+    daemon: str
+    process: ProcessIdentity
+    part: Amount
+
+
 class _File(Struct, forbid_unknown_fields=True):
     boot_id: str
     clients: tuple[_Row, ...]
+    left_behind: tuple[_LeftBehind, ...] = ()
 
 
-class OpenedRecord:
+class ClientRecord:
     """The known clients, in memory and on disk; one that has ended is forgotten at the next write."""
 
     def __init__(self, path: Path, log: Logger) -> None:
@@ -53,6 +64,8 @@ class OpenedRecord:
         self._path = path
         self._log = log
         self._clients: dict[ClientKey, KnownClient] = {}
+        self.left_behind: Mapping[ClientKey, Amount] = {}
+        """The part that each client had of its lease, which has ended: at least this counts against capacity."""
         self._not_stored = ""
         """The last logged reason why the file could not be written."""
         found = encoding.load(path, _File)
@@ -60,6 +73,7 @@ class OpenedRecord:
             log.warning(EventName.FILE_DAMAGED, because=found.reason)
         elif found is not None and found.value.boot_id == clock.boot_id():
             self._clients = {(row.daemon, row.process): _known(row) for row in found.value.clients}
+            self.left_behind = {(row.daemon, row.process): row.part for row in found.value.left_behind}
 
     def of(self, key: ClientKey, server: int) -> KnownClient | None:
         """Return the facts about a client of a server; None for one that was not seen yet."""
@@ -74,9 +88,21 @@ class OpenedRecord:
         if not self._not_stored and clients.items() <= self._clients.items():
             return
         others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
-        others = {each: known for each, known in others.items() if process.lives(each[1])}
-        self._clients = {**others, **clients}
-        file = _File(clock.boot_id(), tuple(_row(key, known) for key, known in self._clients.items()))
+        self._clients = {**_living(others), **clients}
+        self._store()
+
+    def leave_behind(self, parts: Mapping[ClientKey, Amount]) -> None:
+        """Store the parts of the clients of a lease that ends, before its end is stored.
+
+        Where that fails, this mpsd still knows them, and tries again with the next change.
+        """
+        self.left_behind = {**_living(self.left_behind), **parts}
+        self._store()
+
+    def _store(self) -> None:
+        clients = tuple(_row(key, known) for key, known in self._clients.items())
+        left = tuple(_LeftBehind(*key, part) for key, part in _living(self.left_behind).items())
+        file = _File(clock.boot_id(), clients, left)
         try:
             atomic_file.write(self._path, encoding.to_json(file))
         except OSError as error:
@@ -85,6 +111,10 @@ class OpenedRecord:
             self._not_stored = str(error)
         else:
             self._not_stored = ""
+
+
+def _living(facts: Mapping[ClientKey, T]) -> dict[ClientKey, T]:
+    return {key: fact for key, fact in facts.items() if process.lives(key[1])}
 
 
 def _row(key: ClientKey, known: KnownClient) -> _Row:

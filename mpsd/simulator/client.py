@@ -111,6 +111,14 @@ class _Signals:
     def __init__(self) -> None:
         self._came = False
         self._busy = False
+        # A signal that comes just before a wait begins would otherwise not end it, since Python handles it afterwards.
+        self._wakes, sink = os.pipe()
+        os.set_blocking(sink, False)
+        signal.set_wakeup_fd(sink)
+
+    def wait(self, *inputs: int) -> None:
+        """Wait until one of these descriptors is readable, or a signal comes that Python handles."""
+        select.select([*inputs, self._wakes], [], [])
 
     def obey(self, number: signal.Signals) -> None:
         """Exit when the signal comes and no kernel is in flight."""
@@ -143,7 +151,8 @@ class _Signals:
 class _Input:
     """The lines of stdin."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: _Signals) -> None:
+        self._signals = signals
         self._text = b""
 
     @property
@@ -160,6 +169,7 @@ class _Input:
             if _is_on_a_terminal():
                 sys.stdout.write(PROMPT)
                 sys.stdout.flush()
+            self._signals.wait(0)
             if not (more := os.read(0, 4096)):
                 return
             self._text += more
@@ -182,9 +192,9 @@ def _loop(cuda: CudaProcess, signals: _Signals, stdin: _Input, work: float) -> d
     return {"kernels": kernels}
 
 
-def _hang() -> NoReturn:
+def _hang(signals: _Signals) -> NoReturn:
     while True:
-        signal.pause()
+        signals.wait()
 
 
 def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arguments: list[str]) -> dict[str, Any]:  # noqa: C901, PLR0911, PLR0912 - one case for each verb
@@ -231,7 +241,7 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
             signals.obey(signal.Signals[f"SIG{name}"])
             return {}
         case "hang", []:
-            _hang()
+            _hang(signals)
         case "help", []:
             return {"help": _HELP}
     raise ValueError(f"{verb!r} with {len(arguments)} arguments is nothing that a client does")
@@ -239,7 +249,7 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
 
 def _serve(cuda: CudaProcess, signals: _Signals) -> int:
     """Execute stdin until its end; return the exit status. Raises _Stopped."""
-    stdin = _Input()
+    stdin = _Input(signals)
     for line in stdin.lines():
         verb, *arguments = line.split() or [""]
         if not verb and _is_on_a_terminal():

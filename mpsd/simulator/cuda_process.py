@@ -232,7 +232,8 @@ class CudaProcess:
     def leave(self) -> None:
         """Say goodbye to the server, which a killed process does not."""
         if self._connection is not None:
-            self._failure(0.0)  # unread data would make the close lose the goodbye
+            if select.select([self._connection], [], [], 0)[0]:
+                self._receive(self._connection)  # unread data would make the close lose the goodbye
             self._say({"end": True})
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -13,6 +14,7 @@ from mpsd.simulator.devices import Held, Kind
 from tests.harness import wait_until
 from tests.simulator.bench import MEMORY, PERCENTAGE, GpuBench
 from tests.simulator.test_clients import DONE, GIB, OUT_OF_MEMORY, error
+from tests.tools import compiler
 
 INVALID_CONTEXT: Final = error("INVALID_CONTEXT", 201)
 
@@ -195,6 +197,15 @@ def test_ends_that_harm_nobody(bench: GpuBench, how: str) -> None:
     wait_until(lambda: status(bench, server) == ["ACTIVE", str(neighbour.pid)], what="it to be gone")
     assert neighbour.sync() == DONE
     assert bench.client().hello["mps"]
+
+
+def test_signal_in_the_last_moment(bench: GpuBench) -> None:
+    """A client obeys a signal that comes just before it waits for input, too: that wait must not begin."""
+    library = bench.root / "late_read.so"
+    subprocess.run([compiler(), "-shared", "-fPIC", "-o", library, Path(__file__).with_name("late_read.c")], check=True)
+    client = bench.client(LD_PRELOAD=str(library))
+    client.do("obey TERM")
+    assert client.kill(signal.SIGTERM) == 0
 
 
 def test_terminate_client_waits_for_the_work(bench: GpuBench) -> None:

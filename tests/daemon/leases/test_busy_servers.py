@@ -145,9 +145,10 @@ def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
     with SimulatedClient(variables(node)) as client:
         daemon, pid = ({"pid": each, "start_ticks": proc.start_ticks(each)} for each in pids(node, client))
         node.end()
-        evidence = {"daemon": daemon, "server": pid, "because": "it answered no canary", "wedged": True}
-        (node.root / "run" / "gpu0.unserved.json").write_text(
-            json.dumps({"boot_id": clock.boot_id(), "unserved": evidence})
+        against = {"against": {"daemon": daemon, "server": pid}}
+        evidence = {**against, "unserved": {"because": "it answered no canary", "wedged": True}}
+        (node.root / "run" / "gpu0.evidence.json").write_text(
+            json.dumps({"boot_id": clock.boot_id(), "evidence": evidence})
         )
         with closing(Database(node.root / "run" / "leases.db", LEASES_SCHEMA)) as database:
             database.commit([(PUT_LEASE, summed(99, clock.boot_id(), 0, "{", "[]"))])

@@ -120,6 +120,8 @@ class Renewal:
         self.is_running = self.is_running and state in {State.STOPPING, State.DOWN, State.STARTING}
         if state is not State.READY:
             self._next_user = None
+        if state is State.DOWN:
+            self._distrusted = None  # that was about the server of a daemon that is gone
 
     async def is_blocked_by_last_user(self) -> bool:
         """Tell whether a daemon does not answer because of its last user, and has no client.

@@ -12,7 +12,7 @@ import pytest
 from mpsd.core.supervision.wedge import SPACING
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import client_of, event, is_running, kill, next_ready, quarantine, stopped
+from tests.daemon.helpers import client_of, event, is_running, kill, next_ready, quarantine, states, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
@@ -76,6 +76,7 @@ def test_alone(node: Node) -> None:
     with leased(node, *SMALL) as again:
         assert again.hello["mps"]
         assert again.compute(0.01)["ok"]
+    assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
 
 
 def test_beside_a_lease(node: Node) -> None:
@@ -332,6 +333,7 @@ def test_end_that_does_not_come_about(make_node: Start) -> None:
         next_ready(node, "gpu0", before)
     with leased(node, *SMALL) as client:
         assert client.compute(0.01)["ok"]
+    assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
 
 
 def test_end_that_comes_late(make_node: Start) -> None:

@@ -207,6 +207,7 @@ class TestWhatItSays:
         assert {each["command"] for each in node.events("foreign_command")} == {SETS}
 
 
+@pytest.mark.enforcement
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
     """The limits of a client that connected during a foreign conversation are unknown: no proof of a violation."""

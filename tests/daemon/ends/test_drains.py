@@ -14,7 +14,7 @@ from tests.daemon.helpers import BRISK, event, holding, kill, next_ready, stoppe
 from tests.harness import wait_until
 from tests.node import Node
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.enforcement]
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 

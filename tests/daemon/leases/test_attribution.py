@@ -20,7 +20,7 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 PART: Final = (25.0, 2 * GIB)
 CLOSED: Final = (0.1, MIB)

@@ -143,7 +143,7 @@ class Node:
 
     def _read(self) -> None:
         """Process a reading of the GPUs."""
-        self._inspect(read=True)
+        self.inspect(read=True)
         self._supervise()
         if self.completeness.is_waiting:
             self._look()  # for processes whose end nothing else reports
@@ -153,11 +153,10 @@ class Node:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._offers is not self.offers():  # with the previous offers, and with the present ones
-                self.leases.offer(self._offers, self.unleased.charged)
-                self._inspect(read=False)
+            self.leases.offer(self.offers(), self.unleased.charged)
+            self.inspect()
 
-    def _inspect(self, *, read: bool) -> None:
+    def inspect(self, *, read: bool = False) -> None:
         """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""
         daemons = self.daemons()
         self.violation_monitor.inspect(daemons, self.gpus.usages, read=read)
@@ -185,7 +184,7 @@ class Node:
                     await self._touched.wait()
         late = [name for name, done in answered.items() if not done()]
         await self.gpus.read()
-        self._inspect(read=True)
+        self.inspect(read=True)
         return late
 
     def _look(self) -> None:

@@ -23,6 +23,19 @@ from tests.harness import below, kill, wait_until
 
 _ROOT = Path(__file__).parent.parent
 
+BINDS: Final = Binds(os.environ.get("MPSD_BINDS", Binds.CONNECT))
+"""The moment at which the limits of simulated servers bind their clients: NVIDIA does not document it."""
+
+_with_clients = list[Path]()
+"""The logs of simulated servers that had clients, on nodes that were cleaned up lately."""
+
+
+def clients_of_cleaned_up() -> str:
+    """Return the log of a simulated server that had clients, on a node that was cleaned up since the last call."""
+    logs = [str(path) for path in _with_clients]
+    _with_clients.clear()
+    return logs[0] if logs else ""
+
 
 TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the name of the variable
 
@@ -83,8 +96,6 @@ class Node:
     arguments: Sequence[str] = ()
     rooted: bool = True
     """Whether mpsd gets its directory by `--root`; otherwise the configuration has to name it."""
-    binds: Binds | None = None
-    """The moment at which limits of simulated servers bind a client; the simulator's default if it is None."""
     fork_server: ForkServer | None = None
     """The process that forks mpsd, in a tenth of the time; without one it is started as a program."""
     process: subprocess.Popen[bytes] | None = None
@@ -141,8 +152,6 @@ class Node:
 
     def launch(self) -> None:
         """Start mpsd, without waiting."""
-        if self.binds is not None:
-            set_binds(self.root / "run" / "simulated", self.binds)
         variables = {**os.environ, **self.env}
         if self.fork_server is not None and self.is_forked:
             # The process has the interface of Popen.
@@ -168,6 +177,8 @@ class Node:
             deadline=20,
             not_yet=(OSError, http.client.HTTPException),
         )
+        if self.simulate is not None:
+            set_binds(self.root / "run" / "simulated", BINDS)
         return self
 
     def exited(self) -> int | None:
@@ -221,6 +232,9 @@ class Node:
         while there := below(self.root):
             for each in there:  # a process may have started another one meanwhile
                 kill(each)
+        if self.simulate is not None:
+            logs = (path for path in self.root.glob("log/*/server.log") if b" connected\n" in path.read_bytes())
+            _with_clients.extend(logs)
         check_events(self.log() if self.stderr.exists() else ())
 
     def request(

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.simulator.cuda import Binds
 from tests.chaos.conftest import Start
 from tests.chaos.test_chaos import LONG, for_seconds
 from tests.daemon.helpers import stopped
@@ -28,7 +27,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = [pytest.mark.slow, LONG]
+pytestmark = [pytest.mark.slow, pytest.mark.enforcement, LONG]
 
 CONFIG: Final = "[daemon]\ncanary_deadline = 5.0\n"
 CLIENTS: Final = 12
@@ -138,10 +137,9 @@ def send_canaries(busy: Busy, over: threading.Event) -> None:
         busy.verdicts.append(busy.node.request("POST", "/v1/daemons/gpu0/canary", {}).json)
 
 
-@pytest.mark.parametrize("binds", Binds)
-def test_busy(start: Start, dice: random.Random, binds: Binds) -> None:
+def test_busy(start: Start, dice: random.Random) -> None:
     """No canary mistakes a busy server for a wedged one, and nothing is closed."""
-    node = start(simulate=1, config=CONFIG, binds=binds)
+    node = start(simulate=1, config=CONFIG)
     lease = {"threads": 50, "memory": "20GiB", "gpu": "0", "processes": 2 * CLIENTS}
     assert node.request("POST", "/v1/leases", lease).status == 201
     over = threading.Event()

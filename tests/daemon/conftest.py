@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mpsd.simulator.cuda import Binds
 from tests import real
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
@@ -27,45 +26,25 @@ def control() -> Path:
 
 
 @pytest.fixture
-def make_node(short_tmp: Path, fork_server: ForkServer, request: pytest.FixtureRequest) -> Iterator[Start]:
+def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
     """Return a maker of nodes. After the test the nodes and all that they started are ended.
 
-    The control program is driver 535's unless the test names another. In a test with the fixture `binds`, the simulated
-    drivers bind limits at that moment.
+    The control program is driver 535's unless the test names another.
     """
     made: list[Node] = []
-    binds = request.getfixturevalue("binds") if "binds" in request.fixturenames else None
 
     def make(**options: Any) -> Node:
         root = short_tmp / f"n{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
         made.append(
-            Node(
-                **{
-                    "root": root,
-                    "control": real.real_daemons().get(535),
-                    "fork_server": fork_server,
-                    "binds": binds,
-                    **options,
-                }
-            )
+            Node(**{"root": root, "control": real.real_daemons().get(535), "fork_server": fork_server, **options})
         )
         return made[-1]
 
     yield make
     for node in made:
         node.clean_up()
-
-
-@pytest.fixture(params=Binds)
-def binds(request: pytest.FixtureRequest) -> Binds:
-    """Run a test for each moment in which a server's limits may bind a client: NVIDIA's moment is not documented.
-
-    A module with simulated clients uses it by `pytestmark = pytest.mark.usefixtures("binds")`.
-    """
-    moment: Binds = request.param
-    return moment
 
 
 @pytest.fixture(scope="module")

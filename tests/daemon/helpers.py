@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 
+from mpsd.simulator.control import program as simulator
 from tests.daemon.leases.line import Talk
 from tests.driven_program import DrivenProgram
 from tests.harness import look_at, wait_until
@@ -145,11 +147,46 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
+_GATED: Final = """
+case "$1" in -f) exec {command} "$@" ;; esac
+said=$(cat)
+printf '%s\\n' "$said" | {command} "$@"
+while [ -e {gate} ] && [ "$said" != "${{said#*$(cat {gate} 2>/dev/null)}}" ]; do
+    touch {held}
+    sleep 0.01
+done
+"""
+
+
+class Gate:
+    """A node's control program: the simulator's, whose front-ends stay after their last answer while it is shut."""
+
+    def __init__(self, node: Node, folder: Path) -> None:
+        """Give a node, which is not started yet, this control program, written into a folder."""
+        self._gate, self._held = folder / "gate", folder / "held"
+        command = shlex.join(simulator(gpus=str(node.root / "run" / "simulated")))
+        script = _GATED.format(command=command, gate=self._gate, held=self._held)
+        node.control = program(folder / "nvidia-cuda-mps-control", script)
+
+    @contextlib.contextmanager
+    def shut(self, command: str) -> Iterator[None]:
+        """Hold the front-ends that send this command, until the end of the block."""
+        self._gate.with_suffix(".new").write_text(command)
+        self._gate.with_suffix(".new").rename(self._gate)
+        yield
+        self._gate.unlink()
+
+    def has_held(self) -> bool:
+        """Return whether a front-end was held."""
+        return self._held.exists()
+
+
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Stop a process by SIGSTOP, and continue it at the end."""
     os.kill(pid, signal.SIGSTOP)
     try:
+        wait_until(lambda: (found := look_at(pid)) is None or found.state == "T", what=f"{pid} to stop")
         yield
     finally:
         os.kill(pid, signal.SIGCONT)

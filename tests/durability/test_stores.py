@@ -11,7 +11,6 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.units import MIB
-from mpsd.simulator.cuda import Binds
 from mpsd.system.database import checksum
 from tests.disks import as_root, fill, mounted
 from tests.durability.conftest import Start
@@ -187,6 +186,7 @@ def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
 # -- what was lost with a store ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.enforcement
 class TestLostLeases:
     """A store that was lost while a control daemon kept running: its clients hold memory that no lease has."""
 
@@ -254,11 +254,10 @@ class TestLostLeases:
         node.start()
         assert admit(node, gpu="0").status == 201
 
-    @pytest.mark.parametrize("binds", Binds)
     @pytest.mark.parametrize("lost", ["store", "lease"])
-    def test_ceiling_stays(self, make_node: Start, binds: Binds, lost: str) -> None:
+    def test_ceiling_stays(self, make_node: Start, lost: str) -> None:
         """A client whose lease was lost gets its share with its next context; the ceiling closes once it is gone."""
-        node = make_node(simulate=2, control=None, binds=binds).start()
+        node = make_node(simulate=2, control=None).start()
         with leased(node, "--threads", "60", "--memory", "1536MiB", "--gpu", "0") as client:
             assert client.hello["ok"], client.hello
             wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")

@@ -9,16 +9,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import branches, event, kill, next_ready, program, stopped
-from tests.harness import wait_until
+from tests.daemon.helpers import Gate, branches, event, kill, next_ready, program, stopped
+from tests.daemon.leases.line import Talk, message
+from tests.harness import look_at, pids, wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import WAITS, SimulatedClient, variables
@@ -66,6 +66,12 @@ def is_put_back(node: Node) -> bool:
     """Return whether the daemon itself reports the changed limit as mpsd wants it."""
     wanted = node.daemons()["gpu0"]["limits_wanted"]["active_thread_percentage"]
     return node.ask("gpu0", "get_default_active_thread_percentage") == [str(wanted)]
+
+
+def children(pid: int) -> set[int]:
+    """Return the running children of a process."""
+    found = {child: look_at(child) for child in pids()}
+    return {child for child, each in found.items() if each is not None and each.parent == pid and not each.zombie}
 
 
 def is_free(node: Node) -> bool:
@@ -147,13 +153,14 @@ def test_front_end_that_ends_late(make_node: Start, short_tmp: Path, real: RealD
 class TestWhatItSays:
     """Lines that any process can have written."""
 
-    def hidden(self, node: Node, change: Callable[[], Any], line: bytes) -> None:
-        """Change a limit, and have the log show only this line of it."""
-        log = node.control_log("gpu0")
-        wait_until(lambda: log.read_bytes().endswith(b"UI closed\n"), what="the log to be whole")
+    def hidden(self, node: Node, change: str, line: bytes) -> None:
+        """Change a limit by this command, and have the log show only this line of it."""
+        log, daemon = node.control_log("gpu0"), node.daemons()["gpu0"]["pid"]
         with stopped(node.pid):
+            wait_until(lambda: children(node.pid) == {daemon}, what="a front-end of mpsd's to end")
+            wait_until(lambda: log.read_bytes().endswith(b"UI closed\n"), what="the log to be whole")
             size = log.stat().st_size
-            change()
+            node.ask("gpu0", change)
             wait_until(lambda: log.read_bytes()[size:].endswith(b"UI closed\n"), what="the change to be logged")
             os.truncate(log, size)
             with log.open("ab") as file:
@@ -170,7 +177,7 @@ class TestWhatItSays:
     def test_more_than_shows(self, make_node: Start, real: RealDaemon, line: bytes) -> None:
         """A foreign conversation, or a part of a line, can hide any command, so mpsd queries the daemon at once."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
-        self.hidden(node, lambda: node.front_end("gpu0", f"{SETS}\n"), line)
+        self.hidden(node, SETS, line)
         wait_until(lambda: is_put_back(node), what="the limit to be put back")
         assert event(node, "limit_drift")["command"] is None
 
@@ -207,6 +214,7 @@ class TestWhatItSays:
         assert {each["command"] for each in node.events("foreign_command")} == {SETS}
 
 
+@pytest.mark.enforcement
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
     """The limits of a client that connected during a foreign conversation are unknown: no proof of a violation."""
@@ -226,3 +234,25 @@ def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
         assert process["ok"] is not disturbed
         assert ("mpsd could not see what was open" in process["because"]) is disturbed
         assert not node.events("violation")
+
+
+@pytest.mark.enforcement
+def test_who_connects_late_in_a_conversation(make_node: Start, short_tmp: Path) -> None:
+    """A foreign line that comes after the answers to mpsd counts for the clients that connect with it."""
+    node = make_node(simulate=1, config=QUIET)
+    gate = Gate(node, short_tmp)
+    node.start()
+    with SimulatedClient(variables(node), before=WAITS) as client, Talk(node.socket) as talk:
+        lease = node.request("POST", "/v1/leases", {"threads": 20, "memory": "1GiB", "pid": client.pid}).json["id"]
+        with gate.shut("get_server_list"):
+            talk.send(message("GET", f"/v1/leases/{lease}/verify"))
+            wait_until(gate.has_held, what="a front-end that has its answers to be held")
+            with node.control_log("gpu0").open("ab") as log:
+                log.write(b"a line that has no stamp\n")
+            assert client.process.stdin is not None
+            client.process.stdin.write(b"\n")
+            assert client.hello["ok"], client.hello
+        assert not talk.answer().json["ok"]
+        event(node, "client_attributed", client=client.pid)
+        (process,) = node.get(f"/v1/leases/{lease}/verify").json["processes"]
+        assert "mpsd could not see what was open" in process["because"]

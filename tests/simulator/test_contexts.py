@@ -11,6 +11,7 @@ import pytest
 from mpsd.simulator.cuda import Binds
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind
+from tests.daemon.helpers import stopped
 from tests.harness import wait_until
 from tests.simulator.bench import MEMORY, PERCENTAGE, GpuBench
 from tests.simulator.test_clients import DONE, GIB, OUT_OF_MEMORY, error
@@ -215,12 +216,14 @@ def test_terminate_client_waits_for_the_work(bench: GpuBench) -> None:
     """
     client = bench.client(**{PERCENTAGE: "50"})
     server = client.hello["server"]
-    client.loop(1)
-    front_end = bench.open_front_end()
-    assert front_end.stdin is not None
-    front_end.stdin.write(f"terminate_client {server} {client.pid}\nget_server_list\n".encode())
-    front_end.stdin.flush()
-    wait_until(lambda: bench.client().hello == error("MPS_SERVER_NOT_READY", 807), what="the server to begin")
+    client.loop(0.5)
+    # A simulated server learns the end of a kernel from its client, so a client that is stopped has one in flight.
+    with stopped(client.pid):
+        front_end = bench.open_front_end()
+        assert front_end.stdin is not None
+        front_end.stdin.write(f"terminate_client {server} {client.pid}\nget_server_list\n".encode())
+        front_end.stdin.flush()
+        wait_until(lambda: bench.client().hello == error("MPS_SERVER_NOT_READY", 807), what="the server to begin")
     assert client.answer() == error("MPS_CLIENT_TERMINATED", 810)
     assert front_end.communicate()[0].decode().splitlines() == ["0", str(server)]
     assert status(bench, server) == ["ACTIVE"]

@@ -12,6 +12,8 @@ from tests.harness import wait_until
 from tests.node import Node, running
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside, variables
 
+pytestmark = pytest.mark.enforcement
+
 
 @pytest.fixture
 def node(short_tmp: Path) -> Iterator[Node]:

@@ -141,6 +141,7 @@ class NodeHandlers:
 
     async def clients(self, _: Request) -> schema.ClientsOut:
         """Return the clients of every server."""
+        self._inspect_new_clients()
         attached = (each for each in self._node.violation_monitor.attached() if each.lease is not None and each.counted)
         leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
         judged = self._judged()
@@ -165,6 +166,21 @@ class NodeHandlers:
                 for pid in server.clients
             ]
         )
+
+    def _inspect_new_clients(self) -> None:
+        """Have the clients inspected that control daemons have listed since the last inspection.
+
+        A daemon lists a client as soon as it has named it, although the rest of its conversation may take long.
+        """
+        inspected = self._node.violation_monitor.listed()
+        listed = (
+            (client, daemon.gpu)
+            for daemon in self._node.daemons()
+            for server in daemon.servers
+            for client in server.opened
+        )
+        if any(gpu not in inspected.get(client, ()) for client, gpu in listed):
+            self._node.inspect()
 
     def _judged(self) -> dict[tuple[str, int], tuple[Verdict, str, str]]:
         """Return the clients with a violation or a doubt, by control daemon and pid, with the reason and the remedy."""

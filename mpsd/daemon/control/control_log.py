@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -49,6 +49,14 @@ log."""
 _OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
 
 
+class Foreign(NamedTuple):
+    """How much of others the log of a control daemon has shown."""
+
+    commands: int = 0
+    unaccounted: int = 0
+    """The lines that may stand for any command."""
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose"}):
     """The data with which the next mpsd continues the reading. The key in it is secret."""
 
@@ -88,15 +96,12 @@ class ControlLog:
         self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
         self.is_continued = stored is not None
         """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
-        self.foreign = 0
-        """The number of foreign commands so far."""
+        self.foreign = Foreign()
+        """The commands of others so far."""
         self.unexplained: tuple[str, ...] = ()
         """The foreign commands whose effect is unknown yet."""
-        self._settled = 0
-        """The number of foreign commands whose effect is known."""
-        self.is_unaccounted = False
-        """Whether the log has had lines of others since the last query for their effect; they may stand for any
-        command."""
+        self._settled = Foreign()
+        """The commands of others whose effect is known."""
         self._daemon = 0
         """The pid of the running control daemon."""
         self._seen = stored.servers if stored else {}
@@ -188,13 +193,13 @@ class ControlLog:
         It does not where the log is silent, has more than was read, or has lines that may stand for any command; and
         where there were more commands than mpsd remembers.
         """
-        has_forgotten = self.foreign - self._settled > _MOST_COMMANDS
-        return not (self.is_unaccounted or has_forgotten or self.silence.since or self._control.behind)
+        has_forgotten = self.foreign.commands - self._settled.commands > _MOST_COMMANDS
+        is_unaccounted = self.foreign.unaccounted > self._settled.unaccounted
+        return not (is_unaccounted or has_forgotten or self.silence.since or self._control.behind)
 
-    def settle(self, foreign: int) -> None:
-        """Note that the effect of the first `foreign` commands is known; later ones may have come too late."""
-        self.is_unaccounted = False
-        self._settled, late = foreign, self.foreign - foreign
+    def settle(self, foreign: Foreign) -> None:
+        """Note that the effect of the commands up to these is known; later ones may have come too late."""
+        self._settled, late = foreign, self.foreign.commands - foreign.commands
         self.unexplained = self.unexplained[-late:] if late else ()
 
     def forget(self) -> None:
@@ -271,7 +276,8 @@ class ControlLog:
     def _note_events(self, events: Sequence[LogEvent]) -> None:
         believed = [*self._believed(events)]  # first: the kernel may have counted more once all is reported
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
-        self.foreign += len(foreign)
+        unaccounted = sum(isinstance(event, Unaccounted) for event in events)
+        self.foreign = Foreign(self.foreign.commands + len(foreign), self.foreign.unaccounted + unaccounted)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
         self._log_events(EventName.FOREIGN_COMMAND, [{"command": command} for command in foreign])
         exits = [event for event in events if isinstance(event, ServerExited) and event.status]
@@ -280,7 +286,6 @@ class ControlLog:
         self._log_events(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
         self._log_events(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
-        self.is_unaccounted = self.is_unaccounted or any(isinstance(event, Unaccounted) for event in events)
         before = self.serving.state
         self.serving.note(believed, clock.now())
         self._compare(before)

@@ -141,7 +141,7 @@ class Node:
 
     def _read(self) -> None:
         """Process a reading of the GPUs."""
-        self._inspect(read=True)
+        self.inspect(read=True)
         self._supervise()
         if self.completeness.is_waiting:
             self._look()  # for processes whose end nothing else reports
@@ -151,10 +151,10 @@ class Node:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            self._inspect(read=False)  # first: what clients without a lease use must not be granted
+            self.inspect()  # first: what clients without a lease use must not be granted
             self.leases.offer(self.offers(), self.unleased.charged)
 
-    def _inspect(self, *, read: bool) -> None:
+    def inspect(self, *, read: bool = False) -> None:
         """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""
         daemons = self.daemons()
         self.violation_monitor.inspect(daemons, self.gpus.usages, read=read)
@@ -182,7 +182,7 @@ class Node:
                     await self._touched.wait()
         late = [name for name, done in answered.items() if not done()]
         await self.gpus.read()
-        self._inspect(read=True)
+        self.inspect(read=True)
         return late
 
     def _look(self) -> None:
@@ -373,7 +373,7 @@ class Node:
         """Return what each shareable GPU offers now; the same list for as long as nothing has changed."""
         if not self._is_offered:
             if not self.unleased.includes(each.name for each in self._supervisors.values() if each.state in ANSWERED):
-                self._inspect(read=False)
+                self.inspect()
             self._is_offered = True
             self._offers = [self._offer(each) for each in self._supervisors.values()]
         return self._offers

@@ -12,6 +12,7 @@ from struct import pack
 from termios import TIOCSWINSZ
 from typing import Any
 
+import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
@@ -83,6 +84,7 @@ def test_follows_the_node(node: Node) -> None:
     run(node, steps)
 
 
+@pytest.mark.enforcement
 def test_client(make_node: Callable[..., Node]) -> None:
     """A client has a row with its lease, and with the memory that it holds."""
     node = make_node(control=None).start()

@@ -17,6 +17,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
 
+pytestmark = pytest.mark.enforcement
+
 ANN: Final = 61001
 """A uid without rights."""
 

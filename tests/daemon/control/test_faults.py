@@ -12,6 +12,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import gpus, leased
 
+pytestmark = pytest.mark.enforcement
+
 SMALL = {"threads": 10, "memory": "1GiB"}
 BRISK = "[enforcement]\ngrace = 0.5\n"
 

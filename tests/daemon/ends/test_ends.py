@@ -24,6 +24,8 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
 
+pytestmark = pytest.mark.enforcement
+
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 ANN: Final = 61421
 """A uid without rights and without a name."""

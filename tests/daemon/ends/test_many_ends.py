@@ -22,7 +22,9 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-ENDS: Final = int(os.environ.get("MPSD_ENDS", "24"))
+pytestmark = pytest.mark.enforcement
+
+ENDS: Final = int(os.environ.get("MPSD_ENDS", "6"))
 SEED: Final = int(os.environ.get("MPSD_SEED", "16"))
 AT_ONCE: Final = 3
 

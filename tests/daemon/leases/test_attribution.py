@@ -15,12 +15,12 @@ from mpsd.simulator.client import program
 from tests.control_groups import control_group, joins
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import GIB, MIB, event, kill, needs_last_pid, with_pid
+from tests.daemon.helpers import GIB, MIB, Gate, event, kill, needs_last_pid, stopped, with_pid
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 PART: Final = (25.0, 2 * GIB)
 CLOSED: Final = (0.1, MIB)
@@ -291,3 +291,21 @@ def test_pid_of_somebody_else(node: Node, meanwhile: signal.Signals | None) -> N
             told = event(node, "violation", pid=other.pid)
             assert (told["kind"], told["lease"]) == ("no_lease", None)
             assert lease(node, lease_id)["state"] == "ended"
+
+
+def test_before_a_conversation_is_over(make_node: Start, short_tmp: Path) -> None:
+    """A client is reported with its lease while mpsd restores the limits that another user changed."""
+    node = make_node(simulate=1)
+    gate = Gate(node, short_tmp)
+    node.start()
+    with SimulatedClient(variables(node), before=WAITS) as client:
+        lease_id = node.request("POST", "/v1/leases", {"threads": 20, "memory": "1GiB", "pid": client.pid}).json["id"]
+        with gate.shut("set_default_active_thread_percentage"):
+            with stopped(node.pid):
+                assert client.process.stdin is not None
+                client.process.stdin.write(b"go\n")
+                assert client.hello["ok"], client.hello
+                node.ask("gpu0", "set_default_device_pinned_mem_limit 0 2G")
+            seen = wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be listed")
+            wait_until(gate.has_held, what="mpsd to restore the limit")
+        assert [(each["pid"], each["lease"]) for each in seen] == [(client.pid, lease_id)]

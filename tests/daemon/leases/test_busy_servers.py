@@ -19,7 +19,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 CONFIG: Final = '[enforcement]\nattach = "{mode}"\nattach_window = 0.5\n[daemon]\nprobe_interval = 0.1\n'
 

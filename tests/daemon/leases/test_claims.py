@@ -237,6 +237,7 @@ class TestReleasedUnlessTaken:
 class TestClaimedAgain:
     """A lease that becomes a claim again until its next holder takes it."""
 
+    @pytest.mark.enforcement
     def test_under_a_client_that_has_just_attached(self, make_node: Start) -> None:
         """A client keeps its lease unchanged, also when mpsd has not seen the client yet."""
         node = make_node(simulate=1, control=None, config="[daemon]\nprobe_interval = 3600.0\n").start()

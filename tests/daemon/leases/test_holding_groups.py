@@ -38,6 +38,7 @@ HIERARCHIES: Final = ("name=systemd", "cgroup2", "pids")
 class TestControlGroups:
     """A lease that a control group holds."""
 
+    @pytest.mark.enforcement
     @pytest.mark.parametrize("hierarchy", HIERARCHIES)
     def test_lives_with_its_processes(self, node: Node, hierarchy: str) -> None:
         """An empty group holds the lease until processes have come and gone, those of groups below it included."""
@@ -223,6 +224,7 @@ class TestControlGroups:
                 os.chown(each, ANN, 0)
             assert ann.request("POST", path, {"pid": ann.pid}).status == 200
 
+    @pytest.mark.enforcement
     def test_other_namespaces(self, node: Node) -> None:
         """A client in its own pid, user and mount namespaces belongs to its group's lease.
 
@@ -241,6 +243,7 @@ class TestControlGroups:
         ended(node, lease)
         assert node.events("violation") == []
 
+    @pytest.mark.enforcement
     def test_another_user_inside(self, node: Node) -> None:
         """Another user's client in the group takes no place in the lease and gets no share of it."""
         other = ("setpriv", f"--reuid={BOB}", f"--regid={BOB}", "--clear-groups")
@@ -257,6 +260,7 @@ class TestControlGroups:
                     assert shown(node, lease)["clients"] == [honest.pid]
             assert bob.request("DELETE", f"/v1/leases/{bobs['id']}").status == 204
 
+    @pytest.mark.enforcement
     def test_a_lease_within(self, node: Node) -> None:
         """A process in a group holds the lease that it requests alone.
 

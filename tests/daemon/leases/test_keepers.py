@@ -20,6 +20,7 @@ STARTS = ("sh", "-c", 'exec 3<&0; "$@" <&3 & wait', "sh")
 """Holds a lease, and starts a process that uses it."""
 
 
+@pytest.mark.enforcement
 def test_a_dead_holder(make_node: Start) -> None:
     """A lease that outlives its holder says so and names the client that keeps it alive; lists say so in words."""
     node = make_node(simulate=1, control=None).start()

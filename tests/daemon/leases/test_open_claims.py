@@ -5,6 +5,8 @@ import signal
 import subprocess
 from typing import Any
 
+import pytest
+
 from mpsd.system.acl import read, text
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
@@ -56,6 +58,7 @@ class TestClaims:
         assert ended(node, lease) == f"its holder, pid {sleeper.pid}, has exited"
         assert node.events("lease_claim_expired") == []
 
+    @pytest.mark.enforcement
     @needs_root
     def test_by_its_token(self, node: Node) -> None:
         """A process with the token takes the claim and holds the lease: it is admitted as a client of that lease."""
@@ -141,6 +144,7 @@ class TestClaims:
             assert answer.json["owner"]["uid"] == ANN
             assert answer.json["env"] == lease["env"]
 
+    @pytest.mark.enforcement
     def test_not_claimed_again_under_a_client(self, node: Node) -> None:
         """A living client keeps its lease unchanged."""
         lease = admitted(node, pid=os.getpid())

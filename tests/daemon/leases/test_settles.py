@@ -25,7 +25,7 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import WAITS, SimulatedClient, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 STEPS: Final = int(os.environ.get("MPSD_RUNS", "16"))
 BETWEEN: Final = 4

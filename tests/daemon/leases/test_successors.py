@@ -1,6 +1,6 @@
 """Programs of one lease that run one after another and beside each other: each gets the lease's share, on a real node.
 
-MPSD_RUNS says how many programs the random run has.
+MPSD_RUNS says how many programs the random run has; MPSD_SEED sets another order of events.
 """
 
 import json
@@ -23,9 +23,10 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("binds")]
+pytestmark = [pytest.mark.slow, pytest.mark.enforcement]
 
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
+SEED: Final = int(os.environ.get("MPSD_SEED", "0"))
 MOST: Final = 3
 """Processes that a job of the random run starts at most, before it ends."""
 
@@ -293,7 +294,7 @@ class Job:
 @pytest.mark.timeout(60 + 2 * RUNS)
 def test_honest_programs(make_node: Start) -> None:
     """In `anytime` every context of an honest process has exactly its share, whatever comes and goes beside it."""
-    dice = random.Random(0)
+    dice = random.Random(SEED)
     node = make_node(simulate=1, control=None, config="").start()
     jobs, checked = list[Job](), 0
 

@@ -12,7 +12,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ALLOW = '[enforcement]\nunadmitted = "allow"\n'

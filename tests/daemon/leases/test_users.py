@@ -21,7 +21,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.enforcement]
 
 ANN, BOB = 2731, 2732
 MANY = '[daemon]\nusers = "many"\n'

@@ -23,7 +23,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 WORDS: Final = {"ok": "ok", "unknown": "unknown", "violation": "not ok", "nothing": "not ok"}
 PART: Final = {"active_thread_percentage": 25.0, "pinned_device_mem_limit": 2 * GIB}

@@ -15,7 +15,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = pytest.mark.usefixtures("binds")
+pytestmark = pytest.mark.enforcement
 
 ENDS: Final = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 

@@ -131,6 +131,7 @@ class TestRoles:
 class TestSeries:
     """The series of a lease, and their life."""
 
+    @pytest.mark.enforcement
     def test_of_a_lease(self, make_node: Callable[..., Node]) -> None:
         """A lease and its clients have series, with their held memory, for exactly as long as they exist."""
         node = make_node(simulate=1, control=None).start()
@@ -172,6 +173,7 @@ class TestSeries:
         assert found["mpsd_lease_grant_duration_seconds_count"] == 1, "the other one had waited"
 
 
+@pytest.mark.enforcement
 @pytest.mark.slow
 def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
     """Counters and sums agree with the events, through deaths, silence, foreign commands, refusals and violations."""

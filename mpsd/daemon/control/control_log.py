@@ -57,6 +57,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose
     control: Position
     server: Position
     serving: ServerHealth
+    unexplained: tuple[str, ...] = ()
+    """The foreign commands up to that position whose effect is unknown yet."""
+    is_unaccounted: bool = False
+    """Whether there may have been more of them."""
 
 
 class ControlLog:
@@ -86,15 +90,16 @@ class ControlLog:
         self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
         self.is_continued = stored is not None
         """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
-        self.foreign = 0
-        """The number of foreign commands so far."""
-        self.unexplained: tuple[str, ...] = ()
+        self.unexplained = stored.unexplained if stored else ()
         """The foreign commands whose effect is unknown yet."""
+        self._foreign = len(self.unexplained)
+        """The number of foreign commands so far."""
         self._settled = 0
-        """The number of foreign commands whose effect is known."""
-        self.is_unaccounted = False
-        """Whether the log has had lines of others since the last query for their effect; they may stand for any
-        command."""
+        """The number of those whose effect is known."""
+        self._unaccounted = int(stored is not None and stored.is_unaccounted)
+        """The number of readings of the log so far with lines of others that may stand for any command."""
+        self._accounted = 0
+        """The number of those before the last query for their effect."""
         self._daemon = 0
         """The pid of the running control daemon."""
         self._seen: dict[int, int] = {}
@@ -151,6 +156,7 @@ class ControlLog:
         self.key = secrets.token_hex(8)
         self._reader.renew(self.key)
         self.serving.forget_failures()
+        self.settle(self.mark)  # they were given to the previous one
         self._keep()
 
     def follow(self, daemon: ProcessIdentity) -> None:
@@ -182,14 +188,25 @@ class ControlLog:
         It does not where the log is silent, has more than was read, or has lines that may stand for any command; and
         where there were more commands than mpsd remembers.
         """
-        has_forgotten = self.foreign - self._settled > _MOST_COMMANDS
-        return not (self.is_unaccounted or has_forgotten or self.silence.since or self._control.behind)
+        return not (self._may_have_missed_commands or self.silence.since or self._control.behind)
 
-    def settle(self, foreign: int) -> None:
-        """Note that the effect of the first `foreign` commands is known; later ones may have come too late."""
-        self.is_unaccounted = False
-        self._settled, late = foreign, self.foreign - foreign
+    @property
+    def _may_have_missed_commands(self) -> bool:
+        return self._unaccounted > self._accounted or self._foreign - self._settled > _MOST_COMMANDS
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """The present end of the foreign commands and of the lines that may be some, for `settle`."""
+        return self._foreign, self._unaccounted
+
+    def settle(self, mark: tuple[int, int]) -> None:
+        """Note that the effect of the commands before a mark is known; later ones may have come too late."""
+        if mark == (self._settled, self._accounted):
+            return
+        self._settled, self._accounted = mark
+        late = self._foreign - self._settled
         self.unexplained = self.unexplained[-late:] if late else ()
+        self._keep()
 
     def forget(self) -> None:
         """Forget a daemon that is gone: its last lines are not those of the next one."""
@@ -265,7 +282,7 @@ class ControlLog:
     def _note_events(self, events: Sequence[LogEvent]) -> None:
         believed = [*self._believed(events)]  # first: the kernel may have counted more once all is reported
         foreign = [event.text for event in events if isinstance(event, ForeignCommand)]
-        self.foreign += len(foreign)
+        self._foreign += len(foreign)
         self.unexplained = (*self.unexplained, *foreign)[-_MOST_COMMANDS:]
         self._log_events(EventName.FOREIGN_COMMAND, [{"command": command} for command in foreign])
         exits = [event for event in events if isinstance(event, ServerExited) and event.status]
@@ -274,7 +291,7 @@ class ControlLog:
         self._log_events(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
         faults = [event for event in events if isinstance(event, ServerFaulted)]
         self._log_events(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
-        self.is_unaccounted = self.is_unaccounted or any(isinstance(event, Unaccounted) for event in events)
+        self._unaccounted += any(isinstance(event, Unaccounted) for event in events)
         before = self.serving.state
         self.serving.note(believed, clock.now())
         self._compare(before)
@@ -320,7 +337,8 @@ class ControlLog:
 
     def _keep(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
-        file = _File(self.key, self._reader.origin, self._control.position, self._server.position, self.serving)
+        read = self._reader.origin, self._control.position, self._server.position, self.serving
+        file = _File(self.key, *read, self.unexplained, self._may_have_missed_commands)
         try:
             atomic_file.write(self._paths.reading, encoding.to_json(file))
         except OSError as error:

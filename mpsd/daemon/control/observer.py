@@ -153,7 +153,7 @@ class Observer:
         That undoes the changes of others, and logs them. Raises ControlError as `ControlPipe.hold` does,
         LimitNotHeldError when a limit was not set, and ControlUnknownCommandError when the driver has no such limit.
         """
-        foreign = self.control_log.foreign
+        mark = self.control_log.mark
         await self._converse(wanted, apply=True)
         for server in self._servers.values():
             differs = drift.differing(wanted, server)
@@ -164,18 +164,18 @@ class Observer:
                     limit=differs[0],
                 )
         self._undo()
-        self.control_log.settle(foreign)
+        self.control_log.settle(mark)
 
     async def read(self, wanted: Limits, own: Collection[ReadBack]) -> bool:
         """Read every limit back, log the changes of others, and return whether all are as wanted.
 
         `own` contains what mpsd itself set. Raises ControlError as `ControlPipe.hold` does.
         """
-        known, foreign = tuple(self._servers), self.control_log.foreign
+        known, mark = tuple(self._servers), self.control_log.mark
         found = await self._converse(wanted, apply=False)
         self.control_log.look()
         self._compare(wanted, found, known, own)
-        self.control_log.settle(foreign)
+        self.control_log.settle(mark)
         return drift.holds(wanted, found, self._servers.values()) and not self._priority
 
     @property

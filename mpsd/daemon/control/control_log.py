@@ -67,6 +67,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose
     serving: ServerHealth
     servers: dict[int, int] = {}
     """The servers whose entries are believed, each with its start time."""
+    unexplained: tuple[str, ...] = ()
+    """The foreign commands up to that position whose effect is unknown yet."""
+    is_unaccounted: bool = False
+    """Whether there may have been more of them."""
 
 
 class ControlLog:
@@ -96,10 +100,10 @@ class ControlLog:
         self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
         self.is_continued = stored is not None
         """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
-        self.foreign = Foreign()
-        """The commands of others so far."""
-        self.unexplained: tuple[str, ...] = ()
+        self.unexplained = stored.unexplained if stored else ()
         """The foreign commands whose effect is unknown yet."""
+        self.foreign = Foreign(len(self.unexplained), int(stored is not None and stored.is_unaccounted))
+        """The commands of others so far."""
         self._settled = Foreign()
         """The commands of others whose effect is known."""
         self._daemon = 0
@@ -159,6 +163,7 @@ class ControlLog:
         self.key = secrets.token_hex(8)
         self._reader.renew(self.key)
         self.serving.forget_failures()
+        self.settle(self.foreign)  # they were given to the previous one
         self._keep()
 
     def follow(self, daemon: ProcessIdentity) -> None:
@@ -193,14 +198,20 @@ class ControlLog:
         It does not where the log is silent, has more than was read, or has lines that may stand for any command; and
         where there were more commands than mpsd remembers.
         """
+        return not (self._may_have_missed_commands or self.silence.since or self._control.behind)
+
+    @property
+    def _may_have_missed_commands(self) -> bool:
         has_forgotten = self.foreign.commands - self._settled.commands > _MOST_COMMANDS
-        is_unaccounted = self.foreign.unaccounted > self._settled.unaccounted
-        return not (is_unaccounted or has_forgotten or self.silence.since or self._control.behind)
+        return has_forgotten or self.foreign.unaccounted > self._settled.unaccounted
 
     def settle(self, foreign: Foreign) -> None:
         """Note that the effect of the commands up to these is known; later ones may have come too late."""
+        if foreign == self._settled:
+            return
         self._settled, late = foreign, self.foreign.commands - foreign.commands
         self.unexplained = self.unexplained[-late:] if late else ()
+        self._keep()
 
     def forget(self) -> None:
         """Forget a daemon that is gone: its last lines are not those of the next one."""
@@ -331,8 +342,8 @@ class ControlLog:
 
     def _keep(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
-        positions = self._control.position, self._server.position
-        file = _File(self.key, self._reader.origin, *positions, self.serving, self._seen)
+        read = self._reader.origin, self._control.position, self._server.position, self.serving
+        file = _File(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands)
         try:
             atomic_file.write(self._paths.reading, encoding.to_json(file))
         except OSError as error:

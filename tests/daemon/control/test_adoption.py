@@ -5,11 +5,22 @@ import signal
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import LIMITS, by_hand, is_running, kill, untouched
+from tests.daemon.helpers import LIMITS, branches, by_hand, is_running, kill, untouched
 from tests.harness import wait_until
 from tests.node import Node
+from tests.real import RealDaemon
 
 _KEPT = ("pid", "limits", "drift", "state")
+
+
+@pytest.mark.parametrize("real", branches(470))
+def test_limits_in_force_without_a_memory_limit(make_node: Start, real: RealDaemon) -> None:
+    """Where leases may be lost, a driver without a memory limit is asked for the limits in force, too, at once."""
+    node = make_node(simulate=1, control=real.control).start()
+    node.end(signal.SIGKILL)
+    (node.root / "run" / "leases.db").unlink()
+    node.start()
+    assert node.events("limits_not_held") == []
 
 
 @pytest.mark.real_daemon(535)

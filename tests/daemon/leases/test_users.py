@@ -14,6 +14,7 @@ import click
 import pytest
 
 from mpsd.cli.render import as_here
+from mpsd.system import clock
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
@@ -111,6 +112,22 @@ def test_relative_that_changed(make_node: Start, python: str) -> None:
         assert event(node, "violation", pid=pid)["policy"] == "report"
         assert verified(node, lease)["violations"] == [answer["because"]]
         assert program.do("sync")["ok"]
+
+
+def test_holder_that_waited(node: Node, python: str) -> None:
+    """A holder that changes its user after its request has waited is reported, without a reading of the GPUs."""
+    assert node.request("POST", "/v1/daemons/gpu0/hold", {}).status == 202
+    within = (*AS_NOBODY, *WAITS, *instead(python))
+    with leased(node, "--fraction", "0.25", "--wait", "60", within=within) as program:
+        event(node, "lease_waits", pid=program.pid)
+        since = clock.monotonic()
+        # mpsd looks at the holders of root's leases every 0.2 s, and stops while none is granted.
+        wait_until(lambda: clock.monotonic() > since + 0.6, what="mpsd to have stopped")
+        assert node.request("POST", "/v1/daemons/gpu0/resume", {}).status == 202
+        lease = event(node, "lease_granted", pid=program.pid)["lease"]
+        told = event(node, "lease_user_changed", lease=lease)
+        assert (told["pids"], told["because"]) == ([program.pid], of_holder(lease, program.pid))
+    event(node, "lease_ended", lease=lease)
 
 
 class TestClosed:

@@ -3,6 +3,7 @@
 The node has only simulated parts, so that there are servers, and clients that get limits.
 """
 
+import contextlib
 import json
 import signal
 from typing import Any, Final
@@ -10,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, GIB, event
+from tests.daemon.helpers import BRISK, GIB, event, holding
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -92,25 +93,35 @@ def test_honest(node: Node, number: signal.Signals) -> None:
     assert node.events("violation") == []
 
 
-def test_foreign_hand_meanwhile(node: Node) -> None:
-    """A limit that another program set while mpsd was away counts for a client that attached meanwhile."""
+@pytest.mark.parametrize("is_read", [False, True])
+def test_foreign_hand_meanwhile(node: Node, is_read: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """A limit that another program set for a while counts for a client that attached meanwhile.
+
+    The other program has the control daemon's only seat, so that mpsd could not ask: it was away, or it had read the
+    first command before it was killed.
+    """
     lease = granted(node, threads=50, memory=4 * GIB, processes=2)
     with SimulatedClient(environment(lease)) as first:
         assert first.alloc("1MiB")["ok"]
         event(node, "client_attributed", client=first.pid)
         assert verified(node, lease)[0] == "ok"
         await_settled(node)
-        node.end(signal.SIGKILL)
-        for percentage in (0.1, 25):
-            node.front_end("gpu0", f"set_active_thread_percentage {first.hello['server']} {percentage}\n")
-        with SimulatedClient(environment(lease)) as second:
-            assert second.hello["mps"]
+        lowers, raises = (f"set_active_thread_percentage {first.hello['server']} {each}" for each in (0.1, 25))
+        if not is_read:
+            node.end(signal.SIGKILL)
+        with contextlib.ExitStack() as stack:
+            with holding(node, "gpu0", lowers, last=f"{raises}\n"):
+                if is_read:
+                    event(node, "foreign_command", command=lowers)
+                    node.end(signal.SIGKILL)
+                second = stack.enter_context(SimulatedClient(environment(lease)))
+                assert second.hello["mps"]
             node.start()
             event(node, "client_attributed", client=second.pid)
             verdict, because, _ = verified(node, lease)
-            assert verdict == "unknown"
-            assert because.startswith(
-                f"process {second.pid} may for good have only 0.1 % of the threads instead of 25 %"
+            assert (verdict, because.partition(":")[0]) == (
+                "unknown",
+                f"process {second.pid} may for good have only 0.1 % of the threads instead of 25 %",
             )
     assert node.events("violation") == []
 

@@ -217,7 +217,7 @@ class ListedClients:
     """Clients that caused a suspicion by their silence already; one is enough."""
     _ended: set[Listed] = field(default_factory=set)
     """Clients that caused a suspicion by their end already."""
-    _asked: set[Listed] = field(default_factory=set)
+    _queried: set[Listed] = field(default_factory=set)
     """Listed clients that had ended when the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
@@ -240,22 +240,22 @@ class ListedClients:
     ) -> list[Suspicion]:
         """Suspect the server of each client that had ended when the daemon was asked, and is listed in its answer.
 
-        `answered` tells whether the daemon has answered since `has_to_ask` became true: the list before may be older
+        `answered` tells whether the daemon has answered since `has_to_query` became true: the list before may be older
         than the end of a client. `start_ticks` returns the kernel's value for a pid now.
         """
         dead = [each for each in listed if each not in self._ended and self._has_ended(each, start_ticks)]
         if not answered:
-            self._asked = self._asked or {*dead}
+            self._queried = self._queried or {*dead}
             return []
-        found = [each for each in dead if each in self._asked]
+        found = [each for each in dead if each in self._queried]
         self._ended.update(found)
-        self._asked = {*dead} - self._ended
+        self._queried = {*dead} - self._ended
         return [self._still_listed(each) for each in found]
 
     @property
-    def has_to_ask(self) -> bool:
+    def has_to_query(self) -> bool:
         """Whether the daemon must be asked for its clients, because it lists some that have ended."""
-        return bool(self._asked)
+        return bool(self._queried)
 
     def _has_ended(self, listed: Listed, start_ticks: Callable[[Pid], int | None]) -> bool:
         known, ticks = self._known.get(listed), start_ticks(listed.pid)

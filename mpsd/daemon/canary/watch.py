@@ -185,7 +185,7 @@ class ServerWatch:
         answered = self._is_answered is not None and self._is_answered()
         for suspicion in self._listed.still_listed(there, proc.live_ticks, answered=answered):
             self.suspect(suspicion)
-        if not self._listed.has_to_ask:
+        if not self._listed.has_to_query:
             self._is_answered = None
         elif answered or self._is_answered is None:
             self._is_answered = self._supervisor.ask()

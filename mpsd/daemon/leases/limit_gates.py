@@ -312,8 +312,7 @@ class LimitGates:
         finally:
             there = self._leases.get(lease.id, lease)
             for gate in gates:
-                how_long = self._awaited(there, gate.supervisor.gpu.uuid)
-                gate.expected.answer(lease.id, how_long, now=clock.monotonic())
+                gate.expected.answer(lease.id, self._awaited(there, gate.supervisor.gpu.uuid), now=clock.monotonic())
                 self._settle(gate)
                 self._wake_if_needed(gate)
 
@@ -352,8 +351,7 @@ class LimitGates:
                 patience = clock.monotonic() + self._patience
                 if supervisor.snapshot().log_silent_since is not None:
                     supervisor.ask()
-            # The turn may pass meanwhile: the caller does not wait turn after turn for limits that were not opened in
-            # time.
+            # The turn may pass meanwhile: the caller does not wait turn after turn for limits that come too late.
             if patience is not None and clock.monotonic() >= patience:
                 raise _not_ready(supervisor, lease_id)
             self._waiting += 1

@@ -153,7 +153,7 @@ def test_client_that_lives_is_not_suspect() -> None:
     clients.living(HERE, ALIVE, 1000, 0.0)
     clients.keep([HERE])
     assert clients.still_listed([HERE], {100: 5000}.get, answered=True) == []
-    assert not clients.has_to_ask
+    assert not clients.has_to_query
     assert clients.silent([100], 10 * PATIENCE, patience=PATIENCE) is None
 
 
@@ -173,10 +173,10 @@ def test_client_that_is_kept(ticks: int | None) -> None:
     clients.living(HERE, ALIVE, 1000, 0.0)
     now: Final = {100: ticks}.get
     assert clients.still_listed([HERE], now, answered=False) == []  # the list may be older than its end
-    assert clients.has_to_ask
+    assert clients.has_to_query
     assert clients.still_listed([HERE], now, answered=True) == still_listed()
     assert clients.still_listed([HERE], now, answered=True) == []
-    assert not clients.has_to_ask
+    assert not clients.has_to_query
 
 
 def test_client_that_was_dead_before() -> None:
@@ -193,7 +193,7 @@ def test_client_that_ends_after_the_answer() -> None:
     clients.living(later, ProcessIdentity(101, 5001), 1000, 0.0)
     clients.still_listed([HERE, later], {101: 5001}.get, answered=False)
     assert clients.still_listed([later], gone, answered=True) == []  # it has ended since the daemon answered
-    assert clients.has_to_ask
+    assert clients.has_to_query
     assert clients.still_listed([later], gone, answered=True) == still_listed(pid=101)
 
 

@@ -1,13 +1,16 @@
 """mpsd is killed at each store operation of a client's end: the next mpsd finishes the end, and repeats no step."""
 
 import signal
-from contextlib import suppress
-from itertools import count, groupby
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
 
-from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, neighbour, target
+from tests.daemon.control.operations import begin
+from tests.daemon.ends.clients import BUSY, asked, ends, in_order, lease_of, neighbour, take_command, target
 from tests.durability.conftest import Fork
 from tests.durability.forked import ForkedNode
 from tests.durability.load import DEAD
@@ -22,7 +25,7 @@ CONFIG: Final = """
 answer_deadline = 0.7
 probe_interval = 0.5
 [enforcement]
-grace = 0.3
+grace = 0.1
 terminate_deadline = 0.5
 """
 
@@ -33,29 +36,38 @@ LADDER: Final = ("terminate_client", "SIGTERM", "SIGKILL")
 class Case(NamedTuple):
     """A client to end, and the steps that end it; a step that was stored, but not taken, is left out."""
 
-    options: tuple[str, ...]
     does: str
-    kernel: float
-    """Seconds of the whole GPU's work that it has in flight."""
     steps: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    kernel: float = 0.0
+    """Seconds of the whole GPU's work that it has in flight."""
+    alone: bool = False
+    """Whether no other client is on its server."""
+    refused: bool = False
+    """Whether its driver has no `terminate_client`, so that its server is suspect afterwards."""
+    drained: bool = False
+    """Whether it is ended by a drain, and not with its lease."""
 
 
 CASES: Final = {
-    "asked": Case((), "catch TERM", BUSY / 5, LADDER),
-    "stubborn": Case((), "ignore TERM", 0.0, LADDER),
-    "graceful": Case(("--stop", "sigterm"), "ignore TERM", 0.0, ("SIGTERM", "terminate_client", "SIGKILL")),
+    "stubborn": Case("ignore TERM", LADDER, kernel=BUSY / 5),
+    "graceful": Case("ignore TERM", ("SIGTERM", "terminate_client", "SIGKILL"), options=("--stop", "sigterm")),
+    "drained": Case("catch TERM", LADDER, kernel=BUSY / 5, alone=True, drained=True),
+    "alone": Case("ignore TERM", ("SIGTERM", "SIGKILL"), alone=True, refused=True),
 }
 
 
-def end(node: Node, lease: str) -> None:
-    """End a lease with its client; repeated after the death of mpsd, which may not have heard of it."""
-    assert node.request("POST", f"/v1/leases/{lease}/end").status in {202, 204}
+def end(node: Node, lease: str, case: Case) -> None:
+    """End a client; repeated after the death of mpsd, which may not have heard of it."""
+    if case.drained:
+        begin(node, "drain", timeout=0)
+    else:
+        assert node.request("POST", f"/v1/leases/{lease}/end").status in {202, 204}
 
 
 def taken(node: Node, client: SimulatedClient) -> list[str]:
-    """Return the steps that were taken to end a client. An answer that the next mpsd reads again is logged again."""
-    steps = [line["step"] for line in node.events("client_forced", pid=client.pid) if "failed" not in line]
-    return [step for step, _ in groupby(steps)]
+    """Return the steps that were taken to end a client."""
+    return in_order(line["step"] for line in node.events("client_forced", pid=client.pid) if "failed" not in line)
 
 
 def is_over(node: ForkedNode, client: SimulatedClient) -> bool:
@@ -71,9 +83,18 @@ def lives(node: ForkedNode) -> bool:
     return False
 
 
+@contextmanager
+def neighbours(node: Node, case: Case) -> Iterator[None]:
+    """Have another client compute on the server, where the case has one."""
+    with ExitStack() as stack:
+        if not case.alone:
+            stack.enter_context(neighbour(node))
+        yield
+
+
 def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
     """End a client by an mpsd that is killed at a store operation, and by its successor; tell whether none was left."""
-    with neighbour(node), target(node, "--wait", "20", *case.options) as client:
+    with neighbours(node, case), target(node, "--wait", "20", *case.options) as client:
         lease = lease_of(node, client)
         client.do(case.does)
         if case.kernel:
@@ -83,31 +104,40 @@ def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
         node.start()
         wait_until(lambda: node.get(f"/v1/leases/{lease}").json["clients"], what="its client to be seen")
         with suppress(*DEAD):
-            end(node, lease)
+            end(node, lease, case)
         wait_until(lambda: is_over(node, client), what="mpsd to die, or to be done", deadline=20)
         lived = lives(node)
         node.kill_at = 0
         if not lived:
             assert node.ended() == -signal.SIGKILL, node.stderr.read_text()[-3000:]
             node.start(ready=False)
-            node.wait_for_state("gpu0", "ready")
-            end(node, lease)
+            node.wait_for_state("gpu0", "draining" if case.drained else "ready")
+            end(node, lease, case)
         assert client.process.wait(20) in {-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM}
         wait_until(lambda: is_over(node, client), what="its end", deadline=20)
-        assert asked(node, client.pid) == 1
+        assert asked(node, client.pid) == (0 if case.refused else 1)
         # A step that was stored, but not taken or not logged, is not repeated.
         found = taken(node, client)
         assert found == [step for step in case.steps if step in found]
         if case.kernel:
             assert client.answer()["ok"]  # the kernel has finished
         wait_until(lambda: not ends(node), what="nothing to be left on disk")
+        if case.refused:
+            because = f"its only client, process {client.pid}, was ended by a signal"
+            suspected = node.events("server_suspect", cause="terminate_client")
+            assert [each for each in suspected if because in each["because"]]
+    if case.drained:
+        begin(node, "resume")
+    node.wait_for_state("gpu0", "ready")
     return lived
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_at_each_step(fork: Fork, name: str) -> None:
-    """No neighbour is harmed, no server is asked twice, and no signal comes twice."""
+def test_killed_at_each_step(fork: Fork, short_tmp: Path, name: str) -> None:
+    """No neighbour is harmed, no server is asked twice, no signal comes twice, and no suspicion is lost."""
     node = fork(control=None, config=CONFIG)
+    if CASES[name].refused:
+        take_command(node, short_tmp / "bin")
     node.start()
     for kill_at in count(1):
         if is_survived(node, CASES[name], kill_at):

@@ -1,12 +1,15 @@
 """Helpers for the tests of ends: clients that compute, and the outcome of an end."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from tests.daemon.helpers import event
+from mpsd.simulator.control import program as simulator
+from tests.daemon.helpers import event, program
+from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased
@@ -15,17 +18,38 @@ BUSY: Final = 0.05
 """Seconds of the whole GPU's work in a kernel; a tenth of the GPU takes ten times as long."""
 
 
-def target(node: Node, *options: str) -> SimulatedClient:
-    """Start a client with a lease that is attributed to it."""
-    client = leased(node, "--threads", "10", "--memory", "1GiB", *options)
+def target(node: Node, *options: str, within: Sequence[str] = ()) -> SimulatedClient:
+    """Start a client with a lease that is attributed to it; `within` is a command that becomes the client."""
+    client = leased(node, "--threads", "10", "--memory", "1GiB", *options, within=within)
     event(node, "client_attributed", client=client.hello["pid"])
     return client
 
 
-def lease_of(node: Node, client: SimulatedClient) -> str:
+def lease_of(node: Node, client: DrivenProgram) -> str:
     """Return the lease that a client holds."""
     (found,) = (each for each in node.get("/v1/leases").json["leases"] if each["owner"]["pid"] == client.pid)
     return str(found["id"])
+
+
+_LACKS: Final = """
+[ "$1" = -f ] && exec COMMAND "$@"
+said=$(sed 's/^terminate_client/no_such_command/' | COMMAND)
+status=$?
+[ -z "$said" ] || echo "$said" | sed "s/^$(cat HIDDEN)\\$/0/"
+exit $status
+"""
+
+
+def take_command(node: Node, directory: Path) -> None:
+    """Give a node, before its start, a control daemon without a command to end contexts, like NVIDIA's of driver 470.
+
+    It lists the client whose pid is in the file `hidden` of this directory like one that mpsd cannot see.
+    """
+    directory.mkdir()
+    (directory / "hidden").write_text("none")
+    command = " ".join(simulator(555, str(node.root / "run" / "simulated")))
+    script = _LACKS.replace("COMMAND", command).replace("HIDDEN", str(directory / "hidden"))
+    node.control = program(directory / "nvidia-cuda-mps-control", script)
 
 
 @contextmanager
@@ -53,6 +77,15 @@ def _is_well(client: SimulatedClient) -> None:
 def steps(node: Node, pid: int) -> list[str]:
     """Return the steps that were taken to end a client."""
     return [line["step"] for line in node.events("client_forced", pid=pid)]
+
+
+def in_order(logged: Iterable[str]) -> list[str]:
+    """Return the steps that were taken, by those that were logged.
+
+    The next mpsd logs an answer again that it reads again, and sends SIGKILL again, but no other signal.
+    """
+    grouped = ((step, [*times]) for step, times in groupby(logged))
+    return [step for step, times in grouped for step in (times if step == "SIGTERM" else times[:1])]
 
 
 def await_steps(node: Node, pid: int, *expected: str) -> None:

@@ -7,10 +7,9 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.simulator.control import program as simulator
 from tests.daemon.conftest import Start
-from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, steps, target, unharmed
-from tests.daemon.helpers import BRISK, event, is_running, kill, program
+from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, steps, take_command, target, unharmed
+from tests.daemon.helpers import BRISK, event, is_running, kill
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient
@@ -32,28 +31,11 @@ def suspicions(node: Node, because: str) -> list[dict[str, Any]]:
     return [each for each in found if because in each["because"]]
 
 
-_LACKS: Final = """
-[ "$1" = -f ] || { sed 's/^terminate_client/no_such_command/' | COMMAND | sed "s/^$(cat HIDDEN)\\$/0/"; exit; }
-exec COMMAND "$@"
-"""
-
-
-def without_command(node: Node, directory: Path) -> Node:
-    """Start a node whose control daemon has no command to end contexts, like NVIDIA's of driver 470.
-
-    It lists the client whose pid is in the file `hidden` of this directory like one that mpsd cannot see.
-    """
-    directory.mkdir()
-    (directory / "hidden").write_text("none")
-    command = " ".join(simulator(555, str(node.root / "run" / "simulated")))
-    script = _LACKS.replace("COMMAND", command).replace("HIDDEN", str(directory / "hidden"))
-    node.control = program(directory / "nvidia-cuda-mps-control", script)
-    return node.start()
-
-
 def test_client_that_exits_without_mpsd(make_node: Start, short_tmp: Path) -> None:
     """A lone client that got a signal leaves a suspect server, also if it exits while there is no mpsd."""
-    node = without_command(make_node(simulate=1, config=LONG_GRACE), short_tmp / "bin")
+    node = make_node(simulate=1, config=LONG_GRACE)
+    take_command(node, short_tmp / "bin")
+    node.start()
     with target(node) as client:
         client.do("ignore TERM")
         release(node, client)
@@ -137,7 +119,9 @@ def test_asked_again_later(make_node: Start) -> None:
 def test_contexts_that_a_fault_ended(make_node: Start, short_tmp: Path) -> None:
     """A client that stays, and then loses its contexts to a fault, gets its signal for that."""
     config = CONFIG + '[violations]\nlingers = "terminate"\n'
-    node = without_command(make_node(simulate=1, config=config), short_tmp / "bin")
+    node = make_node(simulate=1, config=config)
+    take_command(node, short_tmp / "bin")
+    node.start()
     with target(node) as other, target(node) as client:
         (short_tmp / "bin" / "hidden").write_text(str(other.pid))  # so that it is not ended as well
         release(node, client)

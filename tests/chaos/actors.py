@@ -147,9 +147,14 @@ class Request:
 
 
 def front_ends(node: Node) -> list[int]:
-    """Return mpsd's own front-ends."""
+    """Return mpsd's own front-ends.
+
+    A child that has not become its program yet is left out: mpsd waits for that moment, and stops with the child.
+    """
+    mpsd = look_at(node.pid)
     children = Path(f"/proc/{node.pid}/task/{node.pid}/children").read_text(encoding="ascii").split()
     found = [each for each in map(look_at, map(int, children)) if each is not None]
+    found = [each for each in found if mpsd is not None and each.command != mpsd.command]
     return [each.pid for each in found if not each.command.endswith(" -f") and " -f " not in each.command]
 
 

@@ -267,9 +267,11 @@ class Chaos:
             self._freeze(self.dice.choice(servers))
 
     def kill_front_end(self) -> None:
-        """Kill a front-end of mpsd during a conversation, if there is one."""
+        """Kill a front-end of mpsd during a conversation, or stop it, if there is one."""
         for each in front_ends(self.node):
-            signalled(each, self.dice.choice([signal.SIGKILL, signal.SIGSTOP]))
+            number = self.dice.choice([signal.SIGKILL, signal.SIGSTOP])
+            if signalled(each, number) and number == signal.SIGSTOP:
+                self.frozen.append(each)  # an mpsd that is killed cannot end it, and nothing else would
 
     def _freeze(self, pid: int | None) -> None:
         if signalled(pid, signal.SIGSTOP) and pid is not None:

@@ -106,10 +106,11 @@ class Ears:
         self._socket.close()
 
 
-@pytest.fixture(params=["path", "abstract"])
+@pytest.fixture
 def ears(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Ears]:
-    """Yield a notification socket of each kind."""
-    ears = Ears(f"{short_tmp}/notify" if request.param == "path" else f"@{short_tmp}/notify")
+    """Yield a notification socket, with a path unless the test names another kind."""
+    is_abstract = getattr(request, "param", "path") == "abstract"
+    ears = Ears(f"@{short_tmp}/notify" if is_abstract else f"{short_tmp}/notify")
     yield ears
     ears.close()
 
@@ -117,6 +118,7 @@ def ears(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Ears]:
 class TestNotifications:
     """The notifications that the manager gets."""
 
+    @pytest.mark.parametrize("ears", ["path", "abstract"], indirect=True)
     def test_life(self, ears: Ears, short_tmp: Path) -> None:
         """mpsd notifies that it is ready once the API answers, of changes in health and of its stop.
 

@@ -26,6 +26,9 @@ ANN: Final = 2601
 CONTROL: Final = ("nvidia-cuda-mps-control", "-f")
 SERVER: Final = ("nvidia-cuda-mps-server", "-f")
 
+DAMAGES: Final = (None, b"", b"\xff\xfe{", b"[" * 100_000, b'{"boot_id": 1}')
+"""What is left of a record: nothing first, then files that cannot be decoded."""
+
 WAITS: Final = "/usr/bin/tail"
 """A program that takes `-f`, and waits for its stdin."""
 
@@ -178,19 +181,19 @@ class TestRecord:
         node.wait_for_state("gpu0", "ready")
         assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
 
-    @pytest.mark.parametrize("damage", [None, b"", b"\xff\xfe{", b"[" * 100_000, b'{"boot_id": 1}'])
-    def test_lost(self, make_node: Start, real: RealDaemon, damage: bytes | None) -> None:
+    def test_lost(self, make_node: Start, real: RealDaemon) -> None:
         """Without the record, or with a damaged one, the daemon is found as the process that listens there."""
         node = make_node(control=real.control, simulate=1).start()
         before = node.daemons()["gpu0"]["pid"]
-        node.end(signal.SIGKILL)
-        record(node).unlink()
-        if damage is not None:
-            record(node).write_bytes(damage)
-        node.start()
-        assert node.daemons()["gpu0"]["pid"] == before
-        assert bool(node.events("file_damaged", daemon="gpu0")) is (damage is not None)
-        assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
+        for number, damage in enumerate(DAMAGES):
+            node.end(signal.SIGKILL)
+            record(node).unlink()
+            if damage is not None:
+                record(node).write_bytes(damage)
+            node.start()
+            assert node.daemons()["gpu0"]["pid"] == before
+            assert len(node.events("file_damaged", daemon="gpu0")) == number
+            assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
 
 
 @pytest.mark.slow

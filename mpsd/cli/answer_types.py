@@ -281,6 +281,7 @@ class Verify(TypedDict):
     processes: list[Process]
     violations: list[str]
     unknown: list[str]
+    hint: str | None
 
 
 class Reason(TypedDict):

@@ -106,6 +106,7 @@ def verified(answer: "answer_types.Verify", look: Look = PLAIN) -> str:
         for each in answer["processes"]
     ]
     lines = [f"{_VERDICTS.get(answer['verdict'], answer['verdict'])}: {answer['because']}"]
+    lines += [f"  hint: {answer['hint']}"] if answer["hint"] else []
     lines += [f"  {each}" for each in answer["violations"] if each not in answer["because"]]
     lines += [f"  unknown: {each}" for each in answer["unknown"] if each != answer["because"]]
     lines = [as_here(each) for each in lines]
@@ -124,7 +125,11 @@ def _in_force(
     granted = limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with the same precision
     most = limit(name, in_force[name])
     least = "?" if at_least is None else limit(name, at_least[name])
-    return f"{most} of {granted}" if least == most else f"{least} to {most} of {granted}"
+    if least != most:
+        return f"{least} to {most} of {granted}"
+    # A process that may have more than its part can have lowered it itself, which nothing shows.
+    is_known = each["verdict"] != _UNKNOWN or in_force[name] == as_reported(exact)
+    return f"{most} of {granted}" if is_known else f"up to {most} of {granted}"
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
@@ -201,7 +206,7 @@ def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
         waited = age(lease["created"], now)
         yield as_here(f"{lease['id']}: waits for {wait['waits_for']} since {waited}: {wait['because']}")
     if found := keepers(lease):
-        yield f"{lease['id']}: its holder is gone; it lives for {found}"
+        yield f"{lease['id']}: its holder is gone; it lives for {found}; to end it: mpsctl release {lease['id']}"
     for each in lease["violations"]:
         yield from (as_here(f"{lease['id']}: violation: {each['because']}"), as_here(f"  hint: {each['hint']}"))
     yield from (f"{lease['id']}: unknown: {each}" for each in lease["unknown"])

@@ -254,10 +254,11 @@ def test_judged_clients_and_leases() -> None:
         (0.1, 25.0, "0.1% to 25% of 25%"),
         (None, 25.0, "? to 25% of 25%"),
         (None, None, "unknown of 25%"),
+        (60.0, 60.0, "up to 60% of 25%"),
     ],
 )
 def test_bounds(least: float | None, most: float | None, shown: str) -> None:
-    """A limit known to be between two values is shown with both."""
+    """A limit known to be between two values is shown with both; a process may have lowered its own."""
 
     def limits(threads: float | None) -> Any:
         return None if threads is None else {"active_thread_percentage": threads, "pinned_device_mem_limit": 1 << 30}
@@ -272,10 +273,20 @@ def test_bounds(least: float | None, most: float | None, shown: str) -> None:
         "limits_at_least": limits(least),
         "memory_held": None,
         "ok": True,
+        "verdict": "unknown",
         "because": "",
     }
-    answer: Any = {"verdict": "ok", "because": "", "violations": [], "unknown": [], "processes": [process]}
-    assert shown in lease_views.verified(answer).splitlines()[-1]
+    answer: Any = {
+        "verdict": "unknown",
+        "because": "",
+        "violations": [],
+        "unknown": [],
+        "processes": [process],
+        "hint": "do",
+    }
+    said = lease_views.verified(answer).splitlines()
+    assert shown in said[-1]
+    assert said[1] == "  hint: do"
 
 
 @pytest.mark.parametrize(
@@ -304,9 +315,17 @@ def test_memory_as_it_is_reported(granted: int, in_force: int, shown: str) -> No
         "limits_at_least": limits(in_force),
         "memory_held": None,
         "ok": True,
+        "verdict": "ok",
         "because": "",
     }
-    answer: Any = {"verdict": "ok", "because": "", "violations": [], "unknown": [], "processes": [process]}
+    answer: Any = {
+        "verdict": "ok",
+        "because": "",
+        "violations": [],
+        "unknown": [],
+        "processes": [process],
+        "hint": None,
+    }
     assert f" {shown} " in lease_views.verified(answer).splitlines()[-1]
 
 

@@ -243,7 +243,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         )
         leases.offer([OFFER], {})
         leases.restore()
-        running = asyncio.create_task(leases.run())
+        running = asyncio.create_task(leases.run(lambda: None))
         yield leases
         running.cancel()
         await asyncio.wait([running])

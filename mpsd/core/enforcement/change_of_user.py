@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from mpsd.core.enforcement.violations import Violation
+from mpsd.core.holders import holders
 from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity, Share, ViolationKind
 
 HINT: Final = "a lease is for one user's processes: mpsctl run --help"
@@ -29,29 +30,26 @@ def lost(leases: Iterable[Lease], uid: int) -> Lease | None:
     return None if any(uid in users(lease) for lease in found) else next(iter(found), None)
 
 
-def said_of_holder(lease: Lease, holder: ProcessIdentity, uid: int) -> str:
-    """Describe a holder that runs as this uid now."""
-    return f"process {holder.pid}, the holder of lease {lease.id}, runs as uid {uid}, {_cure(lease, uid)}"
-
-
-def said_of_relative(lease: Lease, identity: ProcessIdentity, uid: int) -> str:
-    """Describe a process in a lease's family that runs as this uid, wherever it runs."""
-    return f"process {identity.pid} of the family of lease {lease.id} runs as uid {uid}, {_cure(lease, uid)}"
+def said(lease: Lease, identity: ProcessIdentity, uid: int, where: str = "") -> str:
+    """Describe a holder of a lease, or a process in its family, that runs as this uid, and `where` if that is known."""
+    process = f"process {identity.pid} of the family of lease {lease.id}"
+    if identity in holders.processes(lease):
+        process = f"process {identity.pid}, the holder of lease {lease.id},"
+    return (
+        f"{process} runs {where}as uid {uid}, and the lease is uid {lease.owner.uid}'s, so that the process has no part"
+        f" in it: start it, as root, by mpsctl run --user {uid}"
+    )
 
 
 def of_holder(lease: Lease, holder: ProcessIdentity, share: Share, uid: int) -> Violation:
-    """Return the violation of a holder that runs as this uid now."""
-    return _violation(lease, share, holder, said_of_holder(lease, holder, uid))
+    """Return the violation of a holder that runs as this uid now, wherever it runs."""
+    return _violation(lease, share, holder, said(lease, holder, uid))
 
 
-def of_family(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:
-    """Return the violation of a process in a lease's family that runs as this uid; `outside`: not under MPS."""
-    how = "outside MPS, without limits, " if outside else ""
-    because = (
-        f"process {identity.pid} of the family of lease {lease.id} runs {how}on the GPU of {share.daemon} as uid {uid},"
-        f" {_cure(lease, uid)}"
-    )
-    return _violation(lease, share, identity, because)
+def on_gpu(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:
+    """Return the violation of a process that runs as this uid on a GPU of the lease; `outside`: not under MPS."""
+    where = f"{'outside MPS, without limits, ' if outside else ''}on the GPU of {share.daemon} "
+    return _violation(lease, share, identity, said(lease, identity, uid, where))
 
 
 def _violation(lease: Lease, share: Share, identity: ProcessIdentity, because: str) -> Violation:
@@ -64,11 +62,4 @@ def _violation(lease: Lease, share: Share, identity: ProcessIdentity, because: s
         because=because,
         hint=HINT,
         own=False,
-    )
-
-
-def _cure(lease: Lease, uid: int) -> str:
-    return (
-        f"and the lease is uid {lease.owner.uid}'s, so that the process has no part in it: start it, as root, by"
-        f" mpsctl run --user {uid}"
     )

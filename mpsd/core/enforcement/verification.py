@@ -59,6 +59,8 @@ class VerifiedProcess:
     because: str
     later: str = ""
     """The deficit of its later contexts, in a sentence; empty where they have their part, too."""
+    hint: str = ""
+    """The remedy for a violation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class Verification:
     processes: tuple[VerifiedProcess, ...] = ()
     unknown: tuple[str, ...] = ()
     """The unknown facts, in sentences."""
+    hint: str = ""
+    """The remedy, where `because` does not name it."""
 
     @property
     def ok(self) -> bool:
@@ -93,7 +97,8 @@ def verify(
     `ok`: the caller wants to know whether the lease runs under MPS, and it does not.
     """
     if lease.state is LeaseState.ENDED:
-        return Verification(Verdict.NOTHING, f"lease {lease.id} has ended: {lease.because}")
+        because = f"lease {lease.id} has ended: {lease.because}"
+        return Verification(Verdict.NOTHING, because, hint="take out another lease: mpsctl run, or mpsctl admit")
     if lease.state is LeaseState.WAITING:
         return Verification(Verdict.NOTHING, f"lease {lease.id} is waiting, and holds nothing yet")
     own = [each for each in found if each.lease == lease.id]
@@ -103,22 +108,24 @@ def verify(
         for each in _on(lease, share, clients, held.get(share.gpu, {}), own, memory=memory)
     )
     there = [each for each in processes if each.mps is not None]
-    wrong = [_said(each) for each in own] + [each.because for each in there if each.verdict is Verdict.VIOLATION]
+    wrong = [(_said(each), each.hint) for each in own]
+    wrong += [(each.because, each.hint) for each in there if each.verdict is Verdict.VIOLATION]
     doubts = [each.because for each in there if each.verdict is Verdict.UNKNOWN] + [*unknown]
-    attached = [each for each in processes if each.mps]
+    attached, hint = [each for each in processes if each.mps], ""
     if wrong:
-        verdict, because = Verdict.VIOLATION, wrong[0]
+        verdict, (because, hint) = Verdict.VIOLATION, wrong[0]
     elif doubts:
         verdict, because = Verdict.UNKNOWN, doubts[0]
     elif not attached:
         verdict, because = Verdict.NOTHING, f"no process of lease {lease.id} is a client of MPS yet"
+        hint = f"start a program in its environment: {violations.environment_of(lease)}"
     else:
         most, verdict = lease.request.processes, Verdict.OK
         count = f"{len(attached)}" if most is None else f"{len(attached)} of {most * len(lease.shares)}"
         because = f"{count} processes attached, each under MPS and within its limits"
         if later := next((each.later for each in attached if each.later), ""):
             because += f" with its first context; {later}"
-    return Verification(verdict, because, processes, tuple(doubts))
+    return Verification(verdict, because, processes, tuple(doubts), hint)
 
 
 def _said(violation: Violation) -> str:
@@ -144,9 +151,10 @@ def _on(
             result.append(_stranger(lease, share, identity, process))
     for holder in () if result else holders.processes(lease):
         because = f"process {holder.pid} holds the lease, but was not seen on the GPU of {share.daemon}"
-        granted = violations.part(lease, share)
-        on = (holder.pid, share.daemon, share.gpu)
-        result.append(VerifiedProcess(*on, None, None, granted, None, None, None, Verdict.NOTHING, because))
+        wrong = next((each for each in found if each.process == holder), None)
+        verdict, because = (Verdict.NOTHING, because) if wrong is None else (Verdict.VIOLATION, wrong.because)
+        on = (holder.pid, share.daemon, share.gpu, None, None, violations.part(lease, share), None, None, None)
+        result.append(VerifiedProcess(*on, verdict, because, hint="" if wrong is None else wrong.hint))
     return result
 
 
@@ -158,8 +166,9 @@ def _client(
     broken += violations.of_client(AttributedClient(client, lease, counted=True), denied=True, memory=memory)
     doubt = violations.unknown(client, lease, share, memory=memory)
     pid, opened = client.identity.pid, client.opened.since.most if client.opened is not None else EVERYTHING
+    hint = ""
     if broken:
-        verdict, because = Verdict.VIOLATION, _said(broken[0])
+        verdict, because, hint = Verdict.VIOLATION, _said(broken[0]), broken[0].hint
     elif doubt:
         verdict, because = Verdict.UNKNOWN, doubt
     elif violations.exceeds(opened, granted, memory=memory):
@@ -182,20 +191,20 @@ def _client(
         verdict,
         because,
         violations.of_later_contexts(client, lease, share, memory=memory),
+        hint,
     )
 
 
 def _stranger(lease: Lease, share: Share, identity: ProcessIdentity, process: GpuProcess) -> VerifiedProcess:
-    bytes_held = process.memory.value if isinstance(process.memory, Known) else None
+    bytes_held, hint = process.memory.value if isinstance(process.memory, Known) else None, ""
     if process.mps:
         verdict = Verdict.UNKNOWN
         because = (
             f"process {identity.pid} is a client of MPS according to NVML, but {share.daemon} does not list it yet"
         )
     else:
-        verdict = Verdict.VIOLATION
+        verdict, hint = Verdict.VIOLATION, violations.again(lease)
         because = f"process {identity.pid} runs on the GPU of {share.daemon} outside MPS, where no limits apply"
     granted = violations.part(lease, share)
-    return VerifiedProcess(
-        identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, None, bytes_held, verdict, because
-    )
+    on = (identity.pid, share.daemon, share.gpu, None, process.mps, granted, None, None, bytes_held)
+    return VerifiedProcess(*on, verdict, because, hint=hint)

@@ -154,7 +154,7 @@ def _to_be_certain(client: Client, lease: Lease) -> str:
     """Say how the limits of a client become certain; a lease that the client holds itself ends with it."""
     if client.identity in holders.processes(lease):
         return "to be certain, start it again by mpsctl run"
-    return f'to be certain, start it again in that environment: eval "$(mpsctl show {lease.id} -o env)"'
+    return f"to be certain, start it again in that environment: {environment_of(lease)}"
 
 
 def of_later_contexts(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
@@ -166,6 +166,17 @@ def of_later_contexts(client: Client, lease: Lease, share: Share, *, memory: boo
     less = falls_short(later, lease, share, memory=memory) if later is not None else ""
     pid = client.identity.pid
     return f"a later context of process {pid}, as after a reset of its device, may have only {less}" if less else ""
+
+
+def environment_of(lease: Lease) -> str:
+    """Return the command by which a shell gets the environment of a lease."""
+    share = " --share N" if len(lease.shares) > 1 else ""
+    return f'eval "$(mpsctl show {lease.id} -o env{share})"'
+
+
+def again(lease: Lease) -> str:
+    """Return the remedy for a process that is not under MPS."""
+    return f"start it again in the environment of its lease: {environment_of(lease)}"
 
 
 def share_on(lease: Lease, daemon: str) -> Share | None:
@@ -243,7 +254,7 @@ def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> I
             f"process {pid} was started with {variable} that has the entry {briefly(entry)}, which names no GPU that it"
             " sees: MPS then drops every memory limit"
         )
-        hint = f'start it again with the variable of its lease: eval "$(mpsctl show {lease.id} -o env)"'
+        hint = f"start it again with the variable of its lease: {environment_of(lease)}"
         limits = ViolationKind.LIMITS
         yield Violation(limits, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
     if client.opened is None:
@@ -312,5 +323,5 @@ def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -
         because = (
             f"process {identity.pid} of lease {lease.id} runs on the GPU of {share.daemon} outside MPS, without limits"
         )
-        hint = f'start it again in the environment of its lease: eval "$(mpsctl show {lease.id} -o env)"'
+        hint = again(lease)
         yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint)

@@ -293,6 +293,7 @@ class LeaseHandlers:
             ],
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
             unknown=[*verdict.unknown],
+            hint=verdict.hint or None,
         )
 
 

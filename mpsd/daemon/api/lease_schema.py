@@ -393,3 +393,5 @@ class VerifyOut(Struct):
     violations: list[str]
     unknown: list[str]
     """The unknown facts; they are no violation."""
+    hint: str | None
+    """The remedy, where `because` does not name it."""

@@ -41,14 +41,17 @@ class ChangedUsers:
         self._examined: set[int] = set()
         """New processes of other users than root; their ancestors are read once, since that is what costs."""
 
-    async def run(self) -> None:
-        """Look at the holders of root's leases, and at new processes of their families, until cancelled."""
+    async def run(self, read_soon: Callable[[], None]) -> None:
+        """Look at the holders of root's leases, and at new processes of their families, until cancelled.
+
+        `read_soon` has the GPUs read: the violation is then open at once.
+        """
         while True:
             await self._holder_watch.has_new.wait()
             self._holder_watch.has_new.clear()
-            await self._look_while_root_has_leases()
+            await self._look_while_root_has_leases(read_soon)
 
-    async def _look_while_root_has_leases(self) -> None:
+    async def _look_while_root_has_leases(self, read_soon: Callable[[], None]) -> None:
         new = NewProcesses()
         for looks in itertools.count():
             await asyncio.sleep(_LOOK)
@@ -57,6 +60,7 @@ class ChangedUsers:
             leases = self._leases()
             roots = [lease for lease in leases.values() if lease.owner.uid == _ROOT]
             self._reported = {each for each in self._reported if each[0] in leases}
+            before = len(self._reported)
             if not roots:
                 return  # mpsd does not wake for this on a node without leases
             # Without a free descriptor, the next look sees them.
@@ -65,6 +69,8 @@ class ChangedUsers:
                     self.look_at(lease)
                 for pid in new.look():
                     self._look_at_new(pid, leases)
+            if len(self._reported) > before:
+                read_soon()
 
     def look_at(self, lease: Lease) -> None:
         """Report the holders of a lease of root that run as another user, or did so at their end, if not reaped yet."""
@@ -72,8 +78,7 @@ class ChangedUsers:
             if isinstance(holder, HoldingProcess):
                 uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
                 if uid is not None and uid != holder.uid:
-                    because = change_of_user.said_of_holder(lease, holder.identity, uid)
-                    self._report_once(lease, holder.identity, uid, because)
+                    self._report_once(lease, holder.identity, uid)
 
     def _look_at_new(self, pid: int, leases: Mapping[str, Lease]) -> None:
         """Report a new process or thread that has a lease of root by its family or group, and runs as another user."""
@@ -88,9 +93,9 @@ class ChangedUsers:
         lease, ticks = change_of_user.lost(around, uid), proc.start_ticks(pid)
         if lease is not None and lease.owner.uid == _ROOT and ticks is not None:
             identity = ProcessIdentity(pid, ticks)
-            self._report_once(lease, identity, uid, change_of_user.said_of_relative(lease, identity, uid))
+            self._report_once(lease, identity, uid)
 
-    def _report_once(self, lease: Lease, identity: ProcessIdentity, uid: int, because: str) -> None:
+    def _report_once(self, lease: Lease, identity: ProcessIdentity, uid: int) -> None:
         if (lease.id, uid) not in self._reported:
             self._reported.add((lease.id, uid))
-            self._report(lease, identity, because)
+            self._report(lease, identity, change_of_user.said(lease, identity, uid))

@@ -129,7 +129,9 @@ class Clients:
         """
         lease = self._ledger.leases.get(lease_id)
         if lease is None or lease.closing or holders.claim_of(lease) is not None:
-            raise NotFoundError(f"processes cannot attach to lease {lease_id} now", hint="take out another lease")
+            raise NotFoundError(
+                f"processes cannot attach to lease {lease_id} now", hint="take out another lease: mpsctl run"
+            )
         if not any(self._ledger.has_room(lease, share.gpu) for share in lease.shares):
             raise no_room(lease)
         self._limit_gates.follow(lease)
@@ -158,10 +160,10 @@ class Clients:
     def of_changed_relative(
         self, identity: ProcessIdentity, gpu: str, control_daemons: Collection[ProcessIdentity], *, outside: bool
     ) -> Violation | None:
-        """Return the violation of a process in a lease's family or group that uses a GPU as another user.
+        """Return the violation of a process of a lease that uses a GPU as another user.
 
-        `outside`: it is not a client of MPS. Processes that a control daemon starts belong to no lease, wherever the
-        daemon was started.
+        It holds the lease, or is in the family or a group of a holder. `outside`: it is not a client of MPS. Processes
+        that a control daemon starts belong to no lease, wherever the daemon was started.
         """
         uid, family = proc.real_uid(identity.pid), [*proc.ancestors(identity.pid)]
         if uid is None or not {*family}.isdisjoint(control_daemons):
@@ -169,7 +171,7 @@ class Clients:
         for lease in (lease for leases in self._circles(identity.pid) for lease in leases):
             share = next((share for share in lease.shares if share.gpu == gpu), None)
             if share is not None and uid not in change_of_user.users(lease):
-                return change_of_user.of_family(lease, share, identity, uid, outside=outside)
+                return change_of_user.on_gpu(lease, share, identity, uid, outside=outside)
         return None
 
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:

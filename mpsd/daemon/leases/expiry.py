@@ -10,7 +10,8 @@ from mpsd.daemon.record.log import EventName
 
 _AFTERWARDS: Final = (
     "its processes keep running with their shares; a program that starts in its environment from now on has no lease:"
-    " it gets an error, or runs outside MPS; start it by mpsctl run, and renew the next lease in time: mpsctl renew"
+    " it gets an error, next to nothing, or the whole GPU outside MPS; start it by mpsctl run, and renew the next lease"
+    " in time: mpsctl renew"
 )
 
 

@@ -38,11 +38,14 @@ class Holding:
         self.bearers = Bearers(ledger, self.watch, self.clients, end)
         self._changed_users = ChangedUsers(lambda: ledger.leases, self.watch, self._report_user)
 
-    async def run(self) -> None:
-        """Look for processes that keep leases alive, and for those that lost theirs by a change of user."""
+    async def run(self, read_soon: Callable[[], None]) -> None:
+        """Look for processes that keep leases alive, and for those that lost theirs by a change of user.
+
+        `read_soon` has the GPUs read after such a change.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self.bearers.run())
-            group.create_task(self._changed_users.run())
+            group.create_task(self._changed_users.run(read_soon))
 
     def _report_user(self, lease: Lease, identity: ProcessIdentity, because: str) -> None:
         facts = {"pids": [identity.pid], "because": because, "hint": change_of_user.HINT}

@@ -109,11 +109,11 @@ class Leases:
 
     # -- running ------------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Watch holders and clocks until cancelled; the leases stay on disk for the next mpsd."""
+    async def run(self, read_soon: Callable[[], None]) -> None:
+        """Watch holders and clocks until cancelled; the leases stay on disk. `read_soon` has the GPUs read."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._holding.run())
+                group.create_task(self._holding.run(read_soon))
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
                     self._end_overdue()
@@ -299,7 +299,7 @@ class Leases:
         """
         lease = self.ledger.leases.get(lease_id)
         if lease is None or lease.closing:
-            raise NotFoundError(f"lease {lease_id} holds nothing that can be renewed", hint="take out another lease")
+            raise NotFoundError(f"lease {lease_id} holds nothing to renew", hint="take out another: mpsctl run")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
         self._group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
         await self._group_commit.stored(lease_id)

@@ -130,7 +130,7 @@ class Node:
             self.quarantine.follow(self._shut_out)
             # The present objects are permanent: the collector need not examine them again, some thousand times a day.
             gc.freeze()
-            self._group.create_task(self.leases.run())
+            self._group.create_task(self.leases.run(self.gpus.read_soon))
             self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
             self._group.create_task(self._follow_offers())
             self._group.create_task(self.gpus.listen())

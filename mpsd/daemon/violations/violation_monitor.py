@@ -58,8 +58,7 @@ class ViolationMonitor:
         read_soon: Callable[[], None],
     ) -> None:
         """Take the parts; `find` returns a lease that has not ended, `read_soon` has the GPUs read and inspected."""
-        self._settings = settings
-        self._clients = clients
+        self._settings, self._clients = settings, clients
         self._find_lease = find
         self._endings = endings
         self._quarantine = quarantine
@@ -252,8 +251,8 @@ class ViolationMonitor:
     def _attribute_memory(self) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
         self._held = {}
-        self._of_other_users = [*self._clients.of_changed_holders()]
-        holders = {each.process for each in self._of_other_users}
+        of_others = {each: each for each in self._clients.of_changed_holders()}
+        holders = {each.process for each in of_others}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
         daemons = {daemon.process.identity for daemon in self._daemons.values() if daemon.process is not None}
         clients = {(each.client.gpu, each.client.identity): each for each in self.attached()}
@@ -261,18 +260,20 @@ class ViolationMonitor:
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
                 # A process that has ended holds nothing, although NVML may list it a moment longer.
                 ticks = proc.live_ticks(pid) if pid not in servers else None
-                if ticks is None or (identity := ProcessIdentity(pid, ticks)) in holders:
+                if ticks is None:
                     continue
-                attached = clients.get((gpu, identity))
+                identity = ProcessIdentity(pid, ticks)
+                attached = clients.get((gpu, identity)) if identity not in holders else None
                 if attached is not None and attached.lease is not None and not attached.counted:
                     continue  # it counts as a client without a lease, and so does its memory
                 lease = attached.lease if attached is not None else None
-                if lease is None:
+                if lease is None and identity not in holders:
                     lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
                 if lease is not None:
                     self._held.setdefault((lease.id, gpu), {})[identity] = each
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
-                    self._of_other_users.append(found)
+                    of_others[found] = found  # the same violation as that of a holder, with its place
+        self._of_other_users = [*of_others.values()]
 
     def _doubt(self) -> Iterator[Doubt]:
         for client, lease, counted in self.attached():

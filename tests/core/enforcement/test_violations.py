@@ -400,12 +400,17 @@ def test_verify() -> None:
     trap = verify(granted, [trapped], held, (), memory=True)
     assert trap.verdict is Verdict.VIOLATION
     assert trap.because.startswith("no memory limit: ")
+    again = f'eval "$(mpsctl show {granted.id} -o env)"'
+    assert trap.hint == f"start it again with the variable of its lease: {again}"
 
     outside = {GPU: {OTHER: GpuProcess(Known(GIB))}}
-    assert "outside MPS" in verify(granted, [], outside, (), memory=True).because
+    bypasses = verify(granted, [], outside, (), memory=True)
+    assert "outside MPS" in bypasses.because
+    assert bypasses.hint == f"start it again in the environment of its lease: {again}"
     assert not verify(granted, [client(of=granted)], {GPU: {**held[GPU], **outside[GPU]}}, (), memory=True).ok
     found = Violation(ViolationKind.MEMORY, HOLDER, granted.id, "gpu0", "too much", "less")
-    assert verify(granted, [client(of=granted)], held, (found,), memory=True).because == "too much"
+    proven = verify(granted, [client(of=granted)], held, (found,), memory=True)
+    assert (proven.because, proven.hint) == ("too much", "less")
 
 
 def test_verify_what_is_not_known() -> None:
@@ -440,6 +445,10 @@ def test_verify_without_processes() -> None:
     verdict = verify(granted, [], {}, (), memory=True)
     assert (verdict.ok, [each.mps for each in verdict.processes]) == (False, [None])
     assert "is a client of MPS yet" in verdict.because
+    assert verdict.hint == f'start a program in its environment: eval "$(mpsctl show {granted.id} -o env)"'
+    changed = Violation(ViolationKind.USER, HOLDER, granted.id, "gpu0", "it runs as uid 7", "see --help")
+    (row,) = verify(granted, [], {}, (changed,), memory=True).processes
+    assert (row.verdict, row.because, row.hint) == (Verdict.VIOLATION, "it runs as uid 7", "see --help")
     for state, word in ((LeaseState.ENDED, "has ended: it was revoked"), (LeaseState.WAITING, "is waiting")):
         other = structs.replace(granted, state=state, because="it was revoked")
         verdict = verify(other, [client(of=granted)], {}, (), memory=True)

@@ -43,7 +43,7 @@ def test_a_dead_holder(make_node: Start) -> None:
         keeper = f"client {client} ({after['keepers'][0]['name']})"
         said = node.mpsctl("leases").stdout
         assert f"{holder.pid} (gone)" in said
-        assert f"{lease}: its holder is gone; it lives for {keeper}\n" in said
+        assert f"{lease}: its holder is gone; it lives for {keeper}; to end it: mpsctl release {lease}\n" in said
         shown = node.mpsctl("show", lease).stdout
         assert f"pid {holder.pid} (gone)" in shown
         assert f"kept by   {keeper}; its holder is gone\n" in shown

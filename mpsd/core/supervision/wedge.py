@@ -217,7 +217,7 @@ class ListedClients:
     """Clients that caused a suspicion by their silence already; one is enough."""
     _ended: set[Listed] = field(default_factory=set)
     """Clients that caused a suspicion by their end already."""
-    _queried: set[Listed] = field(default_factory=set)
+    _ended_before: set[Listed] = field(default_factory=set)
     """Listed clients that had ended when the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
@@ -245,17 +245,17 @@ class ListedClients:
         """
         dead = [each for each in listed if each not in self._ended and self._has_ended(each, start_ticks)]
         if not answered:
-            self._queried = self._queried or {*dead}
+            self._ended_before = self._ended_before or {*dead}
             return []
-        found = [each for each in dead if each in self._queried]
+        found = [each for each in dead if each in self._ended_before]
         self._ended.update(found)
-        self._queried = {*dead} - self._ended
+        self._ended_before = {*dead} - self._ended
         return [self._still_listed(each) for each in found]
 
     @property
     def has_to_query(self) -> bool:
         """Whether the daemon must be asked for its clients, because it lists some that have ended."""
-        return bool(self._queried)
+        return bool(self._ended_before)
 
     def _has_ended(self, listed: Listed, start_ticks: Callable[[Pid], int | None]) -> bool:
         known, ticks = self._known.get(listed), start_ticks(listed.pid)

@@ -168,6 +168,7 @@ class ServerWatch:
         """Forget the evidence: it concerned a server that is gone."""
         self._processes, self._listed, self._is_answered = Processes(), ListedClients(), None
         self._suspicions.clear()
+        self._lost = self._supervisor.lost_clients
         if self._unserved is not None:
             self._conclude(None)
             self._log.info(EventName.SERVER_SERVES, because="the server that served no client is gone")
@@ -192,13 +193,12 @@ class ServerWatch:
         self._look_for_silent_clients(now)
 
     def _look_for_lost_clients(self, server: ProcessIdentity | None) -> None:
-        """Suspect the server if it has lost clients since the last time, also while no mpsd ran."""
-        lost, self._lost = self._supervisor.lost_clients - self._lost, self._supervisor.lost_clients
-        if lost > 0:
-            uid = proc.real_uid(server.pid) if server is not None else None
-            who = f"server {server.pid}" if server is not None else "a server"
-            self.suspect(Suspicion(Cause.LOST, f"{who} lost a client that had not said goodbye", uid))
-        if lost != 0:
+        """Suspect the server if clients were lost since the last time, once the control daemon has named it."""
+        lost = self._supervisor.lost_clients
+        if lost != self._lost and server is not None:
+            self._lost = lost
+            because = f"server {server.pid} lost a client that had not said goodbye"
+            self.suspect(Suspicion(Cause.LOST, because, proc.real_uid(server.pid)))
             self._keep()
 
     def _look_for_silent_clients(self, now: float) -> None:

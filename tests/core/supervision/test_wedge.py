@@ -157,8 +157,8 @@ def test_client_that_lives_is_not_suspect() -> None:
     assert clients.silent([100], 10 * PATIENCE, patience=PATIENCE) is None
 
 
-def gone(_: int) -> None:
-    """Return the start time of a process that is gone."""
+def nobody(_pid: int) -> None:
+    """Return the start time of a process, when none is left."""
 
 
 def still_listed(uid: int | None = 1000, pid: int = 100) -> list[Suspicion]:
@@ -171,7 +171,7 @@ def test_client_that_is_kept(ticks: int | None) -> None:
     """A client that ended and is still listed is suspect once, also when another process reuses its pid."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
-    now: Final = {100: ticks}.get
+    now = {100: ticks}.get
     assert clients.still_listed([HERE], now, answered=False) == []  # the list may be older than its end
     assert clients.has_to_query
     assert clients.still_listed([HERE], now, answered=True) == still_listed()
@@ -182,8 +182,8 @@ def test_client_that_is_kept(ticks: int | None) -> None:
 def test_client_that_was_dead_before() -> None:
     """A client that mpsd never saw alive, as after its own restart, is suspect as well, without a uid."""
     clients = ListedClients()
-    clients.still_listed([HERE], gone, answered=False)
-    assert clients.still_listed([HERE], gone, answered=True) == still_listed(None)
+    clients.still_listed([HERE], nobody, answered=False)
+    assert clients.still_listed([HERE], nobody, answered=True) == still_listed(None)
 
 
 def test_client_that_ends_after_the_answer() -> None:
@@ -192,9 +192,9 @@ def test_client_that_ends_after_the_answer() -> None:
     clients.living(HERE, ALIVE, 1000, 0.0)
     clients.living(later, ProcessIdentity(101, 5001), 1000, 0.0)
     clients.still_listed([HERE, later], {101: 5001}.get, answered=False)
-    assert clients.still_listed([later], gone, answered=True) == []  # it has ended since the daemon answered
+    assert clients.still_listed([later], nobody, answered=True) == []  # it has ended since the daemon answered
     assert clients.has_to_query
-    assert clients.still_listed([later], gone, answered=True) == still_listed(pid=101)
+    assert clients.still_listed([later], nobody, answered=True) == still_listed(pid=101)
 
 
 def test_silent_client_that_is_kept() -> None:
@@ -202,8 +202,8 @@ def test_silent_client_that_is_kept() -> None:
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
     assert clients.silent([], PATIENCE, patience=PATIENCE) is not None
-    clients.still_listed([HERE], gone, answered=False)
-    assert clients.still_listed([HERE], gone, answered=True) == still_listed()
+    clients.still_listed([HERE], nobody, answered=False)
+    assert clients.still_listed([HERE], nobody, answered=True) == still_listed()
 
 
 def test_client_that_is_silent() -> None:

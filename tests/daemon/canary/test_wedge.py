@@ -22,7 +22,8 @@ pytestmark = pytest.mark.enforcement
 ANN: Final = 61001
 """A uid without rights."""
 
-SMALL: Final = ("--threads", "25", "--memory", "2GiB")
+REQUEST: Final = ("--threads", "25", "--memory", "2GiB")
+"""The request of a client of these tests."""
 
 BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
 
@@ -47,7 +48,7 @@ def release(node: Node, lease: str) -> None:
 
 def wedge(node: Node) -> SimulatedClient:
     """Have a client with a lease killed in mid-kernel, with no other client beside it."""
-    client = leased(node, *SMALL)
+    client = leased(node, *REQUEST)
     client.launch(60)
     client.kill()
     return client
@@ -75,7 +76,7 @@ def test_alone(node: Node) -> None:
         told = event(node, "server_suspect", cause="client_still_listed")
         assert f"client {client.pid}" in told["because"]
     next_ready(node, "gpu0", before)
-    with leased(node, *SMALL) as again:
+    with leased(node, *REQUEST) as again:
         assert again.hello["mps"]
         assert again.compute(0.01)["ok"]
     assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
@@ -218,7 +219,7 @@ def test_lost_client(node: Node) -> None:
     One canary clears the server, and nothing is closed.
     """
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
-    with leased(node, *SMALL) as client:
+    with leased(node, *REQUEST) as client:
         assert client.hello["ok"]
         client.kill()
     event(node, "server_suspect", cause="client_lost")
@@ -230,12 +231,9 @@ def test_lost_client(node: Node) -> None:
 
 def test_client_lost_while_mpsd_was_away(node: Node) -> None:
     """A client that is killed while no mpsd runs makes its server suspect, also beside another client."""
-    with leased(node, *SMALL) as other, leased(node, *SMALL) as client:
+    with leased(node, *REQUEST) as other, leased(node, *REQUEST) as client:
         assert other.hello["server"] == client.hello["server"]
-        wait_until(
-            lambda: [each["pid"] for each in node.daemons()["gpu0"]["servers"]] == [client.hello["server"]],
-            what="mpsd to know the server",
-        )
+        event(node, "client_attributed", client=client.pid)
         node.end(signal.SIGKILL)
         client.kill()
         node.start()
@@ -245,13 +243,13 @@ def test_client_lost_while_mpsd_was_away(node: Node) -> None:
 def test_suspicion_outlives_mpsd(node: Node) -> None:
     """The next mpsd examines what the last one suspected, and no uid causes more examinations by a restart of mpsd."""
     mine = hold(node)
-    with leased(node, *SMALL) as first:
+    with leased(node, *REQUEST) as first:
         assert first.hello["ok"]
         first.kill()
     event(node, "canary_ended", cause="client_lost")
     node.end(signal.SIGKILL)
     node.start()
-    with leased(node, *SMALL) as second:
+    with leased(node, *REQUEST) as second:
         assert second.hello["ok"]
         second.kill()
     wait_until(lambda: len(node.events("server_suspect")) == 2, what="another suspicion")
@@ -281,7 +279,7 @@ def test_operators_restart(node: Node) -> None:
 
 def test_stopped_server(node: Node) -> None:
     """A stopped server answers no client either, but that is no wedge."""
-    with leased(node, *SMALL) as client:
+    with leased(node, *REQUEST) as client:
         server = client.hello["server"]
         wait_until(
             lambda: [each["pid"] for each in node.daemons()["gpu0"]["servers"]] == [server], what="it to be seen"
@@ -333,7 +331,7 @@ def test_end_that_does_not_come_about(make_node: Start) -> None:
         told = event(node, "server_suspect", cause="terminate_client")
         assert f"server {stray.hello['server']}" in told["because"]
         next_ready(node, "gpu0", before)
-    with leased(node, *SMALL) as client:
+    with leased(node, *REQUEST) as client:
         assert client.compute(0.01)["ok"]
     assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
 
@@ -343,7 +341,7 @@ def test_end_that_comes_late(make_node: Start) -> None:
     config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
     node = make_node(simulate=1, control=None, config=config).start()
     before = node.daemons()["gpu0"]["pid"]
-    with leased(node, *SMALL), SimulatedClient(variables(node)) as stray:
+    with leased(node, *REQUEST), SimulatedClient(variables(node)) as stray:
         assert stray.do("ignore TERM")["ok"]
         stray.launch(2)  # on a quarter of the GPU
         event(node, "server_suspect", cause="terminate_client")
@@ -373,8 +371,8 @@ def test_stopped_control_daemon(make_node: Start) -> None:
     config = f"{BRISK}answer_deadline = 6.0\n"  # it is not unresponsive yet when the server becomes suspect
     node = make_node(simulate=1, control=None, config=config).start()
     mine = hold(node)
-    with leased(node, *SMALL) as client:
-        assert client.hello["ok"]
+    with leased(node, *REQUEST) as client:
+        event(node, "client_attributed", client=client.pid)
         with stopped(node.daemons()["gpu0"]["pid"]):
             client.kill()
             ended = event(node, "canary_ended", cause="client_lost")
@@ -402,7 +400,7 @@ def test_control_daemon_that_dies(node: Node) -> None:
 def test_client_that_stays_silent(make_node: Start) -> None:
     """A client that is connected for long without a context makes its server suspect, and is left alone."""
     node = make_node(simulate=1, control=None, config=f"{BRISK}client_silence = 1.0\n").start()
-    with leased(node, *SMALL, late=True) as client:
+    with leased(node, *REQUEST, late=True) as client:
         assert client.init()["ok"]
         told = event(node, "server_suspect", cause="client_silent")
         assert f"client {client.pid} " in told["because"]

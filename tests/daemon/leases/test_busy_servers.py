@@ -143,10 +143,13 @@ def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
     node, server = made(make_node, short_tmp, "anytime")
     node.start()
     with SimulatedClient(variables(node)) as client:
-        daemon, pid = ({"pid": each, "start_ticks": proc.start_ticks(each)} for each in pids(node, client))
+        daemon, pid = pids(node, client)
         node.end()
-        against = {"against": {"daemon": daemon, "server": pid}}
-        evidence = {**against, "unserved": {"because": "it answered no canary", "wedged": True}}
+        against = [{"pid": each, "start_ticks": proc.start_ticks(each)} for each in (daemon, pid)]
+        evidence = {
+            "against": dict(zip(("daemon", "server"), against, strict=True)),
+            "unserved": {"because": "it answered no canary", "wedged": True},
+        }
         (node.root / "run" / "gpu0.evidence.json").write_text(
             json.dumps({"boot_id": clock.boot_id(), "evidence": evidence})
         )
@@ -163,7 +166,7 @@ def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
             lambda: [each["pid"] for each in node.get("/v1/clients").json["clients"]] == [client.pid],
             what="the client to be listed",
         )
-        assert [*pids(node, client)] == [daemon["pid"], pid["pid"]]
+        assert pids(node, client) == (daemon, pid)
         assert client.process.poll() is None
 
 

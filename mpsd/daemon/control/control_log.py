@@ -57,6 +57,8 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose
     control: Position
     server: Position
     serving: ServerHealth
+    servers: dict[int, int] = {}
+    """The servers whose entries are believed, each with its start time."""
 
 
 class ControlLog:
@@ -97,8 +99,9 @@ class ControlLog:
         command."""
         self._daemon = 0
         """The pid of the running control daemon."""
-        self._seen: dict[int, int] = {}
-        """The servers of this daemon that the kernel, or the daemon itself, has shown: each with its start time."""
+        self._seen = stored.servers if stored else {}
+        """The servers of this daemon that the kernel, or the daemon itself, has shown: each with its start time. Those
+        of an earlier mpsd may have written entries that it has not read."""
         self._reaped: int | None = None
         """The kernel's counter for the daemon's dead children at the last reported end of one."""
         self._paths = paths
@@ -165,7 +168,10 @@ class ControlLog:
 
     def see(self, servers: Iterable[ProcessIdentity]) -> None:
         """Note the servers that the daemon itself has named: log entries about any other server are not believed."""
-        self._seen = {each.pid: each.start_ticks for each in servers}
+        seen = {each.pid: each.start_ticks for each in servers}
+        if seen != self._seen:
+            self._seen = seen
+            self._keep()
 
     def last_words(self) -> str:
         """Return the last line that the daemon wrote, or an empty text; for use right after its death."""
@@ -320,7 +326,8 @@ class ControlLog:
 
     def _keep(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
-        file = _File(self.key, self._reader.origin, self._control.position, self._server.position, self.serving)
+        positions = self._control.position, self._server.position
+        file = _File(self.key, self._reader.origin, *positions, self.serving, self._seen)
         try:
             atomic_file.write(self._paths.reading, encoding.to_json(file))
         except OSError as error:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from msgspec import Struct
+
 from mpsd.core.model import Limits, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, Pid, PinnedDeviceMemLimit
 
@@ -65,8 +67,7 @@ STRONG: Final = frozenset({Cause.STILL_LISTED, Cause.TERMINATE})
 replaced at once: that takes a moment, and harms no client."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspicion:
+class Suspicion(Struct, frozen=True, forbid_unknown_fields=True):
     """Why a server may be wedged."""
 
     cause: Cause
@@ -130,45 +131,67 @@ def verdict(ends: Sequence[CanaryEnd]) -> Verdict | None:
             return Verdict.WEDGED
 
 
+class OpenSuspicion(Struct, frozen=True, forbid_unknown_fields=True):
+    """A suspicion that no examination has settled yet."""
+
+    suspicion: Suspicion
+    due: float
+    """The time from which on it may be examined."""
+
+
+class Examined(Struct, frozen=True, forbid_unknown_fields=True):
+    """An examination that a uid caused, and its time."""
+
+    uid: int | None
+    at: float
+
+
 @dataclass(slots=True)
 class Suspicions:
-    """The open suspicions of one control daemon, with the times of their examination. Times are monotonic seconds."""
+    """The open suspicions of one control daemon, with the times of their examination.
 
-    _open: list[tuple[float, Suspicion]] = field(default_factory=list)
-    """Each with the time from which on it may be examined."""
-    _last: dict[int | None, float] = field(default_factory=dict)
-    """The time of the last examination, by the uid that caused it."""
+    Times are seconds since boot, which the next mpsd counts alike.
+    """
+
+    open: tuple[OpenSuspicion, ...] = ()
+    examined: tuple[Examined, ...] = ()
+    """The last examination that each uid caused, as far as it delays the next one."""
 
     def add(self, suspicion: Suspicion, now: float) -> bool:
         """Add a suspicion; False where one with the same cause and uid is open."""
-        if any((each.cause, each.uid) == (suspicion.cause, suspicion.uid) for _, each in self._open):
+        if any((each.cause, each.uid) == (suspicion.cause, suspicion.uid) for each in self._suspicions):
             return False
-        due = max(now, self._last[suspicion.uid] + SPACING) if suspicion.uid in self._last else now
-        self._open.append((due, suspicion))
+        due = max([now, *(each.at + SPACING for each in self.examined if each.uid == suspicion.uid)])
+        self.open = (*self.open, OpenSuspicion(suspicion, due))
         return True
+
+    @property
+    def _suspicions(self) -> tuple[Suspicion, ...]:
+        return tuple(each.suspicion for each in self.open)
 
     def due(self, now: float) -> Suspicion | None:
         """Return the suspicion to examine now; None where there is none."""
-        return next((each for due, each in self._open if due <= now), None)
+        return next((each.suspicion for each in self.open if each.due <= now), None)
 
     @property
     def strong(self) -> Suspicion | None:
         """The first open suspicion with a strong cause."""
-        return next((each for _, each in self._open if each.cause in STRONG), None)
+        return next((each for each in self._suspicions if each.cause in STRONG), None)
 
     def settle(self, now: float, *, proven: bool) -> None:
         """Record that the server was examined, which answers all open suspicions.
 
         If that proved nothing, suspicions with a strong cause stay open for a later examination.
         """
-        self._last = {uid: at for uid, at in self._last.items() if at + SPACING > now}
-        self._last.update((each.uid, now) for due, each in self._open if due <= now)
-        stays = [] if proven else [each for _, each in self._open if each.cause in STRONG]
-        self._open = [(now + SPACING, each) for each in stays]
+        uids = {each.suspicion.uid: None for each in self.open if each.due <= now}
+        before = (each for each in self.examined if each.uid not in uids and each.at + SPACING > now)
+        self.examined = (*before, *(Examined(uid, now) for uid in uids))
+        stays = () if proven else (each for each in self._suspicions if each.cause in STRONG)
+        self.open = tuple(OpenSuspicion(each, now + SPACING) for each in stays)
 
     def clear(self) -> None:
         """Forget the open suspicions: they were about a server that is gone."""
-        self._open.clear()
+        self.open = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,36 +208,55 @@ class ListedClients:
 
     _known: dict[Listed, tuple[ProcessIdentity, int | None, float]] = field(default_factory=dict)
     """The process of each client, its uid, and since when it has been listed."""
-    _suspected: set[Listed] = field(default_factory=set)
-    """Clients that caused a suspicion already; one is enough."""
+    _silent: set[Listed] = field(default_factory=set)
+    """Clients that caused a suspicion by their silence already; one is enough."""
+    _ended: set[Listed] = field(default_factory=set)
+    """Clients that caused a suspicion by their end already."""
+    _ended_before: set[Listed] = field(default_factory=set)
+    """Listed clients that had ended when the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
         """Record a listed client that lives."""
         before = self._known.get(listed)
         if before is None or before[0] != process:
             self._known[listed] = (process, uid, now)
-            self._suspected.discard(listed)
+            self._silent.discard(listed)
+            self._ended.discard(listed)
 
     def keep(self, listed: Iterable[Listed]) -> None:
         """Forget all clients except those that are still listed."""
         there = {*listed}
         self._known = {each: known for each, known in self._known.items() if each in there}
-        self._suspected &= there
+        self._silent &= there
+        self._ended &= there
 
-    def dead(self, listed: Iterable[Listed], start_ticks: Callable[[Pid], int | None]) -> list[Listed]:
-        """Return the listed clients whose process is gone; `start_ticks` returns the kernel's value for a pid now."""
-        found = []
-        for each in listed:
-            known, ticks = self._known.get(each), start_ticks(each.pid)
-            if ticks is None or (known is not None and known[0].start_ticks != ticks):
-                found.append(each)
-        return found
+    def still_listed(
+        self, listed: Iterable[Listed], start_ticks: Callable[[Pid], int | None], *, answered: bool
+    ) -> list[Suspicion]:
+        """Suspect the server of each client that had ended when the daemon was asked, and is listed in its answer.
 
-    def still_listed(self, listed: Listed) -> Suspicion | None:
-        """Suspect the server of a client that ended and is still listed; None where that was reported already."""
-        if listed in self._suspected:
-            return None
-        self._suspected.add(listed)
+        `answered` tells whether the daemon has answered since `has_to_ask` became true: the list before may be older
+        than the end of a client. `start_ticks` returns the kernel's value for a pid now.
+        """
+        dead = [each for each in listed if each not in self._ended and self._has_ended(each, start_ticks)]
+        if not answered:
+            self._ended_before = self._ended_before or {*dead}
+            return []
+        found = [each for each in dead if each in self._ended_before]
+        self._ended.update(found)
+        self._ended_before = {*dead} - self._ended
+        return [self._still_listed(each) for each in found]
+
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether the daemon must be asked for its clients, because it lists some that have ended."""
+        return bool(self._ended_before)
+
+    def _has_ended(self, listed: Listed, start_ticks: Callable[[Pid], int | None]) -> bool:
+        known, ticks = self._known.get(listed), start_ticks(listed.pid)
+        return ticks is None or (known is not None and known[0].start_ticks != ticks)
+
+    def _still_listed(self, listed: Listed) -> Suspicion:
         because = f"server {listed.server} still lists client {listed.pid}, which has ended"
         known = self._known.get(listed)
         return Suspicion(Cause.STILL_LISTED, because, known[1] if known is not None else None)
@@ -227,9 +269,9 @@ class ListedClients:
         """
         there = {*with_memory}
         for listed, (_, uid, since) in self._known.items():
-            if listed.pid in there or now - since < patience or listed in self._suspected:
+            if listed.pid in there or now - since < patience or listed in self._silent:
                 continue
-            self._suspected.add(listed)
+            self._silent.add(listed)
             because = f"client {listed.pid} of server {listed.server} has held no memory on the GPU for {patience:g} s"
             return Suspicion(Cause.SILENT, because, uid)
         return None

@@ -1,66 +1,91 @@
-"""The evidence on disk against a server that serves no client, or may serve none; the next mpsd refuses it too.
+"""The evidence against a server, on disk: suspicions, and that it does not answer canaries.
 
-It concerns one server of one control daemon, by pid, start time and boot: once one of them is gone, the evidence is
-void.
+It concerns one server of one control daemon, by pid, start time and boot: once one of them is gone, it is void.
 """
 
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mpsd.core.model import ProcessIdentity, Unknown
+from mpsd.core.supervision.wedge import Examined, OpenSuspicion
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock, proc
 
 
-class Unserved(Struct, frozen=True, forbid_unknown_fields=True):
-    """The facts about a server that does not answer canaries."""
+class Processes(Struct, frozen=True, forbid_unknown_fields=True):
+    """A control daemon and its server."""
 
-    daemon: ProcessIdentity
-    server: ProcessIdentity | None
-    """None for a control daemon that had no server, and did not serve the client for which it started one."""
+    daemon: ProcessIdentity | None = None
+    """None before it is known."""
+    server: ProcessIdentity | None = None
+    """None before it is known, and where there is none: the daemon can fail to serve its first client."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether one of them is gone."""
+        known = (each for each in (self.daemon, self.server) if each is not None)
+        return any(proc.start_ticks(each.pid) != each.start_ticks for each in known)
+
+
+class Unserved(Struct, frozen=True, forbid_unknown_fields=True):
+    """That a server does not answer canaries."""
+
     because: str
     wedged: bool
     """Whether that is proven."""
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the control daemon or the server is gone."""
-        about = (self.daemon,) if self.server is None else (self.daemon, self.server)
-        return any(proc.start_ticks(each.pid) != each.start_ticks for each in about)
+
+class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
+    """All evidence against the server of one control daemon. Times are seconds since boot."""
+
+    against: Processes = Processes()
+    unserved: Unserved | None = None
+    suspicions: tuple[OpenSuspicion, ...] = ()
+    examined: tuple[Examined, ...] = ()
+    """The last examinations that uids caused, also of earlier servers."""
+    lost: int = 0
+    """How many of the lost clients that the log of the servers reports were considered."""
 
 
 class _File(Struct, forbid_unknown_fields=True):
     boot_id: str
-    unserved: Unserved
+    evidence: Evidence
 
 
-class UnservedRecord:
-    """The file of one control daemon; it exists only while there is evidence against the daemon's server."""
+class EvidenceRecord:
+    """The file of one control daemon."""
 
     def __init__(self, path: Path, log: Logger) -> None:
         self._path = path
         self._log = log
+        self._stored = Evidence()
 
-    def load(self) -> Unserved | None:
-        """Return the evidence of an earlier mpsd against a server that still runs.
+    def load(self) -> Evidence:
+        """Return the evidence of an earlier mpsd, without that against a server that is gone.
 
         A damaged file is logged, and counts as absent: a server that serves no client becomes suspect again.
         """
         found = encoding.load(self._path, _File)
         if isinstance(found, Unknown):
             self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
-        elif found is not None and found.value.boot_id == clock.boot_id() and not found.value.unserved.is_gone:
-            return found.value.unserved
-        return None
+        elif found is not None and found.value.boot_id == clock.boot_id():
+            self._stored = found.value.evidence
+        if self._stored.against.is_gone:
+            return structs.replace(self._stored, against=Processes(), unserved=None, suspicions=())
+        return self._stored
 
-    def keep(self, unserved: Unserved | None) -> None:
-        """Store the present evidence; where that fails, mpsd still applies it for its own lifetime."""
+    def keep(self, evidence: Evidence) -> None:
+        """Store the present evidence if it has changed; where that fails, this mpsd still applies it.
+
+        It has to outlive mpsd, and not the machine, so it need not reach the disk.
+        """
+        if evidence == self._stored:
+            return
         try:
-            if unserved is None:
-                self._path.unlink(missing_ok=True)
-            else:
-                atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), unserved)))
+            atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), evidence)))
         except OSError as error:
             self._log.error(EventName.SERVER_RECORD_NOT_STORED, because=str(error))
+        else:
+            self._stored = evidence

@@ -26,7 +26,7 @@ from mpsd.core.supervision.wedge import (
     Verdict,
 )
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.unserved import Unserved, UnservedRecord
+from mpsd.daemon.canary.evidence import Evidence, EvidenceRecord, Processes, Unserved
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import EventName, Logger
@@ -59,7 +59,7 @@ class ServerWatch:
         supervisor: Supervisor,
         canaries: Canaries,
         gpus: Gpus,
-        record: UnservedRecord,
+        record: EvidenceRecord,
         *,
         settings: LiveSettings,
         changed: Callable[[], None],
@@ -73,15 +73,16 @@ class ServerWatch:
         self._settings = settings
         self._changed = changed
         self._log = log.bind(daemon=supervisor.name)
-        self._suspicions = Suspicions()
+        known = record.load()
+        self._suspicions = Suspicions(known.suspicions, known.examined)
         self._listed = ListedClients()
         self._is_answered: Callable[[], bool] | None = None
         """Returns whether the daemon has answered since one of its listed clients was found to have ended."""
-        self._lost = supervisor.lost_clients
-        self._process: ProcessIdentity | None = None
-        self._server: ProcessIdentity | None = None
-        self._unserved = record.load()
-        """The evidence against the server; that of an earlier mpsd is valid until the next examination."""
+        self._lost = known.lost
+        self._processes = known.against
+        """The control daemon and the server that the evidence concerns."""
+        self._unserved = known.unserved
+        """That the server does not answer; by an earlier mpsd, this is valid until the next examination."""
         self._again = 0.0
         """The time of the next examination of a server that serves no client."""
         self._examining: asyncio.Task[Examination] | None = None
@@ -91,13 +92,14 @@ class ServerWatch:
     def applied(self, daemon: Daemon) -> Daemon:
         """Return a snapshot of the daemon with the evidence about its server."""
         known = self._unserved
-        if known is None or daemon.process is None or daemon.process.identity != known.daemon:
+        if known is None or daemon.process is None or daemon.process.identity != self._processes.daemon:
             return daemon
         return replace(daemon, unserved=known.because, wedged=known.wedged)
 
     def suspect(self, suspicion: Suspicion) -> None:
-        """Add a suspicion from another part of mpsd, such as an ending that failed."""
-        if self._suspicions.add(suspicion, clock.monotonic()):
+        """Add a suspicion, which the next mpsd examines if this one does not live to do it."""
+        if self._suspicions.add(suspicion, clock.since_boot()):
+            self._keep()
             self._log.warning(
                 EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because
             )
@@ -136,67 +138,65 @@ class ServerWatch:
         """
         if self._supervisor.state not in ANSWERED or self._supervisor.pipe.waits_for:
             return None
-        now = clock.monotonic()
+        now = clock.since_boot()
         if self._unserved is not None and now >= self._again:
             found = "it was found wedged" if self._unserved.wedged else "it did not answer a canary"
             return Suspicion(Cause.WEDGED, f"{found} before")
         return self._suspicions.due(now)
 
     def _look(self) -> None:
-        identity, servers = self._supervisor.process, self._supervisor.servers
-        server = _server_among(servers)
-        if (identity, server) != (self._process, self._server) and self._is_gone():
-            self._forget()
-        self._process, self._server = identity, server
+        servers = self._supervisor.servers
+        process, server = self._supervisor.process, _server_among(servers)
+        if Processes(process, server) != self._processes:
+            if self._processes.is_gone:
+                self._forget()
+            self._processes = Processes(process or self._processes.daemon, server or self._processes.server)
         if self._supervisor.state not in ANSWERED:
             return
         self._look_at_clients(servers)
-        lost, self._lost = self._supervisor.lost_clients - self._lost, self._supervisor.lost_clients
-        if lost > 0:
-            uid = proc.real_uid(server.pid) if server is not None else None
-            who = f"server {server.pid}" if server is not None else "a server"
-            self.suspect(Suspicion(Cause.LOST, f"{who} lost a client that had not said goodbye", uid))
+        self._look_for_lost_clients(server)
         strong = self._suspicions.strong
         if self._unserved is not None and self._unserved.wedged:
             self._supervisor.distrust(self._unserved.because)
         else:
             self._supervisor.distrust(strong.because if strong is not None else None)
 
-    def _is_gone(self) -> bool:
-        """Tell whether the daemon or the server that the evidence concerns is gone."""
-        known = [each for each in (self._process, self._server) if each is not None]
-        if any(proc.start_ticks(each.pid) != each.start_ticks for each in known):
-            return True
-        return self._unserved is not None and self._unserved.is_gone
-
     def _forget(self) -> None:
         """Forget the evidence: it concerned a server that is gone."""
+        self._processes, self._listed, self._is_answered = Processes(), ListedClients(), None
         self._suspicions.clear()
-        self._listed = ListedClients()
-        self._is_answered = None
+        self._lost = self._supervisor.lost_clients
         if self._unserved is not None:
             self._conclude(None)
             self._log.info(EventName.SERVER_SERVES, because="the server that served no client is gone")
         self._supervisor.distrust(None)
+        self._keep()
 
     def _look_at_clients(self, servers: Collection[Server]) -> None:
-        now = clock.monotonic()
+        now = clock.since_boot()
         there = [Listed(server.pid, pid) for server in servers for pid in server.clients if pid]
         for server in servers:
             for client in server.opened:
                 if proc.live_ticks(client.pid) == client.start_ticks:
                     self._listed.living(Listed(server.pid, client.pid), client, proc.real_uid(client.pid), now)
         self._listed.keep(there)
-        dead = self._listed.dead(there, proc.live_ticks)
-        if not dead:
+        answered = self._is_answered is not None and self._is_answered()
+        for suspicion in self._listed.still_listed(there, proc.live_ticks, answered=answered):
+            self.suspect(suspicion)
+        if not self._listed.has_to_ask:
             self._is_answered = None
-        elif self._is_answered is None:
-            self._is_answered = self._supervisor.ask()  # the list may be older than the client's end
-        elif self._is_answered():
-            for each in dead:
-                if (suspicion := self._listed.still_listed(each)) is not None:
-                    self.suspect(suspicion)
+        elif answered or self._is_answered is None:
+            self._is_answered = self._supervisor.ask()
         self._look_for_silent_clients(now)
+
+    def _look_for_lost_clients(self, server: ProcessIdentity | None) -> None:
+        """Suspect the server if clients were lost since the last time, once the control daemon has named it."""
+        lost = self._supervisor.lost_clients
+        if lost != self._lost and server is not None:
+            self._lost = lost
+            because = f"server {server.pid} lost a client that had not said goodbye"
+            self.suspect(Suspicion(Cause.LOST, because, proc.real_uid(server.pid)))
+            self._keep()
 
     def _look_for_silent_clients(self, now: float) -> None:
         usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
@@ -251,8 +251,9 @@ class ServerWatch:
         return {pid for pid, each in processes.items() if each.mps and pid not in self._supervisor.canaries}
 
     def _settle(self, found: Examination) -> None:
-        now = clock.monotonic()
+        now = clock.since_boot()
         self._suspicions.settle(now, proven=found.ends[-1].proof is not Proof.NOTHING)
+        self._keep()
         self._again = now + wedge.SPACING
         evidence = f"{found.reason.because}; {found.evidence}"
         if found.verdict is Verdict.WEDGED:
@@ -270,16 +271,19 @@ class ServerWatch:
         return self._unserved is not None and self._unserved.wedged
 
     def _against(self, because: str, *, wedged: bool) -> Unserved | None:
-        """Return evidence against the present server; None where its control daemon is gone."""
-        process = self._supervisor.process
-        if process is None:
-            return None
-        return Unserved(process, _server_among(self._supervisor.servers), because, wedged)
+        """Return the result of canaries on the present server; None where its control daemon is gone."""
+        return None if self._supervisor.process is None else Unserved(because, wedged)
 
     def _conclude(self, unserved: Unserved | None) -> None:
-        self._record.keep(unserved)  # stored before any caller sees the evidence
         self._unserved = unserved
+        self._keep()  # before any caller sees it
         self._changed()
+
+    def _keep(self) -> None:
+        """Store the evidence for the next mpsd."""
+        suspicions = self._suspicions
+        evidence = Evidence(self._processes, self._unserved, suspicions.open, suspicions.examined, self._lost)
+        self._record.keep(evidence)
 
 
 def _server_among(servers: Iterable[Server]) -> ProcessIdentity | None:

@@ -6,7 +6,7 @@ from mpsd.core.model import Daemon
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.unserved import UnservedRecord
+from mpsd.daemon.canary.evidence import EvidenceRecord
 from mpsd.daemon.canary.watch import Examination, ServerWatch
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
@@ -33,7 +33,7 @@ class ServerWatches:
             supervisor,
             self._canaries,
             gpus,
-            UnservedRecord(self._paths(supervisor.name).unserved, self._log),
+            EvidenceRecord(self._paths(supervisor.name).evidence, self._log),
             settings=self._settings,
             changed=changed,
             log=self._log,

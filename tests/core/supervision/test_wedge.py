@@ -152,8 +152,18 @@ def test_client_that_lives_is_not_suspect() -> None:
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
     clients.keep([HERE])
-    assert clients.dead([HERE], {100: 5000}.get) == []
+    assert clients.still_listed([HERE], {100: 5000}.get, answered=True) == []
+    assert not clients.has_to_ask
     assert clients.silent([100], 10 * PATIENCE, patience=PATIENCE) is None
+
+
+def nobody(_pid: int) -> None:
+    """Return the start time of a process, when none is left."""
+
+
+def still_listed(uid: int | None = 1000, pid: int = 100) -> list[Suspicion]:
+    """Return the suspicion that a client causes that has ended and is listed."""
+    return [Suspicion(Cause.STILL_LISTED, f"server 7 still lists client {pid}, which has ended", uid)]
 
 
 @pytest.mark.parametrize("ticks", [None, 6000])
@@ -161,19 +171,39 @@ def test_client_that_is_kept(ticks: int | None) -> None:
     """A client that ended and is still listed is suspect once, also when another process reuses its pid."""
     clients = ListedClients()
     clients.living(HERE, ALIVE, 1000, 0.0)
-    assert clients.dead([HERE], {100: ticks}.get) == [HERE]
-    found = clients.still_listed(HERE)
-    assert found == Suspicion(Cause.STILL_LISTED, "server 7 still lists client 100, which has ended", 1000)
-    assert clients.still_listed(HERE) is None
+    now = {100: ticks}.get
+    assert clients.still_listed([HERE], now, answered=False) == []  # the list may be older than its end
+    assert clients.has_to_ask
+    assert clients.still_listed([HERE], now, answered=True) == still_listed()
+    assert clients.still_listed([HERE], now, answered=True) == []
+    assert not clients.has_to_ask
 
 
 def test_client_that_was_dead_before() -> None:
     """A client that mpsd never saw alive, as after its own restart, is suspect as well, without a uid."""
     clients = ListedClients()
-    assert clients.dead([HERE], {100: None}.get) == [HERE]
-    assert clients.still_listed(HERE) == Suspicion(
-        Cause.STILL_LISTED, "server 7 still lists client 100, which has ended", None
-    )
+    clients.still_listed([HERE], nobody, answered=False)
+    assert clients.still_listed([HERE], nobody, answered=True) == still_listed(None)
+
+
+def test_client_that_ends_after_the_answer() -> None:
+    """Clients that end one after the other make no server suspect: each is asked about after its own end."""
+    clients, later = ListedClients(), Listed(server=7, pid=101)
+    clients.living(HERE, ALIVE, 1000, 0.0)
+    clients.living(later, ProcessIdentity(101, 5001), 1000, 0.0)
+    clients.still_listed([HERE, later], {101: 5001}.get, answered=False)
+    assert clients.still_listed([later], nobody, answered=True) == []  # it has ended since the daemon answered
+    assert clients.has_to_ask
+    assert clients.still_listed([later], nobody, answered=True) == still_listed(pid=101)
+
+
+def test_silent_client_that_is_kept() -> None:
+    """A client that was silent for long, and then ended and is still listed, makes its server suspect once more."""
+    clients = ListedClients()
+    clients.living(HERE, ALIVE, 1000, 0.0)
+    assert clients.silent([], PATIENCE, patience=PATIENCE) is not None
+    clients.still_listed([HERE], nobody, answered=False)
+    assert clients.still_listed([HERE], nobody, answered=True) == still_listed()
 
 
 def test_client_that_is_silent() -> None:

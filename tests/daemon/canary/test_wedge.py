@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.supervision.wedge import SPACING
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running, kill, next_ready, stopped
@@ -32,6 +33,9 @@ os.setresuid(uid, uid, uid)
 sys.exit(main())
 """
 """A client that becomes another user; its first environment stays in /proc/PID/environ."""
+
+REQUEST: Final = ("--threads", "25", "--memory", "2GiB")
+"""The request of a client of these tests."""
 
 BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
 
@@ -56,7 +60,7 @@ def release(node: Node, lease: str) -> None:
 
 def wedge(node: Node) -> SimulatedClient:
     """Have a client with a lease killed in mid-kernel, with no other client beside it."""
-    client = leased(node, "--threads", "25", "--memory", "2GiB")
+    client = leased(node, *REQUEST)
     client.launch(60)
     client.kill()
     return client
@@ -64,7 +68,12 @@ def wedge(node: Node) -> SimulatedClient:
 
 def record(node: Node) -> Path:
     """Return the file with the evidence against a server."""
-    return node.root / "run" / "gpu0.unserved.json"
+    return node.root / "run" / "gpu0.evidence.json"
+
+
+def evidence(node: Node) -> Any:
+    """Return the stored evidence against a server."""
+    return json.loads(record(node).read_bytes())["evidence"]
 
 
 def canary(node: Node) -> Any:
@@ -79,7 +88,7 @@ def test_alone(node: Node) -> None:
         told = event(node, "server_suspect", cause="client_still_listed")
         assert f"client {client.pid}" in told["because"]
     next_ready(node, "gpu0", before)
-    with leased(node, "--threads", "25", "--memory", "2GiB") as again:
+    with leased(node, *REQUEST) as again:
         assert again.hello["mps"]
         assert again.compute(0.01)["ok"]
 
@@ -127,7 +136,7 @@ def test_verdict_outlives_mpsd(node: Node) -> None:
     next_ready(node, "gpu0", before)
     event(node, "server_serves")
     release(node, hold(node))
-    assert not record(node).exists()
+    assert (evidence(node)["unserved"], evidence(node)["suspicions"]) == (None, [])
 
 
 @pytest.mark.parametrize("gone", ["server", "daemon", "boot"])
@@ -138,12 +147,13 @@ def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
         event(node, "server_wedged")
     node.end(signal.SIGKILL)
     noted = json.loads(record(node).read_bytes())
-    server = noted["unserved"]["server"]["pid"]
+    against = noted["evidence"]["against"]
+    server = against["server"]["pid"]
     assert server == client.hello["server"]
     if gone == "boot":
         noted["boot_id"] = "another"
         record(node).write_text(json.dumps(noted))
-    pids = {"server": [server], "daemon": [noted["unserved"]["daemon"]["pid"], server], "boot": []}[gone]
+    pids = {"server": [server], "daemon": [against["daemon"]["pid"], server], "boot": []}[gone]
     for pid in pids:
         kill(pid)
     wait_until(lambda: not any(map(is_running, pids)), what="them to be gone")
@@ -220,13 +230,49 @@ def test_lost_client(node: Node) -> None:
     One canary clears the server, and nothing is closed.
     """
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
-    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+    with leased(node, *REQUEST) as client:
         assert client.hello["ok"]
         client.kill()
     event(node, "server_suspect", cause="client_lost")
     ended = event(node, "canary_ended", cause="client_lost")
     assert ended["proof"] in {"context", "error"}  # the ceiling may be closed
     assert node.daemons()["gpu0"]["pid"] == before
+    release(node, mine)
+
+
+def test_client_lost_while_mpsd_was_away(node: Node) -> None:
+    """A client that is killed while no mpsd runs makes its server suspect, also beside another client."""
+    with leased(node, *REQUEST) as other, leased(node, *REQUEST) as client:
+        assert other.hello["server"] == client.hello["server"]
+        event(node, "client_attributed", client=client.pid)
+        node.end(signal.SIGKILL)
+        client.kill()
+        node.start()
+        event(node, "server_suspect", cause="client_lost")
+
+
+def test_suspicion_outlives_mpsd(node: Node) -> None:
+    """The next mpsd examines what the last one suspected, and no uid causes more examinations by a restart of mpsd."""
+    mine = hold(node)
+    with leased(node, *REQUEST) as first:
+        assert first.hello["ok"]
+        first.kill()
+    event(node, "canary_ended", cause="client_lost")
+    node.end(signal.SIGKILL)
+    node.start()
+    with leased(node, *REQUEST) as second:
+        assert second.hello["ok"]
+        second.kill()
+    wait_until(lambda: len(node.events("server_suspect")) == 2, what="another suspicion")
+    node.end(signal.SIGKILL)
+    noted = json.loads(record(node).read_bytes())
+    [suspicion], [examined] = noted["evidence"]["suspicions"], noted["evidence"]["examined"]
+    assert suspicion["due"] == examined["at"] + SPACING
+    suspicion["due"] = examined["at"] = examined["at"] - SPACING
+    record(node).write_text(json.dumps(noted))
+    node.start()
+    wait_until(lambda: len(node.events("canary_ended", cause="client_lost")) == 2, what="the second examination")
+    assert len(node.events("server_suspect")) == 2
     release(node, mine)
 
 
@@ -244,7 +290,7 @@ def test_operators_restart(node: Node) -> None:
 
 def test_stopped_server(node: Node) -> None:
     """A stopped server answers no client either, but that is no wedge."""
-    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+    with leased(node, *REQUEST) as client:
         server = client.hello["server"]
         wait_until(
             lambda: [each["pid"] for each in node.daemons()["gpu0"]["servers"]] == [server], what="it to be seen"
@@ -296,7 +342,7 @@ def test_end_that_does_not_come_about(make_node: Start) -> None:
         told = event(node, "server_suspect", cause="terminate_client")
         assert f"server {stray.hello['server']}" in told["because"]
         next_ready(node, "gpu0", before)
-    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+    with leased(node, *REQUEST) as client:
         assert client.compute(0.01)["ok"]
 
 
@@ -305,7 +351,7 @@ def test_end_that_comes_late(make_node: Start) -> None:
     config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
     node = make_node(simulate=1, control=None, config=config).start()
     before = node.daemons()["gpu0"]["pid"]
-    with leased(node, "--threads", "25", "--memory", "2GiB"), SimulatedClient(variables(node)) as stray:
+    with leased(node, *REQUEST), SimulatedClient(variables(node)) as stray:
         assert stray.do("ignore TERM")["ok"]
         stray.launch(2)  # on a quarter of the GPU
         event(node, "server_suspect", cause="terminate_client")
@@ -335,8 +381,8 @@ def test_stopped_control_daemon(make_node: Start) -> None:
     config = f"{BRISK}answer_deadline = 6.0\n"  # it is not unresponsive yet when the server becomes suspect
     node = make_node(simulate=1, control=None, config=config).start()
     mine = hold(node)
-    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
-        assert client.hello["ok"]
+    with leased(node, *REQUEST) as client:
+        event(node, "client_attributed", client=client.pid)
         with stopped(node.daemons()["gpu0"]["pid"]):
             client.kill()
             ended = event(node, "canary_ended", cause="client_lost")
@@ -364,12 +410,15 @@ def test_control_daemon_that_dies(node: Node) -> None:
 def test_client_that_stays_silent(make_node: Start) -> None:
     """A client that is connected for long without a context makes its server suspect, and is left alone."""
     node = make_node(simulate=1, control=None, config=f"{BRISK}client_silence = 1.0\n").start()
-    with leased(node, "--threads", "25", "--memory", "2GiB", late=True) as client:
+    with leased(node, *REQUEST, late=True) as client:
         assert client.init()["ok"]
         told = event(node, "server_suspect", cause="client_silent")
         assert f"client {client.pid} " in told["because"]
         assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
         assert client.context()["ok"]
+        client.launch(60)
+        client.kill()  # it is suspect for its end, too
+    event(node, "server_suspect", cause="client_still_listed")
 
 
 @needs_root

@@ -131,11 +131,15 @@ def test_wedged(make_node: Start, short_tmp: Path) -> None:
     node, server = made(make_node, short_tmp, "anytime")
     node.start()
     with SimulatedClient(variables(node)) as client:
-        daemon, pid = ({"pid": each, "start_ticks": proc.start_ticks(each)} for each in pids(node, client))
+        daemon, pid = pids(node, client)
         node.end()
-        evidence = {"daemon": daemon, "server": pid, "because": "it answered no canary", "wedged": True}
-        (node.root / "run" / "gpu0.unserved.json").write_text(
-            json.dumps({"boot_id": clock.boot_id(), "unserved": evidence})
+        against = [{"pid": each, "start_ticks": proc.start_ticks(each)} for each in (daemon, pid)]
+        evidence = {
+            "against": dict(zip(("daemon", "server"), against, strict=True)),
+            "unserved": {"because": "it answered no canary", "wedged": True},
+        }
+        (node.root / "run" / "gpu0.evidence.json").write_text(
+            json.dumps({"boot_id": clock.boot_id(), "evidence": evidence})
         )
         server.turn(busy=True)
         node.start(ready=False)
@@ -146,7 +150,7 @@ def test_wedged(make_node: Start, short_tmp: Path) -> None:
             lambda: [each["pid"] for each in node.get("/v1/clients").json["clients"]] == [client.pid],
             what="the client to be listed",
         )
-        assert [*pids(node, client)] == [daemon["pid"], pid["pid"]]
+        assert pids(node, client) == (daemon, pid)
         assert client.process.poll() is None
 
 

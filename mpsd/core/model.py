@@ -423,6 +423,7 @@ class AttachedProcess(Struct, frozen=True, gc=False):
 
     process: ProcessIdentity
     gpu: str
+    """Its UUID; empty where an earlier mpsd did not store it."""
 
 
 class Lease(Struct, frozen=True, gc=False):

@@ -250,7 +250,7 @@ def test_leases_of_the_third_version(tmp_path: Path) -> None:
 
 
 def test_leases_of_the_fourth_version(tmp_path: Path) -> None:
-    """The clients of a lease are on each of its GPUs, because it is unknown on which; an invalid row stays."""
+    """The clients of a lease on several GPUs take no place, because it is unknown where; an invalid row stays."""
     plain = json.loads(msgspec.json.encode(LEASE))
     del plain["attached"]
     identity = {"pid": 7, "start_ticks": 99}
@@ -272,7 +272,8 @@ def test_leases_of_the_fourth_version(tmp_path: Path) -> None:
         assert {lease.id: lease.attached for lease in found.leases} == {
             "lease-1": (),
             "lease-2": (AttachedProcess(client, "GPU-1"), AttachedProcess(other, "GPU-1")),
-            "lease-3": (AttachedProcess(client, "GPU-1"), AttachedProcess(client, "GPU-2")),
+            "lease-3": (AttachedProcess(client, ""),),
         }
+        assert [lease.clients for lease in found.leases] == [(), (client, other), (client,)]
         assert found.leases[0].expires == 12345.678901234567
         assert [(each.row, each.processes) for each in found.unrestored] == [(4, None)]

@@ -61,8 +61,9 @@ LEASES_SCHEMA: Final = (
         json_remove(data, '$.clients'), '$.attached', json((
             SELECT json_group_array(json_object(
                 'process', CASE client.type WHEN 'object' THEN json(client.value) ELSE client.value END,
-                'gpu', json_extract(share.value, '$.gpu')
-            )) FROM json_each(data, '$.clients') AS client, json_each(data, '$.shares') AS share
+                'gpu',
+                CASE json_array_length(data, '$.shares') WHEN 1 THEN json_extract(data, '$.shares[0].gpu') ELSE '' END
+            )) FROM json_each(data, '$.clients') AS client
         ))
     ) WHERE CASE WHEN json_valid(data) THEN json_type(data, '$.clients') IS 'array' ELSE FALSE END;
     UPDATE leases SET sum = checksum(number, boot, told, data, news)
@@ -79,8 +80,8 @@ applies to every GPU without a row of its own.
 
 Version 4 replaces the one process `holder` of a lease by `holders`, each with its kind.
 
-Version 5 replaces the `clients` of a lease by `attached`, each with its GPU. A client of an earlier version counts on
-each GPU of its lease, because that version did not store on which it was.
+Version 5 replaces the `clients` of a lease by `attached`, each with its GPU. Earlier versions did not store the GPU, so
+it is empty for a client of a lease on several GPUs. Such a client takes no place until a server lists it.
 """
 
 LEASES_FIRST: Final = """

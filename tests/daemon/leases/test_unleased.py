@@ -32,6 +32,11 @@ def refused(node: Node, limit: str, **asked: Any) -> str:
     return str(answer.json["detail"])
 
 
+def read(node: Node, lease: dict[str, Any]) -> None:
+    """Have mpsd read the GPUs now, and not within ten seconds; `lease` is one that has not ended."""
+    assert node.get(f"/v1/leases/{lease['id']}/verify").status == 200
+
+
 def sees(node: Node, threads: float, memory: int, clients: int) -> None:
     """Wait until exactly this counts as unleased."""
     wait_until(lambda: gpu(node) == (threads, memory, clients), what="it to be counted", deadline=20)
@@ -42,6 +47,10 @@ def test_counted(make_node: Start) -> None:
     node = make_node(simulate=1, control=None, config=ALLOW).start()
     with SimulatedClient({**variables(node), THREADS: "60"}) as client:
         client.alloc("40GiB")
+        with calling(node.socket) as caller:
+            lease = caller.admit(threads=1, memory=GIB).json
+            read(node, lease)
+            assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
         sees(node, 60.0, 40, 1)
         because = refused(node, "threads", threads=50, memory=GIB)
         assert because == (
@@ -144,7 +153,8 @@ def test_left_behind_on_an_unreadable_gpu(make_node: Start) -> None:
     """A client that its lease left behind counts with its part of the memory until NVML reports what it holds."""
     node = make_node(simulate=1, control=None, config="").start()
     lease = node.request("POST", "/v1/leases", {"threads": 60, "memory": 60 * GIB}).json
-    with SimulatedClient({**variables(node), **lease["env"]}) as client:
+    with calling(node.socket) as caller, SimulatedClient({**variables(node), **lease["env"]}) as client:
+        other = caller.admit(threads=1, memory=GIB).json
         event(node, "client_attributed", client=client.hello["pid"])
         client.alloc("50GiB")
         gpus(node)[0].lose()
@@ -152,6 +162,7 @@ def test_left_behind_on_an_unreadable_gpu(make_node: Start) -> None:
         event(node, "gpu_health", health="unknown")
         assert gpu(node) == (60.0, 60, 1)
         gpus(node)[0].recover()
+        read(node, other)
         sees(node, 60.0, 50, 1)
 
 

@@ -265,6 +265,8 @@ class Server:
     pid: int
     status: str | None = None
     clients: tuple[int, ...] = ()
+    canaries: tuple[int, ...] = ()
+    """The pids of mpsd's own clients, which are not among the others."""
     orphan: bool = False
     faulted: datetime | None = None
     """Since when it has been handling a fatal fault, during which it accepts no client."""

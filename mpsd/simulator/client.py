@@ -281,17 +281,20 @@ def _be_canary(cuda: CudaProcess, options: Mapping[str, str]) -> int:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(options["--alarm"]))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([0], [], [], 0)[0]:
+        return 1  # its parent has ended already
     sys.stdout.write("begins\n")
     sys.stdout.flush()
+    status = 0
     try:
-        where = _where(cuda)
         cuda.current()
+        _say({"ok": True, "pid": os.getpid()})
     except FailedError as failed:
-        _say({**_failed(failed.error), **({"mps": True} if cuda.server is not None else {})})
-        return 1
-    _say({"ok": True, **where})
+        _say(_failed(failed.error))
+        status = 1
+    os.read(0, 1)
     cuda.leave()
-    return 0
+    return status
 
 
 def main() -> int:

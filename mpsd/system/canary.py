@@ -2,9 +2,10 @@
 
 `python -m mpsd.system.canary --alarm SECONDS [--as UID:GID]` becomes that user and prints `begins`. Then it initialises
 CUDA, makes a context on the first GPU that it sees, and prints the result as a line of JSON: `ok` or the name and
-number of the error and the call that failed, with `mps` where the driver has reported it. The parent must set a
-deadline: in a wedge the canary prints nothing more. It launches no kernel, so it may be killed at any time (mps-facts
-B4.3). It ends with its parent, and in any case SECONDS after it began: the next mpsd would take it for a client.
+number of the error and the call that failed. It stays until its stdin ends, so that its parent can ask the control
+daemon whether it is a client. The parent must set a deadline: in a wedge the canary prints nothing more. It launches no
+kernel, so it may be killed at any time (mps-facts B4.3). It ends with its parent, and in any case SECONDS after it
+began, or after its result: the next mpsd would take it for a client.
 
 It becomes the user after all imports, since that user may not be able to read mpsd's files. Source of each signature:
 NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain name stands for.
@@ -13,6 +14,7 @@ NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Mapping
@@ -27,13 +29,6 @@ _PR_SET_PDEATHSIG: Final = 1
 """Source: linux/prctl.h."""
 
 _LIBRARY: Final = "libcuda.so.1"
-
-_MPS_ENABLED: Final = 133
-"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: "contexts created on this device will be shared via MPS". CUDA 12.1 and newer have
-it."""
-
-_UNKNOWN_ATTRIBUTE: Final = 1
-"""CUDA_ERROR_INVALID_VALUE: the driver does not know the attribute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +57,21 @@ def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
     raise _CudaError(function, code, (name.value or b"unknown").decode())
 
 
-def _sharing(library: ctypes.CDLL, device: c_int) -> dict[str, bool]:
-    """Return as `mps` whether contexts are made through MPS; return nothing where the driver does not report it."""
-    enabled = c_int()
-    try:
-        _call(library, "cuDeviceGetAttribute", byref(enabled), c_int(_MPS_ENABLED), device)
-    except _CudaError as error:
-        if error.answer["code"] == _UNKNOWN_ATTRIBUTE:
-            return {}
-        raise
-    return {"mps": bool(enabled.value)}
-
-
-def _sing(seconds: int) -> dict[str, Any]:
-    """Use CUDA, and return the result as the program prints it."""
-    sharing: dict[str, bool] = {}
+def _sing(seconds: int, context: c_void_p) -> dict[str, Any]:
+    """Make this context, and return the result as the program prints it."""
     try:
         library = ctypes.CDLL(_LIBRARY)
-        device, context = c_int(), c_void_p()
+        device = c_int()
         print(BEGINS, flush=True)  # noqa: T201 - this is a program
         signal.alarm(seconds)
         _call(library, "cuInit", c_int(0))
         _call(library, "cuDeviceGet", byref(device), c_int(0))
-        sharing = _sharing(library, device)
         _call(library, "cuCtxCreate_v2", byref(context), c_int(0), device)
-        _call(library, "cuCtxDestroy_v2", context)
     except OSError as error:
         return {"ok": False, "error": f"{_LIBRARY} cannot be loaded: {error}", "code": None, "call": "dlopen"}
     except _CudaError as error:
-        return {**error.answer, **sharing}
-    return {"ok": True, **sharing}
+        return error.answer
+    return {"ok": True}
 
 
 def become(user: str) -> None:
@@ -108,11 +88,14 @@ def become(user: str) -> None:
 def _end_with_parent(seconds: int) -> None:
     """Have the kernel end this process when its parent ends, or after this time, also inside a call of libcuda.
 
-    A change of the user clears the former. Source: PR_SET_PDEATHSIG(2const).
+    A change of the user clears the former. Source: PR_SET_PDEATHSIG(2const). A parent that ended before it was set has
+    closed stdin.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([0], [], [], 0)[0]:
+        sys.exit(1)
 
 
 def main(arguments: list[str]) -> int:
@@ -122,8 +105,13 @@ def main(arguments: list[str]) -> int:
         become(options["--as"])
     seconds = int(options["--alarm"])
     _end_with_parent(seconds)
-    answer = _sing(seconds)
+    context = c_void_p()
+    answer = _sing(seconds, context)
     print(json.dumps({"pid": os.getpid(), **answer}), flush=True)  # noqa: T201 - this is a program
+    signal.alarm(seconds)
+    os.read(0, 1)
+    if answer["ok"]:
+        ctypes.CDLL(_LIBRARY).cuCtxDestroy_v2(context)
     return 0 if answer["ok"] else 1
 
 

@@ -4,7 +4,6 @@
  *   FAKE_CUDA_MULTIPROCESSORS=N      multiprocessors that a launch runs on
  *   FAKE_CUDA_FAIL=FUNCTION RESULT   this function returns this CUresult and does nothing
  *   FAKE_CUDA_HANG=FUNCTION          this function never returns, as in a wedge
- *   FAKE_CUDA_MPS=0|1                whether contexts are shared via MPS; unset, the driver does not know the attribute
  *
  * Invalid arguments end the process with a message, so that a wrong type in the client is detected.
  * "Compiling" is a search for the kernels' names in the text. Values and signatures are those of cuda.h.
@@ -20,7 +19,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, ILLEGAL_ADDRESS = 700 };
-enum { MULTIPROCESSOR_COUNT = 16, MPS_ENABLED = 133, ALLOCATIONS = 1024, CONTEXTS = 8 };
+enum { MULTIPROCESSOR_COUNT = 16, ALLOCATIONS = 1024, CONTEXTS = 8 };
 
 static char context[CONTEXTS], module, busy, hold, fault; /* their addresses are the handles; context[0] is the primary one */
 static int initialized, sticky, exists[CONTEXTS], current = -1;
@@ -114,14 +113,7 @@ int cuDeviceGetName(char *name, int size, int device)
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     BEGIN(0);
-    const char *mps = getenv("FAKE_CUDA_MPS");
-    must((attribute == MULTIPROCESSOR_COUNT || attribute == MPS_ENABLED) && device == 7, "cuDeviceGetAttribute");
-    if (attribute == MPS_ENABLED && mps == NULL)
-        return INVALID_VALUE;
-    if (attribute == MPS_ENABLED) {
-        *value = atoi(mps);
-        return SUCCESS;
-    }
+    must(attribute == MULTIPROCESSOR_COUNT && device == 7, "cuDeviceGetAttribute");
     *value = (int)number("FAKE_CUDA_MULTIPROCESSORS", 8);
     return SUCCESS;
 }

@@ -99,15 +99,15 @@ class CanaryEnd:
     """A sentence, which names the canary's pid where there was one."""
 
 
-def proof(*, made: bool, code: int | None, mps: bool | None) -> Proof:
+def proof(*, made: bool, code: int | None, listed: bool) -> Proof:
     """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
 
-    `mps` tells whether it was a client of MPS; None where that is unknown. Other errors do not show that the server
-    serves clients: 805 to 807 say that it does not accept any now, and a process that misses MPS gets 46 or 100.
+    `listed` tells whether a server named the canary among its clients meanwhile. Other errors do not show that the
+    server serves clients: 805 to 807 say that it does not accept any now, and a process that misses MPS gets 46 or 100.
     """
     if made:
-        return Proof.CONTEXT if mps else Proof.NOTHING
-    return Proof.ERROR if code in _NO_PLACE or (code in _NO_CONTEXT and mps) else Proof.NOTHING
+        return Proof.CONTEXT if listed else Proof.NOTHING
+    return Proof.ERROR if code in _NO_PLACE or (code in _NO_CONTEXT and listed) else Proof.NOTHING
 
 
 class Verdict(StrEnum):

@@ -91,21 +91,29 @@ class Canaries:
             become = ("--as", f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}")
         if (hindrance := _hindrance(supervisor)) is not None:
             return _nothing(hindrance)
-        with _output() as sink:
+        reads, writes = os.pipe()
+        # The canary stays until its stdin ends, at the latest with mpsd.
+        with os.fdopen(reads, "rb") as stdin, os.fdopen(writes, "wb") as holding, _output() as sink:
             canary = process.spawn(
                 [*self._program.argv, "--alarm", str(min(math.ceil(seconds) + _SPARE, _LONGEST_ALARM)), *become],
                 env=self._environment(daemon),
+                stdin=stdin.fileno(),
                 stdout=sink,
                 allowed=_BECOME_A_USER if become else frozenset(),
             )
             supervisor.canaries.add(canary.pid)
+            unlisted: str | None = "it ended before the control daemon was asked"
             try:
                 answered, hindrance = await _watched(
                     canary,
                     seconds,
-                    has_begun=lambda: BEGINS.encode() in os.pread(sink, _MOST_OUTPUT, 0).splitlines(),
+                    lines=lambda: os.pread(sink, _MOST_OUTPUT, 0).splitlines(),
                     hindrance=lambda: _stopped_canary(canary) or _hindrance(supervisor),
                 )
+                if answered and not canary.is_gone():
+                    unlisted = await _unlisted(supervisor, canary, seconds)
+                    holding.close()
+                    await canary.gone_within(_SPARE)
             finally:
                 await self._end(supervisor, canary)
             if hindrance is not None:
@@ -113,7 +121,7 @@ class Canaries:
             if not answered:
                 because = f"canary {canary.pid} (uid {uid}) did not initialise CUDA within {seconds:g} s"
                 return CanaryEnd(Proof.SILENCE, because)
-            return _judge(os.pread(sink, _MOST_OUTPUT, 0), canary.pid, uid)
+            return _judge(os.pread(sink, _MOST_OUTPUT, 0), f"canary {canary.pid} (uid {uid})", unlisted=unlisted)
 
     @staticmethod
     async def _end(supervisor: Supervisor, canary: Process) -> None:
@@ -135,24 +143,45 @@ class Canaries:
 
 
 async def _watched(
-    canary: Process, seconds: float, *, has_begun: Callable[[], bool], hindrance: Callable[[], str | None]
+    canary: Process, seconds: float, *, lines: Callable[[], list[bytes]], hindrance: Callable[[], str | None]
 ) -> tuple[bool, str | None]:
-    """Wait for a canary to begin to initialise CUDA, this long at most, and then as long for its end.
+    """Wait for a canary to begin to initialise CUDA, this long at most, and then as long for its answer or its end.
 
-    Returns whether it ended, and if it did not, why that proves nothing, if anything hindered it at any time: its user
-    can stop it or its server, and resume it just before its time is over. The checks for that therefore come at random
-    moments.
+    `lines` returns the lines that it has printed. Returns whether it has answered or ended, and if not, why that proves
+    nothing, if anything hindered it at any time: its user can stop it or its server, and resume it just before its time
+    is over. The checks for that therefore come at random moments.
     """
     end, begun, hindered = clock.monotonic() + seconds, False, None
     while (left := end - clock.monotonic()) > 0:
-        if await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK)):  # noqa: S311 - users cannot see it
+        # Users cannot see these random numbers.
+        ended = await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK))  # noqa: S311
+        said = lines()
+        if ended or any(map(_is_answer, said)):
             return True, None
         hindered = hindered or hindrance()
-        if not begun and has_begun():
+        if not begun and BEGINS.encode() in said:
             begun, end = True, clock.monotonic() + seconds
     if hindered is None and not begun:
         hindered = f"canary {canary.pid} did not begin to initialise CUDA within {seconds:g} s"
     return False, hindered
+
+
+def _is_answer(line: bytes) -> bool:
+    """Tell whether a line is the result of a canary; libcuda may print others."""
+    return line.startswith(b"{")
+
+
+async def _unlisted(supervisor: Supervisor, canary: Process, seconds: float) -> str | None:
+    """Return why a living canary is not known to be a client of MPS, after this time at most; None if it is one."""
+    try:
+        async with asyncio.timeout(seconds):
+            servers = await supervisor.servers_now()
+    except TimeoutError:
+        servers = None
+    if servers is None:
+        return "the control daemon did not name its clients"
+    is_client = any(canary.pid in each.canaries for each in servers)
+    return None if is_client else "it used CUDA without MPS: the control daemon does not name it as a client"
 
 
 @contextlib.contextmanager
@@ -193,27 +222,24 @@ def _nothing(because: str) -> CanaryEnd:
     return CanaryEnd(Proof.NOTHING, because)
 
 
-def _judge(output: bytes, pid: int, uid: int) -> CanaryEnd:
-    """Return the evidence of the canary's output, if it has any."""
-    who = f"canary {pid} (uid {uid})"
+def _judge(output: bytes, who: str, *, unlisted: str | None) -> CanaryEnd:
+    """Return the evidence of the canary's output, if it has any; `unlisted` is why it may not be a client of MPS."""
     try:
-        said: dict[str, Any] = json.loads(output.decode().splitlines()[-1])
+        said: dict[str, Any] = json.loads([*filter(_is_answer, output.splitlines())][-1])
         made = said["ok"]
     except (ValueError, IndexError, KeyError, TypeError):
         text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
-    code, mps = said.get("code"), said.get("mps")
-    proof = wedge.proof(made=made, code=code, mps=mps)
+    code = said.get("code")
+    proof = wedge.proof(made=made, code=code, listed=unlisted is None)
     if not made and code is None:
         because = f"could not use CUDA: {said.get('error')}"
     elif not made:
         call = f"{said['call']} returned " if said.get("call") else ""
         unproven = ", which does not show whether the server serves clients" if proof is Proof.NOTHING else ""
         because = f"got an error of CUDA: {call}{said.get('error')} ({code}){unproven}"
-    elif mps is False:
-        because = "did not find the control daemon, and used CUDA without MPS"
-    elif mps is None:
-        because = "made a context, but the driver does not tell whether it did so through MPS"
+    elif unlisted is not None:
+        because = f"made a context, but {unlisted}"
     else:
         because = "initialised CUDA and made a context"
     return CanaryEnd(proof, f"{who} {because}")

@@ -58,7 +58,7 @@ class _Questions:
         self._status = talk.ask(commands.get_server_status(pid))
 
     def server(self, canaries: Collection[int], last: Server | None) -> Server | None:
-        """Return the server as reported, less the canaries; None when it is gone, or ended between two questions.
+        """Return the server as reported, with the canaries apart; None when it is gone, or ended between two questions.
 
         A server that was busy has no limits here, and those of the clients of its `last` report that live.
         """
@@ -74,11 +74,12 @@ class _Questions:
         except ControlError:  # drivers before 550 have no word for it
             pass
         with contextlib.suppress(ControlError):
-            clients = tuple(each for each in self._clients.answer if each not in canaries)
+            ours = tuple(each for each in self._clients.answer if each in canaries)
+            clients = tuple(each for each in self._clients.answer if each not in ours)
             if limits is None and last is not None:
                 clients = (*clients, *(each for each in _living(last) if each not in clients))
             is_known = limits is not None or (last is not None and last.is_known)
-            return Server(self.identity.pid, status, clients, limits=limits, is_known=is_known)
+            return Server(self.identity.pid, status, clients, ours, limits=limits, is_known=is_known)
         return None
 
 

@@ -64,34 +64,32 @@ def test_silence_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "mps", "expected"),
+    ("code", "listed", "expected"),
     [
         (None, True, Proof.CONTEXT),
         (None, False, Proof.NOTHING),  # without MPS it needs no server
-        (None, None, Proof.NOTHING),  # an old driver does not tell
         (808, True, Proof.ERROR),
-        (809, None, Proof.ERROR),  # only MPS has this error
+        (809, False, Proof.ERROR),  # only MPS has this error
         (2, True, Proof.ERROR),  # the ceiling is closed
         (801, True, Proof.ERROR),
-        (2, None, Proof.NOTHING),  # a process outside MPS may get it on a full GPU
-        (2, False, Proof.NOTHING),
-        (805, None, Proof.NOTHING),
+        (2, False, Proof.NOTHING),  # a process outside MPS may get it on a full GPU
+        (805, False, Proof.NOTHING),
         (806, True, Proof.NOTHING),
-        (807, None, Proof.NOTHING),
+        (807, False, Proof.NOTHING),
         (810, True, Proof.NOTHING),
-        (46, None, Proof.NOTHING),
-        (100, None, Proof.NOTHING),
-        (999, None, Proof.NOTHING),
+        (46, False, Proof.NOTHING),
+        (100, False, Proof.NOTHING),
+        (999, True, Proof.NOTHING),
     ],
 )
-def test_what_an_answer_proves(code: int | None, mps: bool | None, expected: Proof) -> None:  # noqa: FBT001 - a parameter of the test
-    """Only a context through MPS, or a refusal that an answering server alone gives, shows that the server serves."""
-    assert proof(made=code is None, code=code, mps=mps) is expected
+def test_what_an_answer_proves(code: int | None, listed: bool, expected: Proof) -> None:  # noqa: FBT001 - a parameter of the test
+    """Only a context of a client of MPS, or the refusal of an answering server, shows that the server serves."""
+    assert proof(made=code is None, code=code, listed=listed) is expected
 
 
 def test_no_answer_of_cuda() -> None:
     """A canary that could not call CUDA proves nothing."""
-    assert proof(made=False, code=None, mps=None) is Proof.NOTHING
+    assert proof(made=False, code=None, listed=False) is Proof.NOTHING
 
 
 # -- suspicions --------------------------------------------------------------------------------------------------------

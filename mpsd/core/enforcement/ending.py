@@ -256,8 +256,8 @@ def joined(ending: Ending, cause: EndCause, *, lost: bool) -> Ending:
 def unheard(ending: Ending) -> Ending:
     """Return an ending whose server did not receive the request, in the state before the request."""
     step = ending.step
-    if step is EndStep.TERMINATE_CLIENT and not ending.released:
-        # No step that cannot be undone was taken.
+    if step is EndStep.TERMINATE_CLIENT and not ending.released and not ending.late:
+        # No step that cannot be undone was taken: no server has ended its contexts, or may still do so.
         step = EndStep.SIGTERM_FIRST if ending.stop is Stop.SIGTERM else EndStep.NONE
     return structs.replace(ending, pending=None, step=step)
 

@@ -160,9 +160,7 @@ class EndSteps:
             case Act.STAY:
                 await self._stay(move.because, exhausted=move.exhausted)
             case Act.SIGKILL if self._killed:
-                await self._gone_within(_LAST_LOOK)
-                if not self._is_gone:
-                    await self._stay("it got SIGKILL, and the kernel has not released it yet")
+                await self._stay("it got SIGKILL, and the kernel has not released it yet")
             case act:
                 self._signal(act, move.suspects)
 

@@ -159,6 +159,9 @@ def test_what_a_server_refused() -> None:
     late = refuse(asking, "it did not answer", late=True)
     assert late.has_begun
     assert refuse(late, late=True).late == (("gpu0", SERVER),)
+    # A server that was late may have ended them meanwhile, also if it refuses another request.
+    assert endings.let_go(refuse(endings.asking(late, PENDING)), CAUSE.by) is not None
+    assert endings.unheard(endings.asking(late, PENDING)).has_begun
     unknown = refuse(asking, "it has no such command", final=True)
     assert unknown.refused[0].attempts == ATTEMPTS
     assert endings.next_move(unknown, seen(SHARED, now=1e9)).exhausted

@@ -2,24 +2,30 @@
 
 import asyncio
 import contextlib
+import ctypes
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pytest
 from msgspec import structs
 
 from mpsd.core.enforcement.ending import EndCause, Ending, EndStep
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import ProcessIdentity, Server
+from mpsd.core.mps.limits import NOTHING
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import configure
 from mpsd.system import clock, proc, process
+from mpsd.system.control_pipe import ControlPipe, ControlProgram
 from tests.harness import eventually
+from tests.tools import lacking
 
 
 def pidfds() -> int:
@@ -80,15 +86,98 @@ def test_let_go_at_once(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def idle() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
-    """Start a process that does nothing, and yield it."""
-    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as started:
+def idle(first: str = "") -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
+    """Start a process that executes a line and then does nothing, and yield it."""
+    program = f"import signal; {first or 'pass'}; print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
         ticks = proc.start_ticks(started.pid)
         assert ticks is not None
         try:
             yield started, ProcessIdentity(started.pid, ticks)
         finally:
             started.kill()
+
+
+class HangingDaemon:
+    """A control daemon whose front-ends get no answer, with a server for each process."""
+
+    name = "gpu0"
+
+    def __init__(self, directory: Path, *servers: Server) -> None:
+        self.pipe = ControlPipe(ControlProgram(("sleep", "1000")), directory, directory, deadline=1.0)
+        self.answers = False
+        self.servers = servers
+
+    async def servers_now(self) -> tuple[Server, ...] | None:
+        """Return the servers, once it answers."""
+        return self.servers if self.answers else None
+
+
+def test_obstacle_that_is_gone(tmp_path: Path) -> None:
+    """An end that proceeds is not said to stay for the obstacle that it met before, however long its next step takes.
+
+    A drain that is late would take it for stuck, and end its control daemon by force.
+    """
+
+    async def scenario(client: ProcessIdentity, server: ProcessIdentity) -> None:
+        daemon = HangingDaemon(tmp_path, Server(server.pid, clients=(client.pid,), limits=NOTHING))
+        endings = Endings(EndStore(tmp_path), LiveSettings(Settings()), configure(LogFormat.JSON))
+        endings.add(daemon)
+
+        def stays() -> str:
+            progress = endings.progress(client, "one")
+            assert progress is not None
+            return progress.stays
+
+        try:
+            endings.end(client, EndCause("one", "it is a test"))
+            await eventually(lambda: "does not answer" in stays(), what="it to stay")
+            daemon.answers = True
+            await eventually(lambda: daemon.pipe.waits_for, what="its server to be asked")
+            assert not stays()
+        finally:
+            await daemon.pipe.give_up()
+            endings.close()
+
+    with idle() as (_, its), idle() as (_, of_server):
+        asyncio.run(scenario(its, of_server))
+
+
+_SEIZE: Final = 0x4206
+_CONT: Final = 7
+_TRACEEXIT: Final = 0x40
+"""Source: linux/ptrace.h."""
+
+
+def test_process_that_the_kernel_does_not_release(tmp_path: Path) -> None:
+    """A killed process that does not exit is said to stay, and its end is over when it has exited."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    settings = replace(Settings(), enforcement=replace(Settings().enforcement, grace=0.1))
+
+    async def scenario(target: ProcessIdentity) -> None:
+        endings = Endings(EndStore(tmp_path), LiveSettings(settings), configure(LogFormat.JSON))
+        try:
+            endings.end(target, EndCause("one", "it is a test"))
+            because = "it got SIGKILL, and the kernel has not released it yet"
+            await eventually(
+                lambda: (now := endings.progress(target, "one")) and now.stays == because, what="it to stay"
+            )
+            assert libc.ptrace(_CONT, target.pid, None, None) == 0
+            await eventually(lambda: endings.progress(target, "one") is None, what="its end")
+        finally:
+            endings.close()
+
+    with idle("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as (_, target):
+        # A tracer holds a process at the last moment of its exit, as a device driver can do.
+        if libc.ptrace(_SEIZE, target.pid, None, _TRACEEXIT) != 0:
+            lacking("ptrace is not permitted here")
+        try:
+            asyncio.run(scenario(target))
+        finally:
+            libc.ptrace(_CONT, target.pid, None, None)
 
 
 @pytest.mark.parametrize("end", ["client gone", "server gone", "canary", "canary of another daemon"])

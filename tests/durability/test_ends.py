@@ -10,7 +10,18 @@ from typing import Final, NamedTuple
 import pytest
 
 from tests.daemon.control.operations import begin
-from tests.daemon.ends.clients import BUSY, asked, ends, in_order, lease_of, neighbour, take_command, target
+from tests.daemon.ends.clients import (
+    BUSY,
+    asked,
+    ends,
+    in_order,
+    lease_of,
+    neighbour,
+    open_suspicions,
+    take_command,
+    target,
+)
+from tests.daemon.helpers import is_running
 from tests.durability.conftest import Fork
 from tests.durability.forked import ForkedNode
 from tests.durability.load import DEAD
@@ -92,6 +103,14 @@ def neighbours(node: Node, case: Case) -> Iterator[None]:
         yield
 
 
+def is_suspect(node: Node, client: SimulatedClient) -> bool:
+    """Tell whether the end of a client left its server suspect, also for an earlier client, or already replaced."""
+    because = f"its only client, process {client.pid}, was ended by a signal"
+    suspected = node.events("server_suspect", cause="terminate_client")
+    is_reported = any(because in each["because"] for each in suspected)
+    return is_reported or bool(open_suspicions(node)) or not is_running(client.hello["server"])
+
+
 def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
     """End a client by an mpsd that is killed at a store operation, and by its successor; tell whether none was left."""
     with neighbours(node, case), target(node, "--wait", "20", *case.options) as client:
@@ -123,9 +142,7 @@ def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
             assert client.answer()["ok"]  # the kernel has finished
         wait_until(lambda: not ends(node), what="nothing to be left on disk")
         if case.refused:
-            because = f"its only client, process {client.pid}, was ended by a signal"
-            suspected = node.events("server_suspect", cause="terminate_client")
-            assert [each for each in suspected if because in each["because"]]
+            wait_until(lambda: is_suspect(node, client), what="the server to be suspect, or to be replaced for it")
     if case.drained:
         begin(node, "resume")
     node.wait_for_state("gpu0", "ready")

@@ -8,7 +8,17 @@ from typing import Any, Final
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.ends.clients import BUSY, asked, ends, lease_of, steps, take_command, target, unharmed
+from tests.daemon.ends.clients import (
+    BUSY,
+    asked,
+    ends,
+    lease_of,
+    open_suspicions,
+    steps,
+    take_command,
+    target,
+    unharmed,
+)
 from tests.daemon.helpers import BRISK, event, is_running, kill
 from tests.harness import look_at, wait_until
 from tests.node import Node
@@ -57,9 +67,11 @@ def test_server_that_did_not_return(make_node: Start) -> None:
         release(node, client)
         wait_until(lambda: [each for each in ends(node) if each["late"]], what="the answer to be late")
         node.end(signal.SIGKILL)
-        before = len(suspicions(node, "did not return"))
         node.start(ready=False)
-        wait_until(lambda: len(suspicions(node, "did not return")) > before, what="the server to be suspect again")
+        wait_until(
+            lambda: [each for each in open_suspicions(node) if "did not return" in each["because"]],
+            what="the server to be suspect",
+        )
         unharmed(other)
         other.end()
         assert client.process.wait(20) == -signal.SIGTERM

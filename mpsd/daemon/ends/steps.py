@@ -182,10 +182,6 @@ class EndSteps:
             self.change(ending)
             self._start_anew()
 
-    async def _gone_within(self, seconds: float) -> None:
-        if self._living is not None and seconds > 0:
-            await self._living.gone_within(seconds)
-
     async def _stay(self, because: str, *, exhausted: bool = False) -> None:
         """Report once why the process still runs, and check again after a while."""
         self.progress = self.progress._replace(stays=because, exhausted=exhausted)
@@ -197,9 +193,12 @@ class EndSteps:
         await self._rest()
 
     async def _rest(self, most: float = _LAST_LOOK) -> None:
-        """Wait until the next check, for these seconds at most, or until the process is gone."""
-        await self._gone_within(min(self._pause, most))
-        self._pause = min(self._pause * 2, _LAST_LOOK)
+        """Wait until the next check, for these seconds at most, or until the process has exited."""
+        seconds, self._pause = max(min(self._pause, most), 0.0), min(self._pause * 2, _LAST_LOOK)
+        if self._living is None or self._living.is_gone():
+            await asyncio.sleep(seconds)  # its end is not over yet
+        else:
+            await self._living.gone_within(seconds)
 
     def _start_anew(self) -> None:
         self.progress, self._pause = Progress("", exhausted=False, since=clock.since_boot()), _FIRST_LOOK

@@ -38,7 +38,7 @@ _STEPS: Final = {
 
 _FIRST_LOOK: Final = 0.5
 _LAST_LOOK: Final = 5.0
-"""Seconds between two checks whether a client that had to stay can be ended now; the interval doubles each time."""
+"""Seconds between two checks whether a client that has to stay can be ended now; the interval doubles each time."""
 
 
 class DaemonOfClients(Protocol):
@@ -128,17 +128,22 @@ class EndSteps:
         """Take steps until the process is gone."""
         for place in self.ending.late:  # an earlier mpsd reported this suspicion to itself only
             self._report_late(*place)
-        while (move := endings.next_move(self.ending, await self._see())).act is not Act.DONE:
-            try:
-                await self._take(move)
-            except StorageError as error:
-                await self._stay(error.detail)  # a step that is not on disk must not happen
-            except PermissionError as error:
-                self._powerless = f"mpsd has no permission to signal it: {error.strerror} (CAP_KILL)"
-                self._forced("none", failed=self._powerless)
-            except OSError as error:
-                await self._stay(f"the machine lacks a resource: {error.strerror}")
+        while not await self._proceed():
+            pass
         self._report_suspects()
+
+    async def _proceed(self) -> bool:
+        """Take the next step, and tell whether the process is gone."""
+        move = endings.next_move(self.ending, await self._see())
+        if move.act is Act.DONE:
+            return True
+        try:
+            await self._take(move)
+        except StorageError as error:
+            await self._stay(error.detail)  # a step that is not on disk must not happen
+        except OSError as error:
+            await self._stay(f"the machine lacks a resource: {error.strerror}")
+        return False
 
     def close(self) -> None:
         """Stop watching the process."""
@@ -156,7 +161,8 @@ class EndSteps:
             case Act.ASK if move.place is not None:
                 await self._ask(move.place)
             case Act.WAIT:
-                await self._gone_within(move.until - clock.since_boot())
+                # Meanwhile the other clients may leave its server, or a new cause may come.
+                await self._rest(move.until - clock.since_boot())
             case Act.STAY:
                 await self._stay(move.because, exhausted=move.exhausted)
             case Act.SIGKILL if self._killed:
@@ -174,11 +180,7 @@ class EndSteps:
         ending = endings.joined(self.ending, cause, lost=lost)
         if ending is not self.ending:
             self.change(ending)
-            self._proceed()
-
-    async def _gone_within(self, seconds: float) -> None:
-        if self._living is not None and seconds > 0:
-            await self._living.gone_within(seconds)
+            self._start_anew()
 
     async def _stay(self, because: str, *, exhausted: bool = False) -> None:
         """Report once why the process still runs, and check again after a while."""
@@ -188,15 +190,22 @@ class EndSteps:
             self._log.warning(
                 EventName.CLIENT_NOT_ENDED, pid=self.pid, because=self.ending.because, stays_because=because
             )
-        await self._gone_within(self._pause)
-        self._pause = min(self._pause * 2, _LAST_LOOK)
+        await self._rest()
 
-    def _proceed(self) -> None:
+    async def _rest(self, most: float = _LAST_LOOK) -> None:
+        """Wait until the next check, for these seconds at most, or until the process has exited."""
+        seconds, self._pause = max(min(self._pause, most), 0.0), min(self._pause * 2, _LAST_LOOK)
+        if self._living is None or self._living.is_gone():
+            await asyncio.sleep(seconds)  # its end is not over yet
+        else:
+            await self._living.gone_within(seconds)
+
+    def _start_anew(self) -> None:
         self.progress, self._pause = Progress("", exhausted=False, since=clock.since_boot()), _FIRST_LOOK
         self._obstacle = ""
 
     def _forced(self, step: str, **facts: object) -> None:
-        self._proceed()
+        self._start_anew()
         self._log.warning(EventName.CLIENT_FORCED, step=step, pid=self.pid, because=self.ending.because, **facts)
 
     # -- observing ----------------------------------------------------------------------------------------------------
@@ -229,6 +238,12 @@ class EndSteps:
 
     async def _places_on(self, daemon: DaemonOfClients) -> tuple[list[Place], str]:
         """Query whether the process is a client of a control daemon; return why that is unknown, if it is."""
+        try:
+            return await self._query(daemon)
+        except OSError as error:
+            return [], f"the machine lacks a resource to query {daemon.name}: {error.strerror}"
+
+    async def _query(self, daemon: DaemonOfClients) -> tuple[list[Place], str]:
         servers = await daemon.servers_now()
         if servers is None:
             return [], f"{daemon.name} does not answer, so it is unknown which server process {self.pid} is a client of"
@@ -268,8 +283,10 @@ class EndSteps:
         pending = self.ending.pending
         assert pending is not None  # noqa: S101 - the next step is to wait for it
         daemon = self._daemons.get(pending.daemon)
+        if daemon is None and proc.start_ticks(pending.server.pid) != pending.server.start_ticks:
+            self.change(endings.unheard(self.ending))
         if daemon is None:
-            await asyncio.sleep(_FIRST_LOOK)  # the GPU of the client is not available yet
+            await self._stay(f"mpsd does not know {pending.daemon} now")  # its GPU is not available yet
             return
         pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
         earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)
@@ -335,8 +352,12 @@ class EndSteps:
         self._killed = act is Act.SIGKILL
         if act is Act.SIGTERM and self.ending.stop is Stop.SIGTERM:
             return
-        if self._living is not None and self._living.signal(number):
-            self._forced(number.name)
+        try:
+            if self._living is not None and self._living.signal(number):
+                self._forced(number.name)
+        except PermissionError as error:
+            self._powerless = f"mpsd has no permission to signal it: {error.strerror} (CAP_KILL)"
+            self._forced("none", failed=self._powerless)
 
     # -- suspecting servers -------------------------------------------------------------------------------------------
 

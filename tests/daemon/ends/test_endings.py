@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import ctypes
+import errno
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -14,7 +16,7 @@ from typing import Final
 import pytest
 from msgspec import structs
 
-from mpsd.core.enforcement.ending import EndCause, Ending, EndStep
+from mpsd.core.enforcement.ending import EndCause, Ending, EndStep, PendingAnswer
 from mpsd.core.model import ProcessIdentity, Server
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.reload import LiveSettings
@@ -108,14 +110,19 @@ class HangingDaemon:
     def __init__(self, directory: Path, *servers: Server) -> None:
         self.pipe = ControlPipe(ControlProgram(("sleep", "1000")), directory, directory, deadline=1.0)
         self.answers = False
+        self.lacks = 0
+        """The error number of what the machine lacks to query it; 0 for none."""
         self.servers = servers
 
     async def servers_now(self) -> tuple[Server, ...] | None:
         """Return the servers, once it answers."""
+        if self.lacks:
+            raise OSError(self.lacks, os.strerror(self.lacks))
         return self.servers if self.answers else None
 
 
-def test_obstacle_that_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("obstacle", ["silence", "shortage"])
+def test_obstacle_that_is_gone(tmp_path: Path, obstacle: str) -> None:
     """An end that proceeds is not said to stay for the obstacle that it met before, however long its next step takes.
 
     A drain that is late would take it for stuck, and end its control daemon by force.
@@ -132,9 +139,12 @@ def test_obstacle_that_is_gone(tmp_path: Path) -> None:
             return progress.stays
 
         try:
+            if obstacle == "shortage":
+                daemon.lacks = errno.ENFILE
             endings.end(client, EndCause("one", "it is a test"))
-            await eventually(lambda: "does not answer" in stays(), what="it to stay")
-            daemon.answers = True
+            because = "the machine lacks a resource" if obstacle == "shortage" else "gpu0 does not answer"
+            await eventually(lambda: because in stays(), what="it to stay")
+            daemon.answers, daemon.lacks = True, 0
             await eventually(lambda: daemon.pipe.waits_for, what="its server to be asked")
             assert not stays()
         finally:
@@ -143,6 +153,35 @@ def test_obstacle_that_is_gone(tmp_path: Path) -> None:
 
     with idle() as (_, its), idle() as (_, of_server):
         asyncio.run(scenario(its, of_server))
+
+
+def test_answer_that_nobody_can_give(tmp_path: Path) -> None:
+    """An end whose control daemon is unknown waits for its answer only while the server lives, and says that."""
+
+    async def scenario(client: ProcessIdentity, server: ProcessIdentity, end: Callable[[], None]) -> None:
+        store, cause = EndStore(tmp_path), EndCause("one", "it is a test")
+        pending = PendingAnswer("gpu0", server, server, "nonce", 1e9)
+        stored = Ending(client, 0, (cause,), clock.boot_id(), clock.now(), step=EndStep.TERMINATE_CLIENT)
+        store.keep(structs.replace(stored, pending=pending))
+        endings = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON))
+        endings.load()
+        try:
+            await eventually(
+                lambda: (now := endings.progress(client, "one")) and "does not know gpu0" in now.stays, what="a reason"
+            )
+            end()
+            await eventually(lambda: endings.progress(client, "one") is None, what="its end")
+        finally:
+            endings.close()
+
+    with idle() as (client, its), idle() as (server, of_server):
+
+        def end() -> None:
+            for each in (client, server):
+                each.kill()
+                each.wait()
+
+        asyncio.run(scenario(its, of_server, end))
 
 
 _SEIZE: Final = 0x4206

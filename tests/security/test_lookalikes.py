@@ -27,7 +27,7 @@ CONTROL: Final = ("nvidia-cuda-mps-control", "-f")
 SERVER: Final = ("nvidia-cuda-mps-server", "-f")
 
 DAMAGES: Final = (None, b"", b"\xff\xfe{", b"[" * 100_000, b'{"boot_id": 1}')
-"""What is left of a record: nothing first, then files that cannot be decoded."""
+"""Lost records: none, and then files that cannot be decoded."""
 
 WAITS: Final = "/usr/bin/tail"
 """A program that takes `-f`, and waits for its stdin."""

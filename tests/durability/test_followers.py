@@ -8,6 +8,7 @@ from typing import Any
 from tests.durability.conftest import Start
 from tests.durability.streams import Follower, connection, events, gapless
 from tests.durability.test_events import refuse
+from tests.harness import wait_until
 from tests.node import Node
 
 
@@ -41,6 +42,7 @@ def test_latest(make_node: Start) -> None:
 def test_heartbeats(make_node: Start) -> None:
     """A follower that requests heartbeats gets lines in quiet times, with the last number and without using one."""
     node = make_node().start()
+    wait_until(lambda: all(each["verified"] for each in node.daemons().values()), what="mpsd to have nothing to log")
     last = events(node)[-1]["seq"]
     beats = followed(node, "after=latest&heartbeat=1", 2)
     assert [(each["seq"], each["event"], each["level"]) for each in beats] == [(last, "heartbeat", "info")] * 2

@@ -127,15 +127,18 @@ def test_modes(make_node: Start, mask: int) -> None:
     node.stderr.touch()
     with umask(mask):
         node.start()
-    wait_until((node.root / "run" / "gpu0.reading.json").exists, what="the log to have been read")
-    found = {}
-    for path in node.root.rglob("*"):
-        name = f"{path.relative_to(node.root)}"
-        if "simulated" not in name and path not in {node.stderr, node.configuration}:
-            info = path.lstat()
-            found[name] = stat.filemode(info.st_mode)
-            assert (info.st_uid, info.st_gid) == (os.geteuid(), os.getegid()), path
-    assert found == MODES
+    not_mpsds = {node.stderr, node.configuration}
+
+    def written() -> dict[str, os.stat_result]:
+        paths = {f"{path.relative_to(node.root)}": path for path in {*node.root.rglob("*")} - not_mpsds}
+        found = {name: path.lstat() for name, path in paths.items() if "simulated" not in name}
+        assert found.keys() == MODES.keys()
+        return found
+
+    # A file may be missing yet, or be replaced at this moment.
+    found = wait_until(written, what="mpsd's files alone", not_yet=(FileNotFoundError, AssertionError))
+    assert {name: stat.filemode(each.st_mode) for name, each in found.items()} == MODES
+    assert {(each.st_uid, each.st_gid) for each in found.values()} == {(os.geteuid(), os.getegid())}
 
 
 class TestPlanted:

@@ -36,6 +36,7 @@ _MARK: Final = re.compile(rb"mpsd-[0-9a-f]{16,}-\d")
 
 _BEGINS: Final = b"NEW UI"
 _ENDS: Final = b"UI closed"
+_STARTS: Final = b"Starting control daemon using socket"
 _WAITS: Final = b"Accepting connection..."
 
 
@@ -95,14 +96,19 @@ def said_by_others(raw: bytes, most: int) -> list[str]:
 def _others(lines: Iterable[bytes]) -> Iterator[bytes]:
     conversation: list[bytes] = []
     for line in lines:
-        if _BEGINS in line:
-            yield from () if any(map(_MARK.search, conversation)) else conversation
-            conversation = [line]
-        elif conversation:
+        if _BEGINS in line or _STARTS in line:  # the daemon may have died in the conversation before
+            yield from _unless_own(conversation)
+            conversation = []
+        is_part = _BEGINS in line or bool(conversation)
+        if is_part:
             conversation.append(line)
-            if _ENDS in line:
-                yield from () if any(map(_MARK.search, conversation)) else conversation
-                conversation = []
         elif not line.endswith(_WAITS):
             yield line
-    yield from () if any(map(_MARK.search, conversation)) else conversation
+        if is_part and _ENDS in line:
+            yield from _unless_own(conversation)
+            conversation = []
+    yield from _unless_own(conversation)
+
+
+def _unless_own(conversation: Sequence[bytes]) -> Sequence[bytes]:
+    return () if any(map(_MARK.search, conversation)) else conversation

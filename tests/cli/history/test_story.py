@@ -54,6 +54,7 @@ def test_a_gpu() -> None:
 
 
 MARK = b"mpsd-80e3b1991fec75d81c49286b-0"
+STARTS = b"Starting control daemon using socket /run/mpsd/mps/gpu0/control"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ MARK = b"mpsd-80e3b1991fec75d81c49286b-0"
         (b"NEW UI\nCmd:quit\nUI closed\nb", ["NEW UI", "Cmd:quit", "UI closed", "b"]),
         (b"NEW UI\nCmd:quit\nNEW UI\n" + MARK + b"\nUI closed", ["NEW UI", "Cmd:quit"]),
         (b"a\nNEW UI\n" + MARK, ["a"]),
+        (b"NEW UI\nCmd:" + MARK + b"\n" + STARTS + b"\nb", [STARTS.decode(), "b"]),
         (b"\x1b[2Ja\xff\n\n1\n2\n3\n4", ["1", "2", "3", "4"]),
         (b"\x1b[2J\xff\xe2\x80\xae", ["\\x1b[2J\\xff\\u202e"]),
         (b"", []),

@@ -31,7 +31,7 @@ class TestReal:
     def test_restart(self, make_node: Start, real: RealDaemon) -> None:
         """A new daemon has the same limits, the old one's files are gone, and the other daemon is untouched."""
         node = make_node(simulate=2, control=real.control, config=limits_for(real)).start()
-        before = node.daemons()
+        before, unharmed = node.daemons(), node.unharmed()
         left = node.pipe_directory("gpu0") / "control_lock"
         left.write_text("it is the old one's")
         done = ended(node, begin(node, "restart"))
@@ -41,7 +41,8 @@ class TestReal:
         assert f"pid {after['gpu0']['pid']}, which replaced {before['gpu0']['pid']}" in done["because"]
         assert after["gpu0"]["limits"] == before["gpu0"]["limits"]
         assert after["gpu0"]["state"] == "ready"
-        assert after["gpu1"] == before["gpu1"]
+        assert after["gpu1"]["limits"] == before["gpu1"]["limits"]
+        assert node.unharmed()["gpu1"] == unharmed["gpu1"]
         assert left.read_text() == ""
         (stopping,) = node.events("daemon_state", daemon="gpu0", state="stopping")
         assert node.events("daemon_forced") == []

@@ -237,6 +237,11 @@ class Supervisor:
             self._wake.set()
 
     @property
+    def is_deserted(self) -> bool:
+        """Whether it has no lease and no living client left."""
+        return self._renewal.is_deserted
+
+    @property
     def lost_clients(self) -> int:
         """How many clients its servers have lost without notice, according to their log."""
         return self._control_log.serving.lost
@@ -493,10 +498,11 @@ class Supervisor:
 
     async def _quit_or_force(self) -> None:
         """Make the daemon quit, and wait for its clients; where necessary, by force."""
-        force = self.drainer.has_to_force(self._instance.identity) or self._renewal.has_to_force
+        is_deserted = self._renewal.has_to_force
+        force = is_deserted or self.drainer.has_to_force(self._instance.identity)
         try:
             if force or not self.pipe.waits_for:
-                await self._instance.quit(self.pipe, force=force)
+                await self._instance.quit(self.pipe, force=force, is_deserted=is_deserted)
         except ControlError as error:
             self._lifecycle.explain(error.detail, error.hint)
         await self._sleep(_TICK)

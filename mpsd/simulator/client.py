@@ -6,7 +6,8 @@ or makes a context (see `cuda.Binds`), and *fails open*: where it reaches no con
 whole GPU, without a message (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute mode
 exclusive-process refuses it.
 
-With `--alarm SECONDS [--as UID:GID]` it is the canary of a simulated node, with the interface of `mpsd.system.canary`.
+With `--alarm SECONDS [--as UID:GID[:GROUP]]` it is the canary of a simulated node, with the interface of
+`mpsd.system.canary`.
 
 It initialises CUDA, makes its primary context, and prints its place and its limits as a line of JSON on stdout; with
 `--late` it does neither, and prints only its pid. Then it answers each line of its stdin with one line:
@@ -26,6 +27,7 @@ It initialises CUDA, makes its primary context, and prints its place and its lim
   flight, and one at the end with their number
 - `sync`: report a pending error, as cudaDeviceSynchronize does
 - `fault`: cause a fatal fault of the GPU, such as an illegal address
+- `wedge`: have the end of this client, of whatever kind, leave a server that serves no client
 - `ignore SIGNAL`: ignore a signal such as TERM
 - `catch SIGNAL`: exit at once when the signal comes, even during a kernel, as programs in Go and Java do
 - `obey SIGNAL`: exit with status 0 when the signal comes and the kernel has ended, after a goodbye to the server
@@ -231,6 +233,9 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
             return {}
         case "fault", []:
             cuda.fault()
+        case "wedge", []:
+            cuda.wedge()
+            return {}
         case "ignore", [name]:
             signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
             return {}
@@ -266,8 +271,8 @@ def _serve(cuda: CudaProcess, signals: _Signals) -> int:
 
 
 def _become(user: str) -> None:
-    uid, gid = (int(each) for each in user.split(":"))
-    os.setgroups([])
+    uid, gid, *groups = (int(each) for each in user.split(":"))
+    os.setgroups(groups)
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 

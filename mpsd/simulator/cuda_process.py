@@ -178,6 +178,10 @@ class CudaProcess:
         self._error = CudaError.LAUNCH_FAILED
         raise FailedError(self._error)
 
+    def wedge(self) -> None:
+        """Have the end of this process, or of its contexts, leave a server that serves no client."""
+        self._say({"wedges": True})
+
     # -- errors --
 
     def sync(self, seconds: float | None = 0.0) -> None:

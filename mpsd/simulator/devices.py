@@ -3,9 +3,10 @@
 A directory stands for the node's GPUs, with a subdirectory for each GPU, by UUID. It has a file for each process with a
 context there, and files for the GPU's faults. As with a real driver, the memory of a process is free once it is gone.
 
-The same directory has the settings of the simulated driver. So far there is one: the file `binds` names the moment in
-which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`. Each server reads it when it
-starts. For a node its path is <runtime_dir>/simulated/binds.
+The same directory has the settings of the simulated driver, each in a file, which a server reads when it starts. The
+file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`.
+The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). For a node, the path of
+the directory is <runtime_dir>/simulated.
 """
 
 import contextlib
@@ -32,6 +33,8 @@ FAULTS: Final = "faults"
 
 _BINDS: Final = "binds"
 """The file with the moment in which the limits of this node's servers bind: `connect` or `context`."""
+
+_CONTEXT_MEMORY: Final = "context_memory"
 
 _COMPUTE_MODE: Final = "compute_mode"
 """The file of a GPU with its compute mode, if that was ever set."""
@@ -171,13 +174,35 @@ def there(directory: Path) -> list[Device]:
 
 def binds(directory: Path) -> Binds:
     """Return the moment in which the limits of servers that start now bind."""
-    try:
-        return Binds((directory / _BINDS).read_text(encoding="utf-8").strip())
-    except FileNotFoundError:
-        return Binds.CONNECT
+    return Binds(_setting(directory, _BINDS) or Binds.CONNECT)
 
 
 def set_binds(directory: Path, moment: Binds) -> None:
     """Set the moment in which the limits of servers that start from now on bind."""
+    _set(directory, _BINDS, moment)
+
+
+def context_memory(directory: Path) -> int:
+    """Return the bytes that a context of a server that starts now takes of its memory limit.
+
+    The limit covers CUDA's own part of the memory, some hundred MiB, whose size NVIDIA does not document.
+    """
+    return int(_setting(directory, _CONTEXT_MEMORY) or 0)
+
+
+def set_context_memory(directory: Path, size: int) -> None:
+    """Set the bytes that a context of servers that start from now on takes of its memory limit."""
+    _set(directory, _CONTEXT_MEMORY, str(size))
+
+
+def _setting(directory: Path, name: str) -> str:
+    """Return a setting of the simulated driver; an empty text where it was not set."""
+    try:
+        return (directory / name).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _set(directory: Path, name: str, value: str) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / _BINDS).write_text(f"{moment}\n", encoding="utf-8")
+    (directory / name).write_text(f"{value}\n", encoding="utf-8")

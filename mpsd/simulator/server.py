@@ -8,7 +8,8 @@ The link carries JSON, one packet per message. From the daemon: `start`, first; 
 with the same number, at once or later; `client`, with the connection of one; `leave`. To the daemon: `ready`, once, and
 the answers. A connection to a client carries JSON, too. From the client: its description, first; then `context` (with
 its present environment) and `destroy` (with a number), which are answered; `working` (whether a kernel is in flight),
-`fault`, and `end`, its goodbye. To the client: `answer`, and `error` for a permanent error.
+`fault`, `wedges` (whether its end wedges the server), and `end`, its goodbye. To the client: `answer`, and `error` for
+a permanent error.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from typing import Any, Final, NoReturn
 
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.devices import Device, Kind, binds
+from mpsd.simulator.devices import Device, Kind, binds, context_memory
 from mpsd.simulator.server_state import Answer, Context, Server, Start
 
 PACKET: Final = 1 << 18
@@ -61,8 +62,8 @@ class _Service:
         self._pid = os.getpid()
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
-        moment = binds(Path(self._gpus))
-        start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], moment)
+        settings = binds(Path(self._gpus)), context_memory(Path(self._gpus))
+        start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings)
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")
         self._log(f"Connecting to control daemon on socket: {said['socket']}")
@@ -180,8 +181,8 @@ class _Service:
             # The client that caused the fault gets the error last, so that all others have theirs when it reports.
             for each in sorted(self._server.fault(), key=lambda each: each == pid):
                 self._send(self._connections[each], {"error": CudaError.LAUNCH_FAILED})
-        elif "working" in said:
-            client.working = said["working"]
+        elif said.keys() <= {"working", "wedges"}:
+            client.working, client.wedges = said.get("working", client.working), said.get("wedges", client.wedges)
         elif "context" in said:
             made = self._server.context(pid, said["context"])
             self._answer_client(connection, {"error": made} if isinstance(made, CudaError) else _described(made))

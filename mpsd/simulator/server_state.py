@@ -37,6 +37,8 @@ class Start(NamedTuple):
     limits: Mapping[int, int]
     priority: int
     binds: Binds = Binds.CONNECT
+    context_memory: int = 0
+    """Bytes that a context takes of its memory limit."""
     places: int = CLIENTS_VOLTA
     """Client contexts on each device: MPS counts contexts, not processes (OLD)."""
 
@@ -71,6 +73,8 @@ class Client:
         self.contexts: dict[int, Context] = {}
         self.working = False
         """Whether one of its kernels is in flight."""
+        self.wedges = False
+        """Whether its end wedges the server, with no other sign than that end has: see `Server.left`."""
         self.made = 0
         """The number of contexts that it has made so far."""
 
@@ -102,6 +106,7 @@ class Server:
         self._limits = dict(start.limits)
         self._priority = start.priority
         self._binds = start.binds
+        self._context_memory = start.context_memory
         self._places = start.places
         self._affected: set[int] = set()
         """The clients that met a fault, and have not exited yet."""
@@ -161,6 +166,8 @@ class Server:
         share = client.bound or pinned(self._devices, self._percentage, self._limits, client.environment)
         if isinstance(share, CudaError):
             return share
+        if share.memory is not None and share.memory < self._context_memory:
+            return CudaError.OUT_OF_MEMORY
         pair = _PAIR.format(pid, client.made)
         if client.made:
             self._log(f"Received new client request for {pair}")
@@ -187,7 +194,8 @@ class Server:
         that kernel behind: the other clients of the server get cudaErrorIllegalAddress. Where no other client exists to
         consume the error, every later client hangs for ever when it initialises CUDA, while the server is ACTIVE, lists
         it, and logs nothing. Only a new server ends that. Source: the package text of drain.go in KAI; OLD says that
-        such an end "is not supported", and that its consequences are undefined. A client whose contexts its server has
+        such an end "is not supported", and that its consequences are undefined: for tests, the end of a client that
+        `wedges` leaves the same wedge, and is listed and logged as any other. A client whose contexts its server has
         ended is no client here any more, and leaves nothing.
 
         The end of the last client that met a fault ends the fault: the server destroys its contexts, makes new ones,
@@ -208,6 +216,7 @@ class Server:
             self._log("Receive command failed, assuming client exit. Client process disconnected")
         if self.clients.pop(pid, None) is not None:
             self._log(f"Client {_PAIR.format(pid, 0)} exit")
+        self.wedged = client is not None and client.wedges
         self._affected.discard(pid)
         if self.status is Status.FAULT and not self._affected:
             for device in range(len(self._devices)):
@@ -245,6 +254,7 @@ class Server:
         client = self.clients.get(pid)
         if client is None:
             return Answer(["1"])
+        self.wedged = self.wedged or client.wedges
         if client.working or self.wedged:
             self._terminating.add(pid)
             return Answer(awaits=pid)

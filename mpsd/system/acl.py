@@ -49,14 +49,15 @@ class Entry(NamedTuple):
 Acl: TypeAlias = tuple[Entry, ...]
 
 
-def private(owner: int, uids: Collection[int], permissions: int) -> Acl:
-    """Return the ACL that gives access to the owner and to exactly these uids."""
-    if not uids:
+def private(owner: int, uids: Collection[int], permissions: int, gids: Collection[int] = ()) -> Acl:
+    """Return the ACL that gives access to the owner, and to exactly these uids and the members of these groups."""
+    if not uids and not gids:
         return Entry(Tag.OWNER, owner), Entry(Tag.OWNING_GROUP, 0), Entry(Tag.OTHERS, 0)
     return (
         Entry(Tag.OWNER, owner),
         *(Entry(Tag.USER, permissions, uid) for uid in sorted(uids)),
         Entry(Tag.OWNING_GROUP, 0),
+        *(Entry(Tag.GROUP, permissions, gid) for gid in sorted(gids)),
         Entry(Tag.MASK, permissions),
         Entry(Tag.OTHERS, 0),
     )

@@ -1,11 +1,11 @@
 """The canary: a client of mpsd's own that needs only libcuda and shows whether CUDA can be used through MPS.
 
-`python -m mpsd.system.canary --alarm SECONDS [--as UID:GID]` becomes that user and prints `begins`. Then it initialises
-CUDA, makes a context on the first GPU that it sees, and prints the result as a line of JSON: `ok` or the name and
-number of the error and the call that failed. It stays until its stdin ends, so that its parent can ask the control
-daemon whether it is a client. The parent must set a deadline: in a wedge the canary prints nothing more. It launches no
-kernel, so it may be killed at any time (mps-facts B4.3). It ends with its parent, and in any case SECONDS after it
-began, or after its result: the next mpsd would take it for a client.
+`python -m mpsd.system.canary --alarm SECONDS [--as UID:GID[:GROUP]]` becomes that user and prints `begins`. Then it
+initialises CUDA, makes a context on the first GPU that it sees, and prints the result as a line of JSON: `ok` or the
+name and number of the error and the call that failed. It stays until its stdin ends, so that its parent can ask the
+control daemon whether it is a client. The parent must set a deadline: in a wedge the canary prints nothing more. It
+launches no kernel, so it may be killed at any time (mps-facts B4.3). It ends with its parent, and in any case SECONDS
+after it began, or after its result: the next mpsd would take it for a client.
 
 It becomes the user after all imports, since that user may not be able to read mpsd's files. Source of each signature:
 NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain name stands for.
@@ -75,12 +75,12 @@ def _sing(seconds: int, context: c_void_p) -> dict[str, Any]:
 
 
 def become(user: str) -> None:
-    """Become the user `UID:GID` for good, without supplementary groups.
+    """Become the user `UID:GID` for good, in no other group than those that follow (`UID:GID:GROUP`).
 
     Raises OSError, and ValueError for a text of another form.
     """
-    uid, gid = (int(each) for each in user.split(":"))
-    os.setgroups([])
+    uid, gid, *groups = (int(each) for each in user.split(":"))
+    os.setgroups(groups)
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 

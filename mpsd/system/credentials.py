@@ -6,12 +6,14 @@ Only uid and gid authorise; the process serves to bind a lease to its life.
 import ctypes
 import errno
 import os
+import secrets
 import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from grp import getgrnam
 from math import inf
+from pathlib import Path
 from pwd import getpwnam, getpwuid
 from typing import Final
 
@@ -103,6 +105,17 @@ def process_of(connection: socket.socket, who: PeerCredentials, accepted: float 
         return found
     os.set_inheritable(pidfd, False)
     return process.from_pidfd(pidfd)
+
+
+def unused_group() -> int:
+    """Return a gid that no process has: a random one from the upper half of those in mpsd's user namespace.
+
+    In the initial namespace these are 2^31 and more, which no tool assigns (systemd, UIDS-GIDS: "HIC SVNT LEONES").
+    Raises OSError.
+    """
+    extents = [[*map(int, line.split())] for line in Path("/proc/self/gid_map").read_text("ascii").splitlines()]
+    first, _, count = max(extents, key=lambda each: each[2])
+    return first + count // 2 + secrets.randbelow(max(count // 2, 1))
 
 
 def group_of(uid: int) -> int:

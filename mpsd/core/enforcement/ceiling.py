@@ -130,6 +130,28 @@ def awaited(processes: int | None, attach: Attach, proofs: Sequence[ContextProof
     return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more else Awaited.NOBODY
 
 
+def narrowest(one: Limits, other: Limits) -> Limits:
+    """Return the narrower of each limit, from two values to set."""
+    memory = [each for each in (one.pinned_device_mem_limit, other.pinned_device_mem_limit) if each is not None]
+    threads = min(one.active_thread_percentage, other.active_thread_percentage)
+    return Limits(threads, min(memory) if memory else None)
+
+
+def is_wider(one: Limits, other: Limits) -> bool:
+    """Tell whether a ceiling has more threads or more memory than another one."""
+    return widest_limits(one, other) != other
+
+
+def for_canary(most: Limits, parts: Collection[Limits], *, alone: bool) -> Limits | None:
+    """Return how far the ceiling is raised for the canary of a suspicion, at most this far; None for not at all.
+
+    Any user can cause a suspicion, by killing its own client, so no process may get more by it than its lease gives:
+    the canary gets the least of the `parts` of the leases. `alone` tells whether no other process can use the ceiling,
+    where there is no lease.
+    """
+    return reduce(narrowest, parts, most) if parts or alone else None
+
+
 class ExpectedClients:
     """The leases of one control daemon whose processes are still expected, in the order of their turns.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mpsd.core.model import Limits, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, Pid, PinnedDeviceMemLimit
@@ -24,11 +24,9 @@ PLACES: Final = 1
 one."""
 
 LIMITS: Final = Limits(ActiveThreadPercentage(100), PinnedDeviceMemLimit(512))
-"""The maximum for a canary's context: 10 % and 512 MiB. The ceiling is opened this far only for a canary that an
-operator starts. A canary that a suspicion starts uses the ceiling as it is: where the ceiling is closed, its context is
-refused with an error, which also proves that CUDA answers. Thus, no process gets larger limits because a client was
-killed. A context takes some 300 to 500 MiB on a data centre GPU, and less with fewer threads. The memory comes from
-`admission.memory_reserve`, whose default is the same size."""
+"""The maximum for a canary's context: 10 % and 512 MiB. A context takes some 300 to 500 MiB on a data centre GPU, and
+less with fewer threads. The memory comes from `admission.memory_reserve`, whose default is the same size. For a canary
+that an operator starts, the ceiling is always opened this far; see `ceiling.for_canary` for those of suspicions."""
 
 FAILURES: Final = 3
 """Canaries in a row without an answer that prove a wedge. A single one may meet a machine that is too busy to answer in
@@ -40,6 +38,9 @@ seconds between two examinations of a wedged server, since an answer proves that
 
 NOT_READY: Final = 807
 """MPS_SERVER_NOT_READY: the server accepts no client now."""
+
+_LONGEST: Final = 3600.0
+"""The most seconds between two examinations that prove nothing; each wait is twice as long as the one before."""
 
 _NO_PLACE: Final = frozenset({808, 809})
 """MPS_MAX_CLIENTS_REACHED and MPS_MAX_CONNECTIONS_REACHED: only a server that answers returns them."""
@@ -86,6 +87,9 @@ class Proof(StrEnum):
     """CUDA was initialised, and a context made: the server serves."""
     ERROR = "error"
     """The server refused a place or a context: it answers, so it is no wedge."""
+    ANSWER = "answer"
+    """The server refused a context under a ceiling that may be too low for one: it answers, so it is no wedge; whether
+    it gives contexts is not proven."""
     SILENCE = "silence"
     """No answer came within the deadline."""
     NOTHING = "nothing"
@@ -102,17 +106,24 @@ class CanaryEnd:
     """A sentence, which names the canary's pid where there was one."""
     refused: bool = False
     """Whether the server said that it accepts no client now. That is no wedge, and a client would meet the same."""
+    under: Limits | None = None
+    """The ceiling under which it ran; None where it did not run."""
 
 
-def proof(*, made: bool, code: int | None, listed: bool) -> Proof:
+def proof(*, made: bool, code: int | None, listed: bool, low: bool) -> Proof:
     """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
 
-    `listed` tells whether a server named the canary among its clients meanwhile. Other errors do not show that the
-    server serves clients: 805 to 807 say that it does not accept any now, and a process that misses MPS gets 46 or 100.
+    `listed` tells whether a server named the canary among its clients meanwhile, and `low` whether the ceiling was
+    below LIMITS. Other errors do not show that the server serves clients: 805 to 807 say that it does not accept any
+    now, and a process that misses MPS gets 46 or 100.
     """
     if made:
         return Proof.CONTEXT if listed else Proof.NOTHING
-    return Proof.ERROR if code in _NO_PLACE or (code in _NO_CONTEXT and listed) else Proof.NOTHING
+    if code in _NO_PLACE:
+        return Proof.ERROR
+    if code not in _NO_CONTEXT or not listed:
+        return Proof.NOTHING
+    return Proof.ANSWER if low else Proof.ERROR
 
 
 class Verdict(StrEnum):
@@ -128,7 +139,7 @@ def verdict(ends: Sequence[CanaryEnd]) -> Verdict | None:
     match ends[-1].proof:
         case Proof.CONTEXT:
             return Verdict.OK
-        case Proof.ERROR | Proof.NOTHING:
+        case Proof.ERROR | Proof.ANSWER | Proof.NOTHING:
             return Verdict.UNKNOWN
         case Proof.SILENCE if len(ends) < FAILURES:
             return None
@@ -140,8 +151,13 @@ class OpenSuspicion(Struct, frozen=True, forbid_unknown_fields=True):
     """A suspicion that no examination has settled yet."""
 
     suspicion: Suspicion
+    since: float
     due: float
     """The time from which on it may be examined."""
+    pause: float = SPACING
+    """The wait after an examination that proves nothing."""
+    answered: bool = False
+    """Whether the server has answered since, without giving a context: another examination takes a wider ceiling."""
 
 
 class Examined(Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,6 +165,18 @@ class Examined(Struct, frozen=True, forbid_unknown_fields=True):
 
     uid: int | None
     at: float
+
+
+def _after(suspicion: OpenSuspicion, now: float, proof: Proof) -> OpenSuspicion | None:
+    """Return a suspicion after an examination with this proof; None where that has settled it."""
+    match proof:
+        case Proof.ANSWER:
+            return structs.replace(suspicion, due=now + SPACING, pause=SPACING, answered=True)
+        case Proof.NOTHING:
+            wait = suspicion.pause
+            return structs.replace(suspicion, due=now + wait, pause=min(2 * wait, _LONGEST))
+        case _:
+            return None
 
 
 @dataclass(slots=True)
@@ -167,32 +195,37 @@ class Suspicions:
         if any((each.cause, each.uid) == (suspicion.cause, suspicion.uid) for each in self._suspicions):
             return False
         due = max([now, *(each.at + SPACING for each in self.examined if each.uid == suspicion.uid)])
-        self.open = (*self.open, OpenSuspicion(suspicion, due))
+        self.open = (*self.open, OpenSuspicion(suspicion, now, due))
         return True
 
     @property
     def _suspicions(self) -> tuple[Suspicion, ...]:
         return tuple(each.suspicion for each in self.open)
 
-    def due(self, now: float) -> Suspicion | None:
-        """Return the suspicion to examine now; None where there is none."""
-        return next((each.suspicion for each in self.open if each.due <= now), None)
+    def due(self, now: float, *, wider: bool) -> Suspicion | None:
+        """Return the suspicion to examine now; None where there is none.
+
+        `wider` tells whether the ceiling can be wider than it was for the last answer without a context.
+        """
+        due = (each.suspicion for each in self.open if each.due <= now and (wider or not each.answered))
+        return next(due, None)
 
     @property
     def strong(self) -> Suspicion | None:
         """The first open suspicion with a strong cause."""
         return next((each for each in self._suspicions if each.cause in STRONG), None)
 
-    def settle(self, now: float, *, proven: bool) -> None:
-        """Record that the server was examined, which answers all open suspicions.
+    def settle(self, now: float, proof: Proof, begun: float) -> None:
+        """Record that the server was examined by a canary that began at this time, with this proof.
 
-        If that proved nothing, suspicions with a strong cause stay open for a later examination.
+        That concerns the suspicions of before. They stay open for a later examination if nothing was proven, or no more
+        than that the server answers.
         """
-        uids = {each.suspicion.uid: None for each in self.open if each.due <= now}
+        uids = {each.suspicion.uid: None for each in self.open if each.due <= now and each.since <= begun}
         before = (each for each in self.examined if each.uid not in uids and each.at + SPACING > now)
         self.examined = (*before, *(Examined(uid, now) for uid in uids))
-        stays = () if proven else (each for each in self._suspicions if each.cause in STRONG)
-        self.open = tuple(OpenSuspicion(each, now + SPACING) for each in stays)
+        after = (each if each.since > begun else _after(each, now, proof) for each in self.open)
+        self.open = tuple(each for each in after if each is not None)
 
     def clear(self) -> None:
         """Forget the open suspicions: they were about a server that is gone."""

@@ -1,8 +1,8 @@
 """Sends a canary to a control daemon: a client of mpsd's own, as the user whose server runs, within a deadline.
 
-A place among the clients of a GPU is reserved for it. While it runs, its uid has pipe access: that uid has had a lease
-there, otherwise its server would not run. For a canary of an operator, limits are opened as for a lease. It launches no
-kernel, so mpsd may kill one that does not return, without harm to any client (mps-facts B4.3).
+A place among the clients of a GPU is reserved for it. It has pipe access by a group of its own: other processes of its
+user have none by that. The ceiling is opened for it as far as that gives no other process more than its lease does. It
+launches no kernel, so mpsd may kill one that does not return, without harm to any client (mps-facts B4.3).
 """
 
 import asyncio
@@ -13,15 +13,18 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from mpsd.core.capabilities import Capability
+from mpsd.core.enforcement import ceiling
 from mpsd.core.errors import MpsdError
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Daemon, Server
-from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT, variables
+from mpsd.core.model import Daemon, Limits
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT, variables, widest_limits
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import CanaryEnd, Proof
+from mpsd.core.units import format_size
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -37,8 +40,11 @@ _MOST_OUTPUT: Final = 65536
 _LOOK: Final = 0.05
 """The average seconds between two checks whether anything hinders a canary."""
 
+_START: Final = 20.0
+"""Seconds that a canary may take until it begins to initialise CUDA, which a busy machine makes long."""
+
 _SPARE: Final = 5
-"""Seconds after its deadline at which a canary ends itself, if mpsd has not ended it."""
+"""Seconds after its time at which a canary ends itself, if mpsd has not ended it."""
 
 _LONGEST_ALARM: Final = 2**31 - 1
 """Seconds: the maximum of Python's signal.alarm."""
@@ -55,47 +61,74 @@ class Canaries:
         self._gates = gates
         self._pipe_access = pipe_access
 
-    async def send(self, supervisor: Supervisor, seconds: float, *, opened: bool) -> CanaryEnd:
+    async def send(self, supervisor: Supervisor, seconds: float, *, by_command: bool) -> CanaryEnd:
         """Send one, and return its result, at the latest this many seconds after it began to initialise CUDA.
 
-        With `opened`, the ceiling is opened for it.
+        The ceiling is opened for a canary that an operator has requested, and for any other only as far as no other
+        process gets more by it than its lease gives (`ceiling.for_canary`).
         """
-        daemon = supervisor.snapshot()
-        server = next((each for each in daemon.servers if not each.orphan), None)
         if (stopped := _stopped(supervisor)) is not None:
             return _nothing(stopped)
-        uid = self._user(daemon, server)
+        uid = self._user(supervisor.snapshot())
         if uid != process_table.own_uid() and not capabilities.can_serve_users():
             return _nothing(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
         try:
-            async with self._gates.opened_for_canary(daemon.name) if opened else contextlib.nullcontext():
-                with self._pipe_access.opened_for_canary(daemon.name, daemon.gpu, uid):
-                    return await self._send(supervisor, daemon, uid, seconds)
+            raised = wedge.LIMITS if by_command else await self._raised(supervisor)
+            async with self._opened(supervisor.name, raised, yields=not by_command):
+                return await self._send_as(uid, supervisor, seconds)
         except MpsdError as error:
             return _nothing(_stopped(supervisor) or f"no canary could be sent: {error.detail}")
+        except TimeoutError:
+            return _nothing("no canary could be sent: the ceiling was not opened for it in time")
         except OSError as error:
             return _nothing(f"no canary could be started: {error.strerror}")
 
+    def ceiling(self, supervisor: Supervisor) -> Limits:
+        """Return the ceiling that a canary of a suspicion would have now."""
+        alone = supervisor.is_deserted and self._pipe_access.is_closed(supervisor.gpu.uuid)
+        wanted, raised = supervisor.snapshot().wanted, self._gates.for_canary(supervisor.name, alone=alone)
+        return wanted if raised is None else widest_limits(wanted, raised)
+
+    async def _raised(self, supervisor: Supervisor) -> Limits | None:
+        """Return how far the ceiling may be raised for a canary of a suspicion; None for not at all."""
+        name, gpu, servers = supervisor.name, supervisor.gpu.uuid, [each.pid for each in supervisor.servers]
+        alone = supervisor.is_deserted and await self._pipe_access.is_unused(name, gpu, servers)
+        if alone:  # no process can have connected since, and the next list has those that had before
+            alone = await supervisor.servers_now() is not None and supervisor.is_deserted
+        return self._gates.for_canary(name, alone=alone)
+
+    def _opened(self, name: str, limits: Limits | None, *, yields: bool) -> AbstractAsyncContextManager[None]:
+        if limits is None:
+            return contextlib.nullcontext()
+        return self._gates.opened_for_canary(name, limits, yields=yields)
+
     @staticmethod
-    def _user(daemon: Daemon, server: Server | None) -> int:
+    def _user(daemon: Daemon) -> int:
         """Return the user of the running server, or the user who may get one; a canary of another user would wait."""
+        server = next((each for each in daemon.servers if not each.orphan), None)
         uid = proc.real_uid(server.pid) if server is not None else None
         if uid is not None:
             return uid
         users = daemon.cannot_start_for
         return next(iter(users)) if users is not None and len(users) == 1 else process_table.own_uid()
 
-    async def _send(self, supervisor: Supervisor, daemon: Daemon, uid: int, seconds: float) -> CanaryEnd:
-        become: tuple[str, ...] = ()
-        if uid != process_table.own_uid():
-            become = ("--as", f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}")
+    async def _send_as(self, uid: int, supervisor: Supervisor, seconds: float) -> CanaryEnd:
+        if uid == process_table.own_uid():  # this uid always has pipe access
+            return await self._send(supervisor, uid, (), seconds)
+        become = f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}"
+        with self._pipe_access.opened_for_canary(supervisor.name, supervisor.gpu.uuid) as group:
+            return await self._send(supervisor, uid, ("--as", f"{become}:{group}"), seconds)
+
+    async def _send(self, supervisor: Supervisor, uid: int, become: tuple[str, ...], seconds: float) -> CanaryEnd:
         if (hindrance := _hindrance(supervisor)) is not None:
             return _nothing(hindrance)
+        daemon = supervisor.snapshot()
+        alarm = min(math.ceil(max(seconds, _START)) + _SPARE, _LONGEST_ALARM)
         reads, writes = os.pipe()
         # The canary stays until its stdin ends, at the latest with mpsd.
         with os.fdopen(reads, "rb") as stdin, os.fdopen(writes, "wb") as holding, _output() as sink:
             canary = process.spawn(
-                [*self._program.argv, "--alarm", str(min(math.ceil(seconds) + _SPARE, _LONGEST_ALARM)), *become],
+                [*self._program.argv, "--alarm", str(alarm), *become],
                 env=self._environment(daemon),
                 stdin=stdin.fileno(),
                 stdout=sink,
@@ -107,6 +140,7 @@ class Canaries:
                 answered, hindrance = await _watched(
                     canary,
                     seconds,
+                    start=_START,
                     lines=lambda: os.pread(sink, _MOST_OUTPUT, 0).splitlines(),
                     hindrance=lambda: _stopped_canary(canary) or _hindrance(supervisor),
                 )
@@ -121,7 +155,8 @@ class Canaries:
             if not answered:
                 because = f"canary {canary.pid} (uid {uid}) did not initialise CUDA within {seconds:g} s"
                 return CanaryEnd(Proof.SILENCE, because)
-            return _judge(os.pread(sink, _MOST_OUTPUT, 0), f"canary {canary.pid} (uid {uid})", unlisted=unlisted)
+            under = ceiling.narrowest(daemon.wanted, supervisor.snapshot().wanted)  # a lease may have changed it
+            return _judge(os.pread(sink, _MOST_OUTPUT, 0), f"canary {canary.pid} (uid {uid})", unlisted, under)
 
     @staticmethod
     async def _end(supervisor: Supervisor, canary: Process) -> None:
@@ -143,15 +178,20 @@ class Canaries:
 
 
 async def _watched(
-    canary: Process, seconds: float, *, lines: Callable[[], list[bytes]], hindrance: Callable[[], str | None]
+    canary: Process,
+    seconds: float,
+    *,
+    start: float,
+    lines: Callable[[], list[bytes]],
+    hindrance: Callable[[], str | None],
 ) -> tuple[bool, str | None]:
-    """Wait for a canary to begin to initialise CUDA, this long at most, and then as long for its answer or its end.
+    """Wait for a canary to begin to initialise CUDA, for `start` seconds, and then for its answer, or its end.
 
     `lines` returns the lines that it has printed. Returns whether it has answered or ended, and if not, why that proves
     nothing, if anything hindered it at any time: its user can stop it or its server, and resume it just before its time
     is over. The checks for that therefore come at random moments.
     """
-    end, begun, hindered = clock.monotonic() + seconds, False, None
+    end, begun, hindered = clock.monotonic() + start, False, None
     while (left := end - clock.monotonic()) > 0:
         # Users cannot see these random numbers.
         ended = await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK))  # noqa: S311
@@ -162,7 +202,7 @@ async def _watched(
         if not begun and BEGINS.encode() in said:
             begun, end = True, clock.monotonic() + seconds
     if hindered is None and not begun:
-        hindered = f"canary {canary.pid} did not begin to initialise CUDA within {seconds:g} s"
+        hindered = f"canary {canary.pid} did not begin to initialise CUDA within {start:g} s"
     return False, hindered
 
 
@@ -222,8 +262,16 @@ def _nothing(because: str) -> CanaryEnd:
     return CanaryEnd(Proof.NOTHING, because)
 
 
-def _judge(output: bytes, who: str, *, unlisted: str | None) -> CanaryEnd:
-    """Return the evidence of the canary's output, if it has any; `unlisted` is why it may not be a client of MPS."""
+def _text(limits: Limits) -> str:
+    memory = limits.pinned_device_mem_limit
+    return f"{limits.active_thread_percentage} %{f' and {format_size(memory.bytes)}' if memory else ''}"
+
+
+def _judge(output: bytes, who: str, unlisted: str | None, under: Limits) -> CanaryEnd:
+    """Return the evidence of the canary's output, if it has any.
+
+    `unlisted` is why it may not have been a client of MPS, and `under` the ceiling.
+    """
     try:
         said: dict[str, Any] = json.loads([*filter(_is_answer, output.splitlines())][-1])
         made = said["ok"]
@@ -231,15 +279,18 @@ def _judge(output: bytes, who: str, *, unlisted: str | None) -> CanaryEnd:
         text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
     code = said.get("code")
-    proof = wedge.proof(made=made, code=code, listed=unlisted is None)
+    proof = wedge.proof(made=made, code=code, listed=unlisted is None, low=ceiling.is_wider(wedge.LIMITS, under))
     if not made and code is None:
         because = f"could not use CUDA: {said.get('error')}"
     elif not made:
         call = f"{said['call']} returned " if said.get("call") else ""
-        unproven = ", which does not show whether the server serves clients" if proof is Proof.NOTHING else ""
+        unproven = {
+            Proof.NOTHING: ", which does not show whether the server serves clients",
+            Proof.ANSWER: f", under a ceiling of {_text(under)}, which may be too low for a context",
+        }.get(proof, "")
         because = f"got an error of CUDA: {call}{said.get('error')} ({code}){unproven}"
     elif unlisted is not None:
         because = f"made a context, but {unlisted}"
     else:
         because = "initialised CUDA and made a context"
-    return CanaryEnd(proof, f"{who} {because}", refused=code == wedge.NOT_READY)
+    return CanaryEnd(proof, f"{who} {because}", code == wedge.NOT_READY, under)

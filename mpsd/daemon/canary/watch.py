@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final
 
+from mpsd.core.enforcement import ceiling
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Daemon, Known, ProcessIdentity, Server
+from mpsd.core.model import Daemon, Known, Limits, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import (
@@ -83,6 +84,8 @@ class ServerWatch:
         """The control daemon and the server that the evidence concerns."""
         self._unserved = known.unserved
         """That the server does not answer; by an earlier mpsd, this is valid until the next examination."""
+        self._refused_under: Limits | None = None
+        """The ceiling under which the server last answered a canary without giving it a context."""
         self._again = 0.0
         """The time of the next examination of a server that serves no client."""
         self._examining: asyncio.Task[Examination] | None = None
@@ -142,7 +145,9 @@ class ServerWatch:
         if self._unserved is not None and now >= self._again:
             found = "it was found wedged" if self._unserved.wedged else "it did not answer a canary"
             return Suspicion(Cause.WEDGED, f"{found} before")
-        due = self._suspicions.due(now)
+        refused = self._refused_under
+        wider = refused is None or ceiling.is_wider(self._canaries.ceiling(self._supervisor), refused)
+        due = self._suspicions.due(now, wider=wider)
         if due is None and now >= self._again and (late := self._supervisor.client_end_late):
             return Suspicion(Cause.TERMINATE, late)  # only a canary can show that it accepts clients
         return due
@@ -213,22 +218,23 @@ class ServerWatch:
 
     async def _examine(self, reason: Suspicion) -> Examination:
         ends: list[CanaryEnd] = []
-        daemon, server = self._supervisor.process, None
+        daemon, server, begun = self._supervisor.process, None, 0.0
         while (verdict := wedge.verdict(ends) if ends else None) is None:
             server = server or _server_among(self._supervisor.servers)
             before = await self._clients_with_memory()
-            deadline, opened = self._settings.current.daemon.canary_deadline, reason.cause is Cause.COMMAND
-            end = await self._canaries.send(self._supervisor, deadline, opened=opened)
+            begun = clock.since_boot()
+            deadline, by_command = self._settings.current.daemon.canary_deadline, reason.cause is Cause.COMMAND
+            end = await self._canaries.send(self._supervisor, deadline, by_command=by_command)
             served = await self._clients_with_memory() - before if end.proof is Proof.SILENCE else set()
             if end.proof is Proof.SILENCE and (doubt := self._doubt(daemon, server, served)) is not None:
                 end = replace(end, proof=Proof.NOTHING, because=f"{end.because}, but {doubt}")
             ends.append(end)
-            level = self._log.info if end.proof is Proof.CONTEXT else self._log.warning
+            level = self._log.info if end.proof in {Proof.CONTEXT, Proof.ANSWER} else self._log.warning
             level(EventName.CANARY_ENDED, proof=end.proof, cause=reason.cause, because=end.because)
             if end.proof is Proof.SILENCE and self._unserved is None:
                 self._conclude(self._against(f"{reason.because}; {end.because}", wedged=False))
         found = Examination(verdict, reason, clock.now(), tuple(ends))
-        self._settle(found)
+        self._settle(found, begun)
         return found
 
     def _doubt(
@@ -253,12 +259,15 @@ class ServerWatch:
         processes = usage.value.processes if isinstance(usage, Known) else {}
         return {pid for pid, each in processes.items() if each.mps and pid not in self._supervisor.canaries}
 
-    def _settle(self, found: Examination) -> None:
+    def _settle(self, found: Examination, begun: float) -> None:
+        """Draw the conclusions of an examination; its last canary, which decides, has begun at this time."""
         now = clock.since_boot()
-        self._suspicions.settle(now, proven=found.ends[-1].proof is not Proof.NOTHING)
+        last = found.ends[-1]
+        self._suspicions.settle(now, last.proof, begun)
+        self._refused_under = last.under if last.proof is Proof.ANSWER else None
         self._keep()
         self._again = now + wedge.SPACING
-        if found.ends[-1].proof is not Proof.SILENCE and not found.ends[-1].refused:
+        if last.proof is not Proof.SILENCE and not last.refused:
             self._supervisor.clear_late()
         evidence = f"{found.reason.because}; {found.evidence}"
         if found.verdict is Verdict.WEDGED:
@@ -266,7 +275,7 @@ class ServerWatch:
                 self._conclude(self._against(evidence, wedged=True))
                 self._log.error(EventName.SERVER_WEDGED, because=evidence)
             self._supervisor.distrust(self._unserved.because if self._unserved is not None else None)
-        elif self._unserved is not None and not (self._is_wedged and found.ends[-1].proof is Proof.NOTHING):
+        elif self._unserved is not None and not (self._is_wedged and last.proof is Proof.NOTHING):
             self._conclude(None)
             self._log.info(EventName.SERVER_SERVES, because=evidence)
             self._supervisor.distrust(None)

@@ -105,7 +105,7 @@ class Instance:
             await asyncio.sleep(LISTEN_POLL)
         return True
 
-    async def quit(self, pipe: ControlPipe, *, force: bool) -> None:
+    async def quit(self, pipe: ControlPipe, *, force: bool, is_deserted: bool) -> None:
         """Make the daemon quit after its last client has exited or, by force, at once. Raises ControlError on failure.
 
         The daemon may have been stopped when it got the command, or busy with a foreign front-end, so the command is
@@ -113,7 +113,7 @@ class Instance:
         """
         assert self.process is not None  # noqa: S101 - there is one that is to quit
         if force:
-            await end_daemon(self.process, pipe, self._log)
+            await end_daemon(self.process, pipe, self._log, is_deserted=is_deserted)
         elif self._quit_at is None or clock.monotonic() >= self._quit_at + _QUIT_INTERVAL:
             await pipe.quit(None)
             self._quit_at = clock.monotonic()

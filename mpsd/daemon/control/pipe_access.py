@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from mpsd.core.enforcement import access
 from mpsd.core.errors import PipeAccessError
@@ -25,12 +25,21 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import acl, process_table, unix_sockets
+from mpsd.system import acl, credentials, process_table, unix_sockets
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
 
 _MOST_NAMED: Final = 8
 """Maximum connected processes that a sentence names."""
+
+
+class Admitted(NamedTuple):
+    """The processes that have access, beside those of root and of mpsd's own uid."""
+
+    uids: frozenset[int] | None = frozenset()
+    """None for all uids."""
+    group: int | None = None
+    """A group whose members have access, whatever their uid is."""
 
 
 class PipeAccess:
@@ -39,14 +48,14 @@ class PipeAccess:
     def __init__(
         self,
         paths: DaemonPaths,
-        wanted: Callable[[], frozenset[int] | None],
+        wanted: Callable[[], Admitted],
         crashed: Callable[[Crash], Collection[int]],
         log: Logger,
     ) -> None:
         """Take the paths and the callbacks.
 
-        `wanted` returns the uids to admit now, beside root's and mpsd's own, or None for all. `crashed` gets each
-        suspect death, and returns the uids that are quarantined for it.
+        `wanted` returns the processes to admit now. `crashed` gets each suspect death, and returns the uids that are
+        quarantined for it.
         """
         self.paths = paths
         self.let_in = LetInRecord(paths, crashed, log)
@@ -59,11 +68,11 @@ class PipeAccess:
         self._is_shut = self._was_shut()
         self._sure = False
         """Whether `_held` was written and read back, and nothing has failed since."""
-        self._held: frozenset[int] | None = frozenset()
+        self._held = Admitted()
 
     def _was_shut(self) -> bool:
         """Tell whether an earlier mpsd admitted no uid, as until the limits hold: it may have died before that."""
-        path, closed = self._acls(frozenset())[0]
+        path, closed = self._acls(Admitted())[0]
         try:
             return acl.read(path) == closed
         except OSError:
@@ -87,8 +96,8 @@ class PipeAccess:
         self._is_shut = False
         self.hold()
 
-    def _wanted(self) -> frozenset[int] | None:
-        return frozenset() if self._is_shut else self._admitted()
+    def _wanted(self) -> Admitted:
+        return Admitted() if self._is_shut else self._admitted()
 
     @property
     def users(self) -> frozenset[int] | None:
@@ -114,7 +123,7 @@ class PipeAccess:
 
     def open(self, uid: int) -> None:
         """Admit a uid that is wanted by now. Raises PipeAccessError."""
-        if self._sure and (self._held is None or uid in self._held):
+        if self._sure and (self._held.uids is None or uid in self._held.uids):
             return
         if not self.hold():
             raise PipeAccessError(
@@ -138,7 +147,7 @@ class PipeAccess:
         Raises PipeAccessError.
         """
         wanted = self._wanted()
-        self.let_in.note(wanted)
+        self.let_in.note(wanted.uids)
         before = dict(self._acls(self._held)) if self._sure and self._held != wanted else {}
         self._sure, self._held = False, wanted
         for path, meant in self._acls(wanted):
@@ -184,21 +193,22 @@ class PipeAccess:
             self._log.warning(EventName.PIPE_ACCESS_DRIFT, path=str(path), **facts)
         return is_unchanged
 
-    def _acls(self, uids: frozenset[int] | None) -> tuple[tuple[Path, Acl], ...]:
-        """Return the access list of each file: the rights of its owner, and those of the admitted uids."""
-        if self._latest[0] != (uids, self._many_users):
+    def _acls(self, admitted: Admitted) -> tuple[tuple[Path, Acl], ...]:
+        """Return the access list of each file: the rights of its owner, and those of the admitted processes."""
+        if self._latest[0] != (admitted, self._many_users):
+            uids, groups = admitted.uids, () if admitted.group is None else (admitted.group,)
             servers_write = frozenset() if self._many_users else uids
             acls = tuple(
-                (path, acl.public(owner, others) if users is None else acl.private(owner, users, others))
-                for path, owner, users, others in (
-                    (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, READ | EXECUTE),
-                    (self.paths.control_socket, READ | WRITE, uids, READ | WRITE),
-                    (self.paths.log_fifo, READ | WRITE, servers_write, WRITE),
-                    (self.paths.control_lock, READ | WRITE, frozenset(), 0),
-                    (self.paths.pid_file, READ | WRITE, frozenset(), 0),
+                (path, acl.public(owner, others) if users is None else acl.private(owner, users, others, members))
+                for path, owner, users, members, others in (
+                    (self.paths.pipe_directory, READ | WRITE | EXECUTE, uids, groups, READ | EXECUTE),
+                    (self.paths.control_socket, READ | WRITE, uids, groups, READ | WRITE),
+                    (self.paths.log_fifo, READ | WRITE, servers_write, (), WRITE),
+                    (self.paths.control_lock, READ | WRITE, frozenset(), (), 0),
+                    (self.paths.pid_file, READ | WRITE, frozenset(), (), 0),
                 )
             )
-            self._latest = (uids, self._many_users), acls
+            self._latest = (admitted, self._many_users), acls
         return self._latest[1]
 
     @staticmethod
@@ -241,7 +251,7 @@ class NodePipeAccess:
         self._log = log
         self._accesses: dict[str, PipeAccess] = {}
         self._canaries: dict[str, int] = {}
-        """By GPU, the uid of a running canary."""
+        """By GPU, the group that a running canary alone is in."""
         settings.follow(lambda _: self.apply())
 
     def of(self, name: str, gpu: str) -> PipeAccess:
@@ -251,28 +261,38 @@ class NodePipeAccess:
             self._accesses[name] = PipeAccess(self._paths(name), wanted, self._quarantine.crashed, log)
         return self._accesses[name]
 
-    def _wanted(self, gpu: str) -> frozenset[int] | None:
+    def _wanted(self, gpu: str) -> Admitted:
         unadmitted, own = self._settings.current.unadmitted, process_table.own_uid()
-        canary = [self._canaries[gpu]] if gpu in self._canaries else []
-        return access.admitted(unadmitted, {*self._holders(gpu), *canary}, own, self._quarantine.uids)
+        uids = access.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
+        return Admitted(uids, self._canaries.get(gpu))
 
     @contextlib.contextmanager
-    def opened_for_canary(self, name: str, gpu: str, uid: int) -> Iterator[None]:
-        """Admit a canary of this uid, which has a server, until the context is left. Raises PipeAccessError."""
-        self._canaries[gpu] = uid
+    def opened_for_canary(self, name: str, gpu: str) -> Iterator[int]:
+        """Admit the members of a group, which no process but a canary may be given, until the context is left.
+
+        Its uid gets no access: other processes of that user would have it, too. Raises PipeAccessError and OSError.
+        """
+        self._canaries[gpu] = credentials.unused_group()
         try:
-            if not _is_let_in(uid):
-                if (wanted := self._wanted(gpu)) is not None and uid not in wanted:
-                    raise PipeAccessError(
-                        f"uid {uid} is quarantined, so no canary can run as that user",
-                        hint=f"an administrator can pardon it: mpsctl pardon {uid}",
-                        limit="enforcement.unadmitted",
-                    )
-                self._accesses[name].open(uid)
-            yield
+            self._accesses[name].hold()
+            yield self._canaries[gpu]
         finally:
             del self._canaries[gpu]
             self._accesses[name].close()
+
+    def is_closed(self, gpu: str) -> bool:
+        """Tell whether only processes of root and of mpsd's own uid have access to a GPU's control daemon."""
+        return self._wanted(gpu).uids == frozenset()
+
+    async def is_unused(self, name: str, gpu: str, servers: Collection[int]) -> bool:
+        """Tell whether no other process has access to a control daemon, or is connected to it since it had.
+
+        `servers` are the daemon's own. Raises OSError.
+        """
+        if not self.is_closed(gpu):
+            return False
+        others = await connected_to(self._paths(name).control_sockets)
+        return all(pid in servers or (uid is not None and _is_let_in(uid)) for pid, uid in others.items())
 
     def open(self, lease: Lease) -> None:
         """Admit a lease's uid on each of its GPUs. Raises PipeAccessError."""

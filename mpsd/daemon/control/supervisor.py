@@ -216,7 +216,12 @@ class Supervisor:
 
     @property
     def trouble(self) -> str:
-        """Why it is not certain that the wanted limits hold for its next client; empty when it is."""
+        """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
+        return self.trouble_of_canary or self.client_end_late
+
+    @property
+    def trouble_of_canary(self) -> str:
+        """The same for a canary, which finds out whether a server that is late accepts clients."""
         if self.pipe.waits_for:
             return self.pipe.waits_for  # a process that connects meanwhile may be refused (NVIDIA: error 807)
         if self._lifecycle.state not in ANSWERED:
@@ -246,6 +251,11 @@ class Supervisor:
         """Replace the daemon as soon as it is unused, because its server may serve no client; None withdraws that."""
         if self._renewal.distrust(because):
             self._wake.set()
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether it has no lease and no living client left."""
+        return self._renewal.is_deserted
 
     @property
     def lost_clients(self) -> int:
@@ -510,10 +520,11 @@ class Supervisor:
 
     async def _quit_or_force(self) -> None:
         """Make the daemon quit, and wait for its clients; where necessary, by force."""
-        force = self.drainer.has_to_force(self._instance.identity) or self._renewal.has_to_force
+        is_deserted = self._renewal.has_to_force
+        force = is_deserted or self.drainer.has_to_force(self._instance.identity)
         try:
             if force or not self.pipe.waits_for:
-                await self._instance.quit(self.pipe, force=force)
+                await self._instance.quit(self.pipe, force=force, is_deserted=is_deserted)
         except ControlError as error:
             self._lifecycle.explain(error.detail, error.hint)
         await self._sleep(_TICK)

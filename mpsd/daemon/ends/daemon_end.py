@@ -11,12 +11,15 @@ from mpsd.system.process import Process
 _STEP: Final = 5
 """Seconds for each step of the ending of a control daemon."""
 
+_UNUSED: Final = 1
+"""Seconds for the servers of a control daemon that has no client, before they are forced."""
 
-async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger) -> None:
+
+async def end_daemon(daemon: Process, pipe: ControlPipe, log: Logger, *, is_deserted: bool) -> None:
     """End a control daemon by `quit`, SIGTERM and SIGKILL; its pidfd reports when it is gone."""
     try:
         await pipe.give_up()
-        await pipe.quit(_STEP)
+        await pipe.quit(_UNUSED if is_deserted else _STEP)
         if await daemon.gone_within(_STEP):
             return
     except ControlError as error:

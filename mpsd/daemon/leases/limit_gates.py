@@ -54,6 +54,8 @@ class _Gate:
     supervisor: Supervisor
     limits: Limits
     expected: ExpectedClients = field(default_factory=ExpectedClients)
+    yielding: Limits | None = None
+    """The limits of a running canary that ends them for a lease with less."""
     lower_at: float = NEVER
     """The time at which limits that are wider than needed will be lowered."""
     until: float = NEVER
@@ -197,6 +199,7 @@ class LimitGates:
                 is_other = gate.expected.forget(lease.id)
             else:
                 is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
+                self._yield_to(gate, limits)
             if not anew:
                 continue  # the caller settles all control daemons
             if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
@@ -286,7 +289,7 @@ class LimitGates:
             gate = self._gates.get(share.daemon)
             if gate is not None:
                 renews = gate.supervisor.renew_for(lease.owner.uid) or renews
-                is_open = is_open and not _trouble(gate.supervisor, lease.id)
+                is_open = is_open and not gate.supervisor.trouble
         if renews:
             return False
         self._pipe_access.open(lease)
@@ -316,32 +319,46 @@ class LimitGates:
                 self._settle(gate)
                 self._wake_if_needed(gate)
 
-    @contextlib.asynccontextmanager
-    async def opened_for_canary(self, name: str) -> AsyncIterator[None]:
-        """Keep a control daemon open for a canary, with the limits read back, until the context is left.
+    def for_canary(self, name: str, *, alone: bool) -> Limits | None:
+        """Return how far `ceiling.for_canary` raises the ceiling of a control daemon now."""
+        shares = ((lease, share) for lease in self._leases.values() for share in lease.shares if share.daemon == name)
+        return ceiling.for_canary(wedge.LIMITS, [ceiling.each_process(*each) for each in shares], alone=alone)
 
-        Raises DaemonNotReadyError where that takes too long.
+    @contextlib.asynccontextmanager
+    async def opened_for_canary(self, name: str, limits: Limits, *, yields: bool) -> AsyncIterator[None]:
+        """Keep a control daemon open this far for a canary, with the limits read back, until the context is left.
+
+        With `yields`, they end before a lease with less is granted. Raises DaemonNotReadyError, and TimeoutError where
+        its turn does not come.
         """
         gate = self._gates[name]
-        gate.expected.expect(_CANARY, wedge.LIMITS, Awaited.ALWAYS, now=clock.monotonic())
+        gate.expected.expect(_CANARY, limits, Awaited.ALWAYS, now=clock.monotonic())
+        gate.yielding = limits if yields else None
         self._settle(gate)
         try:
-            try:
-                async with asyncio.timeout(_CANARY_PATIENCE):
-                    await self._open(gate, _CANARY)
-            except TimeoutError:
-                raise _not_ready(gate.supervisor, _CANARY) from None
+            async with asyncio.timeout(_CANARY_PATIENCE):
+                await self._open(gate, _CANARY)
             yield
         finally:
-            gate.expected.forget(_CANARY)
-            self._settle(gate)
+            self._end_canary(gate)
             self._changed.set()
+
+    def _yield_to(self, gate: _Gate, limits: Limits) -> None:
+        if gate.yielding is not None and widest_limits(gate.yielding, limits) != limits:
+            self._end_canary(gate)
+
+    def _end_canary(self, gate: _Gate) -> None:
+        """Lower the limits at once that only the canary had."""
+        gate.expected.forget(_CANARY)
+        gate.yielding, gate.lower_at = None, 0.0
+        self._settle(gate)
 
     async def _open(self, gate: _Gate, lease_id: str) -> None:
         supervisor, patience = gate.supervisor, None
         while gate.expected.expects(lease_id):
             is_open = gate.expected.is_open_to(lease_id)
-            if not _trouble(supervisor, lease_id):
+            trouble = supervisor.trouble_of_canary if lease_id == _CANARY else supervisor.trouble
+            if not trouble:
                 if is_open:
                     return
                 patience = None
@@ -353,7 +370,9 @@ class LimitGates:
                     supervisor.ask()
             # The turn may pass meanwhile: the caller does not wait turn after turn for limits that come too late.
             if patience is not None and clock.monotonic() >= patience:
-                raise _not_ready(supervisor, lease_id)
+                because = f"the limits of {supervisor.name} could not be opened: {trouble}"
+                hint = "try again in a moment; for its state: mpsctl daemons"
+                raise DaemonNotReadyError(because, hint=hint, limit="health")
             self._waiting += 1
             try:
                 with contextlib.suppress(TimeoutError):
@@ -372,9 +391,6 @@ class LimitGates:
         now = clock.monotonic()
         needed = gate.expected.settle(self._rules, now)
         gate.until = needed.until
-        if needed.limits == gate.limits:
-            gate.lower_at = NEVER
-            return
         limits = needed.limits
         if self._rules.attach is not Attach.STRICT and now < gate.lower_at:
             limits = widest_limits(gate.limits, limits)
@@ -382,19 +398,3 @@ class LimitGates:
         if limits != gate.limits:
             gate.limits = limits
             gate.supervisor.limit(limits)
-
-
-def _trouble(supervisor: Supervisor, lease_id: str) -> str:
-    """Say why the clients of a lease cannot attach yet, although its limits may be open; empty where they can.
-
-    A canary finds out whether a server that is late accepts clients, so it does not wait for that.
-    """
-    return supervisor.trouble or ("" if lease_id == _CANARY else supervisor.client_end_late)
-
-
-def _not_ready(supervisor: Supervisor, lease_id: str) -> DaemonNotReadyError:
-    return DaemonNotReadyError(
-        f"the limits of {supervisor.name} could not be opened: {_trouble(supervisor, lease_id)}",
-        hint="try again in a moment; for its state: mpsctl daemons",
-        limit="health",
-    )

@@ -43,6 +43,7 @@ def lost(uid: int | None = 1000, cause: Cause = Cause.LOST) -> Suspicion:
     [
         (Proof.CONTEXT, Verdict.OK),
         (Proof.ERROR, Verdict.UNKNOWN),
+        (Proof.ANSWER, Verdict.UNKNOWN),
         (Proof.NOTHING, Verdict.UNKNOWN),
         (Proof.SILENCE, None),
     ],
@@ -70,7 +71,7 @@ def test_silence_in_a_row() -> None:
         (None, False, Proof.NOTHING),  # without MPS it needs no server
         (808, True, Proof.ERROR),
         (809, False, Proof.ERROR),  # only MPS has this error
-        (2, True, Proof.ERROR),  # the ceiling is closed
+        (2, True, Proof.ERROR),
         (801, True, Proof.ERROR),
         (2, False, Proof.NOTHING),  # a process outside MPS may get it on a full GPU
         (805, False, Proof.NOTHING),
@@ -84,12 +85,18 @@ def test_silence_in_a_row() -> None:
 )
 def test_what_an_answer_proves(code: int | None, listed: bool, expected: Proof) -> None:  # noqa: FBT001 - a parameter of the test
     """Only a context of a client of MPS, or the refusal of an answering server, shows that the server serves."""
-    assert proof(made=code is None, code=code, listed=listed) is expected
+    assert proof(made=code is None, code=code, listed=listed, low=False) is expected
+
+
+def test_refusal_under_a_low_ceiling() -> None:
+    """A context that is refused under a ceiling that may be too low for one shows that the server answers, no more."""
+    assert proof(made=False, code=2, listed=True, low=True) is Proof.ANSWER
+    assert proof(made=True, code=None, listed=True, low=True) is Proof.CONTEXT
 
 
 def test_no_answer_of_cuda() -> None:
     """A canary that could not call CUDA proves nothing."""
-    assert proof(made=False, code=None, listed=False) is Proof.NOTHING
+    assert proof(made=False, code=None, listed=False, low=False) is Proof.NOTHING
 
 
 # -- suspicions --------------------------------------------------------------------------------------------------------
@@ -98,10 +105,10 @@ def test_no_answer_of_cuda() -> None:
 def test_first_suspicion_is_looked_into_at_once() -> None:
     """The first suspicion of a uid is due at once, and an equal one adds nothing."""
     suspicions = Suspicions()
-    assert suspicions.due(10.0) is None
+    assert suspicions.due(10.0, wider=True) is None
     assert suspicions.add(lost(), 10.0)
     assert not suspicions.add(lost(), 11.0)
-    assert suspicions.due(10.0) == lost()
+    assert suspicions.due(10.0, wider=True) == lost()
 
 
 def test_no_uid_has_more_than_its_share() -> None:
@@ -110,36 +117,62 @@ def test_no_uid_has_more_than_its_share() -> None:
     examined = []
     for second in range(300):
         suspicions.add(lost(1000), float(second))
-        if suspicions.due(float(second)) is not None:
+        if suspicions.due(float(second), wider=True) is not None:
             examined.append(second)
-            suspicions.settle(float(second), proven=True)
+            suspicions.settle(float(second), Proof.CONTEXT, float(second))
     assert examined == [0, 60, 120, 180, 240]
     assert suspicions.add(lost(1001), 299.5)
-    assert suspicions.due(299.5) == lost(1001)
+    assert suspicions.due(299.5, wider=True) == lost(1001)
 
 
 def test_examination_answers_all() -> None:
     """The result of one examination answers every open suspicion, including those that were not due."""
     suspicions = Suspicions()
     suspicions.add(lost(1), 0.0)
-    suspicions.settle(0.0, proven=True)
+    suspicions.settle(0.0, Proof.CONTEXT, 0.0)
     suspicions.add(lost(1), 1.0)
     suspicions.add(lost(2), 2.0)
-    suspicions.settle(2.0, proven=True)
-    assert suspicions.due(2.0 + 10 * SPACING) is None
+    suspicions.settle(2.0, Proof.CONTEXT, 2.0)
+    assert suspicions.due(2.0 + 10 * SPACING, wider=True) is None
 
 
-def test_strong_suspicion_stays_where_nothing_was_proven() -> None:
-    """A server that lists dead clients is examined again later if no canary could be sent; weaker signs are dropped."""
-    suspicions = Suspicions()
-    suspicions.add(lost(1), 0.0)
-    suspicions.add(lost(1, Cause.STILL_LISTED), 0.0)
+def test_nothing_is_proven() -> None:
+    """Suspicions stay open where nothing was proven, and each wait is twice as long as the last one."""
+    suspicions, now = Suspicions(), 0.0
+    suspicions.add(lost(1), now)
+    suspicions.add(lost(1, Cause.STILL_LISTED), now)
     assert suspicions.strong == lost(1, Cause.STILL_LISTED)
-    suspicions.settle(0.0, proven=False)
-    assert suspicions.due(SPACING - 1) is None
-    assert suspicions.due(SPACING) == lost(1, Cause.STILL_LISTED)
+    for wait in [60, 120, 240, 480, 960, 1920, 3600, 3600]:
+        suspicions.settle(now, Proof.NOTHING, now)
+        assert suspicions.due(now + wait - 1, wider=True) is None
+        assert suspicions.due(now + wait, wider=True) == lost(1)
+        now += wait
     suspicions.clear()
     assert suspicions.strong is None
+
+
+def test_answer_without_a_context() -> None:
+    """A suspicion that was answered without a context is examined again under a wider ceiling, and not before."""
+    suspicions = Suspicions()
+    suspicions.add(lost(1), 0.0)
+    suspicions.settle(0.0, Proof.ANSWER, 0.0)
+    assert suspicions.due(10 * SPACING, wider=False) is None
+    assert suspicions.due(SPACING - 1, wider=True) is None
+    assert suspicions.due(SPACING, wider=True) == lost(1)
+    assert suspicions.add(lost(2), SPACING)
+    assert suspicions.due(SPACING, wider=False) == lost(2)
+    suspicions.settle(SPACING, Proof.CONTEXT, SPACING)
+    assert suspicions.due(10 * SPACING, wider=True) is None
+
+
+@pytest.mark.parametrize("proof", Proof)
+def test_suspicion_during_an_examination(proof: Proof) -> None:
+    """The result of a canary concerns no suspicion that arose after it had begun, and delays its examination not."""
+    suspicions = Suspicions()
+    suspicions.add(lost(1), 0.0)
+    suspicions.add(lost(2), 5.0)
+    suspicions.settle(6.0, proof, begun=4.0)
+    assert suspicions.due(6.0, wider=True) == lost(2)
 
 
 # -- the clients that a server lists -----------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ def test_stopped_meanwhile(*, disturbed: bool) -> None:
         return await _watched(
             canary,
             1.0,
+            start=1.0,
             lines=lambda: [b"begins"],
             hindrance=lambda: "it is stopped" if proc.is_stopped(server.pid) else None,
         )
@@ -51,7 +52,7 @@ def test_stopped_meanwhile(*, disturbed: bool) -> None:
 def test_that_never_begins() -> None:
     """The silence of a canary that did not get as far as CUDA, as on a busy machine, proves nothing."""
     with sleeper() as canary:
-        waited = _watched(canary, 0.2, lines=list, hindrance=lambda: None)
+        waited = _watched(canary, 5.0, start=0.2, lines=list, hindrance=lambda: None)
         assert asyncio.run(waited) == (
             False,
             f"canary {canary.pid} did not begin to initialise CUDA within 0.2 s",
@@ -62,5 +63,5 @@ def test_that_begins_late() -> None:
     """The time for the answer begins when the canary begins to initialise CUDA."""
     printed = iter([list[bytes]()] * 3)
     with sleeper() as canary:
-        waited = _watched(canary, 0.4, lines=lambda: next(printed, [b"begins"]), hindrance=lambda: None)
+        waited = _watched(canary, 0.4, start=0.4, lines=lambda: next(printed, [b"begins"]), hindrance=lambda: None)
         assert asyncio.run(waited) == (False, None)

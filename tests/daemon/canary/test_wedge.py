@@ -3,70 +3,21 @@
 import json
 import os
 import signal
-import time
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from mpsd.core.supervision.wedge import SPACING
-from tests.daemon.caller import needs_root
+from mpsd.system import clock, proc
+from tests.daemon.canary.conftest import BRISK
+from tests.daemon.canary.helpers import REQUEST, canary, canary_of, evidence, hold, record, release, wedge
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import client_of, event, is_running, kill, next_ready, quarantine, states, stopped
+from tests.daemon.helpers import event, is_running, kill, next_ready, states
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
 
 pytestmark = pytest.mark.enforcement
-
-ANN: Final = 61001
-"""A uid without rights."""
-
-REQUEST: Final = ("--threads", "25", "--memory", "2GiB")
-"""The request of a client of these tests."""
-
-BRISK: Final = "[daemon]\ncanary_deadline = 2.0\nprobe_interval = 1.0\n"
-
-
-@pytest.fixture
-def node(make_node: Start) -> Node:
-    """Start a node whose canaries have a short deadline."""
-    return make_node(simulate=1, control=None, config=BRISK).start()
-
-
-def hold(node: Node, **asked: Any) -> str:
-    """Request a lease for this process, which is no client; return its id."""
-    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0", **asked})
-    assert answer.status == 201, answer.body
-    return str(answer.json["id"])
-
-
-def release(node: Node, lease: str) -> None:
-    """End a lease."""
-    assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
-
-
-def wedge(node: Node) -> SimulatedClient:
-    """Have a client with a lease killed in mid-kernel, with no other client beside it."""
-    client = leased(node, *REQUEST)
-    client.launch(60)
-    client.kill()
-    return client
-
-
-def record(node: Node) -> Path:
-    """Return the file with the evidence against a server."""
-    return node.root / "run" / "gpu0.evidence.json"
-
-
-def evidence(node: Node) -> Any:
-    """Return the stored evidence against a server."""
-    return json.loads(record(node).read_bytes())["evidence"]
-
-
-def canary(node: Node) -> Any:
-    """Return the evidence of canaries."""
-    return node.request("POST", "/v1/daemons/gpu0/canary", {}).json
 
 
 def test_alone(node: Node) -> None:
@@ -87,7 +38,7 @@ def test_beside_a_lease(node: Node) -> None:
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
     with wedge(node) as client:
         told = event(node, "server_wedged")
-    assert told["because"].count("did not initialise CUDA within 2 s") == 3
+    assert told["because"].count("did not initialise CUDA within 1 s") == 3
     # Canaries are not attributed to a lease, although mpsd descends from the holder of a lease here.
     assert {each["client"] for each in node.events("client_attributed")} <= {client.pid}
     found = node.daemons()["gpu0"]
@@ -106,6 +57,46 @@ def test_beside_a_lease(node: Node) -> None:
     next_ready(node, "gpu0", before)
     event(node, "server_serves")
     release(node, hold(node))
+
+
+@contextmanager
+def wedged_by(cause: str, node: Node, client: SimulatedClient) -> Iterator[None]:
+    """Wedge the server of a client, so that this cause alone shows it."""
+    assert client.do("wedge")["ok"]
+    match cause:
+        case "client_lost":
+            client.kill()
+            yield
+        case "client_silent":
+            client.end()
+            with leased(node, *REQUEST):  # it hangs
+                yield
+        case _:
+            [lease] = [each["id"] for each in node.get("/v1/leases").json["leases"] if each["clients"]]
+            assert node.request("POST", f"/v1/leases/{lease}/end", {}).status == 202
+            yield
+
+
+@pytest.mark.parametrize("cause", ["client_lost", "client_silent", "terminate_client"])
+def test_by_each_cause(make_node: Start, cause: str) -> None:
+    """A wedge that one cause alone shows is found: no request is admitted until its last lease has ended.
+
+    `test_beside_a_lease` has the remaining cause.
+    """
+    more = "client_silence = 0.5\n[enforcement]\nterminate_deadline = 0.5\ngrace = 60.0\n"
+    node = make_node(simulate=1, control=None, config=BRISK + more).start()
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with leased(node, *REQUEST) as client:
+        event(node, "client_attributed", client=client.pid)
+        with wedged_by(cause, node, client):
+            event(node, "server_wedged")
+            assert [each["cause"] for each in node.events("server_suspect")] == [cause]
+            answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+            assert (answer.status, answer.json["code"], answer.json["limit"]) == (409, "daemon_not_ready", "health")
+    release(node, mine)
+    next_ready(node, "gpu0", before)
+    with leased(node, *REQUEST) as client:
+        assert client.compute(0.01)["ok"]
 
 
 def test_verdict_outlives_mpsd(node: Node) -> None:
@@ -132,17 +123,15 @@ def test_verdict_outlives_mpsd(node: Node) -> None:
 def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
     """Evidence about a server that has ended does not apply to the next one."""
     mine = hold(node)
-    with wedge(node) as client:
-        event(node, "server_wedged")
-    node.end(signal.SIGKILL)
-    noted = json.loads(record(node).read_bytes())
-    against = noted["evidence"]["against"]
-    server = against["server"]["pid"]
-    assert server == client.hello["server"]
-    if gone == "boot":
-        noted["boot_id"] = "another"
-        record(node).write_text(json.dumps(noted))
-    pids = {"server": [server], "daemon": [against["daemon"]["pid"], server], "boot": []}[gone]
+    with leased(node, *REQUEST) as client:
+        daemon, server = node.daemons()["gpu0"]["pid"], client.hello["server"]
+        node.end(signal.SIGKILL)
+    identities = [{"pid": each, "start_ticks": proc.start_ticks(each)} for each in (daemon, server)]
+    against = dict(zip(("daemon", "server"), identities, strict=True))
+    noted = {"against": against, "unserved": {"because": "it answered no canary", "wedged": True}}
+    boot = "another" if gone == "boot" else clock.boot_id()
+    record(node).write_text(json.dumps({"boot_id": boot, "evidence": noted}))
+    pids = {"server": [server], "daemon": [daemon, server], "boot": []}[gone]
     for pid in pids:
         kill(pid)
     wait_until(lambda: not any(map(is_running, pids)), what="them to be gone")
@@ -150,17 +139,6 @@ def test_verdict_on_a_server_that_is_gone(node: Node, gone: str) -> None:
     assert not node.daemons()["gpu0"]["wedged"]
     release(node, hold(node, request_id="another"))
     release(node, mine)
-
-
-def canary_of(node: Node) -> int:
-    """Wait for a canary of this node, and return its pid."""
-
-    def found() -> list[int]:
-        children = Path(f"/proc/{node.pid}/task").glob("*/children")
-        pids = [int(pid) for each in children for pid in each.read_text().split()]
-        return [pid for pid in pids if b"\0--alarm\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-    return wait_until(found, what="a canary", not_yet=(OSError,))[0]
 
 
 def test_canary_of_an_mpsd_that_dies(node: Node) -> None:
@@ -171,7 +149,7 @@ def test_canary_of_an_mpsd_that_dies(node: Node) -> None:
         node.end(signal.SIGKILL)
         wait_until(lambda: not is_running(pid), what="the canary to end")
     node.start(ready=False)
-    event(node, "server_wedged")
+    node.wait_for_state("gpu0", "ready")
     release(node, mine)
     next_ready(node, "gpu0", before)
 
@@ -211,58 +189,6 @@ def test_canary_that_misses_the_server(node: Node) -> None:
     release(node, mine)
 
 
-def test_lost_client(node: Node) -> None:
-    """A client that is killed while idle makes its server suspect.
-
-    One canary clears the server, and nothing is closed.
-    """
-    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
-    with leased(node, *REQUEST) as client:
-        assert client.hello["ok"]
-        client.kill()
-    event(node, "server_suspect", cause="client_lost")
-    ended = event(node, "canary_ended", cause="client_lost")
-    assert ended["proof"] in {"context", "error"}  # the ceiling may be closed
-    assert node.daemons()["gpu0"]["pid"] == before
-    release(node, mine)
-
-
-def test_client_lost_while_mpsd_was_away(node: Node) -> None:
-    """A client that is killed while no mpsd runs makes its server suspect, also beside another client."""
-    with leased(node, *REQUEST) as other, leased(node, *REQUEST) as client:
-        assert other.hello["server"] == client.hello["server"]
-        event(node, "client_attributed", client=client.pid)
-        node.end(signal.SIGKILL)
-        client.kill()
-        node.start()
-        event(node, "server_suspect", cause="client_lost")
-
-
-def test_suspicion_outlives_mpsd(node: Node) -> None:
-    """The next mpsd examines what the last one suspected, and no uid causes more examinations by a restart of mpsd."""
-    mine = hold(node)
-    with leased(node, *REQUEST) as first:
-        assert first.hello["ok"]
-        first.kill()
-    event(node, "canary_ended", cause="client_lost")
-    node.end(signal.SIGKILL)
-    node.start()
-    with leased(node, *REQUEST) as second:
-        assert second.hello["ok"]
-        second.kill()
-    wait_until(lambda: len(node.events("server_suspect")) == 2, what="another suspicion")
-    node.end(signal.SIGKILL)
-    noted = json.loads(record(node).read_bytes())
-    [suspicion], [examined] = noted["evidence"]["suspicions"], noted["evidence"]["examined"]
-    assert suspicion["due"] == examined["at"] + SPACING
-    suspicion["due"] = examined["at"] = examined["at"] - SPACING
-    record(node).write_text(json.dumps(noted))
-    node.start()
-    wait_until(lambda: len(node.events("canary_ended", cause="client_lost")) == 2, what="the second examination")
-    assert len(node.events("server_suspect")) == 2
-    release(node, mine)
-
-
 def test_operators_restart(node: Node) -> None:
     """An operator's restart of a wedged daemon waits for leases and living clients, not for dead ones."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
@@ -273,34 +199,6 @@ def test_operators_restart(node: Node) -> None:
     release(node, mine)
     next_ready(node, "gpu0", before)
     event(node, "operation_ended", state="done")
-
-
-def test_stopped_server(node: Node) -> None:
-    """A stopped server answers no client either, but that is no wedge."""
-    with leased(node, *REQUEST) as client:
-        server = client.hello["server"]
-        wait_until(
-            lambda: [each["pid"] for each in node.daemons()["gpu0"]["servers"]] == [server], what="it to be seen"
-        )
-        with stopped(server):
-            found = canary(node)
-        assert found["verdict"] == "unknown"
-        assert "is stopped (SIGSTOP)" in found["because"]
-        assert not node.daemons()["gpu0"]["wedged"]
-
-
-def test_server_that_is_stopped_for_a_moment(node: Node) -> None:
-    """The silence of a canary proves nothing where its server was stopped at any time, as its user can do."""
-    mine = hold(node)
-    with wedge(node) as client:
-        canary_of(node)
-        with stopped(client.hello["server"]):
-            until = time.monotonic() + 0.5
-            wait_until(lambda: time.monotonic() > until, what="some checks of mpsd")
-        ended = event(node, "canary_ended")
-    assert ended["proof"] == "nothing"
-    assert f"server {client.hello['server']} is stopped (SIGSTOP)" in ended["because"]
-    release(node, mine)
 
 
 def test_hanging_clients_are_left_alone(node: Node) -> None:
@@ -318,69 +216,6 @@ def test_hanging_clients_are_left_alone(node: Node) -> None:
     next_ready(node, "gpu0", before)
 
 
-def test_end_that_does_not_come_about(make_node: Start) -> None:
-    """A server that does not answer `terminate_client` is suspect; without other clients, it is replaced."""
-    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
-    node = make_node(simulate=1, control=None, config=config).start()
-    before = node.daemons()["gpu0"]["pid"]
-    with SimulatedClient(variables(node)) as stray:
-        assert stray.do("ignore TERM")["ok"]
-        stray.launch(60)
-        told = event(node, "server_suspect", cause="terminate_client")
-        assert f"server {stray.hello['server']}" in told["because"]
-        next_ready(node, "gpu0", before)
-    with leased(node, *REQUEST) as client:
-        assert client.compute(0.01)["ok"]
-    assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
-
-
-def test_end_that_comes_late(make_node: Start) -> None:
-    """A server that ends contexts for longer than the deadline refuses a canary, which clears no suspicion."""
-    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
-    node = make_node(simulate=1, control=None, config=config).start()
-    before = node.daemons()["gpu0"]["pid"]
-    with leased(node, *REQUEST), SimulatedClient(variables(node)) as stray:
-        assert stray.do("ignore TERM")["ok"]
-        stray.launch(2)  # on a quarter of the GPU
-        event(node, "server_suspect", cause="terminate_client")
-        ended = event(node, "canary_ended", cause="terminate_client")
-        assert ended["proof"] == "nothing"
-        assert "MPS_SERVER_NOT_READY (807)" in ended["because"]
-        wait_until(lambda: not is_running(stray.pid), what="it to end")
-    next_ready(node, "gpu0", before)
-
-
-def test_end_that_takes_long(make_node: Start) -> None:
-    """While a server ends contexts, the silence of a canary proves nothing: it may not answer other clients."""
-    slow = BRISK.replace("canary_deadline = 2.0", "canary_deadline = 5.0")  # the end begins before a canary is over
-    node = make_node(simulate=1, control=None, config=slow).start()
-    mine = hold(node, processes=2)
-    with wedge(node) as dead, SimulatedClient(variables(node)) as hanging:
-        event(node, "client_attributed", client=hanging.pid)
-        canary_of(node)
-        assert node.request("POST", f"/v1/leases/{mine}/end", {}).status == 202
-        ended = event(node, "canary_ended", proof="nothing")
-        assert f"server {dead.hello['server']} is ending the contexts of client {hanging.pid}" in ended["because"]
-    assert not node.events("server_wedged")
-
-
-def test_stopped_control_daemon(make_node: Start) -> None:
-    """A stopped control daemon answers no client either, but its server is not wedged."""
-    config = f"{BRISK}answer_deadline = 6.0\n"  # it is not unresponsive yet when the server becomes suspect
-    node = make_node(simulate=1, control=None, config=config).start()
-    mine = hold(node)
-    with leased(node, *REQUEST) as client:
-        event(node, "client_attributed", client=client.pid)
-        with stopped(node.daemons()["gpu0"]["pid"]):
-            client.kill()
-            ended = event(node, "canary_ended", cause="client_lost")
-            assert ended["proof"] == "nothing"
-            assert "is stopped (SIGSTOP)" in ended["because"]
-    assert node.daemons()["gpu0"]["unserved"] is None
-    assert canary(node)["verdict"] == "ok"
-    release(node, mine)
-
-
 def test_control_daemon_that_dies(node: Node) -> None:
     """A canary of a control daemon that has died proves nothing about the next one."""
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
@@ -393,31 +228,3 @@ def test_control_daemon_that_dies(node: Node) -> None:
     next_ready(node, "gpu0", before)
     assert node.daemons()["gpu0"]["unserved"] is None
     release(node, mine)
-
-
-def test_client_that_stays_silent(make_node: Start) -> None:
-    """A client that is connected for long without a context makes its server suspect, and is left alone."""
-    node = make_node(simulate=1, control=None, config=f"{BRISK}client_silence = 1.0\n").start()
-    with leased(node, *REQUEST, late=True) as client:
-        assert client.init()["ok"]
-        told = event(node, "server_suspect", cause="client_silent")
-        assert f"client {client.pid} " in told["because"]
-        assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
-        assert client.context()["ok"]
-        client.launch(60)
-        client.kill()  # it is suspect for its end, too
-    event(node, "server_suspect", cause="client_still_listed")
-
-
-@needs_root
-def test_quarantined_user(node: Node) -> None:
-    """A canary does not run as a quarantined user, who has no pipe access, although that user's server runs."""
-    with client_of(node, ANN) as client:
-        assert client.hello["mps"]
-        node.end(signal.SIGKILL)
-        quarantine(node, ANN)
-        node.start(ready=False)
-        node.wait_for_state("gpu0", "ready")
-        found = canary(node)
-    assert found["verdict"] == "unknown"
-    assert f"uid {ANN} is quarantined" in found["because"]

@@ -1,0 +1,89 @@
+"""Actions that the tests of canaries share: they make servers suspect, or wedged, and look at canaries and evidence."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from tests.daemon.leases.line import Talk
+from tests.driven_program import DrivenProgram
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, leased, variables
+
+ANN: Final = 61001
+"""A uid without rights."""
+
+REQUEST: Final = ("--threads", "25", "--memory", "2GiB")
+"""The request of a client of these tests."""
+
+_CLIENT: Final = """
+import os, sys
+from mpsd.simulator.client import main
+uid = int(os.environ["CLIENT_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+sys.exit(main())
+"""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
+
+
+def hold(node: Node, **asked: Any) -> str:
+    """Request a lease for this process, which is no client; return its id."""
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0", **asked})
+    assert answer.status == 201, answer.body
+    return str(answer.json["id"])
+
+
+def release(node: Node, lease: str) -> None:
+    """End a lease."""
+    assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+
+
+def wedge(node: Node) -> SimulatedClient:
+    """Have a client with a lease killed in mid-kernel, with no other client beside it."""
+    client = leased(node, *REQUEST)
+    client.launch(60)
+    client.kill()
+    return client
+
+
+@contextlib.contextmanager
+def anns_client(node: Node) -> Iterator[tuple[DrivenProgram, str]]:
+    """Start a client of ANN with a lease, which the process of the tests holds; yield it with the lease's id."""
+    with Talk(node.socket, uid=ANN) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})
+    assert answer.status == 201, answer.body
+    environment = {**variables(node), **answer.json["env"], "CLIENT_UID": str(ANN)}
+    with DrivenProgram([sys.executable, "-c", _CLIENT], environment) as client:
+        assert client.hello["mps"]
+        yield client, answer.json["id"]
+
+
+def record(node: Node) -> Path:
+    """Return the file with the evidence against a server."""
+    return node.root / "run" / "gpu0.evidence.json"
+
+
+def evidence(node: Node) -> Any:
+    """Return the stored evidence against a server."""
+    return json.loads(record(node).read_bytes())["evidence"]
+
+
+def canary(node: Node) -> Any:
+    """Return the evidence of canaries."""
+    return node.request("POST", "/v1/daemons/gpu0/canary", {}).json
+
+
+def canary_of(node: Node) -> int:
+    """Wait for a canary of this node, and return its pid."""
+
+    def found() -> list[int]:
+        children = Path(f"/proc/{node.pid}/task").glob("*/children")
+        pids = [int(pid) for each in children for pid in each.read_text().split()]
+        return [pid for pid in pids if b"\0--alarm\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    return wait_until(found, what="a canary", not_yet=(OSError,))[0]

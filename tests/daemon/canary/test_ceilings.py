@@ -1,0 +1,151 @@
+"""The ceiling and the pipe access of canaries: they prove a context, and no other process gets more by them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpsd.simulator.devices import set_context_memory
+from mpsd.system import acl
+from tests.daemon.caller import needs_root
+from tests.daemon.canary.conftest import CALM
+from tests.daemon.canary.helpers import ANN, REQUEST, anns_client, canary, canary_of, evidence, hold, release
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import MIB, event, kill
+from tests.daemon.leases.line import Talk, connect
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, leased, variables
+
+pytestmark = pytest.mark.enforcement
+
+
+@pytest.fixture
+def make_full(make_node: Start) -> Callable[..., Node]:
+    """Return a maker of nodes where a context takes memory of its limit, so that a closed ceiling gives none."""
+
+    def make(more: str = "") -> Node:
+        node = make_node(simulate=1, control=None, config=CALM + more)
+        set_context_memory(node.root / "run" / "simulated", 400 * MIB)
+        return node.start()
+
+    return make
+
+
+def limits(node: Node) -> tuple[float, int | None]:
+    """Return the ceiling that was read back last."""
+    found = node.daemons()["gpu0"]["limits"]
+    return found["active_thread_percentage"], found["pinned_device_mem_limit"]
+
+
+def is_closed(node: Node) -> bool:
+    """Tell whether the ceiling is closed."""
+    return limits(node) == (0.1, MIB)
+
+
+def lost(node: Node) -> dict[str, Any]:
+    """Wait for the end of the canary that a lost client causes."""
+    return event(node, "canary_ended", cause="client_lost")
+
+
+def test_alone(make_full: Callable[..., Node]) -> None:
+    """Where no other process is left, the ceiling is opened for the canary of a suspicion, and a context is proven."""
+    node = make_full()
+    with leased(node, *REQUEST) as client:
+        event(node, "client_attributed", client=client.pid)
+        client.kill()
+    assert lost(node)["proof"] == "context"
+    wait_until(lambda: is_closed(node), what="the ceiling to be closed again")
+
+
+@needs_root
+def test_of_another_user(make_full: Callable[..., Node]) -> None:
+    """The canary has pipe access by a group of its own: another process of its user has none, and gets no ceiling."""
+    node = make_full()
+    with anns_client(node) as (client, lease):
+        release(node, lease)
+        assert client.do("wedge")["ok"]
+        wait_until(lambda: is_closed(node), what="the ceiling to be closed")
+        client.kill()
+    pid = canary_of(node)
+    control = node.pipe_directory("gpu0") / "control"
+    wait_until(lambda: f"NEW CLIENT {pid} " in node.control_log("gpu0").read_text(), what="the canary to be there")
+    assert limits(node) == (10.0, 512 * MIB)
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    assert f"Uid:\t{ANN}\t" in status
+    assert Path(f"/proc/{pid}/fd").stat().st_uid == 0  # no process of that user may trace it, and so take its group
+    [group] = status.partition("\nGroups:\t")[2].partition("\n")[0].split()
+    assert [(each.tag, each.who) for each in acl.read(control) if each.tag in {acl.Tag.USER, acl.Tag.GROUP}] == [
+        (acl.Tag.GROUP, int(group))
+    ]
+    with pytest.raises(PermissionError):
+        connect(control, uid=ANN)
+    # A lease with less ends that ceiling before it is granted.
+    with Talk(node.socket, uid=ANN) as talk:
+        answer = talk.ask("POST", "/v1/leases", {"threads": 1, "memory": "64MiB", "gpu": "0"})
+    assert answer.status == 201, answer.body
+    assert limits(node) == (1.0, 64 * MIB)
+    kill(pid)
+    assert lost(node)["proof"] == "nothing"
+
+
+def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None:
+    """Where another client could use the ceiling it stays closed, and the suspicion stays until a context is proven."""
+    node = make_full()
+    with leased(node, *REQUEST) as other, SimulatedClient(variables(node)) as stray:
+        assert stray.hello["mps"]
+        other.end()
+        wait_until(lambda: is_closed(node), what="the ceiling to be closed")
+        with SimulatedClient(variables(node), late=True) as client:
+            assert client.init()["ok"]
+            listed = {client.pid, stray.pid}
+            wait_until(
+                lambda: {each["pid"] for each in node.get("/v1/clients").json["clients"]} == listed, what="both clients"
+            )
+            client.kill()
+        ended = lost(node)
+        assert ended["proof"] == "answer"
+        assert "under a ceiling of 0.1 % and 1MiB, which may be too low for a context" in ended["because"]
+        assert [each["answered"] for each in evidence(node)["suspicions"]] == [True]
+        mine = hold(node)
+        assert canary(node)["verdict"] == "ok"
+        assert evidence(node)["suspicions"] == []
+        release(node, mine)
+
+
+def test_behind_settled_clients(make_full: Callable[..., Node]) -> None:
+    """In `shared`, the ceiling that is closed behind its clients is raised to the least part of their leases."""
+    node = make_full('[enforcement]\nattach = "shared"\n')
+    with (
+        leased(node, "--threads", "50", "--memory", "4GiB") as large,
+        leased(node, "--threads", "5", "--memory", "1GiB") as small,
+        leased(node, *REQUEST) as client,
+    ):
+        for each in (large, small, client):
+            assert each.alloc("1MiB")["ok"]
+        wait_until(lambda: is_closed(node), what="the ceiling to be closed behind all of them")
+        client.kill()
+        ended = lost(node)
+    assert ended["proof"] == "context"
+    # The canary had the smaller part's threads, and its own maximum of memory.
+    assert (5.0, 512 * MIB) in {
+        (each["active_thread_percentage"], each["pinned_device_mem_limit"]) for each in node.events("limits_verified")
+    }
+
+
+@needs_root
+def test_quarantined_user(make_full: Callable[..., Node]) -> None:
+    """A canary examines the server of a quarantined user, too: that user gets no pipe access by it."""
+    node = make_full()
+    with anns_client(node):
+        node.end()
+        quarantined = [{"uid": ANN, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
+        record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
+        (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
+        node.start(ready=False)
+        node.wait_for_state("gpu0", "ready")
+        found = canary(node)
+    assert found["verdict"] == "ok"
+    assert f"(uid {ANN})" in found["because"]

@@ -1,0 +1,174 @@
+"""Signs of a server that may serve no client: they are examined, also by the next mpsd, and prove nothing."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from mpsd.core.supervision.wedge import SPACING
+from tests.daemon.canary.conftest import BRISK, CALM
+from tests.daemon.canary.helpers import REQUEST, canary, canary_of, hold, record, release, wedge
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import event, is_running, next_ready, stopped
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, leased, variables
+
+pytestmark = pytest.mark.enforcement
+
+
+def test_lost_client(calm: Node) -> None:
+    """A client that is killed while idle makes its server suspect.
+
+    One canary clears the server, and nothing is closed.
+    """
+    before, mine = calm.daemons()["gpu0"]["pid"], hold(calm)
+    with leased(calm, *REQUEST) as client:
+        assert client.hello["ok"]
+        client.kill()
+    event(calm, "server_suspect", cause="client_lost")
+    ended = event(calm, "canary_ended", cause="client_lost")
+    assert ended["proof"] == "context"
+    assert calm.daemons()["gpu0"]["pid"] == before
+    release(calm, mine)
+
+
+def test_client_lost_while_mpsd_was_away(calm: Node) -> None:
+    """A client that is killed while no mpsd runs makes its server suspect, also beside another client."""
+    with leased(calm, *REQUEST) as other, leased(calm, *REQUEST) as client:
+        assert other.hello["server"] == client.hello["server"]
+        event(calm, "client_attributed", client=client.pid)
+        calm.end(signal.SIGKILL)
+        client.kill()
+        calm.start()
+        event(calm, "server_suspect", cause="client_lost")
+
+
+def test_suspicion_outlives_mpsd(calm: Node) -> None:
+    """The next mpsd examines what the last one suspected, and no uid causes more examinations by a restart of mpsd."""
+    mine = hold(calm)
+    with leased(calm, *REQUEST) as first:
+        assert first.hello["ok"]
+        first.kill()
+    event(calm, "canary_ended", cause="client_lost")
+    calm.end(signal.SIGKILL)
+    calm.start()
+    with leased(calm, *REQUEST) as second:
+        assert second.hello["ok"]
+        second.kill()
+    wait_until(lambda: len(calm.events("server_suspect")) == 2, what="another suspicion")
+    calm.end(signal.SIGKILL)
+    noted = json.loads(record(calm).read_bytes())
+    [suspicion], [examined] = noted["evidence"]["suspicions"], noted["evidence"]["examined"]
+    assert suspicion["due"] == examined["at"] + SPACING
+    suspicion["due"] = examined["at"] = examined["at"] - SPACING
+    record(calm).write_text(json.dumps(noted))
+    calm.start()
+    wait_until(lambda: len(calm.events("canary_ended", cause="client_lost")) == 2, what="the second examination")
+    assert len(calm.events("server_suspect")) == 2
+    release(calm, mine)
+
+
+def test_client_that_stays_silent(make_node: Start) -> None:
+    """A client that is connected for long without a context makes its server suspect, and is left alone."""
+    node = make_node(simulate=1, control=None, config=f"{CALM}client_silence = 1.0\n").start()
+    with leased(node, *REQUEST, late=True) as client:
+        assert client.init()["ok"]
+        told = event(node, "server_suspect", cause="client_silent")
+        assert f"client {client.pid} " in told["because"]
+        assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
+        assert client.context()["ok"]
+        client.launch(60)
+        client.kill()  # it is suspect for its end, too
+    event(node, "server_suspect", cause="client_still_listed")
+
+
+def test_stopped_server(node: Node) -> None:
+    """A stopped server answers no client either, but that is no wedge."""
+    with leased(node, *REQUEST) as client:
+        server = client.hello["server"]
+        wait_until(
+            lambda: [each["pid"] for each in node.daemons()["gpu0"]["servers"]] == [server], what="it to be seen"
+        )
+        with stopped(server):
+            found = canary(node)
+        assert found["verdict"] == "unknown"
+        assert "is stopped (SIGSTOP)" in found["because"]
+        assert not node.daemons()["gpu0"]["wedged"]
+
+
+def test_server_that_is_stopped_for_a_moment(node: Node) -> None:
+    """The silence of a canary proves nothing where its server was stopped at any time, as its user can do."""
+    mine = hold(node)
+    with wedge(node) as client:
+        canary_of(node)
+        with stopped(client.hello["server"]):
+            until = time.monotonic() + 0.5
+            wait_until(lambda: time.monotonic() > until, what="some checks of mpsd")
+        ended = event(node, "canary_ended")
+    assert ended["proof"] == "nothing"
+    assert f"server {client.hello['server']} is stopped (SIGSTOP)" in ended["because"]
+    release(node, mine)
+
+
+def test_end_that_does_not_come_about(make_node: Start) -> None:
+    """A server that does not answer `terminate_client` is suspect; without other clients, it is replaced."""
+    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    before = node.daemons()["gpu0"]["pid"]
+    with SimulatedClient(variables(node)) as stray:
+        assert stray.do("ignore TERM")["ok"]
+        stray.launch(60)
+        told = event(node, "server_suspect", cause="terminate_client")
+        assert f"server {stray.hello['server']}" in told["because"]
+        next_ready(node, "gpu0", before)
+    with leased(node, *REQUEST) as client:
+        assert client.compute(0.01)["ok"]
+
+
+def test_end_that_comes_late(make_node: Start) -> None:
+    """A server that ends contexts for longer than the deadline refuses a canary, which clears no suspicion."""
+    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
+    node = make_node(simulate=1, control=None, config=config).start()
+    before = node.daemons()["gpu0"]["pid"]
+    with leased(node, *REQUEST), SimulatedClient(variables(node)) as stray:
+        assert stray.do("ignore TERM")["ok"]
+        stray.launch(1.2)  # on a quarter of the GPU
+        event(node, "server_suspect", cause="terminate_client")
+        ended = event(node, "canary_ended", cause="terminate_client")
+        assert ended["proof"] == "nothing"
+        assert "MPS_SERVER_NOT_READY (807)" in ended["because"]
+        wait_until(lambda: not is_running(stray.pid), what="it to end")
+    next_ready(node, "gpu0", before)
+
+
+def test_end_that_takes_long(make_node: Start) -> None:
+    """While a server ends contexts, the silence of a canary proves nothing: it may not answer other clients."""
+    slow = BRISK.replace("canary_deadline = 2.0", "canary_deadline = 5.0")  # the end begins before a canary is over
+    node = make_node(simulate=1, control=None, config=slow).start()
+    mine = hold(node, processes=2)
+    with wedge(node) as dead, SimulatedClient(variables(node)) as hanging:
+        event(node, "client_attributed", client=hanging.pid)
+        canary_of(node)
+        assert node.request("POST", f"/v1/leases/{mine}/end", {}).status == 202
+        ended = event(node, "canary_ended", proof="nothing")
+        assert f"server {dead.hello['server']} is ending the contexts of client {hanging.pid}" in ended["because"]
+    assert not node.events("server_wedged")
+
+
+def test_stopped_control_daemon(make_node: Start) -> None:
+    """A stopped control daemon answers no client either, but its server is not wedged."""
+    config = f"{CALM}answer_deadline = 6.0\n"  # it is not unresponsive yet when the server becomes suspect
+    node = make_node(simulate=1, control=None, config=config).start()
+    mine = hold(node)
+    with leased(node, *REQUEST) as client:
+        event(node, "client_attributed", client=client.pid)
+        with stopped(node.daemons()["gpu0"]["pid"]):
+            client.kill()
+            ended = event(node, "canary_ended", cause="client_lost")
+            assert ended["proof"] == "nothing"
+            assert "is stopped (SIGSTOP)" in ended["because"]
+    assert node.daemons()["gpu0"]["unserved"] is None
+    assert canary(node)["verdict"] == "ok"
+    release(node, mine)

@@ -6,7 +6,7 @@ a context, which may be minutes later, and may happen a second time. mpsd theref
 leases need whose processes may still come, and lowers them behind a client only after its context is proven.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import reduce

@@ -136,6 +136,7 @@ def substituted(query: str) -> str:
     return query
 
 
+@pytest.mark.enforcement
 @pytest.mark.slow
 def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) -> None:
     """After an incident, each query has a result, the rules fire, and Prometheus has the counters of mpsd."""

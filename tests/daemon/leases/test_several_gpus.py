@@ -10,6 +10,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient
 
+pytestmark = pytest.mark.enforcement
+
 WINDOW: Final = 0.3
 """Seconds of enforcement.attach_window."""
 

@@ -2,6 +2,8 @@
 
 from typing import Any, Final
 
+import pytest
+
 from mpsd.core.settings import Attach
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event

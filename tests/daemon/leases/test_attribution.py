@@ -203,8 +203,8 @@ def test_another_user_in_the_family(make_node: Start) -> None:
     with calling(node.socket, uid=BOB) as bob:
         assert bob.admit(**{**asked, "threads": 10}).status == 201  # otherwise the control daemon is closed to bob
         with SimulatedClient(variables(node), before=as_user(BOB)) as other:
-            told = event(node, "violation", pid=other.hello["pid"])
-            assert (told["kind"], told["lease"]) == ("no_lease", None)
+            told = event(node, "violation", pid=other.hello["pid"], kind="no_lease")
+            assert told["lease"] is None
             with SimulatedClient(variables(node)) as honest:
                 event(node, "client_attributed", client=honest.hello["pid"], lease=mine["id"])
                 assert clients(node, mine["id"]) == [honest.pid]

@@ -159,12 +159,21 @@ class OpenSuspicion(Struct, frozen=True, forbid_unknown_fields=True):
     answered: bool = False
     """Whether the server has answered since, without giving a context: another examination takes a wider ceiling."""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no examination has concerned it yet."""
+        return not self.answered and self.pause == SPACING
+
 
 class Examined(Struct, frozen=True, forbid_unknown_fields=True):
     """An examination that a uid caused, and its time."""
 
     uid: int | None
     at: float
+
+
+def _are_alike(one: Suspicion, other: Suspicion) -> bool:
+    return (one.cause, one.uid) == (other.cause, other.uid)
 
 
 def _after(suspicion: OpenSuspicion, now: float, proof: Proof) -> OpenSuspicion | None:
@@ -191,11 +200,15 @@ class Suspicions:
     """The last examination that each uid caused, as far as it delays the next one."""
 
     def add(self, suspicion: Suspicion, now: float) -> bool:
-        """Add a suspicion; False where one with the same cause and uid is open."""
-        if any((each.cause, each.uid) == (suspicion.cause, suspicion.uid) for each in self._suspicions):
+        """Add a suspicion; False where one with the same cause and uid waits for its first examination.
+
+        One that waits for a later examination is replaced: the server may have become worse.
+        """
+        alike = [each for each in self.open if _are_alike(each.suspicion, suspicion)]
+        if any(each.is_new for each in alike):
             return False
         due = max([now, *(each.at + SPACING for each in self.examined if each.uid == suspicion.uid)])
-        self.open = (*self.open, OpenSuspicion(suspicion, now, due))
+        self.open = (*(each for each in self.open if each not in alike), OpenSuspicion(suspicion, now, due))
         return True
 
     @property

@@ -165,6 +165,21 @@ def test_answer_without_a_context() -> None:
     assert suspicions.due(10 * SPACING, wider=True) is None
 
 
+@pytest.mark.parametrize("proof", [Proof.NOTHING, Proof.ANSWER])
+def test_new_sign_after_an_examination(proof: Proof) -> None:
+    """Another sign of the same kind is examined within a minute, however long the suspicion before has to wait."""
+    suspicions = Suspicions()
+    suspicions.add(lost(1), 0.0)
+    for now in (0.0, 60.0, 180.0, 420.0):
+        suspicions.settle(now, proof, now)
+    assert suspicions.due(430.0 + SPACING, wider=False) is None
+    assert suspicions.add(lost(1), 430.0)
+    assert not suspicions.add(lost(1), 431.0)
+    assert suspicions.due(420.0 + SPACING - 1, wider=False) is None
+    assert suspicions.due(420.0 + SPACING, wider=False) == lost(1)
+    assert len(suspicions.open) == 1
+
+
 @pytest.mark.parametrize("proof", Proof)
 def test_suspicion_during_an_examination(proof: Proof) -> None:
     """The result of a canary concerns no suspicion that arose after it had begun, and delays its examination not."""

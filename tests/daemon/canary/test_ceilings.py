@@ -1,6 +1,7 @@
 """The ceiling and the pipe access of canaries: they prove a context, and no other process gets more by them."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.daemon.caller import needs_root
 from tests.daemon.canary.conftest import CALM
 from tests.daemon.canary.helpers import ANN, REQUEST, anns_client, canary, canary_of, evidence, hold, release
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import MIB, event, kill
+from tests.daemon.helpers import MIB, event, is_running
 from tests.daemon.leases.line import Talk, connect
 from tests.harness import wait_until
 from tests.node import Node
@@ -43,6 +44,11 @@ def limits(node: Node) -> tuple[float, int | None]:
 def is_closed(node: Node) -> bool:
     """Tell whether the ceiling is closed."""
     return limits(node) == (0.1, MIB)
+
+
+def named(path: Path) -> list[tuple[int, int]]:
+    """Return the users and groups that the access list of a file names."""
+    return [(each.tag, each.who) for each in acl.read(path) if each.tag in {acl.Tag.USER, acl.Tag.GROUP}]
 
 
 def lost(node: Node) -> dict[str, Any]:
@@ -77,9 +83,7 @@ def test_of_another_user(make_full: Callable[..., Node]) -> None:
     assert f"Uid:\t{ANN}\t" in status
     assert Path(f"/proc/{pid}/fd").stat().st_uid == 0  # no process of that user may trace it, and so take its group
     [group] = status.partition("\nGroups:\t")[2].partition("\n")[0].split()
-    assert [(each.tag, each.who) for each in acl.read(control) if each.tag in {acl.Tag.USER, acl.Tag.GROUP}] == [
-        (acl.Tag.GROUP, int(group))
-    ]
+    assert named(control) == [(acl.Tag.GROUP, int(group))]
     with pytest.raises(PermissionError):
         connect(control, uid=ANN)
     # A lease with less ends that ceiling before it is granted.
@@ -87,8 +91,11 @@ def test_of_another_user(make_full: Callable[..., Node]) -> None:
         answer = talk.ask("POST", "/v1/leases", {"threads": 1, "memory": "64MiB", "gpu": "0"})
     assert answer.status == 201, answer.body
     assert limits(node) == (1.0, 64 * MIB)
-    kill(pid)
-    assert lost(node)["proof"] == "nothing"
+    node.end(signal.SIGKILL)
+    wait_until(lambda: not is_running(pid), what="the canary to end")
+    node.start(ready=False)
+    node.wait_for_state("gpu0", "ready")
+    wait_until(lambda: named(control) == [(acl.Tag.USER, ANN)], what="the access of the canary to be gone")
 
 
 def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None:

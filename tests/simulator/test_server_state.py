@@ -293,3 +293,31 @@ def test_terminated_too_late(server: Server) -> None:
     server.left(1, said=True)
     assert server.terminate(1).printed == ["1"]
     context(server, 2)
+
+
+@pytest.mark.parametrize("moment", Binds)
+def test_memory_of_a_context(log: list[str], moment: Binds) -> None:
+    """A context is refused where its memory limit has less than a context takes; the client stays."""
+    start = Start((GPU,), 80.0, {0: GIB}, priority=0, binds=moment, context_memory=GIB + 1)
+    server = Server(77, start, log.append)
+    server.begin()
+    admit(server, 1)
+    assert server.context(1) is CudaError.OUT_OF_MEMORY
+    assert 1 in server.clients
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_end_that_wedges(server: Server, log: list[str], *, said: bool) -> None:
+    """The end of a client that wedges shows as any other does, and no later client is served."""
+    admit(server, 1).wedges = True
+    server.left(1, said=said)
+    assert server.wedged
+    assert 1 not in server.clients
+    assert log[-1] == "Client {PID: 1, Context ID: 0} exit"
+
+
+def test_terminate_that_wedges(server: Server) -> None:
+    """The contexts of a client that wedges never end."""
+    admit(server, 1).wedges = True
+    assert server.terminate(1).awaits == 1
+    assert server.wedged

@@ -30,7 +30,7 @@ class Processes(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Unserved(Struct, frozen=True, forbid_unknown_fields=True):
-    """That a server does not answer canaries."""
+    """The fact that a server does not answer canaries."""
 
     because: str
     wedged: bool

@@ -50,7 +50,7 @@ _OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
 
 
 class Foreign(NamedTuple):
-    """How much of others the log of a control daemon has shown."""
+    """The number of commands of others in the log of a control daemon, and of lines that may stand for some."""
 
     commands: int = 0
     unaccounted: int = 0

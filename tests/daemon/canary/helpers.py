@@ -2,33 +2,21 @@
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.daemon.leases.line import Talk
+from tests.daemon.helpers import client_of
 from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated_clients import SimulatedClient, leased, variables
+from tests.simulated_clients import SimulatedClient, leased
 
 ANN: Final = 61001
 """A uid without rights."""
 
 REQUEST: Final = ("--threads", "25", "--memory", "2GiB")
 """The request of a client of these tests."""
-
-_CLIENT: Final = """
-import os, sys
-from mpsd.simulator.client import main
-uid = int(os.environ["CLIENT_UID"])
-os.setgroups([])
-os.setresgid(uid, uid, uid)
-os.setresuid(uid, uid, uid)
-sys.exit(main())
-"""
-"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
 
 
 def hold(node: Node, **asked: Any) -> str:
@@ -54,13 +42,10 @@ def wedge(node: Node) -> SimulatedClient:
 @contextlib.contextmanager
 def anns_client(node: Node) -> Iterator[tuple[DrivenProgram, str]]:
     """Start a client of ANN with a lease, which the process of the tests holds; yield it with the lease's id."""
-    with Talk(node.socket, uid=ANN) as talk:
-        answer = talk.ask("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0"})
-    assert answer.status == 201, answer.body
-    environment = {**variables(node), **answer.json["env"], "CLIENT_UID": str(ANN)}
-    with DrivenProgram([sys.executable, "-c", _CLIENT], environment) as client:
+    with client_of(node, ANN) as client:
         assert client.hello["mps"]
-        yield client, answer.json["id"]
+        (lease,) = (each["id"] for each in node.get("/v1/leases").json["leases"] if each["owner"]["uid"] == ANN)
+        yield client, lease
 
 
 def record(node: Node) -> Path:

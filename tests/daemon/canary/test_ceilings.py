@@ -1,6 +1,5 @@
 """The ceiling and the pipe access of canaries: they prove a context, and no other process gets more by them."""
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.daemon.caller import needs_root
 from tests.daemon.canary.conftest import CALM
 from tests.daemon.canary.helpers import ANN, REQUEST, anns_client, canary, canary_of, evidence, hold, release
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import MIB, event, is_running
+from tests.daemon.helpers import MIB, event, is_running, quarantine
 from tests.daemon.leases.line import Talk, connect
 from tests.harness import wait_until
 from tests.node import Node
@@ -148,9 +147,7 @@ def test_quarantined_user(make_full: Callable[..., Node]) -> None:
     node = make_full()
     with anns_client(node):
         node.end()
-        quarantined = [{"uid": ANN, "since": "2026-01-01T00:00:00Z", "because": "of a test"}]
-        record = {"boot_id": "", "crashes": [], "quarantined": quarantined}
-        (node.root / "state" / "quarantines.json").write_text(json.dumps(record))
+        quarantine(node, ANN)
         node.start(ready=False)
         node.wait_for_state("gpu0", "ready")
         found = canary(node)

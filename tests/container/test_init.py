@@ -158,6 +158,25 @@ def test_told_to_end_while_it_is_dead(said: Path) -> None:
     assert said.read_text().count("SIGTERM") == 2
 
 
+def test_told_to_end_and_left_children_that_end(said: Path) -> None:
+    """Once the last child of a command that failed has ended, the exit status is still the command's."""
+    with init("--watchdog=1000", *main(said, children=1)) as process:
+        (first,) = wait_until(lambda: pids_of(said, "started"), what="the command to run")
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: look_at(first) is None, what="the command to be reaped")
+
+        def is_over() -> bool:
+            there = {*_below(process.pid)}
+            for child in there & {*pids_of(said, "child")}:
+                os.kill(child, signal.SIGKILL)
+            for again in there & {*pids_of(said, "started")}:  # a sign of life shows that it can handle the signal
+                os.kill(again, signal.SIGHUP)
+            return process.poll() is not None
+
+        wait_until(is_over, what="the container to end")
+        assert process.returncode == 7
+
+
 def test_never_gave_a_sign(said: Path) -> None:
     """A command that never gave a sign of life is left alone."""
     with init("--watchdog=0.01", *main(said)) as process:

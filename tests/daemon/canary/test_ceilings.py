@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +101,20 @@ def test_of_another_user(make_full: Callable[..., Node]) -> None:
 def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None:
     """Where another client could use the ceiling it stays closed, and the suspicion stays until a context is proven."""
     node = make_full()
-    with leased(node, *REQUEST) as other, SimulatedClient(variables(node)) as stray:
+    with ExitStack() as stack:
+        other = stack.enter_context(leased(node, *REQUEST))
+        event(node, "client_attributed", client=other.pid)  # the ceiling is open: a context needs memory
+        stray = stack.enter_context(SimulatedClient(variables(node)))
         assert stray.hello["mps"]
         other.end()
         wait_until(lambda: is_closed(node), what="the ceiling to be closed")
-        with SimulatedClient(variables(node), late=True) as client:
-            assert client.init()["ok"]
-            listed = {client.pid, stray.pid}
-            wait_until(
-                lambda: {each["pid"] for each in node.get("/v1/clients").json["clients"]} == listed, what="both clients"
-            )
-            client.kill()
+        client = stack.enter_context(SimulatedClient(variables(node), late=True))
+        assert client.init()["ok"]
+        listed = {client.pid, stray.pid}
+        wait_until(
+            lambda: {each["pid"] for each in node.get("/v1/clients").json["clients"]} == listed, what="both clients"
+        )
+        client.kill()
         ended = lost(node)
         assert ended["proof"] == "answer"
         assert "under a ceiling of 0.1 % and 1MiB, which may be too low for a context" in ended["because"]

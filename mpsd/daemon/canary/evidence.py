@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from mpsd.core.model import ProcessIdentity, Unknown
-from mpsd.core.supervision.wedge import Examined, OpenSuspicion
+from mpsd.core.supervision.wedge import Examined, OpenSuspicion, Suspicion, Suspicions
 from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import atomic_file, clock, proc
@@ -49,6 +49,11 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
     """How many of the lost clients that the log of the servers reports were considered."""
 
 
+def report(suspicion: Suspicion, log: Logger) -> None:
+    """Log a new suspicion."""
+    log.warning(EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because)
+
+
 class _File(Struct, forbid_unknown_fields=True):
     boot_id: str
     evidence: Evidence
@@ -75,6 +80,14 @@ class EvidenceRecord:
         if self._stored.against.is_gone:
             return structs.replace(self._stored, against=Processes(), unserved=None, suspicions=())
         return self._stored
+
+    def add(self, suspicion: Suspicion) -> None:
+        """Add a suspicion, for the watch that loads this record next."""
+        known = self.load()
+        suspicions = Suspicions(known.suspicions, known.examined)
+        if suspicions.add(suspicion, clock.since_boot()):
+            self.keep(structs.replace(known, suspicions=suspicions.open))
+            report(suspicion, self._log)
 
     def keep(self, evidence: Evidence) -> None:
         """Store the present evidence if it has changed; where that fails, this mpsd still applies it.

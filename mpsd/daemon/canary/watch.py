@@ -27,7 +27,7 @@ from mpsd.core.supervision.wedge import (
     Verdict,
 )
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.evidence import Evidence, EvidenceRecord, Processes, Unserved
+from mpsd.daemon.canary.evidence import Evidence, EvidenceRecord, Processes, Unserved, report
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import EventName, Logger
@@ -103,9 +103,7 @@ class ServerWatch:
         """Add a suspicion, which the next mpsd examines if this one does not live to do it."""
         if self._suspicions.add(suspicion, clock.since_boot()):
             self._keep()
-            self._log.warning(
-                EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because
-            )
+            report(suspicion, self._log)
 
     async def examine(self, reason: Suspicion) -> Examination:
         """Send canaries until they prove something, or join a running examination.

@@ -33,7 +33,7 @@ class ServerWatches:
             supervisor,
             self._canaries,
             gpus,
-            EvidenceRecord(self._paths(supervisor.name).evidence, self._log),
+            self._record(supervisor.name),
             settings=self._settings,
             changed=changed,
             log=self._log,
@@ -47,8 +47,14 @@ class ServerWatches:
 
     def suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
         """Add the suspicion that a server of this daemon failed to end a client as it should."""
+        suspicion = Suspicion(Cause.TERMINATE, f"server {server}: {because}", uid)
         if (watch := self._watches.get(daemon)) is not None:
-            watch.suspect(Suspicion(Cause.TERMINATE, f"server {server}: {because}", uid))
+            watch.suspect(suspicion)
+        else:  # an end that was taken up from an earlier mpsd, before NVML shows the GPU
+            self._record(daemon).add(suspicion)
+
+    def _record(self, daemon: str) -> EvidenceRecord:
+        return EvidenceRecord(self._paths(daemon).evidence, self._log.bind(daemon=daemon))
 
     async def examine(self, supervisor: Supervisor, reason: Suspicion) -> Examination:
         """Send canaries to a control daemon until they prove something."""

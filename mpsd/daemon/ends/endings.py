@@ -57,7 +57,7 @@ class Endings:
                 continue
             by_violations = all(each.by.startswith(VIOLATION) for each in found.causes)
             if found.boot != clock.boot_id() or (by_violations and not found.has_begun):
-                self._store.forget(found.process)
+                self._forget(found.process)
                 continue
             self._log.info(EventName.CLIENT_END_RESUMED, pid=found.process.pid, step=found.step, because=found.because)
             # A process that has exited meanwhile may leave a server that is suspect.
@@ -78,14 +78,21 @@ class Endings:
         `uid` is the real uid that the process must have. A client can become another user's, for example by a setuid
         program, and is then left alone. None: any uid. `daemons` are the control daemons of which it may be a client,
         besides those that list it. `lost` says that it has no contexts to end. A process that is being ended already is
-        ended once, for both causes, and has no contexts to end where one of them says so. Raises StorageError and then
-        begins nothing.
+        ended once, for both causes, and has no contexts to end where one of them says so. Raises StorageError, also
+        where mpsd has no descriptor to watch the process, and then begins nothing.
         """
         steps = self._steps.get(target)
         if steps is not None:
             steps.join(cause, lost=lost)
             return
-        living = process.adopt(target)
+        try:
+            living = process.adopt(target)
+        except OSError as error:
+            raise StorageError(
+                f"the end of process {target.pid} cannot begin: {error.strerror}",
+                hint="free descriptors or memory of this machine; mpsd tries again",
+                limit="descriptors",
+            ) from error
         if living is None:
             return
         real = process_table.real_uid(target.pid)
@@ -135,7 +142,7 @@ class Endings:
             steps.ending = left  # the ending continues for its other causes; the next step stores this
             return
         self._log.info(EventName.CLIENT_LET_GO, pid=target.pid, because=steps.ending.because)
-        self._store.forget(target)
+        self._forget(target)
         self._steps.pop(target)
         self._tasks.pop(target).cancel()
 
@@ -186,10 +193,17 @@ class Endings:
         target = steps.ending.process
         # If mpsd dies before it forgets the ending, the next one reports it again.
         self._log.info(EventName.CLIENT_ENDED, pid=target.pid, because=steps.ending.because)
-        self._store.forget(target)
+        self._forget(target)
         if self._steps.get(target) is steps:
             del self._steps[target], self._tasks[target]
         self.changed()
+
+    def _forget(self, target: ProcessIdentity) -> None:
+        """Remove an ending from disk; where that fails, the next mpsd finds it again."""
+        try:
+            self._store.forget(target)
+        except OSError as error:
+            self._log.error(EventName.STORE_FULL, because=f"the end of process {target.pid} cannot be removed: {error}")
 
     def _report_suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
         self.suspect(daemon, server, uid, because)

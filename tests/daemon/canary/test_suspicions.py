@@ -3,10 +3,14 @@
 import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from mpsd.core.supervision.wedge import SPACING
+from mpsd.core.settings import LogFormat
+from mpsd.core.supervision.wedge import SPACING, Cause, Suspicion
+from mpsd.daemon.canary.evidence import EvidenceRecord
+from mpsd.daemon.record.log import configure
 from tests.daemon.canary.conftest import BRISK, CALM
 from tests.daemon.canary.helpers import REQUEST, canary, canary_of, hold, record, release, wedge
 from tests.daemon.conftest import Start
@@ -68,6 +72,16 @@ def test_suspicion_outlives_mpsd(calm: Node) -> None:
     wait_until(lambda: len(calm.events("canary_ended", cause="client_lost")) == 2, what="the second examination")
     assert len(calm.events("server_suspect")) == 2
     release(calm, mine)
+
+
+def test_suspicion_before_its_gpu_shows(tmp_path: Path) -> None:
+    """A suspicion for a control daemon whose GPU NVML does not show yet waits on disk for its watch, once."""
+    log = configure(LogFormat.JSON)
+    suspicions = [Suspicion(Cause.TERMINATE, f"server 7: {because}", 1000) for because in ("one", "two")]
+    for each in suspicions:
+        EvidenceRecord(tmp_path / "gpu0.evidence.json", log).add(each)
+    found = EvidenceRecord(tmp_path / "gpu0.evidence.json", log).load()
+    assert [each.suspicion for each in found.suspicions] == suspicions[:1]
 
 
 def test_client_that_stays_silent(make_node: Start) -> None:

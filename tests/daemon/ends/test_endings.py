@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from msgspec import structs
 
 from mpsd.core.enforcement.ending import EndCause, Ending, EndStep, PendingAnswer
+from mpsd.core.errors import StorageError
 from mpsd.core.model import ProcessIdentity, Server
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.reload import LiveSettings
@@ -85,6 +87,47 @@ def test_let_go_at_once(tmp_path: Path) -> None:
 
     before, after = asyncio.run(scenario())
     assert after == before
+
+
+def test_without_descriptors(tmp_path: Path) -> None:
+    """An end for which mpsd has no descriptor is refused like one that cannot be stored, and begins when it has one."""
+
+    async def scenario(target: ProcessIdentity) -> None:
+        endings = Endings(EndStore(tmp_path), LiveSettings(Settings()), configure(LogFormat.JSON))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+        try:
+            with pytest.raises(StorageError, match="cannot begin: Too many open files"):
+                endings.end(target, EndCause("a test", "it is a test"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        try:
+            endings.end(target, EndCause("a test", "it is a test"))
+            await eventually(lambda: endings.progress(target, "a test") is None, what="its end")
+        finally:
+            endings.close()
+
+    with idle() as (started, target):
+        asyncio.run(scenario(target))
+        assert started.wait(10) == -signal.SIGTERM
+
+
+def test_file_that_cannot_be_removed(tmp_path: Path) -> None:
+    """An end is over, and the next one begins, also where its files cannot be removed."""
+
+    async def scenario(target: ProcessIdentity) -> None:
+        store = EndStore(tmp_path)
+        endings = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON))
+        store.answer_to(target).mkdir()  # a directory is no file that can be unlinked, whoever tries it
+        try:
+            endings.end(target, EndCause("a test", "it is a test"))
+            await eventually(lambda: endings.progress(target, "a test") is None, what="its end")
+        finally:
+            endings.close()
+
+    with idle() as (started, target):
+        asyncio.run(scenario(target))
+        assert started.wait(10) == -signal.SIGTERM
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ def test_file_that_cannot_be_removed(tmp_path: Path) -> None:
     async def scenario(target: ProcessIdentity) -> None:
         store = EndStore(tmp_path)
         endings = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON))
-        store.answer_to(target).mkdir()  # a directory is no file that can be unlinked, whoever tries it
+        store.answer_to(target).mkdir()  # a directory cannot be unlinked, also by root
         try:
             endings.end(target, EndCause("a test", "it is a test"))
             await eventually(lambda: endings.progress(target, "a test") is None, what="its end")

@@ -128,7 +128,7 @@ class TestSilence:
             size = log.stat().st_size
 
             def is_moved() -> bool:
-                node.front_end("gpu0", "get_server_list\n" * 50)
+                node.front_end("gpu0", "get_server_list\n" * 500)
                 return log.stat().st_size > size + 256 * 1024
 
             wait_until(is_moved, what="four times what the FIFO holds to be in the log", deadline=50)

@@ -73,7 +73,8 @@ class TestCapabilities:
 
         mpsd keeps its own, and everything works.
         """
-        node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin")).start()
+        config = "[daemon]\nanswer_deadline = 0.3\n"  # a tenth of the patience with a silent server
+        node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin"), config=config).start()
         before = sets(node.pid)
         listed = sum(1 << each for each in DAEMON)
         daemon = node.daemons()["gpu0"]["pid"]

@@ -1,9 +1,13 @@
 """Users of this machine, by name and by uid."""
 
+import contextlib
 import os
-from typing import TypedDict
+from typing import Final, TypedDict
 
 from mpsd.core.sanitize import plain
+
+_LAST: Final = 2**32 - 2
+"""The last valid uid and gid: the next number means "unchanged". Source: setresuid(2)."""
 
 
 class User(TypedDict):
@@ -23,6 +27,35 @@ def user(name: str) -> User | None:
     except (KeyError, OverflowError, ValueError):
         return None
     return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
+
+
+def without_account(name: str) -> User | None:
+    """Return the user that UID:GID means, or a UID that has no account here, as users of containers often have none.
+
+    A UID alone gets the group of the same number, unless that is a group of this machine. None for anything else.
+    """
+    import grp
+
+    uid, colon, gid = name.partition(":")
+    numbers = [int(each) for each in (uid, gid or uid) if each.isascii() and each.isdecimal()]
+    if len(numbers) != 2 or max(numbers) > _LAST or (colon and not gid):  # noqa: PLR2004 - both are numbers
+        return None
+    if not colon:
+        with contextlib.suppress(KeyError):
+            grp.getgrgid(numbers[1])
+            return None
+    return {"uid": numbers[0], "gid": numbers[1], "groups": [numbers[1]]}
+
+
+def variables_of(uid: int) -> dict[str, str]:
+    """Return the variables that su(1) sets for a user; without an account, those that container runtimes set."""
+    import pwd
+
+    try:
+        found = pwd.getpwuid(uid)
+    except KeyError:
+        return {"HOME": "/", "SHELL": "/bin/sh", "USER": str(uid), "LOGNAME": str(uid)}
+    return {"HOME": found.pw_dir, "SHELL": found.pw_shell, "USER": found.pw_name, "LOGNAME": found.pw_name}
 
 
 def name_of(uid: int | None) -> str:

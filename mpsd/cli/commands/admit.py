@@ -16,7 +16,7 @@ from mpsd.cli.leases import wait as waiting
 from mpsd.cli.leases.calling_process import calling_program, name, reading_program
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
-from mpsd.cli.users import User, user
+from mpsd.cli.users import User, user, without_account
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.sanitize import plain
 
@@ -57,9 +57,10 @@ def _part(_: click.Context, __: click.Parameter, part: float | None) -> float | 
 
 
 def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | None:
-    found = None if name is None else user(name)
+    found = None if name is None else user(name) or without_account(name)
     if name is not None and found is None:
-        raise click.BadParameter(f"there is no user {name!r}")
+        number = name if name.isascii() and name.isdecimal() else "UID"
+        raise click.BadParameter(f"there is no user {name!r}; one without an account here: --user {number}:GID")
     return found
 
 
@@ -130,9 +131,9 @@ _REQUEST: Final = (
     _option(
         "--user",
         "owner",
-        metavar="NAME|UID",
+        metavar="NAME|UID[:GID]",
         callback=_user,
-        help="Owner of the lease; for administrators. `run` starts COMMAND as that user.",
+        help="Owner of the lease; for administrators. `run` starts COMMAND as that user. UID:GID: without an account.",
     ),
     _option("--name", metavar="TEXT", help="Name of the lease in lists."),
     click.option(
@@ -281,7 +282,7 @@ def _ends_with(lease: "answer_types.Lease") -> str:
 @with_request
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
 @with_api
-def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> None:
+def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **request: object) -> None:
     """Take out a lease and run COMMAND with its environment.
 
     \b
@@ -302,10 +303,10 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     """  # noqa: D301 - as above
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
-    if request["owner"] is not None and os.geteuid() != 0:
+    if owner is not None and os.geteuid() != 0:
         raise NotPermittedError("only root can start a program as another user", hint="use sudo mpsctl run --user")
     try:
-        lease = take(api, request, wait=wait)
+        lease = take(api, {**request, "owner": owner}, wait=wait)
     except SignalledError as signal:
         signal.end()
     with start.released_on_failure(api, lease):
@@ -314,9 +315,9 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
                 f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
                 " --ttl DURATION"
             )
-        if os.geteuid() == 0 and request["owner"] is None and (warning := another_user.warning(command)):
+        if os.geteuid() == 0 and owner is None and (warning := another_user.warning(command)):
             note(warning)
-        start.become(api, lease, command, as_owner=request["owner"] is not None)
+        start.become(api, lease, command, owner=owner)
 
 
 @click.command()

@@ -11,7 +11,7 @@ from mpsd.cli.api import Api
 from mpsd.cli.command import now
 from mpsd.cli.history import story
 from mpsd.cli.history.selection import GpuNames, leases_of
-from mpsd.cli.render import age, percent, size, until
+from mpsd.cli.render import age, keepers, percent, size, until
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
 
@@ -123,6 +123,8 @@ def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
             ]
             yield f"it is {lease['state']} for {age(lease['granted'] or lease['created'], at)}: {', '.join(parts)}"
             yield f"clients: {', '.join(map(str, lease['clients'])) or 'none'}"
+            if found := keepers(lease):
+                yield f"its holder is gone; it lives for {found}"
             if lease["expires"]:
                 yield f"it expires in {until(lease['expires'], at)}, unless it is renewed"
     yield from (f"violation: {each['because']}" for each in lease["violations"])
@@ -138,10 +140,14 @@ def _lease_next(node: "answer_types.Status", lease: "answer_types.Lease") -> Ite
     for each in node["reasons"]:
         if each["subject"] in daemons:
             yield f"{each['because']} -> {each['hint']}"
+    if lease["expires"]:
+        yield f"to keep it: mpsctl renew {lease['id']} --ttl DURATION"
+    if borne := keepers(lease):
+        yield f"to end it: mpsctl release {lease['id']}"
     match lease:
         case {"state": "waiting"}:
             yield f"to give it up: mpsctl release {lease['id']}"
-        case {"clients": []}:
+        case {"clients": []} if not borne:
             yield f'to use it in this shell: eval "$(mpsctl show {lease["id"]} -o env)"'
         case _:
             yield f"to see whether its processes are within their limits: mpsctl verify {lease['id']}"

@@ -11,6 +11,7 @@ import click
 from mpsd.cli.api import Api
 from mpsd.cli.command import environment
 from mpsd.cli.leases import calling_process
+from mpsd.cli.users import User, variables_of
 from mpsd.core.errors import MpsdError
 
 if TYPE_CHECKING:
@@ -37,30 +38,27 @@ def become(
     lease: "answer_types.Lease",
     command: Sequence[str],
     *,
-    as_owner: bool = False,
+    owner: User | None = None,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Execute a command in this process, with a lease's environment and optionally as its owner.
+    """Execute a command in this process, with a lease's environment and, where root named one, as its owner.
 
     `more` are additional variables. Where the command cannot be executed, this prints the reason, and mpsctl exits with
     a shell's status. Raises the errors of `environment`.
     """
     variables = environment(api, lease, share=0)
     try:
-        if as_owner:
-            variables |= _become(lease["owner"]["uid"])
+        if owner is not None:
+            variables |= _become(owner)
         os.execvpe(command[0], [*command], {**calling_process.environment(), **variables, **more})  # noqa: S606 - that is what it is for
     except OSError as error:
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
         click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
 
 
-def _become(uid: int) -> dict[str, str]:
+def _become(owner: User) -> dict[str, str]:
     """Become a user with all its groups, and return the variables that su(1) sets for it. Raises OSError."""
-    import pwd
-
-    user = pwd.getpwuid(uid)
-    os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
-    os.setgid(user.pw_gid)
-    os.setuid(user.pw_uid)
-    return {"HOME": user.pw_dir, "SHELL": user.pw_shell, "USER": user.pw_name, "LOGNAME": user.pw_name}
+    os.setgroups(owner["groups"])
+    os.setgid(owner["gid"])
+    os.setuid(owner["uid"])
+    return variables_of(owner["uid"])

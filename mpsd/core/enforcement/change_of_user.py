@@ -12,7 +12,7 @@ from mpsd.core.enforcement.violations import Violation
 from mpsd.core.holders import holders
 from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity, Share, ViolationKind
 
-HINT: Final = "a lease is for one user's processes: mpsctl run --help"
+HINT: Final = "a lease is for one user's processes, and root starts those of another user: mpsctl run --help"
 
 
 def users(lease: Lease) -> frozenset[int]:
@@ -37,7 +37,7 @@ def said(lease: Lease, identity: ProcessIdentity, uid: int, where: str = "") -> 
         process = f"process {identity.pid}, the holder of lease {lease.id},"
     return (
         f"{process} runs {where}as uid {uid}, and the lease is uid {lease.owner.uid}'s, so that the process has no part"
-        f" in it: start it, as root, by mpsctl run --user {uid}"
+        f" in it: start it, as root, by mpsctl run --user {uid} -- PROGRAM"
     )
 
 

@@ -149,13 +149,20 @@ def _on(
     for identity, process in held.items():
         if identity not in known:
             result.append(_stranger(lease, share, identity, process))
-    for holder in () if result else holders.processes(lease):
-        because = f"process {holder.pid} holds the lease, but was not seen on the GPU of {share.daemon}"
-        wrong = next((each for each in found if each.process == holder), None)
-        verdict, because = (Verdict.NOTHING, because) if wrong is None else (Verdict.VIOLATION, wrong.because)
-        on = (holder.pid, share.daemon, share.gpu, None, None, violations.part(lease, share), None, None, None)
-        result.append(VerifiedProcess(*on, verdict, because, hint="" if wrong is None else wrong.hint))
-    return result
+    unseen = [each for each in found if each.daemon == share.daemon and each.process not in {*known, *held}]
+    result += [_unseen(lease, share, each.process, each) for each in unseen]
+    # Where a lease has bearers, its holders are gone, or are clients.
+    return result or [_unseen(lease, share, each, None) for each in lease.bearers or holders.processes(lease)]
+
+
+def _unseen(lease: Lease, share: Share, process: ProcessIdentity, wrong: Violation | None) -> VerifiedProcess:
+    """Judge a process of a lease that was not seen on the GPU of a share."""
+    on = (process.pid, share.daemon, share.gpu, None, None, violations.part(lease, share), None, None, None)
+    if wrong is not None:
+        return VerifiedProcess(*on, Verdict.VIOLATION, wrong.because, hint=wrong.hint)
+    holds = "keeps the lease, whose token it carries," if process in lease.bearers else "holds the lease,"
+    because = f"process {process.pid} {holds} but was not seen on the GPU of {share.daemon}"
+    return VerifiedProcess(*on, Verdict.NOTHING, because)
 
 
 def _client(

@@ -120,10 +120,11 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     that environment, as a library in a notebook is; but no other process can see that environment.
     """
     pid = client.identity.pid
-    more = exceeds(can_use(client).most, part(lease, share), memory=memory)
+    dropped = memory and _invisible_entry(client) is not None  # a violation, which says more
+    more = "" if dropped else exceeds(can_use(client).most, part(lease, share), memory=memory)
     if more and client.environment is None:
         return (
-            f"the environment of process {pid} cannot be read; where that does not hold it, it can use up to {more};"
+            f"the environment of process {pid} cannot be read; where that does not hold it, it can use {more};"
             " an mpsd that runs as root, with CAP_SYS_PTRACE, can read it"
         )
     if more and client.opened is None:
@@ -134,7 +135,7 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     if more:
         return (
             f"process {pid} was not started in the environment of lease {lease.id}; unless it has set that itself, it"
-            f" can use up to {more}; {_to_be_certain(client, lease)}"
+            f" can use {more}; {_to_be_certain(client, lease)}"
         )
     if client.opened is None or client.opened.since.least == NOTHING:
         return (
@@ -244,17 +245,23 @@ def _of_processes(client: Client, lease: Lease) -> Violation:
     return Violation(kind, client.identity, lease.id, client.daemon, because, hint, client.server, own=own)
 
 
+def _invisible_entry(client: Client) -> str | None:
+    """Return the entry of a client's memory variable that names no GPU that it sees, so that MPS drops its limits."""
+    return invisible_entry((client.environment or {}).get(PINNED_DEVICE_MEM_LIMIT.variable, ""), client.gpu)
+
+
 def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> Iterator[Violation]:
     """Judge a client by its start environment and by the limits that were open to it; neither proves its use."""
     pid, variable = client.identity.pid, PINNED_DEVICE_MEM_LIMIT.variable
-    text = (client.environment or {}).get(variable, "")
-    entry = invisible_entry(text, client.gpu) if memory else None
+    entry = _invisible_entry(client) if memory else None
     if entry is not None:
         because = (
             f"process {pid} was started with {variable} that has the entry {briefly(entry)}, which names no GPU that it"
             " sees: MPS then drops every memory limit"
         )
-        hint = f"start it again with the variable of its lease: {environment_of(lease)}"
+        # A lease that the program itself holds ends with it.
+        how = RUN if client.identity in holders.processes(lease) else again(lease)
+        hint = f"leave that variable as the lease sets it, and {how}"
         limits = ViolationKind.LIMITS
         yield Violation(limits, client.identity, lease.id, client.daemon, because, hint, client.server, own=False)
     if client.opened is None:

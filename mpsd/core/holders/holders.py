@@ -1,6 +1,6 @@
 """The holders of a lease: processes, control groups, or a claim that a holder will take. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from mpsd.core.errors import InvalidRequestError
@@ -35,6 +35,11 @@ def said(holder: Holder) -> str:
             return f"control group {holder.group.path}"
         case Claim():
             return "a claim" if holder.uid is None else f"a claim for uid {holder.uid}"
+
+
+def processes_said(pids: Sequence[int]) -> str:
+    """Describe one or more processes by their pids."""
+    return f"process {pids[0]}" if len(pids) == 1 else f"processes {', '.join(map(str, pids))}"
 
 
 def all_said(lease: Lease) -> str:

@@ -88,11 +88,11 @@ class LeaseHandlers:
         for holder, said in zip(lease.holders, answer.holders, strict=True):
             said.gone = not isinstance(holder, Claim) and not self._node.leases.has_holder(lease.id, holder)
         if all(each.gone for each in answer.holders):
-            kinds = (("client", lease.clients), ("bearer", lease.bearers))
+            # A bearer that has become a client is named once, as the client.
+            kinds = {**dict.fromkeys(lease.bearers, "bearer"), **dict.fromkeys(lease.clients, "client")}
             answer.keepers = [
                 lease_schema.KeeperOut(kind, each.pid, process_table.command_of(each.pid))
-                for kind, processes in kinds
-                for each in processes
+                for each, kind in kinds.items()
             ]
         return answer
 

@@ -9,6 +9,7 @@ from mpsd.core import health, model, mps_facts, roles
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
+from mpsd.core.enforcement.violations import Violation
 from mpsd.core.gpus import driver_branch
 from mpsd.core.metrics import exposition
 from mpsd.core.model import GpuView, Health, Known
@@ -186,8 +187,11 @@ class NodeHandlers:
         """Return the clients with a violation or a doubt, by control daemon and pid, with the reason and the remedy."""
         monitor = self._node.violation_monitor
         found = {(each.daemon, each.process.pid): (Verdict.UNKNOWN, each.because, "") for each in monitor.doubts}
+        violations: dict[tuple[str, int], list[Violation]] = {}
         for each in monitor.violations:
-            found[each.daemon, each.process.pid] = (Verdict.VIOLATION, each.because, each.hint)
+            violations.setdefault((each.daemon, each.process.pid), []).append(each)
+        for client, broken in violations.items():
+            found[client] = (Verdict.VIOLATION, "; ".join(each.because for each in broken), broken[0].hint)
         return found
 
     async def quarantines(self, _: Request) -> schema.QuarantinesOut:

@@ -51,7 +51,7 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
 
 def report(suspicion: Suspicion, log: Logger) -> None:
     """Log a new suspicion."""
-    log.warning(EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because)
+    log.info(EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because)
 
 
 class _File(Struct, forbid_unknown_fields=True):

@@ -49,8 +49,13 @@ class Clients:
         attached = tuple(each for each in lease.attached if each.process in bearers)
         lease = self._ledger.attach(lease.id, attached, bearers)
         self._limit_gates.follow(lease)
-        because = f"{holders.all_said(lease)}, is gone, and these processes carry its token"
-        pids = [each.pid for each in bearers]
+        self.report_borne(lease)
+
+    def report_borne(self, lease: Lease) -> None:
+        """Report that the holders of a lease are gone, and that it lives on for its clients and bearers."""
+        pids = [each.pid for each in dict.fromkeys((*lease.clients, *lease.bearers))]
+        because = f"{holders.all_said(lease)}, is gone, and it lives for {holders.processes_said(pids)}"
+        because += f"; to end it: mpsctl release {lease.id}"
         self._group_commit.change(lease, EventName.LEASE_BORNE, pids=pids, because=because)
 
     def attribute(self, clients: Iterable[Client]) -> None:

@@ -4,14 +4,14 @@ from typing import Final
 
 from mpsd.core.admission import quota
 from mpsd.core.admission.ledger import Ledger
+from mpsd.core.holders import holders
 from mpsd.core.model import Lease
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.record.log import EventName
 
 _AFTERWARDS: Final = (
-    "its processes keep running with their shares; a program that starts in its environment from now on has no lease:"
-    " it gets an error, next to nothing, or the whole GPU outside MPS; start it by mpsctl run, and renew the next lease"
-    " in time: mpsctl renew"
+    "a program that starts in its environment from now on has no lease: it gets an error, next to nothing, or the whole"
+    " GPU outside MPS; start it by mpsctl run, and renew the next lease in time: mpsctl renew"
 )
 
 
@@ -42,7 +42,10 @@ class Expiry:
     def over(self, lease: Lease, *, ends_clients: bool) -> str:
         """Report a lease whose time to live has expired, with its remaining clients, and return why it ends."""
         because = f"its time to live of {lease.ttl:g} s has expired"
-        afterwards = "its clients are ended" if ends_clients else _AFTERWARDS
-        facts = {"clients": [each.pid for each in lease.clients], "because": f"{because}; {afterwards}"}
+        pids = [each.pid for each in lease.clients]
+        clients = "its clients are ended" if ends_clients else "its clients keep running, with their limits"
+        clients = f"; {clients}: {holders.processes_said(pids)}" if pids else ""
+        afterwards = "" if ends_clients else f"; {_AFTERWARDS}"
+        facts = {"clients": pids, "because": f"{because}{clients}{afterwards}"}
         self._group_commit.change(lease, EventName.LEASE_EXPIRED, **facts)
         return because

@@ -87,6 +87,8 @@ class Holding:
         if self.watch.live(lease):
             self.clients.remove(lease, gone)
             self._drop(lease_id, HoldingProcess(gone))
+            if gone in holders.processes(lease):
+                self._report_if_borne(lease_id)
             return
         because = f"{holders.all_said(lease)}, has exited"
         if gone not in holders.processes(lease):
@@ -101,8 +103,15 @@ class Holding:
             return
         if self.watch.live(lease):
             self._drop(lease_id, gone)
+            self._report_if_borne(lease_id)
         else:
             self._end_for_want_of_processes(lease, f"{holders.all_said(lease)}, {because}")
+
+    def _report_if_borne(self, lease_id: str) -> None:
+        """Report a lease whose last holder is gone, and that lives on for its clients and bearers."""
+        lease = self._ledger.leases.get(lease_id)
+        if lease is not None and not any(self.watch.holds(lease_id, each) for each in lease.holders):
+            self.clients.report_borne(lease)
 
     def _end_for_want_of_processes(self, lease: Lease, because: str) -> None:
         if self._is_unheard(lease.id):  # no caller has got the lease, so no process has its token

@@ -183,7 +183,7 @@ CATALOGUE: Final = {
         "error", "daemon server leases clients because", "A fatal fault has ended the work of all clients of a server."
     ),
     EventName.SERVER_RECOVERED: EventKind("info", "daemon server", "A server takes clients again after a fault."),
-    EventName.SERVER_SUSPECT: EventKind("warning", "daemon cause uid because", "A server may serve no client."),
+    EventName.SERVER_SUSPECT: EventKind("info", "daemon cause uid because", "A canary has to examine a server."),
     EventName.CANARY_ENDED: EventKind("info warning", "daemon proof cause because", "A canary has ended."),
     EventName.SERVER_WEDGED: EventKind("error", "daemon because", "A server serves no client: canaries proved it."),
     EventName.SERVER_SERVES: EventKind("info", "daemon because", "A server that was suspect serves clients."),

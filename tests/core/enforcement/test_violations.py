@@ -280,8 +280,11 @@ def test_variable_trap() -> None:
         (found,) = of_client(attached, denied=True, memory=True)
         assert (found.kind, found.own) == (ViolationKind.LIMITS, False)
         assert f"has the entry '{entry}'" in found.because
-        assert f"mpsctl show {granted.id} -o env" in found.hint
+        assert found.hint.endswith("start the program again under a lease: mpsctl run")
         assert kinds(attached, memory=False) == []
+        other = AttributedClient(client(OTHER, environment={variable: text}), lease(processes=2), counted=True)
+        (found,) = of_client(other, denied=True, memory=True)
+        assert f"mpsctl show {granted.id} -o env" in found.hint
     for text in ("", "0=2G", "00=2G", "GPU-0000=2G", f"{GPU}=2G,0=1G", ",", "0=x"):
         assert kinds(AttributedClient(client(environment={variable: text}), granted, counted=True)) == []
 
@@ -396,12 +399,21 @@ def test_verify() -> None:
 
     short = verify(granted, [client(of=granted, ceiling=CLOSED)], held, (), memory=True)
     assert (short.verdict, short.processes[0].in_force) == (Verdict.VIOLATION, CLOSED)
+    elsewhere = replace(of_outside(granted, granted.shares[0], [OTHER]).__next__(), kind=ViolationKind.USER)
+    seen = verify(granted, [client(of=granted)], held, [elsewhere], memory=True)
+    assert [(each.pid, each.verdict) for each in seen.processes] == [
+        (HOLDER.pid, Verdict.OK),
+        (OTHER.pid, Verdict.VIOLATION),
+    ]
     trapped = client(environment={PINNED_DEVICE_MEM_LIMIT.variable: "1=2G"})
     trap = verify(granted, [trapped], held, (), memory=True)
     assert trap.verdict is Verdict.VIOLATION
     assert trap.because.startswith("no memory limit: ")
+    assert trap.unknown == ()
     again = f'eval "$(mpsctl show {granted.id} -o env)"'
-    assert trap.hint == f"start it again with the variable of its lease: {again}"
+    assert (
+        trap.hint == "leave that variable as the lease sets it, and start the program again under a lease: mpsctl run"
+    )
 
     outside = {GPU: {OTHER: GpuProcess(Known(GIB))}}
     bypasses = verify(granted, [], outside, (), memory=True)

@@ -211,7 +211,9 @@ def test_another_user_in_the_family(make_node: Start) -> None:
                 held = other.alloc("1MiB")
                 assert held["ok"], held
                 verdict = [node.get(f"/v1/leases/{mine['id']}/verify").json for _ in range(2)][1]
-                assert [each["pid"] for each in verdict["processes"]] == [honest.pid]
+                # It is no client of the lease, and is named as the process that lost it.
+                judged = [(each["pid"], each["verdict"], each["mps"]) for each in verdict["processes"]]
+                assert judged == [(honest.pid, "ok", True), (other.pid, "violation", None)]
 
 
 def test_login_session(node: Node) -> None:

@@ -1,5 +1,6 @@
 """Leases of one user and programs of another: mpsd names the cause and the cure, and root has a correct way."""
 
+import grp
 import json
 import os
 import pwd
@@ -14,6 +15,7 @@ import click
 import pytest
 
 from mpsd.cli.render import as_here
+from mpsd.core.enforcement import change_of_user
 from mpsd.system import clock
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
@@ -57,7 +59,7 @@ def of_holder(lease: str, pid: int) -> str:
     """Return the sentence about a holder that became the other user."""
     return (
         f"process {pid}, the holder of lease {lease}, runs as uid {NOBODY}, and the lease is uid 0's, so"
-        f" that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
+        f" that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY} -- PROGRAM"
     )
 
 
@@ -110,7 +112,7 @@ def test_relative_that_changed(make_node: Start, python: str) -> None:
         assert answer["because"] == (
             f"process {pid} of the family of lease {lease} runs outside MPS, without limits, on the GPU of gpu0 as uid"
             f" {NOBODY}, and the lease is uid 0's, so that the process has no part in it: start it, as root, by"
-            f" mpsctl run --user {NOBODY}"
+            f" mpsctl run --user {NOBODY} -- PROGRAM"
         )
         assert event(node, "violation", pid=pid)["policy"] == "report"
         assert verified(node, lease)["violations"] == [answer["because"]]
@@ -156,7 +158,7 @@ class TestClosed:
             lease = event(node, "lease_granted", pid=program.pid)["lease"]
             told = event(node, "lease_user_changed", lease=lease)
             assert (told["pids"], told["because"]) == ([program.pid], of_holder(lease, program.pid))
-            assert told["hint"] == "a lease is for one user's processes: mpsctl run --help"
+            assert told["hint"] == change_of_user.HINT
             go(program)
             self.ended(program)
         event(node, "lease_ended", lease=lease)
@@ -184,6 +186,7 @@ class TestClosed:
             assert told["because"] == (
                 f"process {told['pids'][0]} of the family of lease {lease} runs as uid {NOBODY}, and the lease is uid"
                 f" 0's, so that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
+                " -- PROGRAM"
             )
             go(program)
             assert program.hello["code"] == 46
@@ -236,13 +239,33 @@ def test_what_it_becomes(node: Node, python: str) -> None:
     assert json.loads("\n".join(renewed))["owner"]["uid"] == NOBODY
 
 
+@pytest.mark.parametrize("user", [str(ANN), f"{ANN}:{ANN}", f"{ANN}:{BOB}"])
+def test_user_without_an_account(node: Node, user: str) -> None:
+    """A uid without an account here, such as a container's, has the group that root names, or that of its number."""
+    gid = user.rpartition(":")[2]
+    done = node.mpsctl(
+        "run", "--fraction", "0.25", "--user", user, "--", "sh", "-c", 'id; echo "$HOME $SHELL $USER $LOGNAME"'
+    )
+    assert (done.stdout, done.stderr) == (f"uid={ANN} gid={gid} groups={gid}\n/ /bin/sh {ANN} {ANN}\n", "")
+
+
+def test_group_that_another_has(node: Node) -> None:
+    """A uid without an account gets no group of this machine by its number alone: root names the group."""
+    accounts = {each.pw_uid for each in pwd.getpwall()}
+    taken = str(next(each.gr_gid for each in grp.getgrall() if each.gr_gid not in accounts))
+    refused = node.mpsctl("run", "--fraction", "0.25", "--user", taken, "--", "true")
+    assert refused.returncode == 2
+    assert f"there is no user '{taken}'; one without an account here: --user {taken}:GID" in refused.stderr
+    assert node.mpsctl("run", "--fraction", "0.25", "--user", f"{taken}:{ANN}", "--", "true").returncode == 0
+
+
 def test_what_cannot_be(node: Node) -> None:
     """Only an administrator requests leases for other users, and a user that does not exist cannot be named."""
     owner = {"uid": BOB, "gid": BOB}
     with calling(node.socket, uid=ANN) as ann:
         answer = ann.admit(threads=10, memory=GIB, owner=owner)
         assert (answer.status, answer.json["code"]) == (403, "not_permitted")
-    for name in ("nobody-has-this-name", "4294967294", "99999999999999999999"):
+    for name in ("nobody-has-this-name", "4294967295", "99999999999999999999", "1:", ":1", "1:x", "1:4294967295"):
         refused = node.mpsctl("admit", "--fraction", "0.1", "--user", name)
         assert (refused.returncode, "there is no user" in refused.stderr) == (2, True), refused.stderr
     by_ann = ["setpriv", f"--reuid={ANN}", f"--regid={ANN}", "--clear-groups", sys.executable, "-m", "mpsd.cli.main"]

@@ -167,7 +167,7 @@ def test_own_environment_beside_a_larger_lease(node: Node) -> None:
             said = node.mpsctl("verify", granted["id"])
             assert said.returncode == 1
             assert said.stdout.startswith(f"unknown: process {held.pid} was not started in the environment of lease ")
-            assert "unless it has set that itself, it can use up to 50 % of the threads instead of 25 %" in said.stdout
+            assert "unless it has set that itself, it can use 50 % of the threads instead of 25 %" in said.stdout
             (client,) = [each for each in clients(node) if each["pid"] == held.pid]
             assert client["verdict"] == "unknown"
             cure = f'to be certain, start it again in that environment: eval "$(mpsctl show {granted["id"]} -o env)"'

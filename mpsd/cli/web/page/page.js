@@ -146,7 +146,7 @@ async function follow() {
         pause = 1000;
         if (line === null) {
           isNew = true; // the stored events have all arrived
-          events.show();
+          showEvents();
         } else if (line.ended) {
           end("mpsctl web has ended: start it again, and open its link");
           return;
@@ -165,11 +165,15 @@ async function follow() {
 
 let drawing = null;
 
+function showEvents() {
+  if (!isPaused) events.show();
+}
+
 function arrived(event) {
   if (isGrave(event)) announce(event.sentence);
   drawing ??= setTimeout(() => {
     drawing = null;
-    if (!isPaused) events.show();
+    showEvents();
     refreshSoon();
   }, SOON);
 }

@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -113,5 +114,9 @@ def test_no_wait(node: Node, lease: str) -> None:
     done = node.mpsctl("restart", "gpu0", "--no-wait", "--timeout", "1000", "-o", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["state"] == "running"
-    assert "ends the remaining clients after 1000 s" in json.loads(done.stdout)["because"]
+    told = json.loads(done.stdout)
+    began = datetime.fromisoformat(told["started"]).replace(microsecond=0)
+    assert f", at {began.isoformat()}, and ends the remaining clients at " in told["because"]
+    end = datetime.fromisoformat(told["because"].partition("remaining clients at ")[2].split()[0])
+    assert (end - began).total_seconds() == pytest.approx(1000, abs=1)
     assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"

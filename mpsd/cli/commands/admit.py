@@ -356,14 +356,16 @@ def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
     """End leases of yours, or give up their place in the queue. Releasing an ended lease is not an error.
 
     LEASE is an id, the beginning of one, or a name; without it, the lease in MPSD_LEASE is released. Its clients
-    continue without a lease, unless --end-clients ends them.
+    continue without a lease, unless --end-clients ends them. Those of a lease that has ended before are not ended: with
+    --end-clients, mpsctl names them, and exits with 1.
     """
 
     def end_one(lease: str) -> None:
+        is_released = True
         if end_clients:
-            end.follow(api, lease)
+            is_released = end.follow(api, lease)
         else:
             api.release(lease)
-        click.echo(f"{plain(lease)} is released")
+        click.echo(f"{plain(lease)} {'is released' if is_released else 'had ended already'}")
 
     find.for_each(api, leases, end_one)

@@ -128,9 +128,7 @@ class Drainer:
             self._log_end(each)
         if command.operation:
             because = f"{command.because}{drain.timeout(after)}"
-            self._log.info(
-                EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=because
-            )
+            self._log.info(EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=because)
         return revised.operation
 
     def leave(self, there: ProcessIdentity | None) -> None:

@@ -10,8 +10,9 @@ from mpsd.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     _FloatType = click.ParamType[float]
+    _StrType = click.ParamType[str]
 else:
-    _FloatType = click.ParamType  # it is not generic before click 8.4
+    _FloatType = _StrType = click.ParamType  # it is not generic before click 8.4
 
 Callback = Callable[[click.Context, click.Parameter, Any], object]
 
@@ -31,6 +32,31 @@ class Single(click.Option):
             raise click.BadParameter(f"it takes one value, and was given {given}", context, self)
         value = values[0] if values else None
         return value if self._then is None else self._then(context, self, value)
+
+
+class _Filled(_StrType):
+    """A text that is not empty: an empty one comes from a variable of a script that is not set."""
+
+    name = "text"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text."""
+        return f"{value}" or self.fail(
+            "it is empty; if a variable gives it, check that the variable is set", param, ctx
+        )
+
+
+_FREE: Final = "TEXT"
+"""The metavar of options whose value may be empty, such as the name of a lease."""
+
+
+def refuse_empty(command: click.Command) -> None:
+    """Have a command, and those below it, refuse empty texts, except where any text is valid."""
+    for each in command.params:
+        if each.type is click.STRING and each.metavar != _FREE:
+            each.type = _FILLED
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        refuse_empty(below)
 
 
 class _Quantity(_FloatType):
@@ -73,6 +99,8 @@ def _wait(text: str) -> float:
         error.hint += ", or forever"
         raise
 
+
+_FILLED: Final = _Filled()
 
 DURATION: Final = _Quantity("duration", _duration)
 """Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""

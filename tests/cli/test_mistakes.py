@@ -51,6 +51,17 @@ MISTAKES = {
     "a fraction that is a percentage": (["admit", "--fraction", "25"], 2, "fraction 25 is not between 0.001 and 1"),
     "half a request": (["admit", "--threads", "10"], 2, "memory is missing"),
     "more than there is": (["admit", "--threads", "10", "--memory", "900GiB"], 65, "the GPU can grant only"),
+    "an empty lease": (
+        ["release", "--end-clients", ""],
+        2,
+        "Invalid value for '[LEASE]...': it is empty; if a variable",
+    ),
+    "an empty lease beside others": (["show", "lease-nobody-has", ""], 2, "'[LEASE]...': it is empty"),
+    "an empty subject": (["explain", ""], 2, "'LEASE|DAEMON|GPU': it is empty"),
+    "an empty daemon": (["drain", ""], 2, "'[DAEMON]': it is empty"),
+    "an empty daemon of a canary": (["verify", "--canary", ""], 2, "'--canary': it is empty"),
+    "an empty GPU": (["admit", *SHARE, "--gpu", ""], 2, "'--gpu': it is empty"),
+    "an empty lease of a command below another": (["cdi", "remove", ""], 2, "'LEASE': it is empty"),
     "a lease that is none": (["release", "lease-nobody-has"], 1, "lease-nobody-has"),
     "a daemon that is none": (["drain", "gpu7"], 1, "gpu7"),
 }

@@ -28,11 +28,8 @@ def find(api: Api, meant: str | None) -> str:
     InvalidRequestError where the text is ambiguous.
     """
     if meant is None:
-        meant = os.environ.get(_VARIABLE)
-        if not meant:
-            raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
-        return meant
-    if _WHOLE.fullmatch(meant) or not meant:
+        return own()
+    if _WHOLE.fullmatch(meant):
         return meant
     with of_one_version():
         listed = api.leases(ended=True)["leases"]
@@ -48,6 +45,13 @@ def find(api: Api, meant: str | None) -> str:
         if found:
             return found[0]["id"]
     return meant
+
+
+def own() -> str:
+    """Return the lease that this process runs under. Raises click.UsageError where its environment names none."""
+    if lease := os.environ.get(_VARIABLE):
+        return lease
+    raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":

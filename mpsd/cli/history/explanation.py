@@ -5,12 +5,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import click
-
 from mpsd.cli.api import Api
 from mpsd.cli.command import now
 from mpsd.cli.history import story
 from mpsd.cli.history.selection import GpuNames, leases_of
+from mpsd.cli.leases import find
 from mpsd.cli.render import age, percent, size, until
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
@@ -37,8 +36,8 @@ class Story(NamedTuple):
 def story_of(api: Api, subject: str) -> Story:
     """Return the story of a lease, a control daemon or a GPU.
 
-    Raises NotFoundError for a subject that mpsd does not know, click.BadParameter for a name that may stand for several
-    leases, and the errors of the API.
+    Raises NotFoundError for a subject that mpsd does not know, InvalidRequestError for an ambiguous one, and the errors
+    of the API.
     """
     node = api.status()
     leases = api.leases(ended=True)["leases"]
@@ -74,16 +73,13 @@ def story_of(api: Api, subject: str) -> Story:
 
 
 def _lease_id(subject: str, leases: "list[answer_types.Lease]", events: "Iterable[answer_types.Event]") -> str | None:
-    """Return the id of the lease that a subject names by its id, a prefix of its id, or its name."""
-    ids = dict.fromkeys([*(each["id"] for each in leases), *(lease for each in events for lease in leases_of(each))])
-    if subject in ids:
-        return subject
-    found = [each for each in ids if each.startswith(subject)] or [
-        each["id"] for each in leases if each["name"] and each["name"] == subject
-    ]
-    if len(found) > 1:
-        raise click.BadParameter(f"{subject!r} may be any of {', '.join(found[:5])}", param_hint="LEASE")
-    return found[0] if found else None
+    """Return the id of the lease that a subject names, even if only events still tell of it."""
+    if (found := find.among(leases, subject)) is not None:
+        return found
+    known = dict.fromkeys(lease for each in events for lease in leases_of(each) if find.begins(lease, subject))
+    if subject in known or len(known) <= 1:
+        return subject if subject in known else next(iter(known), None)
+    raise find.ambiguous(subject, [*known], next(iter(known)))
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------

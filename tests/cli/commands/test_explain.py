@@ -90,7 +90,7 @@ def test_what_is_meant(node: Node) -> None:
     for subject in ("gpu1", "1", "GPU 1", "gpu 1", node.get("/v1/gpus").json["gpus"][1]["uuid"]):
         assert node.mpsctl("explain", subject).stdout.startswith("gpu1, the control daemon of GPU 1, a ")
     several = node.mpsctl("explain", "lease-")
-    assert (several.returncode, "'lease-' may be any of lease-" in several.stderr) == (2, True)
+    assert (several.returncode, "'lease-' is ambiguous: lease-" in several.stderr) == (2, True)
     nothing = node.mpsctl("explain", "lease-nobody-has")
     assert (nothing.returncode, "there is no lease 'lease-nobody-has'" in nothing.stderr) == (1, True)
 

@@ -17,6 +17,10 @@ else:
 Callback = Callable[[click.Context, click.Parameter, Any], object]
 
 
+_LONGEST: Final = 1e9
+"""Seconds of the longest duration that mpsd accepts."""
+
+
 class Single(click.Option):
     """An option with one value: two different values are an error, because mpsctl cannot know the right one."""
 
@@ -75,9 +79,12 @@ class _Quantity(_FloatType):
 
 
 def _duration(text: str, *, zero: bool = False) -> float:
-    from mpsd.core.units import parse_duration  # imports decimal, which other commands do without
+    from mpsd.core.units import briefly, parse_duration  # imports decimal, which other commands do without
 
-    return parse_duration(text, zero=zero)
+    seconds = parse_duration(text, zero=zero)
+    if seconds > _LONGEST:
+        raise InvalidRequestError(f"{briefly(text)} is longer than {_LONGEST:.0f} s", hint="give at most 11574d")
+    return seconds
 
 
 def _percentage(text: str) -> float:

@@ -14,6 +14,7 @@ from mpsd.cli.completion import gpu_names, lease_names, program
 from mpsd.cli.leases import another_user, end, find, guard, start
 from mpsd.cli.leases import wait as waiting
 from mpsd.cli.leases.calling_process import calling_program, name, reading_program
+from mpsd.cli.leases.use import use
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
 from mpsd.cli.users import User, user
@@ -263,7 +264,7 @@ def admit(
     if form == "table" or (form == "env" and holder is None and reader is None):
         note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
     if form == "table" and not claim:
-        note(f'no process uses it yet; for this shell and what it starts: eval "$(mpsctl show {lease["id"]} -o env)"')
+        note(f"no process uses it yet; {use(lease)}")
 
 
 def _ends_with(lease: "answer_types.Lease") -> str:

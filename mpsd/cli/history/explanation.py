@@ -10,6 +10,7 @@ from mpsd.cli.command import now
 from mpsd.cli.history import story
 from mpsd.cli.history.selection import GpuNames, leases_of
 from mpsd.cli.leases import find
+from mpsd.cli.leases.use import use
 from mpsd.cli.render import age, percent, size, until
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
@@ -138,7 +139,7 @@ def _lease_next(node: "answer_types.Status", lease: "answer_types.Lease") -> Ite
         case {"state": "waiting"}:
             yield f"to give it up: mpsctl release {lease['id']}"
         case {"clients": []}:
-            yield f'to use it in this shell: eval "$(mpsctl show {lease["id"]} -o env)"'
+            yield f"no process uses it yet; {use(lease)}"
         case _:
             yield f"to see whether its processes are within their limits: mpsctl verify {lease['id']}"
 

@@ -292,8 +292,8 @@ class ViolationMonitor:
             client = attached.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            possible = self._clients.possible_lease(client) if attached.lease is None else None
-            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, possible=possible):
+            near = self._clients.lease_near(client) if attached.lease is None else None
+            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, near=near):
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found

@@ -86,7 +86,8 @@ def test_what_is_meant(node: Node) -> None:
     for subject in (leases[0], leases[0][:-1], "first"):
         done = node.mpsctl("explain", subject)
         assert done.stdout.startswith(f"{leases[0]} (first), a lease of ")
-        assert f'next  to use it in this shell: eval "$(mpsctl show {leases[0]} -o env)"' in done.stdout
+        shown = f'eval "$(mpsctl show {leases[0]} -o env)"'
+        assert f"next  no process uses it yet; for this shell and what it starts: {shown}" in done.stdout
     for subject in ("gpu1", "1", "GPU 1", "gpu 1", node.get("/v1/gpus").json["gpus"][1]["uuid"]):
         assert node.mpsctl("explain", subject).stdout.startswith("gpu1, the control daemon of GPU 1, a ")
     several = node.mpsctl("explain", "lease-")

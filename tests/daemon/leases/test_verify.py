@@ -272,6 +272,21 @@ def test_outside(node: Node) -> None:
             assert {each["pid"]: each["mps"] for each in answer["processes"]} == {well.pid: True, client.pid: False}
 
 
+def test_too_much_memory(node: Node) -> None:
+    """More memory than that of the lease is not `ok` at the first check, although it is a violation a second later."""
+    lease = granted(node, processes="any")
+    with SimulatedClient(environment(lease)) as one, SimulatedClient(environment(lease)) as other:
+        for client in (one, other):
+            assert client.hello["mps"]
+            event(node, "client_attributed", client=client.pid)
+            assert client.alloc("1.5GiB")["ok"]
+        answer = node.get(f"/v1/leases/{lease['id']}/verify").json
+        assert answer["verdict"] in {"unknown", "violation"}
+        assert f"the processes of lease {lease['id']} hold 3GiB of memory on gpu0 instead of 2GiB" in answer["because"]
+        event(node, "violation", kind="memory")
+        assert verified(node, lease["id"])["verdict"] == "violation"
+
+
 def test_silent_daemon(make_node: Start) -> None:
     """A lease whose daemon cannot answer now is not called well, whatever was known before."""
     node = make_node(simulate=1, control=None, config=BRISK).start()

@@ -43,7 +43,7 @@ def test_with_a_reading() -> None:
 
 
 def test_doubts() -> None:
-    """What does not count yet is a doubt about the lease that it concerns, and about no other."""
+    """A finding that does not count yet is a doubt about its lease, and about no other."""
     memory = Violation(ViolationKind.MEMORY, ProcessIdentity(100, 1), "lease-1", "gpu0", "it holds 3GiB", "")
     assert doubts([memory], "lease-1") == ["it holds 3GiB; that is a violation if it lasts for 1 s"]
     assert doubts([memory], "lease-2") == []

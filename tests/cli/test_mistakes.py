@@ -98,7 +98,10 @@ def test_what_is_left_elsewhere(node: Node) -> None:
     assert node.mpsctl("admit", *SIXTY, "--gpu", "0").returncode == 0
     done = node.mpsctl("admit", *SIXTY, "--gpu", "0")
     assert done.returncode == 75
-    assert "hint: use another GPU, which has room (--gpu any), or request less, wait for it (--wait)" in done.stderr
+    assert (
+        "hint: use another GPU, which has room (--gpu any), request less, wait for it (--wait), or see who"
+        in done.stderr
+    )
     assert node.mpsctl("admit", *SIXTY, "--gpu", "1").returncode == 0
     for arguments in ((*SIXTY, "--gpu", "0"), SIXTY):
         done = node.mpsctl("admit", *arguments)

@@ -304,7 +304,10 @@ def run(api: Api, command: tuple[str, ...], wait: float, **request: object) -> N
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
     if request["owner"] is not None and os.geteuid() != 0:
-        raise NotPermittedError("only root can start a program as another user", hint="use sudo mpsctl run --user")
+        raise NotPermittedError(
+            "only root can start a program as another user",
+            hint="run it as root: sudo mpsctl run --user NAME -- PROGRAM",
+        )
     try:
         lease = take(api, request, wait=wait)
     except SignalledError as signal:

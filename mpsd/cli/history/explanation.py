@@ -11,7 +11,7 @@ from mpsd.cli.history import story
 from mpsd.cli.history.selection import GpuNames, leases_of
 from mpsd.cli.leases import find
 from mpsd.cli.leases.use import use
-from mpsd.cli.render import age, percent, size, until
+from mpsd.cli.render import age, lack, percent, size, until
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
 
@@ -108,8 +108,8 @@ _ANOTHER: Final = "take out another lease: mpsctl admit"
 def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
     at = now()
     match lease:
-        case {"state": "waiting", "wait": {"position": place, "waits_for": limit, "because": because}}:
-            yield f"it waits since {age(lease['created'], at)}, at place {place}, for {limit}: {because}"
+        case {"state": "waiting", "wait": {"position": place, "waits_for": str(limit), "because": because}}:
+            yield f"it has waited {age(lease['created'], at)}, in place {place}{lack(limit)}: {because}"
         case {"ended": str(ended)}:
             yield f"it ended {age(ended, at)} ago: {lease['because']}"
         case _:
@@ -118,7 +118,8 @@ def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
                 f" {each['daemon']}"
                 for each in lease["shares"]
             ]
-            yield f"it is {lease['state']} for {age(lease['granted'] or lease['created'], at)}: {', '.join(parts)}"
+            state = "" if lease["state"] == "granted" else f", and is {lease['state']}"
+            yield f"it was granted {age(lease['granted'] or lease['created'], at)} ago{state}: {', '.join(parts)}"
             yield f"clients: {', '.join(map(str, lease['clients'])) or 'none'}"
             if lease["expires"]:
                 yield f"it expires in {until(lease['expires'], at)}, unless it is renewed"
@@ -162,7 +163,7 @@ def _of_gpu(
     yield f"GPU {gpu['index']} is {gpu['health']}: {gpu['because']}"
     if daemon is not None:
         state = "drained" if daemon.get("drained") and daemon["state"] == "draining" else daemon["state"]
-        yield f"{daemon['name']} is {state} for {age(daemon['since'], at)}: {daemon['because']}"
+        yield f"{daemon['name']} has been {state} for {age(daemon['since'], at)}: {daemon['because']}"
         yield from (each["because"] for each in (*daemon["drift"], *daemon["undone"]))
     memory = f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'] or 0)}"
     yield f"granted: {percent(gpu['threads_granted'])} of the threads, {memory}"

@@ -26,7 +26,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
-from mpsd.core.units import briefly, format_size
+from mpsd.core.units import briefly, format_alike
 
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for limit in LIMITS))
@@ -105,8 +105,8 @@ def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
         has, may = limit.found(found), limit.found(allowed)
         if may is None or wider(has, may) == may or (limit is PINNED_DEVICE_MEM_LIMIT and not memory):
             continue
-        much = "unlimited" if has is None else f"{limit.amount(has)} of"
-        excesses.append(f"{much} {limit.resource} instead of {limit.amount(may)}")
+        much, allowed_much = limit.amounts(may if has is None else has, may)
+        excesses.append(f"{'unlimited' if has is None else f'{much} of'} {limit.resource} instead of {allowed_much}")
     return " and ".join(excesses)
 
 
@@ -119,7 +119,8 @@ def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) ->
             continue
         if limit is PINNED_DEVICE_MEM_LIMIT and not memory:
             continue
-        deficits.append(f"{limit.amount(has)} of {limit.resource} instead of {limit.amount(exactly)}")
+        much, wanted = limit.amounts(has, exactly)
+        deficits.append(f"{much} of {limit.resource} instead of {wanted}")
     return " and ".join(deficits)
 
 
@@ -335,9 +336,10 @@ def of_memory(
     if whole <= allowed:
         return None
     most = max(known, key=lambda identity: known[identity])
+    much, granted, by_one = format_alike(whole, allowed, known[most])
     because = (
-        f"the processes of lease {lease.id} hold {format_size(whole)} of memory on {share.daemon} instead of"
-        f" {format_size(allowed)}; process {most.pid} holds {format_size(known[most])}"
+        f"the processes of lease {lease.id} hold {much} of memory on {share.daemon} instead of {granted}; process"
+        f" {most.pid} holds {by_one}"
     )
     hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
     return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, hint, servers.get(most))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mpsd.cli.render import as_here
 from tests.cli.conftest import ROOT, end, start_mpsctl
 from tests.harness import wait_until
 from tests.node import Node
@@ -46,6 +47,13 @@ def test_all(node: Node) -> None:
     for (name, was), line in zip(before.items(), lines, strict=True):
         pid = node.daemons()[name]["pid"]
         assert f" done: {name} is pid {pid}, which replaced {was['pid']}" in line
+
+
+def test_by_name(node: Node) -> None:
+    """The answer names the user of the command, as every other sentence does."""
+    done = node.mpsctl("resume", "gpu0")
+    assert done.returncode == 0
+    assert as_here(f" done: uid {os.geteuid()} resumed gpu0; it is ready") in done.stdout
 
 
 def test_waits_and_is_given_up(node: Node, lease: str) -> None:

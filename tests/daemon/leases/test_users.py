@@ -89,7 +89,7 @@ def test_holder_that_changed(node: Node, python: str) -> None:
         assert as_here(expected) in node.mpsctl("verify", lease).stdout
         for command in (("status",), ("show", lease)):
             assert as_here(expected) in node.mpsctl(*command).stdout, command
-        assert expected in node.mpsctl("doctor", "--only", "violations").stdout
+        assert as_here(expected) in node.mpsctl("doctor", "--only", "violations").stdout
         go(program)
         assert not program.hello["mps"]
         outside = expected.replace("runs as", "runs outside MPS, without limits, on the GPU of gpu0 as")
@@ -251,6 +251,7 @@ def test_what_cannot_be(node: Node) -> None:
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, "only root" in done.stderr) == (77, True), done.stderr
+    assert "hint: run it as root: sudo mpsctl run --user NAME -- PROGRAM\n" in done.stderr
     assert node.get("/v1/leases").json["leases"] == []
 
 

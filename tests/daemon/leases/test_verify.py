@@ -335,6 +335,7 @@ def test_by_pid(node: Node) -> None:
             1,
             f"mpsctl: process {os.getpid()} has no lease of yours, and is not a client of MPS [not_found]",
         )
+        assert says(node, "--pid", f"{2**31 - 1}") == (1, f"mpsctl: there is no process {2**31 - 1} [not_found]")
         with SimulatedClient(variables(node)) as stray:
             event(node, "violation", pid=stray.hello["pid"])
             assert "has no lease of yours, and is a client of gpu0" in says(node, "--pid", f"{stray.pid}")[1]

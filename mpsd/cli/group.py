@@ -7,6 +7,7 @@ import click
 
 from mpsd import __version__
 from mpsd.cli.api import SOCKET, Api
+from mpsd.cli.parameters import refuse_empty
 
 _MODULES: Final = {
     "admit": "admit",
@@ -108,6 +109,7 @@ class _Commands(click.Group):
         room = _ROOMS.get(cmd_name, "mpsd.cli.commands")
         module = importlib.import_module(f"{room}.{_MODULES[cmd_name]}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        refuse_empty(command)
         return command
 
 

@@ -15,6 +15,7 @@ from mpsd.cli.render import (
     holders,
     holding_pid,
     keepers,
+    lack,
     limit,
     percent,
     pid,
@@ -203,8 +204,8 @@ def _share_figures(lease: "answer_types.Lease") -> tuple[Figure, Figure]:
 def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
     """Yield lines about the wait of a lease, its open violations, and its unknown processes."""
     if wait := lease["wait"]:
-        waited = age(lease["created"], now)
-        yield as_here(f"{lease['id']}: waits for {wait['waits_for']} since {waited}: {wait['because']}")
+        waited = f"has waited {age(lease['created'], now)}{lack(wait['waits_for'])}"
+        yield as_here(f"{lease['id']}: {waited}: {wait['because']}")
     if found := keepers(lease):
         yield f"{lease['id']}: its holder is gone; it lives for {found}; to end it: mpsctl release {lease['id']}"
     for each in lease["violations"]:

@@ -10,10 +10,15 @@ from mpsd.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     _FloatType = click.ParamType[float]
+    _StrType = click.ParamType[str]
 else:
-    _FloatType = click.ParamType  # it is not generic before click 8.4
+    _FloatType = _StrType = click.ParamType  # it is not generic before click 8.4
 
 Callback = Callable[[click.Context, click.Parameter, Any], object]
+
+
+_LONGEST: Final = 1e9
+"""Seconds of the longest duration that mpsd accepts."""
 
 
 class Single(click.Option):
@@ -33,6 +38,31 @@ class Single(click.Option):
         return value if self._then is None else self._then(context, self, value)
 
 
+class _Filled(_StrType):
+    """A text that is not empty: an empty one comes from a variable of a script that is not set."""
+
+    name = "text"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text."""
+        return f"{value}" or self.fail(
+            "it is empty; if a variable gives it, check that the variable is set", param, ctx
+        )
+
+
+_FREE: Final = "TEXT"
+"""The metavar of options whose value may be empty, such as the name of a lease."""
+
+
+def refuse_empty(command: click.Command) -> None:
+    """Have a command, and those below it, refuse empty texts, except where any text is valid."""
+    for each in command.params:
+        if each.type is click.STRING and each.metavar != _FREE:
+            each.type = _FILLED
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        refuse_empty(below)
+
+
 class _Quantity(_FloatType):
     """A number with a unit; an invalid one is refused with the valid notations."""
 
@@ -49,9 +79,12 @@ class _Quantity(_FloatType):
 
 
 def _duration(text: str, *, zero: bool = False) -> float:
-    from mpsd.core.units import parse_duration  # imports decimal, which other commands do without
+    from mpsd.core.units import briefly, parse_duration  # imports decimal, which other commands do without
 
-    return parse_duration(text, zero=zero)
+    seconds = parse_duration(text, zero=zero)
+    if seconds > _LONGEST:
+        raise InvalidRequestError(f"{briefly(text)} is longer than {_LONGEST:.0f} s", hint="give at most 11574d")
+    return seconds
 
 
 def _percentage(text: str) -> float:
@@ -73,6 +106,8 @@ def _wait(text: str) -> float:
         error.hint += ", or forever"
         raise
 
+
+_FILLED: Final = _Filled()
 
 DURATION: Final = _Quantity("duration", _duration)
 """Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""

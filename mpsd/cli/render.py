@@ -135,6 +135,10 @@ _UID: Final = r"(?<![\w-])uid (\d+)(?!\w| of the container)"
 """A user of this machine in a sentence; options such as --trust-uid, and users of containers, do not match."""
 
 
+_NO_ONE: Final = "nobody"
+"""The name of a user that a reader would take for the English word."""
+
+
 def as_here(text: str) -> str:
     """Return a sentence of mpsd's with its times in this machine's zone, and with the names of users.
 
@@ -147,7 +151,9 @@ def as_here(text: str) -> str:
 
 def _user(found: re.Match[str]) -> str:
     name = name_of(int(found[1]))
-    return found[0] if name == found[1] else name
+    if name == found[1]:
+        return found[0]
+    return f"user {name}" if name == _NO_ONE else name
 
 
 def fold(text: str, width: int | None, indent: int) -> str:
@@ -191,6 +197,14 @@ def fact(value: object) -> str:
             return ",".join(map(fact, value))
         case _:
             return json.dumps(value, ensure_ascii=False)
+
+
+_AMOUNTS: Final = frozenset({"threads", "memory", "clients"})
+
+
+def lack(limit: str) -> str:
+    """Print the limit that a request waits for, after a verb, if it is an amount; of any other, the reason says all."""
+    return f" for {limit}" if limit in _AMOUNTS else ""
 
 
 def plural(count: int, noun: str) -> str:

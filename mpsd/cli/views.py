@@ -243,4 +243,4 @@ def _setting(value: object) -> str:
 
 def operation(answer: "answer_types.Operation") -> str:
     """Describe the result of an operation."""
-    return f"{answer['id']} {answer['state']}: {answer['because']}"
+    return f"{answer['id']} {answer['state']}: {as_here(answer['because'])}"

@@ -86,6 +86,12 @@ def format_size(size: int) -> str:
     return f"{size}B" if size < KIB else f"{size * 100 // MIB / 100:.2f}MiB"
 
 
+def format_alike(*sizes: int) -> tuple[str, ...]:
+    """Print sizes that are compared: from 1 GiB on in GiB, rounded down, unless different ones would look alike."""
+    texts = tuple(f"{size * 100 // GIB / 100:g}GiB" if size >= GIB else format_size(size) for size in sizes)
+    return texts if len(set(texts)) == len(set(sizes)) else tuple(map(format_size, sizes))
+
+
 def parse_duration(value: str | float, *, zero: bool = False) -> float:
     """Return a duration in seconds: a number of seconds, or numbers with units, such as `90s`, `10m` or `1h30m`.
 

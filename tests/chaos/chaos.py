@@ -304,7 +304,7 @@ class Chaos:
         for name, daemon in self.node.daemons().items():
             is_cut_off = daemon["state"] == "unresponsive" and not (self.node.pipe_directory(name) / "control").exists()
             waits = daemon["state"] == "down" and any(server["orphan"] for server in daemon["servers"])
-            if is_cut_off or (waits and "remaining clients after" not in daemon["because"]):
+            if is_cut_off or (waits and "remaining clients at" not in daemon["because"]):
                 self._replace(name)
 
     def freeze_mpsd(self) -> None:

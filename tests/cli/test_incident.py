@@ -95,10 +95,16 @@ def test_a_bad_night(node: Node) -> None:
     refusal = r"was refused a lease: gpu0 is held: .*\(it died twice\).* \[daemon_not_ready\]"
     ending = f"{granted['id']}: ended: {as_here(f'uid {os.getuid()}')} released it"
     in_order(told(node, "events", "--since", "1h"), *deeds, refusal, ending)
-    in_order(told(node, "explain", "gpu0"), *deeds, ending, r"^now   GPU 0 is ok", "gpu0 is held for ",
+    in_order(told(node, "explain", "gpu0"), *deeds, ending, r"^now   GPU 0 is ok", "gpu0 has been held for ",
              "^next  gpu0 is held: .*it died twice.* -> resume admission: mpsctl resume gpu0")  # fmt: skip
     in_order(told(node, "explain", "trainer"), *deeds[1:], ending, "^now   it ended ", "^next  .*mpsctl admit")
-    in_order(open_story, *deeds[1:10], r"^now   it is active for \d+s: 25% and 1GiB on gpu0", "violation: ", "^next  .")
+    in_order(
+        open_story,
+        *deeds[1:10],
+        r"^now   it was granted \d+s ago, and is active: 25% and 1GiB on gpu0",
+        "violation: ",
+        "^next  .",
+    )
     beside = told(node, "explain", "gpu1")
     assert not [line for line in beside if granted["id"] in line or "died" in line]
     assert beside[-1].startswith("next  nothing")

@@ -100,6 +100,17 @@ def test_a_command_that_waits(full_node: tuple[Node, list[str]], start: Start) -
     assert re.fullmatch(r"mpsctl: granted after \d+ s on GPU 0\n", stderr)
 
 
+def test_what_is_held(node: Node, start: Start) -> None:
+    """The line of a request that waits for no amount has the reason alone."""
+    assert node.mpsctl("hold", "--all").returncode == 0
+    try:
+        process = start(node.socket, "run", *MOST, "--wait", "forever", "--", "true")
+        assert re.match(r"mpsctl: waiting in place 1: gpu\d is held: ", line(process))
+        assert re.search(r": has waited \d+s: gpu\d is held: ", node.mpsctl("leases").stdout)
+    finally:
+        assert node.mpsctl("resume", "--all").returncode == 0
+
+
 def test_a_shell_that_waits(full_node: tuple[Node, list[str]], in_path: dict[str, str]) -> None:
     """A shell waits in `eval`, and holds the resulting lease."""
     node, (lease, _) = full_node

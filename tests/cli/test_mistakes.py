@@ -45,12 +45,36 @@ MISTAKES = {
     "an unknown time": (["admit", *SHARE, "--wait", "1 week"], 2, "such as 90s, 10m or 2h, or forever"),
     "time before now": (["drain", "gpu0", "--timeout=-5"], 2, "give 0, a number of seconds above 0, or"),
     "no GPUs": (["admit", *SHARE, "--gpus", "0"], 2, "gpus must be at least 1"),
-    "no processes": (["admit", *SHARE, "--processes", "0"], 2, "processes must be at least 1"),
+    "no processes": (
+        ["admit", *SHARE, "--processes", "0"],
+        2,
+        "processes must be at least 1 [invalid_request]\n  hint: processes is a whole number from 1 to 1000, or any\n",
+    ),
     "a long name": (["admit", *SHARE, "--name", "x" * 200], 2, "name must have at most 128 characters"),
-    "too long a time": (["admit", *SHARE, "--ttl", "10000000h"], 2, "ttl must be at most 1000000000"),
+    "too long a time": (
+        ["admit", *SHARE, "--ttl", "10000000h"],
+        2,
+        "'10000000h' is longer than 1000000000 s: give at most 11574d",
+    ),
+    "too long a timeout": (
+        ["drain", "gpu0", "--timeout", "100000000000d"],
+        2,
+        "Invalid value for '--timeout': '100000000000d' is longer than 1000000000 s: give at most 11574d",
+    ),
     "a fraction that is a percentage": (["admit", "--fraction", "25"], 2, "fraction 25 is not between 0.001 and 1"),
     "half a request": (["admit", "--threads", "10"], 2, "memory is missing"),
     "more than there is": (["admit", "--threads", "10", "--memory", "900GiB"], 65, "the GPU can grant only"),
+    "an empty lease": (
+        ["release", "--end-clients", ""],
+        2,
+        "Invalid value for '[LEASE]...': it is empty; if a variable",
+    ),
+    "an empty lease beside others": (["show", "lease-nobody-has", ""], 2, "'[LEASE]...': it is empty"),
+    "an empty subject": (["explain", ""], 2, "'LEASE|DAEMON|GPU': it is empty"),
+    "an empty daemon": (["drain", ""], 2, "'[DAEMON]': it is empty"),
+    "an empty daemon of a canary": (["verify", "--canary", ""], 2, "'--canary': it is empty"),
+    "an empty GPU": (["admit", *SHARE, "--gpu", ""], 2, "'--gpu': it is empty"),
+    "an empty lease of a command below another": (["cdi", "remove", ""], 2, "'LEASE': it is empty"),
     "a lease that is none": (["release", "lease-nobody-has"], 1, "lease-nobody-has"),
     "a daemon that is none": (["drain", "gpu7"], 1, "gpu7"),
 }
@@ -74,7 +98,10 @@ def test_what_is_left_elsewhere(node: Node) -> None:
     assert node.mpsctl("admit", *SIXTY, "--gpu", "0").returncode == 0
     done = node.mpsctl("admit", *SIXTY, "--gpu", "0")
     assert done.returncode == 75
-    assert "hint: use another GPU, which has room (--gpu any), or request less, wait for it (--wait)" in done.stderr
+    assert (
+        "hint: use another GPU, which has room (--gpu any), request less, wait for it (--wait), or see who"
+        in done.stderr
+    )
     assert node.mpsctl("admit", *SIXTY, "--gpu", "1").returncode == 0
     for arguments in ((*SIXTY, "--gpu", "0"), SIXTY):
         done = node.mpsctl("admit", *arguments)
@@ -158,6 +185,35 @@ def test_bodies(node: Node, body: object, detail: str) -> None:
     """An invalid body is refused in words that name its field."""
     answer = node.request("POST", "/v1/leases", body)
     assert (answer.status, answer.json["detail"]) == (422, detail)
+
+
+@pytest.mark.parametrize(
+    ("body", "hint"),
+    [
+        ({"gpus": 65}, "gpus is a whole number from 1 to 64"),
+        ({"ttl": 1e10}, "ttl is a number above 0 and up to 1000000000"),
+        ({"wait": -1}, "wait is a number from 0 to 1000000000"),
+        ({"stop": "now"}, "stop is terminate or sigterm"),
+        ({"labels": {"a b": "c"}}, "a key of labels is text that matches ^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"),
+        ({"labels": {"a": "c" * 129}}, "labels[...] is text of at most 128 characters that matches "),
+        ({"labels": {f"a{number}": "" for number in range(33)}}, "labels is an object of at most 32 items"),
+        ({"owner": {"uid": 1, "gid": 1, "groups": [-1]}}, "owner.groups[0] is a whole number from 0 to 4294967294"),
+        ({"threads": "10"}, "the fields are described in /v1/openapi.json, schema LeaseRequest"),
+    ],
+)
+def test_valid_values(node: Node, body: dict[str, object], hint: str) -> None:
+    """The refusal of a field has its valid values; a user of mpsctl does not read the API's document."""
+    answer = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", **body})
+    assert answer.status == 422
+    assert answer.json["hint"].startswith(hint)
+
+
+@pytest.mark.root("call as another user")
+def test_a_lease_for_another_user(node: Node) -> None:
+    """A user who names another one reads the option to leave out."""
+    done = mpsctl_as_nobody(node, "admit", "--user", "root", *SHARE)
+    assert (done.returncode, done.stdout) == (77, "")
+    assert "hint: take it out for yourself, without an owner (--user), or ask an administrator" in done.stderr
 
 
 # -- of operators ------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_libraries_of_others(node: Node, short_tmp: Path, program: str) -> None:
         (["admit", "--threads", "10", "--memory", "1GiB", "--gpus", "3", "--wait", "forever"], 65, "never_fits"),
         (["admit", "--threads", "10", "--memory", "1GiB", "--priority", "1"], 77, "quota"),
         (["admit", "--threads", "10", "--memory", "1GiB", "--processes", "0"], 2, "invalid_request"),
-        (["admit", "--threads", "10", "--memory", "1GiB", "--wait", "2e9"], 2, "invalid_request"),
+        (["admit", "--threads", "10", "--memory", "1GiB", "--gpus", "65"], 2, "invalid_request"),
         (["reset", "gpu7"], 1, "not_found"),
         (["admit", "--threads", "10", "--memory", "900GiB"], 65, "never_fits"),
     ],

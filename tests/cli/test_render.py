@@ -169,6 +169,7 @@ def test_env_file_of_what_it_cannot_have(value: str) -> None:
     [
         ("uid 0 released it", "root released it"),
         ("lease-0 (train, uid 0) has 50 %", "lease-0 (train, root) has 50 %"),
+        ("uid 65534 holds leases on the GPU", "user nobody holds leases on the GPU"),
         ("pid 7 of uid 61777 listens: --trust-uid 0, or MPSD_TRUST_UID=0", None),
         ("uid 0 of the container is not mapped", None),
         ("setuid 0, uid 0x5, a squid 0", None),
@@ -177,6 +178,6 @@ def test_env_file_of_what_it_cannot_have(value: str) -> None:
 def test_users_by_their_names(said: str, read: str | None) -> None:
     """A sentence names users of this machine.
 
-    A user without a name, an option, and a container's user are unchanged.
+    A user without a name, an option, and a container's user are unchanged. `nobody` is not taken for the English word.
     """
     assert as_here(said) == (said if read is None else read)

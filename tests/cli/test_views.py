@@ -494,7 +494,7 @@ def test_a_lease_that_waits() -> None:
     assert "waits     at position 2 for memory: 8GiB are left" in lease_views.lease(waiting, NOW).splitlines()
     row, line = rows(waiting)
     assert row == ["lease-1", "waiting,", "place", "2", "-", "-", "-", "70001", "99", "0", "of", "1", "2m", "-", "-"]
-    assert " ".join(line) == "lease-1: waits for memory since 2m: 8GiB are left"
+    assert " ".join(line) == "lease-1: has waited 2m for memory: 8GiB are left"
 
 
 def test_the_order_of_leases() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.core.units import GIB, KIB, MIB, format_size, parse_duration, parse_size
+from mpsd.core.units import GIB, KIB, MIB, format_alike, format_size, parse_duration, parse_size
 
 LARGEST: Final = 2**63 - 1
 
@@ -346,3 +346,18 @@ def test_huge_numbers(parse: Callable[[str | int], object]) -> None:
     for value in ("9" * 5000, "9" * 5000 + "GiB", 10**400, 10**5000, -(10**5000)):
         with pytest.raises(InvalidRequestError):
             parse(value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ((39 * GIB, 20352 * MIB), ("39GiB", "19.87GiB")),
+        ((MIB, GIB), ("1MiB", "1GiB")),
+        ((20352 * MIB, 20353 * MIB), ("20352MiB", "20353MiB")),
+        ((GIB, GIB), ("1GiB", "1GiB")),
+        ((28 * GIB, 16271 * MIB, 14 * GIB), ("28GiB", "15.88GiB", "14GiB")),
+    ],
+)
+def test_sizes_that_are_compared(sizes: tuple[int, ...], texts: tuple[str, ...]) -> None:
+    """Sizes beside each other have one unit, as far as a reader can tell them apart in it."""
+    assert format_alike(*sizes) == texts

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.cli.render import as_here
 from mpsd.core.doctor.table import CHECKS
 from tests.daemon.conftest import Start
 from tests.daemon.gpu.test_compute_mode import (
@@ -221,7 +222,7 @@ class TestWithMpsd:
             node, "doctor", "--root", str(node.root), *only("shm-shared", "pid-namespace", "foreign-daemon")
         )
         assert found.returncode == 0
-        assert f"uid 65534 has no permission to inspect pid {node.pid}" in found.stdout
+        assert as_here(f"uid 65534 has no permission to inspect pid {node.pid}") in found.stdout
         assert "remedy: run it as root" in found.stdout
         hide = 'mount -t proc -o hidepid=2 proc /proc && exec "$@"'
         before = ("unshare", "--mount", "sh", "-c", hide, "sh")
@@ -233,7 +234,7 @@ class TestWithMpsd:
         (node.root / "run").chmod(0o700)
         found = as_nobody(node, "doctor", "--root", str(node.root), *only("mpsd", "socket"))
         assert found.returncode == 1
-        assert f"uid 65534 may not traverse {node.root / 'run'}" in found.stdout
+        assert as_here(f"uid 65534 may not traverse {node.root / 'run'}") in found.stdout
 
 
 def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":

@@ -89,7 +89,7 @@ ROOMS: Final = {
     "cli/terminal": frozenset({"cli"}),
     "cli/leases": frozenset({"cli", "cli/terminal"}),
     "cli/top": frozenset({"cli"}),
-    "cli/history": frozenset({"cli"}),
+    "cli/history": frozenset({"cli", "cli/leases"}),
     "cli/web": frozenset({"cli", "cli/history"}),
     "cli/metrics": frozenset({"cli"}),
     "cli/commands": frozenset({"cli", "cli/terminal", "cli/leases", "cli/top", "cli/history", "cli/web"}),

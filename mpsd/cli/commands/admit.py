@@ -14,6 +14,7 @@ from mpsd.cli.completion import gpu_names, lease_names, program
 from mpsd.cli.leases import another_user, end, find, guard, start
 from mpsd.cli.leases import wait as waiting
 from mpsd.cli.leases.calling_process import calling_program, name, reading_program
+from mpsd.cli.leases.use import use
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
 from mpsd.cli.users import User, user, without_account
@@ -264,7 +265,7 @@ def admit(
     if form == "table" or (form == "env" and holder is None and reader is None):
         note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
     if form == "table" and not claim:
-        note(f'no process uses it yet; for this shell and what it starts: eval "$(mpsctl show {lease["id"]} -o env)"')
+        note(f"no process uses it yet; {use(lease)}")
 
 
 def _ends_with(lease: "answer_types.Lease") -> str:
@@ -304,7 +305,10 @@ def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **r
     if not command[0]:
         raise click.UsageError("COMMAND is empty.")
     if owner is not None and os.geteuid() != 0:
-        raise NotPermittedError("only root can start a program as another user", hint="use sudo mpsctl run --user")
+        raise NotPermittedError(
+            "only root can start a program as another user",
+            hint="run it as root: sudo mpsctl run --user NAME -- PROGRAM",
+        )
     try:
         lease = take(api, {**request, "owner": owner}, wait=wait)
     except SignalledError as signal:
@@ -357,14 +361,16 @@ def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
     """End leases of yours, or give up their place in the queue. Releasing an ended lease is not an error.
 
     LEASE is an id, the beginning of one, or a name; without it, the lease in MPSD_LEASE is released. Its clients
-    continue without a lease, unless --end-clients ends them.
+    continue without a lease, unless --end-clients ends them. Those of a lease that has ended before are not ended: with
+    --end-clients, mpsctl names them, and exits with 1.
     """
 
     def end_one(lease: str) -> None:
+        is_released = True
         if end_clients:
-            end.follow(api, lease)
+            is_released = end.follow(api, lease)
         else:
             api.release(lease)
-        click.echo(f"{plain(lease)} is released")
+        click.echo(f"{plain(lease)} {'is released' if is_released else 'had ended already'}")
 
     find.for_each(api, leases, end_one)

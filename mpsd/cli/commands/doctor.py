@@ -7,7 +7,7 @@ import click
 
 from mpsd.cli.api import Api
 from mpsd.cli.command import with_api, with_form
-from mpsd.cli.render import as_json, columns, plural
+from mpsd.cli.render import as_here, as_json, columns, plural
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.sanitize import plain
 
@@ -97,9 +97,9 @@ def report(results: "Sequence[Result]", done: Sequence[str], *, everything: bool
         if verdict == "ok" and not everything:
             continue
         for (because, remedy), names in _grouped([each for each in results if each.finding.verdict == verdict]):
-            lines.append(f"{verdict:<7}  {', '.join(names)}: {plain(because)}")
+            lines.append(f"{verdict:<7}  {', '.join(names)}: {as_here(plain(because))}")
             if remedy and verdict != "ok":
-                lines.append(f"         remedy: {plain(remedy)}")
+                lines.append(f"         remedy: {as_here(plain(remedy))}")
     counts = {verdict: sum(each.finding.verdict == verdict for each in results) for verdict in _SHOWN}
     shown = f"{counts['fail']} failed, {plural(counts['warn'], 'warning')}, {counts['unknown']} unknown"
     shown += f", {plural(counts['note'], 'note')}, {counts['ok']} ok" if counts["note"] else f", {counts['ok']} ok"

@@ -68,8 +68,10 @@ class _WithoutLease(click.Command):
     """A command whose first argument may be left out before `--`, which click would remove, and take COMMAND for it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments, with an empty LEASE where they begin with `--`."""
-        return super().parse_args(ctx, ["", *args] if args[:1] == ["--"] else args)
+        """Parse the arguments, with the lease of this process as LEASE where they begin with `--`."""
+        if args[:1] == ["--"]:
+            args = ["" if ctx.resilient_parsing else find.own(), *args]
+        return super().parse_args(ctx, args)
 
 
 @click.command(cls=_WithoutLease, context_settings={"allow_interspersed_args": False})
@@ -92,4 +94,4 @@ def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
         raise InvalidRequestError(
             f"{_TOKEN} is not set, so the claim cannot be taken", hint="set it to the token that came with the lease"
         )
-    start.become(api, api.hold(find.find(api, lease or None), {"token": token}), command)
+    start.become(api, api.hold(find.find(api, lease), {"token": token}), command)

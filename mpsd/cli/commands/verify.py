@@ -76,6 +76,8 @@ def _proven(answer: "answer_types.Canary") -> str:
 
 def _lease_of(api: Api, pid: int) -> str:
     """Return the lease of a process as a client, or the lease of its nearest ancestor that has one."""
+    if not os.path.exists(f"/proc/{pid}"):  # noqa: PTH110 - pathlib takes longer to import
+        raise NotFoundError(f"there is no process {pid}", hint="name a process that runs, or a lease: mpsctl leases")
     clients = {client["pid"]: client for client in api.clients()["clients"]}
     client = clients.get(pid)
     if client is not None and client["lease"] is not None:

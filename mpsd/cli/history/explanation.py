@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import click
-
 from mpsd.cli.api import Api
 from mpsd.cli.command import now
 from mpsd.cli.history import story
 from mpsd.cli.history.selection import GpuNames, leases_of
-from mpsd.cli.render import age, keepers, percent, size, until
+from mpsd.cli.leases import find
+from mpsd.cli.leases.use import use
+from mpsd.cli.render import age, keepers, lack, percent, size, until
 from mpsd.cli.users import name_of
 from mpsd.core.errors import NotFoundError
 
@@ -37,8 +37,8 @@ class Story(NamedTuple):
 def story_of(api: Api, subject: str) -> Story:
     """Return the story of a lease, a control daemon or a GPU.
 
-    Raises NotFoundError for a subject that mpsd does not know, click.BadParameter for a name that may stand for several
-    leases, and the errors of the API.
+    Raises NotFoundError for a subject that mpsd does not know, InvalidRequestError for an ambiguous one, and the errors
+    of the API.
     """
     node = api.status()
     leases = api.leases(ended=True)["leases"]
@@ -74,16 +74,13 @@ def story_of(api: Api, subject: str) -> Story:
 
 
 def _lease_id(subject: str, leases: "list[answer_types.Lease]", events: "Iterable[answer_types.Event]") -> str | None:
-    """Return the id of the lease that a subject names by its id, a prefix of its id, or its name."""
-    ids = dict.fromkeys([*(each["id"] for each in leases), *(lease for each in events for lease in leases_of(each))])
-    if subject in ids:
-        return subject
-    found = [each for each in ids if each.startswith(subject)] or [
-        each["id"] for each in leases if each["name"] and each["name"] == subject
-    ]
-    if len(found) > 1:
-        raise click.BadParameter(f"{subject!r} may be any of {', '.join(found[:5])}", param_hint="LEASE")
-    return found[0] if found else None
+    """Return the id of the lease that a subject names, even if only events still tell of it."""
+    if (found := find.among(leases, subject)) is not None:
+        return found
+    known = dict.fromkeys(lease for each in events for lease in leases_of(each) if find.begins(lease, subject))
+    if subject in known or len(known) <= 1:
+        return subject if subject in known else next(iter(known), None)
+    raise find.ambiguous(subject, [*known], next(iter(known)))
 
 
 # -- leases ------------------------------------------------------------------------------------------------------------
@@ -111,8 +108,8 @@ _ANOTHER: Final = "take out another lease: mpsctl admit"
 def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
     at = now()
     match lease:
-        case {"state": "waiting", "wait": {"position": place, "waits_for": limit, "because": because}}:
-            yield f"it waits since {age(lease['created'], at)}, at place {place}, for {limit}: {because}"
+        case {"state": "waiting", "wait": {"position": place, "waits_for": str(limit), "because": because}}:
+            yield f"it has waited {age(lease['created'], at)}, in place {place}{lack(limit)}: {because}"
         case {"ended": str(ended)}:
             yield f"it ended {age(ended, at)} ago: {lease['because']}"
         case _:
@@ -121,7 +118,8 @@ def _lease_now(lease: "answer_types.Lease") -> Iterator[str]:
                 f" {each['daemon']}"
                 for each in lease["shares"]
             ]
-            yield f"it is {lease['state']} for {age(lease['granted'] or lease['created'], at)}: {', '.join(parts)}"
+            state = "" if lease["state"] == "granted" else f", and is {lease['state']}"
+            yield f"it was granted {age(lease['granted'] or lease['created'], at)} ago{state}: {', '.join(parts)}"
             yield f"clients: {', '.join(map(str, lease['clients'])) or 'none'}"
             if found := keepers(lease):
                 yield f"its holder is gone; it lives for {found}"
@@ -148,7 +146,7 @@ def _lease_next(node: "answer_types.Status", lease: "answer_types.Lease") -> Ite
         case {"state": "waiting"}:
             yield f"to give it up: mpsctl release {lease['id']}"
         case {"clients": []} if not borne:
-            yield f'to use it in this shell: eval "$(mpsctl show {lease["id"]} -o env)"'
+            yield f"no process uses it yet; {use(lease)}"
         case _:
             yield f"to see whether its processes are within their limits: mpsctl verify {lease['id']}"
 
@@ -171,7 +169,7 @@ def _of_gpu(
     yield f"GPU {gpu['index']} is {gpu['health']}: {gpu['because']}"
     if daemon is not None:
         state = "drained" if daemon.get("drained") and daemon["state"] == "draining" else daemon["state"]
-        yield f"{daemon['name']} is {state} for {age(daemon['since'], at)}: {daemon['because']}"
+        yield f"{daemon['name']} has been {state} for {age(daemon['since'], at)}: {daemon['because']}"
         yield from (each["because"] for each in (*daemon["drift"], *daemon["undone"]))
     memory = f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'] or 0)}"
     yield f"granted: {percent(gpu['threads_granted'])} of the threads, {memory}"

@@ -77,7 +77,7 @@ SENTENCES: Final = {
     "leases_faulted": "{daemon}: the fault affected {leases}: {because}",
     "server_recovered": "{daemon}: server {server} has recovered from its fault",
     "server_suspect": "{daemon}: a canary has to examine its server: {because}",
-    "canary_ended": "{daemon}: a canary proves {proof}: {because}",
+    "canary_ended": "{daemon}: a canary ended ({proof}): {because}",
     "server_wedged": "{daemon}: its server serves no client: {because}",
     "server_serves": "{daemon}: its server serves clients: {because}",
     "server_record_not_stored": "{daemon}: the record of its server cannot be stored: {because}",

@@ -1,4 +1,4 @@
 """Parts of commands that use a lease: its holder, the wait for it, the program that runs with it, and its end.
 
-Imported by: cli/commands.
+Imported by: cli/commands, cli/history.
 """

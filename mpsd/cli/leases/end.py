@@ -1,12 +1,15 @@
 """The end of a lease with its clients: requested once, and followed until it is complete, even by another mpsd."""
 
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mpsd.cli import signals
 from mpsd.cli.api import Api
 from mpsd.cli.command import note
 from mpsd.core.errors import NotFoundError, UnreachableError
+
+if TYPE_CHECKING:
+    from mpsd.cli import answer_types
 
 _FIRST_PAUSE: Final = 0.05
 """Seconds between the first two checks; each pause is half as long again as the one before."""
@@ -19,8 +22,15 @@ _QUIET: Final = 2.0
 _ENDED: Final = "ended"
 
 
-def follow(api: Api, lease: str) -> None:
-    """End a lease with its clients, and return when it has ended. Raises MpsdError where that could not begin."""
+def follow(api: Api, lease: str) -> bool:
+    """End a lease with its clients, and return when it has ended; tell whether this ended it.
+
+    Raises MpsdError where that could not begin, and NotFoundError where the lease had ended before its clients.
+    """
+    before = api.lease(lease)
+    if before["state"] == _ENDED:
+        _check_clients(api, before)
+        return False
     found, began = api.end(lease), time.monotonic()
     shown, pause = "", _FIRST_PAUSE
     with signals.raised():
@@ -34,10 +44,29 @@ def follow(api: Api, lease: str) -> None:
                 except UnreachableError:
                     progress = "mpsd is gone; the next mpsd continues"
                 except NotFoundError:
-                    return  # the lease ended, and mpsd was restarted since
+                    break  # the lease ended, and mpsd was restarted since
                 if progress != shown and found["state"] != _ENDED and time.monotonic() - began > _QUIET:
                     shown = progress
                     note(f"{lease}: {shown}")
         except signals.SignalledError as signal:
             note(f"the end of {lease} continues")
             signal.end()
+    return True
+
+
+def _check_clients(api: Api, ended: "answer_types.Lease") -> None:
+    """Raise NotFoundError for an ended lease whose clients still run: they are clients without a lease by now."""
+    left = {
+        each["pid"]: each["daemon"]
+        for each in api.clients()["clients"]
+        if each["pid"] in ended["clients"] and each["lease"] is None and each["uid"] == ended["owner"]["uid"]
+    }
+    if not left:
+        return
+    pids, daemons = " ".join(map(str, left)), dict.fromkeys(left.values())
+    raise NotFoundError(
+        f"{ended['id']} had ended already ({ended['because']}); its clients {', '.join(map(str, left))} still run,"
+        " without a lease",
+        hint=f"end them: kill {pids}; or, as an administrator, with all other clients of the GPU: "
+        + ", ".join(f"mpsctl restart {each} --timeout 0" for each in daemons),
+    )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _VARIABLE: Final = "MPSD_LEASE"
 _PREFIX: Final = "lease-"
 _WHOLE: Final = re.compile(r"lease-[0-9a-f]{10}")
+_ENDED: Final = "ended"
 _MOST_CANDIDATES: Final = 8
 
 
@@ -28,26 +29,41 @@ def find(api: Api, meant: str | None) -> str:
     InvalidRequestError where the text is ambiguous.
     """
     if meant is None:
-        meant = os.environ.get(_VARIABLE)
-        if not meant:
-            raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
-        return meant
-    if _WHOLE.fullmatch(meant) or not meant:
+        return own()
+    if _WHOLE.fullmatch(meant):
         return meant
     with of_one_version():
-        listed = api.leases(ended=True)["leases"]
-        living, ended = ([each for each in listed if (each["state"] == "ended") is over] for over in (False, True))
-        candidates = [_matching(living, meant), _matching(ended, meant)]
-    for found in candidates:
+        return among(api.leases(ended=True)["leases"], meant) or meant
+
+
+def among(leases: "Sequence[answer_types.Lease]", meant: str) -> str | None:
+    """Return the id of the lease that a text names, a living one before an ended one; None where it names none.
+
+    Raises InvalidRequestError where the text is ambiguous.
+    """
+    for over in (False, True):
+        found = _matching([each for each in leases if (each["state"] == _ENDED) is over], meant)
         if len(found) > 1:
-            raise InvalidRequestError(
-                f"{meant!r} is ambiguous: {', '.join(map(_described, found[:_MOST_CANDIDATES]))}"
-                + (", ..." if len(found) > _MOST_CANDIDATES else ""),
-                hint="name the lease by more of its id",
-            )
+            raise ambiguous(meant, [*map(_described, found)], found[0]["id"])
         if found:
             return found[0]["id"]
-    return meant
+    return None
+
+
+def ambiguous(meant: str, candidates: Sequence[str], example: str) -> InvalidRequestError:
+    """Return the refusal of a text that may name several leases; `example` is the id of one of them."""
+    more = ", ..." if len(candidates) > _MOST_CANDIDATES else ""
+    return InvalidRequestError(
+        f"{meant!r} is ambiguous: {', '.join(candidates[:_MOST_CANDIDATES])}{more}",
+        hint=f"name the lease by its id, such as {click.get_current_context().command_path} {example}",
+    )
+
+
+def own() -> str:
+    """Return the lease that this process runs under. Raises click.UsageError where its environment names none."""
+    if lease := os.environ.get(_VARIABLE):
+        return lease
+    raise click.UsageError(f"Name a LEASE: {_VARIABLE} is not set, so this process has none of its own.")
 
 
 def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answer_types.Lease]":
@@ -55,13 +71,19 @@ def _matching(leases: "Sequence[answer_types.Lease]", meant: str) -> "list[answe
     return (
         [each for each in leases if each["id"] == meant]
         or [each for each in leases if each["name"] == meant]
-        or [each for each in leases if each["id"].startswith((meant, f"{_PREFIX}{meant}"))]
+        or [each for each in leases if begins(each["id"], meant)]
     )
+
+
+def begins(lease: str, meant: str) -> bool:
+    """Tell whether the id of a lease begins with a text, with `lease-` or without."""
+    return lease.startswith((meant, f"{_PREFIX}{meant}"))
 
 
 def _described(lease: "answer_types.Lease") -> str:
     name = f" {lease['name']!r}" if lease["name"] else ""
-    return f"{lease['id']}{name} of {name_of(lease['owner']['uid'])}"
+    ended = " (ended)" if lease["state"] == _ENDED else ""
+    return f"{lease['id']}{name} of {name_of(lease['owner']['uid'])}{ended}"
 
 
 def for_each(api: Api, meant: Sequence[str], action: Callable[[str], None]) -> None:

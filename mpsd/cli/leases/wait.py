@@ -18,7 +18,7 @@ from mpsd.cli import signals
 from mpsd.cli.api import Api
 from mpsd.cli.client import DEADLINE
 from mpsd.cli.command import note
-from mpsd.cli.render import plural
+from mpsd.cli.render import lack, plural
 from mpsd.cli.terminal.progress import Progress
 from mpsd.cli.users import name_of
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
@@ -123,7 +123,7 @@ class _Queue:
         own = self._own(answer)
         if own is None or (wait := own["wait"]) is None:
             return
-        place = f"waiting in place {wait['position']}{_ahead(answer, wait['position'])} for {wait['waits_for']}"
+        place = f"waiting in place {wait['position']}{_ahead(answer, wait['position'])}{lack(wait['waits_for'])}"
         self._stands = f"{place}: {wait['because']}"
         self._brief = f"{place}: {wait['because'].rpartition(', but ')[2]}"
 

@@ -108,7 +108,10 @@ class Shortage:
 
     def raised(self, *, fits_elsewhere: bool = False) -> MpsdError:
         """Return the shortage as an error; a request that named a GPU may fit on another one."""
-        hint = f"use another GPU, which has room (--gpu any), or {self.hint}" if fits_elsewhere else self.hint
+        hint = self.hint
+        if fits_elsewhere:
+            is_list = ", or " in hint
+            hint = f"use another GPU, which has room (--gpu any), {'' if is_list else 'or '}{hint}"
         error = self.error(self.because, hint=hint, limit=self.limit)
         if isinstance(error, DoesNotFitError):
             error.gpu = self.gpu

@@ -56,12 +56,16 @@ def by_token(client: Client, named: Lease | None, has_room: HasRoom) -> Attribut
     no client counts towards, or uses, the lease of another user. A client with the token of a lease of its own uid
     could have read that lease's token from mpsd, so the comparison need not take constant time.
     """
-    own = client.environment or {}
-    if named is None or not named.token or own.get(TOKEN) != named.token or named.owner.uid != client.uid:
+    if named is None or not has_token(client, named) or named.owner.uid != client.uid:
         return AttributedClient(client, None, counted=False)
     if violations.share_on(named, client.daemon) is None or not has_room(named, client.gpu):
         return AttributedClient(client, None, counted=False)
     return AttributedClient(client, named, counted=True)
+
+
+def has_token(client: Client, lease: Lease) -> bool:
+    """Tell whether the environment of a client has the token of a lease."""
+    return bool(lease.token) and (client.environment or {}).get(TOKEN) == lease.token
 
 
 def is_telling(cgroup: str) -> bool:

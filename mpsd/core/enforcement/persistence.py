@@ -4,7 +4,7 @@ A program that replaces itself is there beside its predecessor for as long as th
 NVML lists a process a moment before a control daemon does, and a moment longer.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Final
 
 from mpsd.core.enforcement.violations import Violation
@@ -36,3 +36,12 @@ def suspected(
     """
     since = {each: before.get(each, now) for each in found if each.kind in _MOMENTARY and each not in counted}
     return {each: at for each, at in since.items() if now < at + PERSISTS or (each.kind in _BY_NVML and not read)}
+
+
+def doubts(suspected: Iterable[Violation], lease_id: str) -> list[str]:
+    """Describe the findings about a lease that do not count yet: until they do, its state is unknown."""
+    return [
+        f"{each.because}; that is a violation if it lasts for {PERSISTS:g} s"
+        for each in suspected
+        if each.lease == lease_id
+    ]

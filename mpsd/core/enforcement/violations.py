@@ -13,10 +13,20 @@ from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.opened import ANYTHING
 from mpsd.core.holders import holders
-from mpsd.core.model import Client, GpuProcess, Known, Lease, ProcessIdentity, ReadBack, Share, ViolationKind
+from mpsd.core.model import (
+    Client,
+    GpuProcess,
+    HoldingProcess,
+    Known,
+    Lease,
+    ProcessIdentity,
+    ReadBack,
+    Share,
+    ViolationKind,
+)
 from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
 from mpsd.core.quantities import Bounds
-from mpsd.core.units import briefly, format_size
+from mpsd.core.units import briefly, format_alike
 
 PIPE_DIRECTORY: Final = "CUDA_MPS_PIPE_DIRECTORY"
 VARIABLES: Final = (PIPE_DIRECTORY, "CUDA_VISIBLE_DEVICES", *(limit.variable for limit in LIMITS))
@@ -95,8 +105,8 @@ def exceeds(found: ReadBack, allowed: ReadBack, *, memory: bool) -> str:
         has, may = limit.found(found), limit.found(allowed)
         if may is None or wider(has, may) == may or (limit is PINNED_DEVICE_MEM_LIMIT and not memory):
             continue
-        much = "unlimited" if has is None else f"{limit.amount(has)} of"
-        excesses.append(f"{much} {limit.resource} instead of {limit.amount(may)}")
+        much, allowed_much = limit.amounts(may if has is None else has, may)
+        excesses.append(f"{'unlimited' if has is None else f'{much} of'} {limit.resource} instead of {allowed_much}")
     return " and ".join(excesses)
 
 
@@ -109,7 +119,8 @@ def falls_short(found: ReadBack, lease: Lease, share: Share, *, memory: bool) ->
             continue
         if limit is PINNED_DEVICE_MEM_LIMIT and not memory:
             continue
-        deficits.append(f"{limit.amount(has)} of {limit.resource} instead of {limit.amount(exactly)}")
+        much, wanted = limit.amounts(has, exactly)
+        deficits.append(f"{much} of {limit.resource} instead of {wanted}")
     return " and ".join(deficits)
 
 
@@ -170,9 +181,16 @@ def of_later_contexts(client: Client, lease: Lease, share: Share, *, memory: boo
 
 
 def environment_of(lease: Lease) -> str:
-    """Return the command by which a shell gets the environment of a lease."""
+    """Return the command by which a shell gets the environment of a lease.
+
+    Where an administrator's process holds the lease for another user, it starts a program of that user.
+    """
     share = " --share N" if len(lease.shares) > 1 else ""
-    return f'eval "$(mpsctl show {lease.id} -o env{share})"'
+    shown = f'eval "$(mpsctl show {lease.id} -o env{share})"'
+    named = (each.uid for each in lease.holders if isinstance(each, HoldingProcess))
+    if all(uid in {None, lease.owner.uid} for uid in named):
+        return shown
+    return f"({shown}; setpriv --reuid {lease.owner.uid} --regid {lease.owner.gid} --init-groups PROGRAM)"
 
 
 def again(lease: Lease) -> str:
@@ -189,23 +207,32 @@ def share_on(lease: Lease, daemon: str) -> Share | None:
 
 
 def of_client(
-    attached: AttributedClient, *, denied: bool, memory: bool, possible: Lease | None = None
+    attached: AttributedClient, *, denied: bool, memory: bool, near: Lease | None = None
 ) -> Iterator[Violation]:
     """Judge a client, regardless of the memory that it holds.
 
     `denied` tells whether a client without a lease is a violation, and `memory` whether the driver limits memory.
-    `possible` is a lease that the client may belong to, although no evidence says so.
+    `near` is, for a client without a lease, one that it may belong to, although no evidence says so; or the one that it
+    was started under, of another user.
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
     identity, daemon, server = client.identity, client.daemon, client.server
     if lease is None or share is None:
         if denied:
-            doubt = _may_have_a_lease(client, possible)
+            doubt = _may_have_a_lease(client, near)
             because = f"process {identity.pid} is a client of {daemon} without a lease there{doubt}"
             # Its variable proves nothing: it only chooses the words.
             had = LEASE in (client.environment or {})
             hint = f"{RUN}; in time, mpsctl renew keeps a lease that expires" if had else RUN
+            if near is not None and near.owner.uid != client.uid:
+                because += (
+                    f": it runs as uid {client.uid}, and lease {near.id} is for processes of uid {near.owner.uid}"
+                )
+                hint = (
+                    f"start it again as uid {near.owner.uid}: {environment_of(near)}; or under a lease of its own user:"
+                    " mpsctl run -- PROGRAM"
+                )
             yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, hint, server, own=not doubt)
     elif not attached.counted:
         yield _of_processes(client, lease)
@@ -213,7 +240,7 @@ def of_client(
         yield from _of_limits(client, lease, share, memory=memory)
 
 
-def _may_have_a_lease(client: Client, possible: Lease | None) -> str:
+def _may_have_a_lease(client: Client, near: Lease | None) -> str:
     """Say why a client that no lease claims may have one nevertheless, for the end of a sentence; empty if it cannot.
 
     A process that left its family, and has a new environment, shows nothing of its lease: `podman run`, `systemd-run`
@@ -221,8 +248,8 @@ def _may_have_a_lease(client: Client, possible: Lease | None) -> str:
     """
     if client.environment is None:
         return ", as far as is known: its environment, which may have the token of one, cannot be read"
-    if possible is not None:
-        return f", as far as is known: it may belong to lease {possible.id}, which is of its user and has room"
+    if near is not None and near.owner.uid == client.uid:
+        return f", as far as is known: it may belong to lease {near.id}, which is of its user and has room"
     return ""
 
 
@@ -316,9 +343,10 @@ def of_memory(
     if whole <= allowed:
         return None
     most = max(known, key=lambda identity: known[identity])
+    much, granted, by_one = format_alike(whole, allowed, known[most])
     because = (
-        f"the processes of lease {lease.id} hold {format_size(whole)} of memory on {share.daemon} instead of"
-        f" {format_size(allowed)}; process {most.pid} holds {format_size(known[most])}"
+        f"the processes of lease {lease.id} hold {much} of memory on {share.daemon} instead of {granted}; process"
+        f" {most.pid} holds {by_one}"
     )
     hint = "have it allocate less, as by the fraction that its framework takes, or take out a larger lease"
     return Violation(ViolationKind.MEMORY, most, lease.id, share.daemon, because, hint, servers.get(most))

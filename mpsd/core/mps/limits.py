@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from mpsd.core.model import Limits, ReadBack
 from mpsd.core.mps.commands import TABLE, Command, Lines, command, garbled, one_line, refusal
-from mpsd.core.units import GIB, MIB, format_size
+from mpsd.core.units import GIB, MIB, format_alike
 
 T = TypeVar("T")
 
@@ -110,8 +110,8 @@ class Limit:
     """Return a reading with another value."""
     shown: Callable[[LimitValue], float | int | None]
     """Convert the value to the API's unit: percent, or bytes."""
-    amount: Callable[[int], str]
-    """Write the value for output."""
+    amounts: Callable[[int, int], tuple[str, ...]]
+    """Write two values that are compared for output."""
     resource: str
     """The resource that it limits, for output."""
 
@@ -212,7 +212,7 @@ ACTIVE_THREAD_PERCENTAGE: Final = Limit(
     found=lambda found: found.active_thread_percentage_tenths,
     put=_put_percentage,
     shown=lambda value: (_WHOLE if value is None else value) / 10,
-    amount=lambda value: f"{value / 10:g} %",
+    amounts=lambda *values: tuple(f"{each / 10:g} %" for each in values),
     resource="the threads",
 )
 
@@ -307,7 +307,7 @@ PINNED_DEVICE_MEM_LIMIT: Final = Limit(
     found=lambda found: found.pinned_device_mem_limit,
     put=_put_mem_limit,
     shown=lambda value: value,
-    amount=format_size,
+    amounts=format_alike,
     resource="memory",
 )
 

@@ -6,6 +6,7 @@ the front-end that sent it is gone by then. `quit -t SECONDS` ends them by force
 """
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from enum import StrEnum
 from typing import Final, NamedTuple, Self
 
@@ -94,6 +95,14 @@ class DesiredState:
     def is_late(self, now: float) -> bool:
         """Tell whether the deadline has passed; `now` is in seconds since boot."""
         return self.deadline is not None and now >= self.deadline
+
+
+def timeout(desired: DesiredState) -> str:
+    """Say when the remaining clients are ended, for the end of a sentence; empty where they never are."""
+    if desired.deadline is None or not desired.at:  # a file of mpsd 0.1.0 has no `at`
+        return ""
+    end = desired.since + timedelta(seconds=desired.deadline - desired.at)
+    return f", and ends the remaining clients at {end.isoformat(timespec='seconds')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,21 @@ from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta
-from msgspec.inspect import BoolType, Field, IntType, Metadata, StrType, StructType, type_info
+from msgspec.inspect import (
+    BoolType,
+    DictType,
+    Field,
+    FloatType,
+    IntType,
+    ListType,
+    Metadata,
+    NoneType,
+    StrType,
+    StructType,
+    Type,
+    UnionType,
+    type_info,
+)
 
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.units import briefly
@@ -63,6 +77,11 @@ _TYPES: Final = {
 }
 
 
+def _shown(pattern: str) -> str:
+    """Return a pattern as most languages write it."""
+    return pattern.replace(r"\Z", "$")
+
+
 def _types(names: str) -> str:
     return " or ".join(_TYPES.get(each, each) for each in names.split(" | "))
 
@@ -78,7 +97,7 @@ _WORDS: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...]
     ),
     (
         re.compile(r"Expected `str` matching regex (.*)", re.DOTALL),
-        lambda found: "does not match " + found[1].replace(r"\\", "\\").replace(r"\Z", "$"),
+        lambda found: "does not match " + _shown(found[1].replace(r"\\", "\\")),
     ),
     (
         re.compile(r"Expected `([^`]*)`, got `([^`]*)`"),
@@ -98,7 +117,8 @@ def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
     subject = field or "the request body"
     if place is not None and place["key"]:
         subject = f"a key of {subject}"
-    hint = f"the fields are described in /v1/openapi.json, schema {kind.__name__}"
+    valid = _valid_values(kind, field, of_key=subject != field) if field else ""
+    hint = f"{subject} is {valid}" if valid else f"the fields are described in /v1/openapi.json, schema {kind.__name__}"
     limit = re.split(r"[.[]", field)[0] if field else None
     if missing := _MISSING.fullmatch(what):
         limit = missing["name"]
@@ -108,6 +128,71 @@ def _refusal(message: str, kind: type[RequestBody]) -> InvalidRequestError:
         hint = f"{near[0]} may have been meant; {hint}" if near else hint
     words = next(words(found) for pattern, words in _WORDS if (found := pattern.fullmatch(what)))
     return InvalidRequestError(f"{subject} {words}", hint=hint, limit=limit)
+
+
+_STEP: Final = re.compile(r"\[[^]]*\]|[^.\[]+")
+"""A part of msgspec's path of a field: a name, or `[0]` or `[...]` for an item."""
+
+
+def _valid_values(kind: type[RequestBody], path: str, *, of_key: bool) -> str:
+    """Describe the valid values of the field at a path in a body; empty where they cannot be said in a few words.
+
+    `of_key`: describe the keys of the object at the path instead.
+    """
+    found: Type = type_info(kind)
+    for step in _STEP.findall(path):
+        inner = next(filter(None, (_inner(each, step) for each in _parts(found))), None)
+        if inner is None:
+            return ""
+        found = inner
+    if of_key:
+        return _values(found.key_type) if isinstance(found, DictType) else ""
+    values = [*map(_values, _parts(found))]
+    return ", or ".join(values) if all(values) else ""
+
+
+def _inner(found: Type, step: str) -> Type | None:
+    """Return the type of a field, or that of each item."""
+    match found:
+        case StructType(fields=fields):
+            return next((each.type for each in fields if each.encode_name == step), None)
+        case DictType(value_type=inner) | ListType(item_type=inner) if step.startswith("["):
+            return inner
+    return None
+
+
+def _parts(found: Type) -> tuple[Type, ...]:
+    """Return the members of a union but null, which stands for an absent value; or the type by itself."""
+    if not isinstance(found, UnionType):
+        return (found,)
+    return tuple(each for each in found.types if not isinstance(each, NoneType))
+
+
+def _values(found: Type) -> str:
+    match found:
+        case Metadata(extra_json_schema={"enum": [*words]}):
+            return " or ".join(map(str, words))
+        case IntType():
+            return f"a whole number{_range(found)}"
+        case FloatType():
+            return f"a number{_range(found)}"
+        case StrType(max_length=most, pattern=pattern) if most or pattern:
+            length = f" of at most {most} characters" if most else ""
+            return f"text{length}" + (f" that matches {_shown(pattern)}" if pattern else "")
+        case DictType(max_length=int(most)):
+            return f"an object of at most {most} items"
+        case _:
+            return ""
+
+
+def _range(found: IntType | FloatType) -> str:
+    """Describe the bounds of a number, for the end of a phrase."""
+    most = "" if found.le is None else f"{found.le}".removesuffix(".0")
+    if found.gt is not None:
+        return f" above {found.gt}" + (f" and up to {most}" if most else "")
+    if found.ge is not None and most:
+        return f" from {found.ge} to {most}"
+    return f" up to {most}" if most else ""
 
 
 # -- query parameters --------------------------------------------------------------------------------------------------

@@ -134,7 +134,8 @@ class LeaseHandlers:
         began, body = clock.monotonic(), request.body
         if body.owner is not None and not request.admin:
             raise NotPermittedError(
-                "only an administrator can take out a lease for another user", hint="omit owner, or ask root to do it"
+                "only an administrator can take out a lease for another user",
+                hint="take it out for yourself, without an owner (--user), or ask an administrator",
             )
         try:
             if body.pid is None and body.holder is None and body.owner is None:

@@ -111,8 +111,6 @@ class OperatorHandlers:
                 limit="timeout",
             )
         because = f"uid {request.credentials.uid} {does}{_quoted(request.body.reason)}"
-        if timeout is not None:
-            because += f", and ends the remaining clients after {timeout:g} s"
         operation = supervisor.drainer.operation(
             supervisor.intend(OperatorCommand(intent, because, _operation_id(), timeout))
         )

@@ -127,9 +127,8 @@ class Drainer:
         for each in ended:
             self._log_end(each)
         if command.operation:
-            self._log.info(
-                EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=command.because
-            )
+            because = f"{command.because}{drain.timeout(after)}"
+            self._log.info(EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=because)
         return revised.operation
 
     def leave(self, there: ProcessIdentity | None) -> None:
@@ -210,7 +209,7 @@ class Drainer:
     def summary(self) -> str:
         """The desired state, its time, and the blockers that it waits for."""
         desired = self.desired
-        words = f"{desired.because}, at {desired.since.isoformat(timespec='seconds')}"
+        words = f"{desired.because}, at {desired.since.isoformat(timespec='seconds')}{drain.timeout(desired)}"
         if desired.operation:
             words += f" ({desired.operation})"
         elif self.is_drained:

@@ -81,11 +81,24 @@ class Clients:
         """
         return self._find(client)[0]
 
-    def possible_lease(self, client: Client) -> Lease | None:
-        """Return a lease that a client without a lease may belong to: one of its uid that has room on its GPU."""
+    def lease_near(self, client: Client) -> Lease | None:
+        """Return a lease on the GPU of a client without a lease that tells more about it; None where there is none.
+
+        It may belong to one of its uid that has room. Otherwise it may have been started under one of another user.
+        """
         own = (lease for lease in self._ledger.leases.values() if lease.owner.uid == client.uid)
-        there = (lease for lease in own if violations.share_on(lease, client.daemon) is not None)
-        return next((lease for lease in there if self._ledger.has_room(lease, client.gpu)), None)
+        named = self._named(client)
+        around = (lease for leases in self._circles(client.identity.pid) for lease in leases)
+        others = (*((named,) if named is not None and attribution.has_token(client, named) else ()), *around)
+        near = (
+            *(lease for lease in own if self._ledger.has_room(lease, client.gpu)),
+            *(lease for lease in others if lease.owner.uid != client.uid),
+        )
+        return next((lease for lease in near if violations.share_on(lease, client.daemon) is not None), None)
+
+    def _named(self, client: Client) -> Lease | None:
+        """Return the lease that the environment of a client names, of whatever user."""
+        return self._ledger.leases.get((client.environment or {}).get(LEASE, ""))
 
     def _find(self, client: Client) -> tuple[AttributedClient, bool]:
         """Return a client with its lease, and whether the kernel's information alone attributes it."""
@@ -99,8 +112,7 @@ class Clients:
             cgroup = proc.cgroup(client.identity.pid)
             found = attribution.by_cgroup(client, self._in_cgroup(cgroup, client.daemon), has_room)
         if not found.counted:
-            named = self._ledger.leases.get((client.environment or {}).get(LEASE, ""))
-            by_token = attribution.by_token(client, named, has_room)
+            by_token = attribution.by_token(client, self._named(client), has_room)
             if by_token.counted or found.lease is None:
                 return by_token, False
         return found, found.lease is None or not self.is_borne(found.lease, client.identity)

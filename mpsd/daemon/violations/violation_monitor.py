@@ -227,7 +227,8 @@ class ViolationMonitor:
             if (process := self._on_gpu(each)) is not None:
                 held[each.gpu][each.identity] = process
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
-        unknown = tuple(each for share in lease.shares for each in self._unknown(share, late))
+        unknown = [each for share in lease.shares for each in self._unknown(share, late)]
+        unknown += persistence.doubts(self._suspected, lease.id)
         return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
 
     def _on_gpu(self, client: Client) -> GpuProcess | None:
@@ -279,9 +280,8 @@ class ViolationMonitor:
         for client, lease, counted in self.attached():
             share = violations.share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
-                memory = self._daemons[client.daemon].has_mem_limit
-                because = violations.unknown(client, lease, share, memory=memory)
-                if because:
+                has_mem_limit = self._daemons[client.daemon].has_mem_limit
+                if because := violations.unknown(client, lease, share, memory=has_mem_limit):
                     yield Doubt(client.identity, lease.id, client.daemon, because)
 
     def _find(self) -> Iterator[Violation]:
@@ -292,8 +292,8 @@ class ViolationMonitor:
             client = attached.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            possible = self._clients.possible_lease(client) if attached.lease is None else None
-            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, possible=possible):
+            near = self._clients.lease_near(client) if attached.lease is None else None
+            for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, near=near):
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -289,6 +290,29 @@ def test_with_what_a_lease_ends(in_path: dict[str, str], node: Node, short_tmp: 
         f'mpsctl: no process uses it yet; for this shell and what it starts: eval "$(mpsctl show {one} -o env)"',
         f"mpsctl: {other} ends with bash (pid {process.pid}); to end it: mpsctl release {other}",
     ]
+
+
+def test_how_another_process_uses_it(node: Node) -> None:
+    """The note about a lease that another process holds names that process, and not this shell."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        done = node.mpsctl("admit", *SHARE, "--pid", str(other.pid))
+        (lease,) = (each["id"] for each in leases(node))
+        other.kill()
+    assert done.stderr.splitlines()[1] == (
+        f"mpsctl: no process uses it yet; in sleep (pid {other.pid}), for what it starts:"
+        f' eval "$(mpsctl show {lease} -o env)"'
+    )
+
+
+@needs_root
+def test_how_another_user_uses_it(node: Node) -> None:
+    """The note about a lease for another user has the command that starts a program of that user."""
+    done = node.mpsctl("admit", *SHARE, "--user", "nobody", "--pid", str(os.getpid()))
+    (lease,) = (each["id"] for each in leases(node))
+    assert done.stderr.splitlines()[1].startswith(
+        f'mpsctl: no process uses it yet; for a program that runs as nobody: (eval "$(mpsctl show {lease} -o env)";'
+        f" setpriv --reuid {pwd.getpwnam('nobody').pw_uid} --regid "
+    )
 
 
 def test_with_what_a_claim_ends(node: Node) -> None:

@@ -86,11 +86,14 @@ def test_what_is_meant(node: Node) -> None:
     for subject in (leases[0], leases[0][:-1], "first"):
         done = node.mpsctl("explain", subject)
         assert done.stdout.startswith(f"{leases[0]} (first), a lease of ")
-        assert f'next  to use it in this shell: eval "$(mpsctl show {leases[0]} -o env)"' in done.stdout
+        shown = f'eval "$(mpsctl show {leases[0]} -o env)"'
+        assert f"next  no process uses it yet; for this shell and what it starts: {shown}" in done.stdout
     for subject in ("gpu1", "1", "GPU 1", "gpu 1", node.get("/v1/gpus").json["gpus"][1]["uuid"]):
-        assert node.mpsctl("explain", subject).stdout.startswith("gpu1, the control daemon of GPU 1, a ")
+        text = node.mpsctl("explain", subject).stdout
+        assert text.startswith("gpu1, the control daemon of GPU 1, a ")
+        assert re.search(r"^ +gpu1 has been ready for \d+s: ", text, re.MULTILINE)
     several = node.mpsctl("explain", "lease-")
-    assert (several.returncode, "'lease-' may be any of lease-" in several.stderr) == (2, True)
+    assert (several.returncode, "'lease-' is ambiguous: lease-" in several.stderr) == (2, True)
     nothing = node.mpsctl("explain", "lease-nobody-has")
     assert (nothing.returncode, "there is no lease 'lease-nobody-has'" in nothing.stderr) == (1, True)
 
@@ -100,7 +103,7 @@ def test_json(node: Node) -> None:
     lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]
     told = json.loads(node.mpsctl("explain", lease, "-o", "json").stdout)
     assert [each["event"] for each in told["events"]] == ["lease_granted"]
-    assert told["now"][0].startswith("it is granted for ")
+    assert told["now"][0].startswith("it was granted ")
     assert json.loads(node.mpsctl("explain", lease, "--since", "now", "-o", "json").stdout)["events"] == []
     assert len(json.loads(node.mpsctl("explain", "gpu0", "-n", "2", "-o", "json").stdout)["events"]) == 2
 
@@ -118,7 +121,7 @@ def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
     finally:
         end(waiter)
     assert "waits for it: " in done.stdout
-    assert ", at place 1, for threads: " in done.stdout
+    assert re.search(r"^now   it has waited \d+s, in place 1 for threads: ", done.stdout, re.MULTILINE)
     assert "next  to give it up: mpsctl release lease-" in done.stdout
 
 

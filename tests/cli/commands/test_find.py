@@ -53,7 +53,26 @@ def test_what_is_ambiguous(node: Node) -> None:
         assert f"{meant!r} is ambiguous: " in done.stderr
         assert f"{one} 'twin' of " in done.stderr
         assert f"{two} 'twin' of " in done.stderr
+        assert f"hint: name the lease by its id, such as mpsctl release {one}\n" in done.stderr
     assert {*living(node)} == {one, two}
+
+
+def test_living_before_ended(node: Node) -> None:
+    """Each command takes the living lease of a name; only of several such ones, or of ended ones, a name is refused."""
+    ended = [take(node, name="nob") for _ in range(2)]
+    assert node.mpsctl("release", *ended).returncode == 0
+    for command in ("show", "explain", "verify", "release"):
+        done = node.mpsctl(command, "nob")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{ended[0]} 'nob' of " in done.stderr
+        assert f"{ended[1]} 'nob' of " in done.stderr
+        assert done.stderr.count(" (ended)") == 2
+        assert f"mpsctl {command} {ended[0]}\n" in done.stderr
+    lease = take(node, name="nob")
+    assert f"lease     {lease}" in node.mpsctl("show", "nob").stdout
+    assert node.mpsctl("explain", "nob").stdout.startswith(f"{lease} (nob), a lease of ")
+    assert lease in node.mpsctl("verify", "nob").stdout
+    assert node.mpsctl("release", "nob").stdout == f"{lease} is released\n"
 
 
 def test_several(node: Node) -> None:

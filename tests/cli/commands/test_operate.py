@@ -6,10 +6,12 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
 
+from mpsd.cli.render import as_here
 from tests.cli.conftest import ROOT, end, start_mpsctl
 from tests.harness import wait_until
 from tests.node import Node
@@ -45,6 +47,13 @@ def test_all(node: Node) -> None:
     for (name, was), line in zip(before.items(), lines, strict=True):
         pid = node.daemons()[name]["pid"]
         assert f" done: {name} is pid {pid}, which replaced {was['pid']}" in line
+
+
+def test_by_name(node: Node) -> None:
+    """The answer names the user of the command, as every other sentence does."""
+    done = node.mpsctl("resume", "gpu0")
+    assert done.returncode == 0
+    assert as_here(f" done: uid {os.geteuid()} resumed gpu0; it is ready") in done.stdout
 
 
 def test_waits_and_is_given_up(node: Node, lease: str) -> None:
@@ -113,5 +122,9 @@ def test_no_wait(node: Node, lease: str) -> None:
     done = node.mpsctl("restart", "gpu0", "--no-wait", "--timeout", "1000", "-o", "json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["state"] == "running"
-    assert "ends the remaining clients after 1000 s" in json.loads(done.stdout)["because"]
+    told = json.loads(done.stdout)
+    began = datetime.fromisoformat(told["started"]).replace(microsecond=0)
+    assert f", at {began.isoformat()}, and ends the remaining clients at " in told["because"]
+    end = datetime.fromisoformat(told["because"].partition("remaining clients at ")[2].split()[0])
+    assert (end - began).total_seconds() == pytest.approx(1000, abs=1)
     assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"

@@ -53,6 +53,10 @@ STORY = {
         event("daemon_state", daemon="gpu1", state="held", because="uid 0 holds it, at 2026-11-21T02:57:00+00:00"),
         "gpu1 is held: root holds it, at 2026-11-21 04:57:00",
     ),
+    "a canary": (
+        event("canary_ended", daemon="gpu1", proof="context", cause="operator", because="the canary has a context"),
+        "gpu1: a canary ended (context): the canary has a context",
+    ),
     "a stranger's command": (
         event("foreign_command", "warning", daemon="gpu1", command="set_default_active_thread_percentage 10"),
         "gpu1: a foreign front-end sent the command 'set_default_active_thread_percentage 10'",

@@ -4,7 +4,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.enforcement.persistence import PERSISTS, suspected
+from mpsd.core.enforcement.persistence import PERSISTS, doubts, suspected
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.model import ProcessIdentity, ViolationKind
 
@@ -40,3 +40,10 @@ def test_with_a_reading() -> None:
     since = {memory: 10.0, processes: 10.0}
     assert suspected([memory, processes], [], since, 12.0, read=False) == {memory: 10.0}
     assert suspected([memory], [], {memory: 10.0}, 12.0, read=True) == {}
+
+
+def test_doubts() -> None:
+    """A finding that does not count yet is a doubt about its lease, and about no other."""
+    memory = Violation(ViolationKind.MEMORY, ProcessIdentity(100, 1), "lease-1", "gpu0", "it holds 3GiB", "")
+    assert doubts([memory], "lease-1") == ["it holds 3GiB; that is a violation if it lasts for 1 s"]
+    assert doubts([memory], "lease-2") == []

@@ -343,9 +343,9 @@ def test_clients() -> None:
 def test_client_that_may_have_a_lease() -> None:
     """A client without a lease may have one if its user has one with room, or if its environment cannot be read."""
 
-    def judged(found: Client, possible: Lease | None = None) -> Violation:
+    def judged(found: Client, near: Lease | None = None) -> Violation:
         attached = AttributedClient(found, None, counted=False)
-        (violation,) = of_client(attached, denied=True, memory=True, possible=possible)
+        (violation,) = of_client(attached, denied=True, memory=True, near=near)
         assert violation.kind is ViolationKind.NO_LEASE
         return violation
 
@@ -354,6 +354,10 @@ def test_client_that_may_have_a_lease() -> None:
     assert (unreadable.own, "cannot be read" in unreadable.because) == (False, True)
     possible = judged(client(), lease())
     assert (possible.own, "it may belong to lease lease-25" in possible.because) == (False, True)
+    foreign = judged(client(uid=7), lease())
+    assert foreign.own
+    assert foreign.because.endswith(": it runs as uid 7, and lease lease-25 is for processes of uid 0")
+    assert foreign.hint.startswith('start it again as uid 0: eval "$(mpsctl show lease-25 -o env)"; or ')
 
 
 def test_memory() -> None:

@@ -202,3 +202,16 @@ class TestRevising:
         """After a restart, the former desired state applies again, with its reason."""
         why = "" if intent is Intent.RUN else "uid 0 wants it"
         assert drain.revise(desired(intent), desired()) == desired(then=intent, then_because=why)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        (desired(at=4.0), ", and ends the remaining clients at 2026-01-01T00:00:06+00:00"),
+        (desired(at=4.0, deadline=None), ""),
+        (desired(), ""),
+    ],
+)
+def test_timeout(wanted: DesiredState, says: str) -> None:
+    """The clients are ended at their own moment, which is not that of the command."""
+    assert drain.timeout(wanted) == says

@@ -217,9 +217,25 @@ def test_release_by_command(node: Node) -> None:
         assert node.mpsctl("release", lease, "--end-clients").returncode == 0
         assert client.process.wait(20) == -signal.SIGTERM
         assert node.get(f"/v1/leases/{lease}").json["state"] == "ended"
-        assert node.mpsctl("release", lease, "--end-clients").returncode == 0
+        again = node.mpsctl("release", lease, "--end-clients")
+        assert (again.returncode, again.stdout) == (0, f"{lease} had ended already\n")
         idle = node.request("POST", "/v1/leases", SMALL).json["id"]
         assert node.mpsctl("release", idle, "--end-clients").returncode == 0
+
+
+def test_release_by_command_of_an_ended_lease(node: Node) -> None:
+    """The clients that a lease left behind are not ended with it later: mpsctl names them, and how to end them."""
+    with neighbour(node), target(node) as client:
+        lease = lease_of(node, client)
+        assert node.mpsctl("release", lease).returncode == 0
+        event(node, "lease_ended", lease=lease)
+        done = node.mpsctl("release", lease, "--end-clients")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert f"{lease} had ended already (" in done.stderr
+        assert f"; its clients {client.pid} still run, without a lease [not_found]" in done.stderr
+        assert f"hint: end them: kill {client.pid}; or, as an administrator, with all" in done.stderr
+        assert "mpsctl restart gpu0 --timeout 0" in done.stderr
+        assert client.compute(0.01)["ok"]
 
 
 # -- mpsd is killed, or stopped ---------------------------------------------------------------------------------------

@@ -241,6 +241,9 @@ def test_no_place_left(node: Node) -> None:
         with SimulatedClient(of_lease(node, found)) as first:
             event(node, "client_attributed", client=first.hello["pid"], lease=found["id"])
             with SimulatedClient(of_lease(node, found)) as second:
-                assert event(node, "violation", pid=second.hello["pid"])["kind"] == "no_lease"
+                told = event(node, "violation", pid=second.hello["pid"])
+                assert told["kind"] == "no_lease"
+                # Nothing is in doubt about it, so that the policy applies: the lease has no room for it.
+                assert told["because"].endswith(" without a lease there")
             assert json.dumps(found["env"][TOKEN]) not in node.stderr.read_text()
             assert os.getpid() not in lease(node, found["id"])["clients"]

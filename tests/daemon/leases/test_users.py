@@ -22,7 +22,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
 from tests.harness import wait_until
 from tests.node import Node
-from tests.simulated_clients import WAITS, SimulatedClient, leased
+from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
 pytestmark = [needs_root, pytest.mark.enforcement]
 
@@ -91,7 +91,7 @@ def test_holder_that_changed(node: Node, python: str) -> None:
         assert as_here(expected) in node.mpsctl("verify", lease).stdout
         for command in (("status",), ("show", lease)):
             assert as_here(expected) in node.mpsctl(*command).stdout, command
-        assert expected in node.mpsctl("doctor", "--only", "violations").stdout
+        assert as_here(expected) in node.mpsctl("doctor", "--only", "violations").stdout
         go(program)
         assert not program.hello["mps"]
         outside = expected.replace("runs as", "runs outside MPS, without limits, on the GPU of gpu0 as")
@@ -274,6 +274,7 @@ def test_what_cannot_be(node: Node) -> None:
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert (done.returncode, "only root" in done.stderr) == (77, True), done.stderr
+    assert "hint: run it as root: sudo mpsctl run --user NAME -- PROGRAM\n" in done.stderr
     assert node.get("/v1/leases").json["leases"] == []
 
 
@@ -293,3 +294,31 @@ def test_admit_for(node: Node) -> None:
     assert node.get(f"/v1/leases/{lease}").json["owner"]["uid"] == NOBODY
     # This process, of root, holds the lease for the other user, as an administrator requested.
     assert verified(node, lease)["violations"] == []
+
+
+def test_a_program_of_the_holder(node: Node, python: str) -> None:
+    """A program of root in root's shell that holds a lease for another user reads why it has no lease, and what to do.
+
+    The command that `verify` and the hint say starts a program of that user under the lease.
+    """
+    gid = pwd.getpwuid(NOBODY).pw_gid
+    owner = {"uid": NOBODY, "gid": gid}
+    lease = node.request("POST", "/v1/leases", {"fraction": 0.1, "pid": os.getpid(), "owner": owner}).json
+    start = f"setpriv --reuid {NOBODY} --regid {gid} --init-groups"
+    shown = f'(eval "$(mpsctl show {lease["id"]} -o env)"; {start} PROGRAM)'
+    assert verified(node, lease["id"])["hint"] == f"start a program in its environment: {shown}"
+    environment = {**variables(node), **lease["env"]}
+    with SimulatedClient(environment) as program:
+        assert program.hello["mps"]
+        found = event(node, "violation", pid=program.pid, kind="no_lease")
+        assert found["because"] == (
+            f"process {program.pid} is a client of gpu0 without a lease there: it runs as uid 0, and lease"
+            f" {lease['id']} is for processes of uid {NOBODY}"
+        )
+        assert found["hint"].startswith(f"start it again as uid {NOBODY}: {shown}; or ")
+    with SimulatedClient(environment, before=(*start.split(), *instead(python))) as program:
+        assert program.hello["mps"]
+        event(node, "client_attributed", client=program.pid, lease=lease["id"])
+        assert verified(node, lease["id"])["ok"]
+    said = node.mpsctl("explain", lease["id"]).stdout
+    assert f"no process uses it yet; for a program that runs as {NAME}: {shown}" in said

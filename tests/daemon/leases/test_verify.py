@@ -272,6 +272,21 @@ def test_outside(node: Node) -> None:
             assert {each["pid"]: each["mps"] for each in answer["processes"]} == {well.pid: True, client.pid: False}
 
 
+def test_too_much_memory(node: Node) -> None:
+    """More memory than that of the lease is not `ok` at the first check, although it is a violation a second later."""
+    lease = granted(node, processes="any")
+    with SimulatedClient(environment(lease)) as one, SimulatedClient(environment(lease)) as other:
+        for client in (one, other):
+            assert client.hello["mps"]
+            event(node, "client_attributed", client=client.pid)
+            assert client.alloc("1.5GiB")["ok"]
+        answer = node.get(f"/v1/leases/{lease['id']}/verify").json
+        assert answer["verdict"] in {"unknown", "violation"}
+        assert f"the processes of lease {lease['id']} hold 3GiB of memory on gpu0 instead of 2GiB" in answer["because"]
+        event(node, "violation", kind="memory")
+        assert verified(node, lease["id"])["verdict"] == "violation"
+
+
 def test_silent_daemon(make_node: Start) -> None:
     """A lease whose daemon cannot answer now is not called well, whatever was known before."""
     node = make_node(simulate=1, control=None, config=BRISK).start()
@@ -320,6 +335,7 @@ def test_by_pid(node: Node) -> None:
             1,
             f"mpsctl: process {os.getpid()} has no lease of yours, and is not a client of MPS [not_found]",
         )
+        assert says(node, "--pid", f"{2**31 - 1}") == (1, f"mpsctl: there is no process {2**31 - 1} [not_found]")
         with SimulatedClient(variables(node)) as stray:
             event(node, "violation", pid=stray.hello["pid"])
             assert "has no lease of yours, and is a client of gpu0" in says(node, "--pid", f"{stray.pid}")[1]

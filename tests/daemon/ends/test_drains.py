@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.ends.clients import BUSY, asked, await_steps, target
-from tests.daemon.helpers import BRISK, event, holding, kill, next_ready, stopped
+from tests.daemon.helpers import BRISK, IMPATIENT, event, holding, kill, next_ready, stopped
 from tests.daemon.leases.test_busy_servers import made, pids
 from tests.harness import wait_until
 from tests.node import Node
@@ -63,7 +63,7 @@ def test_silent_for_a_moment(
 
 def test_restart_of_a_silent_daemon(make_node: Start) -> None:
     """The timeout of a restart has an end: a daemon that stays silent is ended with its clients, which is reported."""
-    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK, durations=IMPATIENT).start()
     before = node.daemons()["gpu0"]["pid"]
     with target(node) as client:
         kill(before, signal.SIGSTOP)

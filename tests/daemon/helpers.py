@@ -48,7 +48,10 @@ probe_interval = 0.5
 """
 """For tests that wait until a control daemon is unresponsive, or answers again."""
 
-IMPATIENT: Final = {"mpsd.core.enforcement.ending.PATIENCE": 2, "mpsd.daemon.ends.daemon_end._STEP": 1}
+SWIFT: Final = {"mpsd.daemon.ends.daemon_end._STEP": 1}
+"""`Node.durations` for tests in which the servers of a daemon do not end when it quits, and mpsd forces them."""
+
+IMPATIENT: Final = {"mpsd.core.enforcement.ending.PATIENCE": 2} | SWIFT
 """`Node.durations` for tests in which mpsd waits for a daemon that stays silent, until it ends that by force."""
 
 

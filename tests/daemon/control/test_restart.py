@@ -138,8 +138,9 @@ class TestClients:
         begin(node, "resume")
         assert node.request("POST", "/v1/leases", SMALL).status == 201
 
-    def test_one_that_ignores_sigterm(self, node: Node) -> None:
+    def test_one_that_ignores_sigterm(self, brisk: Node) -> None:
         """A client that ignores SIGTERM is killed when its time is up, long after its server has ended its contexts."""
+        node = brisk
         stubborn = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
         with SimulatedClient(variables(node), before=stubborn) as client:
             assert client.hello["mps"]

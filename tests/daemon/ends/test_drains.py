@@ -46,7 +46,7 @@ def test_silent_for_a_moment(
     node = make_node(simulate=1, control=None, config=GRACE + BRISK, durations=SWIFT).start()
     with target(node) as one, target(node) as other:
         for each in (one, other):
-            each.launch(10 * BUSY)
+            each.launch(6 * BUSY)
         with trouble(node):
             operation = begin(node, verb, timeout=0)
             for each in (one, other):

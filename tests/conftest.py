@@ -46,8 +46,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
     return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-HEAVY: Final = ("machine", "container", "cluster", "clients")
-"""Marks of the suites that boot or build something: a run that names neither a path nor a mark leaves them out."""
+HEAVY: Final = ("machine", "container", "cluster", "clients", "chaos")
+"""Marks of the suites that boot or build something, or try random steps.
+
+A run that names neither a path nor a mark leaves them out.
+"""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -186,7 +189,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.root(what))
                 item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("clients") is not None:
+        if any(item.get_closest_marker(mark) is not None for mark in ("clients", "chaos")):
             item.add_marker(pytest.mark.slow)
         rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
@@ -231,7 +234,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         yield
     finally:
         clients = node.clients_of_cleaned_up()
-    if clients and not {"enforcement", *HEAVY}.intersection(mark.name for mark in item.iter_markers()):
+    marks = {mark.name for mark in item.iter_markers()}
+    if clients and not marks.intersection({"enforcement", *HEAVY} - {"chaos"}):
         pytest.fail(
             f"this test had clients of simulated servers ({clients}), whose limits bind at a moment that MPSD_BINDS"
             " sets: mark it, or its module, `enforcement`, so that .ci/run tries each moment",

@@ -91,10 +91,15 @@ class ForkServer:
         *,
         program: str = "mpsd",
         fate: Mapping[str, int] | None = None,
+        durations: Mapping[str, float] | None = None,
     ) -> "Child":
-        """Start a program with this environment, its output appended to a file; `fate` is for `kill_at`."""
+        """Start a program with this environment, its output appended to a file.
+
+        `fate` is for `kill_at`. `durations` are constants of the program, by the names of their modules and their own,
+        that have other values in it: a test that waits for one of them need not wait long.
+        """
         order = {"files": (os.devnull, str(log), str(log)), "variables": dict(variables), "fate": dict(fate or {})}
-        return Child(self, self.ask(program=program, argv=argv, **order))
+        return Child(self, self.ask(program=program, argv=argv, durations=dict(durations or {}), **order))
 
     def run_mpsctl(self, argv: Sequence[str], variables: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
         """Run `mpsctl ARGV` to its end, with this environment and no input."""
@@ -233,6 +238,7 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     sys.argv = [program, *argv]
     status = 1
     try:
+        _set_durations(order.get("durations", {}))
         main()
         status = 0
     except SystemExit as end:
@@ -243,6 +249,15 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def _set_durations(durations: Mapping[str, float]) -> None:
+    """Set constants of modules, each of which is a number already."""
+    for name, value in durations.items():
+        module, _, constant = name.rpartition(".")
+        found = importlib.import_module(module)
+        assert isinstance(getattr(found, constant), (int, float)), f"{name} is no number"
+        setattr(found, constant, value)
 
 
 def _import(kind: str) -> None:

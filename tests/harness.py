@@ -244,9 +244,9 @@ LOOKS_FOR_PLANTED: Final = "MPSD_TESTS_LOOK_FOR_PLANTED"
 BROWSER: Final = "--remote-debugging-pipe"
 """The argument by which the browsers of tests are known (tests/browser.py)."""
 
-_GRACE: Final = 2.0
+_GRACE: Final = 0.5 if os.environ.get(LOOKS_FOR_PLANTED) else 2.0
 """Seconds for a process or a descriptor that is about to be gone: after `quit`, a process is gone within a few
-milliseconds."""
+milliseconds. The runs that have planted leaks wait for each of them."""
 
 
 def _entries(folder: str, prefixes: tuple[str, ...]) -> Iterator[str]:

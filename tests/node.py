@@ -98,6 +98,8 @@ class Node:
     """Whether mpsd gets its directory by `--root`; otherwise the configuration has to name it."""
     fork_server: ForkServer | None = None
     """The process that forks mpsd, in a tenth of the time; without one it is started as a program."""
+    durations: Mapping[str, float] = field(default_factory=dict)
+    """Constants of mpsd that have other values in this one, by their full names; a fork server sets them."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -155,8 +157,10 @@ class Node:
         variables = {**os.environ, **self.env}
         if self.fork_server is not None and self.is_forked:
             # The process has the interface of Popen.
-            self.process = self.fork_server.start(self.command[3:], self.stderr, variables)  # type: ignore[assignment]
+            child = self.fork_server.start(self.command[3:], self.stderr, variables, durations=self.durations)
+            self.process = child  # type: ignore[assignment]
             return
+        assert not self.durations, "only a fork server sets them"
         with self.stderr.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command,

@@ -153,7 +153,7 @@ class ApiServer:
     def create_event(self, namespace: str, event: Document) -> None:
         """Try to create an Event, once: a lost event is not worth a retry."""
         path = f"/api/v1/namespaces/{_segment(namespace)}/events"
-        self._ask("POST", path, event, what=f"Events in {namespace}", patience=0.0)
+        self._ask("POST", path, event, what=f"Events in {namespace}", retries=False)
 
     def create(self, path: str, document: Document) -> Document:
         """Create an object in a collection, and return it as the server accepted it.
@@ -178,11 +178,11 @@ class ApiServer:
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, method: str, path: str, body: Document | None = None, *, what: str, patience: float = PATIENCE
-    ) -> bytes:
+    def _ask(self, method: str, path: str, body: Document | None = None, *, what: str, retries: bool = True) -> bytes:
         try:
-            answer: bytes = retry.api_server(patience, self._ended)(self._once, method, path, body, what)
+            answer: bytes = retry.api_server(PATIENCE if retries else 0.0, self._ended)(
+                self._once, method, path, body, what
+            )
         except retry.ApiServerAwayError as error:
             raise UnreachableError(
                 f"the API server at {self._place.host}:{self._place.port} does not answer: {error}",

@@ -59,7 +59,7 @@ class Mpsd:
 
     def seen(self) -> list[Seen]:
         """Return the GPUs that mpsd reports, with their control daemons; makes one attempt only."""
-        with Api(self._socket) as api:
+        with Api(self._socket, deadline=_ANSWER) as api:
             daemons = {each["gpu"]: each for each in api.daemons()["daemons"]}
             return [
                 _seen(each, daemons[uuid])
@@ -73,7 +73,7 @@ class Mpsd:
         After a silence, the caller must query mpsd: a stopped mpsd keeps its connections open and sends nothing.
         """
         try:
-            with Api(self._socket) as api:
+            with Api(self._socket, deadline=_ANSWER) as api:
                 for _, event in api.lines(f"/v1/events?after={after}&follow=true", silence=_SILENCE):
                     name, number = _event(event)
                     after = max(after, number)
@@ -87,7 +87,7 @@ class Mpsd:
 
     def latest_event(self) -> int:
         """Return the number of the latest event."""
-        with Api(self._socket) as api:
+        with Api(self._socket, deadline=_ANSWER) as api:
             return max((_event(event)[1] for _, event in api.lines("/v1/events?after=0&follow=false")), default=0)
 
     def claimed(self) -> list[Claimed]:
@@ -149,7 +149,7 @@ class Mpsd:
         end = clock.monotonic() + PATIENCE
         while True:
             try:
-                with Api(self._socket) as api:
+                with Api(self._socket, deadline=_ANSWER) as api:
                     return ask(api)
             except (UnreachableError, StoppingError) as error:
                 if not error.retryable or clock.monotonic() > end or self._ended.wait(_PAUSE):

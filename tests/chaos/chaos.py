@@ -20,12 +20,16 @@ from tests.node import Node
 
 CONFIG: Final = """
 [daemon]
+answer_deadline = 1.0
 probe_interval = 0.5
 death_window = 0.1
 [enforcement]
 grace = 0.3
 """
-"""No death counts for long, so that the next start is not delayed."""
+"""No death counts for long, so that the next start is not delayed.
+
+mpsd waits for a daemon without a pipe for ten times `answer_deadline`, and then ends it with its clients.
+"""
 
 REFUSALS: Final = frozenset({"does_not_fit", "daemon_not_ready", "invalid_request", "stopping"})
 """Valid refusals of a request for a lease: the GPU is full or held, or its control daemon or the holder was killed."""

@@ -31,7 +31,7 @@ from tests.metrics_story import differences
 from tests.node import Node
 from tests.real import real_daemons
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.chaos
 
 SECONDS: Final = float(os.environ.get("MPSD_CHAOS_SECONDS", "5"))
 KILLS: Final = int(os.environ.get("MPSD_CHAOS_KILLS", "6"))

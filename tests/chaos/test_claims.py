@@ -33,7 +33,7 @@ from tests.control_groups import control_group
 from tests.harness import wait_until
 from tests.node import Answer, Node
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + 5 * KILLS)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(60 + 5 * KILLS)]
 
 CONFIG: Final = "[admission]\nclaim_deadline = 600.0\n"
 MOST: Final = 6

@@ -19,7 +19,7 @@ from tests.chaos.test_chaos import LONG, for_seconds, run
 from tests.daemon.caller import needs_root
 from tests.real import real_daemons
 
-pytestmark = [needs_root, pytest.mark.slow, LONG]
+pytestmark = [needs_root, pytest.mark.chaos, LONG]
 
 DRIVER: Final = int(os.environ.get("MPSD_CHAOS_DRIVER", "535"))
 P95: Final = float(os.environ.get("MPSD_CHAOS_P95", "inf"))

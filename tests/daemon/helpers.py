@@ -48,6 +48,12 @@ probe_interval = 0.5
 """
 """For tests that wait until a control daemon is unresponsive, or answers again."""
 
+SWIFT: Final = {"mpsd.daemon.ends.daemon_end._STEP": 1}
+"""`Node.durations` for tests in which the servers of a daemon do not end when it quits, and mpsd forces them."""
+
+IMPATIENT: Final = {"mpsd.core.enforcement.ending.PATIENCE": 2} | SWIFT
+"""`Node.durations` for tests in which mpsd waits for a daemon that stays silent, until it ends that by force."""
+
 
 def branches(*wanted: int) -> list["ParameterSet"]:
     """Return these driver branches as parameters; all of them when none is named."""

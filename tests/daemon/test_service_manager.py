@@ -33,7 +33,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 STUCK: Final = """
 import asyncio, sys
 from mpsd.__main__ import main
+from mpsd.daemon.control import state
 from mpsd.daemon.control.supervisor import Supervisor
+state._GRACE = 1.0
 one_round = Supervisor._one_round
 async def stuck(self):
     await one_round(self)
@@ -42,7 +44,7 @@ async def stuck(self):
 Supervisor._one_round = stuck
 main()
 """
-"""An mpsd with a defect: once its daemon is ready, one of its supervisors waits forever."""
+"""An mpsd with a defect: once its daemon is ready, one of its supervisors waits forever, and is soon late."""
 
 BLOCKED: Final = """
 import asyncio, signal

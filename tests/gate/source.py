@@ -1,6 +1,7 @@
 """The source of mpsd and of its tests, parsed once, for the tests of this folder."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -44,8 +45,13 @@ class Import:
 @cache
 def modules(folder: str) -> tuple[Module, ...]:
     """Parse every Python file below a folder of the tree."""
-    files = (path for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts)
-    return tuple(_parsed(path) for path in files)
+    files = [path for path in sorted((ROOT / folder).rglob("*.py")) if "__pycache__" not in path.parts]
+    gc.disable()  # nothing of it is garbage, and the collector would look for that in all of it, again and again
+    try:
+        return tuple(_parsed(path) for path in files)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _parsed(path: Path) -> Module:

@@ -120,7 +120,8 @@ class TestSilence:
 
     def test_it_never_waits_for_itself(self, make_node: Start, real: RealDaemon) -> None:
         """mpsd empties the FIFO that has no reader, so that a daemon without a log answers for any length of time."""
-        node = make_node(simulate=1, control=real.control, config=QUIET).start()
+        config = QUIET.replace("[daemon]", "[daemon]\nanswer_deadline = 1.0")
+        node = make_node(simulate=1, control=real.control, config=config).start()
         log = node.control_log("gpu0")
         with calling(node.socket, uid=ANN) as ann:
             granted(ann)

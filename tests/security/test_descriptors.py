@@ -16,7 +16,7 @@ import pytest
 
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, branches
+from tests.daemon.helpers import BRISK, SWIFT, branches
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -81,7 +81,7 @@ def test_used_up(make_node: Start, real: RealDaemon) -> None:
 @pytest.mark.parametrize("real", branches(535))  # each takes a processor until it ends
 def test_replaced(make_node: Start, real: RealDaemon) -> None:
     """When the last lease of that user ends, the daemon is replaced, since no client can be left."""
-    node = make_node(simulate=1, control=real.control, config=BRISK).start()
+    node = make_node(simulate=1, control=real.control, config=BRISK, durations=SWIFT).start()
     with used_up(node) as found:
         pass
     assert node.wait_for_state("gpu0", "ready", deadline=40)["pid"] != found["pid"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, branches, event
+from tests.daemon.helpers import BRISK, SWIFT, branches, event
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -143,7 +143,7 @@ class TestEveryDriver:
     @pytest.mark.slow
     def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
         """If a user keeps the only connection after its lease has ended, the daemon is replaced for that reason."""
-        node = make_node(simulate=1, control=real.control, config=BRISK).start()
+        node = make_node(simulate=1, control=real.control, config=BRISK, durations=SWIFT).start()
         with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
             lease, first = granted(ann), pid(node)
             command = [sys.executable, "-I", "-c", SITS, str(ANN), str(node.pipe_directory("gpu0"))]

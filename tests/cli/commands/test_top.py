@@ -87,7 +87,7 @@ def test_follows_the_node(node: Node) -> None:
 @pytest.mark.enforcement
 def test_client(make_node: Callable[..., Node]) -> None:
     """A client has a row with its lease, and with the memory that it holds."""
-    node = make_node(control=None).start()
+    node = make_node(control=None, durations={"mpsd.daemon.gpu.gpus._INTERVAL": 1.0}).start()
     with leased(node, "--threads", "20", "--memory", "4GiB") as client:
         assert client.alloc("1GiB")["ok"]
 

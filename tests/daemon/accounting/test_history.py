@@ -4,10 +4,11 @@ import json
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from mpsd.core.accounting.series import SECOND
 from tests.accounts import check_one_story, history, totals
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
@@ -16,6 +17,7 @@ from tests.harness import wait_until
 from tests.node import Node
 
 GIB = 1024**3
+ACCOUNTANT: Final = "mpsd.daemon.accounting.accountant"
 
 
 @pytest.fixture(scope="module")
@@ -145,14 +147,14 @@ class TestRestart:
 
     def test_a_pause_is_a_gap(self, make_node: Start) -> None:
         """The answer reports a pause of mpsd that is longer than the interval between readings of the GPUs."""
-        node = make_node(simulate=1).start()
+        node = make_node(simulate=1, durations={f"{ACCOUNTANT}._READING": 2 * SECOND}).start()
         lease = granted(node)
         node.end()
-        pass_time(16)
+        pass_time(3)
         node.start()
         (gap,) = history(node, "gpu")["gaps"]
         assert gap["because"] == "mpsd did not run"
-        assert total(node, "lease", lease["id"])["threads_granted"] > 160
+        assert total(node, "lease", lease["id"])["threads_granted"] > 30
         check_one_story(node)
 
     def test_damaged(self, make_node: Start) -> None:
@@ -170,9 +172,9 @@ class TestRestart:
 
     def test_removed_while_it_runs(self, make_node: Start) -> None:
         """mpsd creates a removed store again within a minute."""
-        node = make_node(simulate=1).start()
+        node = make_node(simulate=1, durations={f"{ACCOUNTANT}.MINUTE": 3 * SECOND}).start()
         (node.root / "state" / "accounts.db").unlink()
-        wait_until(lambda: node.events("store_rewritten"), what="it to be made anew", deadline=90)
+        wait_until(lambda: node.events("store_rewritten"), what="it to be made anew")
         assert (node.root / "state" / "accounts.db").exists()
 
 

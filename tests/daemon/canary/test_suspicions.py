@@ -159,7 +159,7 @@ def test_end_that_comes_late(make_node: Start) -> None:
 
 def test_end_that_takes_long(make_node: Start) -> None:
     """While a server ends contexts, the silence of a canary proves nothing: it may not answer other clients."""
-    slow = BRISK.replace("canary_deadline = 2.0", "canary_deadline = 5.0")  # the end begins before a canary is over
+    slow = BRISK.replace("canary_deadline = 1.0", "canary_deadline = 2.0")  # the end begins before a canary is over
     node = make_node(simulate=1, control=None, config=slow).start()
     mine = hold(node, processes=2)
     with wedge(node) as dead, SimulatedClient(variables(node)) as hanging:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from mpsd.system import clock, proc
-from tests.daemon.canary.conftest import BRISK
+from tests.daemon.canary.conftest import BRISK, OFTEN
 from tests.daemon.canary.helpers import REQUEST, canary, canary_of, evidence, hold, record, release, wedge
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running, kill, next_ready, states
@@ -84,7 +84,7 @@ def test_by_each_cause(make_node: Start, cause: str) -> None:
     `test_beside_a_lease` has the remaining cause.
     """
     more = "client_silence = 0.5\n[enforcement]\nterminate_deadline = 0.5\ngrace = 60.0\n"
-    node = make_node(simulate=1, control=None, config=BRISK + more).start()
+    node = make_node(simulate=1, control=None, config=BRISK + more, durations=OFTEN).start()
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
     with leased(node, *REQUEST) as client:
         event(node, "client_attributed", client=client.pid)

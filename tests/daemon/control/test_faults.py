@@ -70,8 +70,10 @@ def test_fault_of_a_silent_daemon(node: Node) -> None:
 
 
 @pytest.mark.slow
-def test_clients_that_linger(node: Node) -> None:
+def test_clients_that_linger(make_node: Start) -> None:
     """Affected clients that do not end block admission: that is a violation, and policy may end them."""
+    durations = {"mpsd.daemon.gpu.gpus._INTERVAL": 1.0}
+    node = make_node(simulate=1, control=None, config=BRISK, durations=durations).start()
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         event(node, "client_attributed", client=client.hello["pid"])
         client.fault()

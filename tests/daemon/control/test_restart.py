@@ -11,7 +11,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
-from tests.daemon.helpers import BRISK, branches, event, is_running, kill, limits_for, next_ready, stopped
+from tests.daemon.helpers import BRISK, IMPATIENT, branches, event, is_running, kill, limits_for, next_ready, stopped
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -82,6 +82,12 @@ def node(make_node: Start) -> Node:
     return make_node(simulate=1, control=None, config=FREE).start()
 
 
+@pytest.fixture
+def brisk(make_node: Start) -> Node:
+    """Start a node that waits neither long for answers of a control daemon nor for its end."""
+    return make_node(simulate=1, control=None, config=FREE + BRISK, durations=IMPATIENT).start()
+
+
 @pytest.mark.enforcement
 class TestClients:
     """Restarts with simulated clients."""
@@ -134,8 +140,9 @@ class TestClients:
         begin(node, "resume")
         assert node.request("POST", "/v1/leases", SMALL).status == 201
 
-    def test_one_that_ignores_sigterm(self, node: Node) -> None:
+    def test_one_that_ignores_sigterm(self, brisk: Node) -> None:
         """A client that ignores SIGTERM is killed when its time is up, long after its server has ended its contexts."""
+        node = brisk
         stubborn = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
         with SimulatedClient(variables(node), before=stubborn) as client:
             assert client.hello["mps"]
@@ -158,9 +165,9 @@ class TestClients:
         assert look(node, restart)["state"] == "done"
 
     @pytest.mark.parametrize("answers", [True, False])
-    def test_asked_for_before_it_was_found(self, node: Node, answers: bool) -> None:  # noqa: FBT001 - a parameter
+    def test_asked_for_before_it_was_found(self, brisk: Node, answers: bool) -> None:  # noqa: FBT001 - a parameter
         """An operation that reaches mpsd just after its start, before it knows which daemons run, applies to those."""
-        node.reload(FREE + BRISK)
+        node = brisk
         before = node.daemons()["gpu0"]["pid"]
         lease = node.request("POST", "/v1/leases", SMALL).json["id"]
         operation = begin(node, "restart", timeout=None if answers else 60)
@@ -183,9 +190,9 @@ class TestClients:
         assert node.daemons()["gpu0"]["pid"] != before
         assert not is_running(before)
 
-    def test_asked_for_again_while_it_is_forced(self, node: Node) -> None:
+    def test_asked_for_again_while_it_is_forced(self, brisk: Node) -> None:
         """Neither a second command without a timeout nor mpsd's death keeps an unreachable daemon that is forced."""
-        node.reload(FREE + BRISK)
+        node = brisk
         before = node.daemons()["gpu0"]["pid"]
         for name in ("control", "control_privileged"):
             (node.pipe_directory("gpu0") / name).unlink(missing_ok=True)
@@ -267,7 +274,7 @@ class TestStopped:
     @pytest.mark.real_daemon(535)
     def test_by_force(self, make_node: Start) -> None:
         """With a timeout, mpsd ends the daemon, and logs that."""
-        node = make_node(simulate=1, config=BRISK).start()
+        node = make_node(simulate=1, config=BRISK, durations=IMPATIENT).start()
         pid = node.daemons()["gpu0"]["pid"]
         kill(pid, signal.SIGSTOP)
         node.wait_for_state("gpu0", "unresponsive")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, waiting
-from tests.daemon.helpers import branches, is_running, kill, next_ready
+from tests.daemon.helpers import IMPATIENT, branches, is_running, kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -21,7 +21,7 @@ exec -a nvidia-cuda-mps-server sleep 600
 """
 
 QUICK: Final = "[daemon]\nanswer_deadline = 0.4\nprobe_interval = 0.5\n"
-"""For tests that wait for ten times the first, until a busy server is ended."""
+"""For tests that wait for a multiple of the first, until a busy server is ended."""
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ class TestServers:
 @pytest.mark.parametrize("real", branches(470, 555))
 def test_a_server_that_hangs(start: Start, real: RealDaemon) -> None:
     """A restart waits for a hung server, which may have clients, and after the timeout ends it."""
-    node = start(control=real.control, config=QUICK)
+    node = start(control=real.control, config=QUICK, durations=IMPATIENT)
     before, server = node.daemons()["gpu0"]["pid"], start_server(node)
     operation = begin(node, "restart")
     for _ in range(2):
@@ -170,7 +170,7 @@ touch /dev/shm/$mine /dev/shm/$another
 exec -a nvidia-cuda-mps-server sleep 600
 """
     (short_tmp / "bin" / "nvidia-cuda-mps-server").write_text(script)
-    node = start(config=QUICK)
+    node = start(config=QUICK, durations=IMPATIENT)
     mine = Path(f"/dev/shm/cuda.shm.{os.geteuid()}.{start_server(node):x}.1")
     another = Path(f"/dev/shm/cuda.shm.{os.geteuid()}.1.1-test")
     wait_until(mine.exists, what="the server to have made it")

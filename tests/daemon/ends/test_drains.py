@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.ends.clients import BUSY, asked, await_steps, target
-from tests.daemon.helpers import BRISK, event, holding, kill, next_ready, stopped
+from tests.daemon.helpers import BRISK, IMPATIENT, SWIFT, event, holding, kill, next_ready, stopped
 from tests.daemon.leases.test_busy_servers import made, pids
 from tests.harness import wait_until
 from tests.node import Node
@@ -43,10 +43,10 @@ def test_silent_for_a_moment(
     make_node: Start, verb: str, trouble: Callable[[Node], AbstractContextManager[None]]
 ) -> None:
     """A daemon that answers again ends its clients step by step, although no end could begin at the timeout."""
-    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK, durations=SWIFT).start()
     with target(node) as one, target(node) as other:
         for each in (one, other):
-            each.launch(10 * BUSY)
+            each.launch(6 * BUSY)
         with trouble(node):
             operation = begin(node, verb, timeout=0)
             for each in (one, other):
@@ -63,7 +63,7 @@ def test_silent_for_a_moment(
 
 def test_restart_of_a_silent_daemon(make_node: Start) -> None:
     """The timeout of a restart has an end: a daemon that stays silent is ended with its clients, which is reported."""
-    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK, durations=IMPATIENT).start()
     before = node.daemons()["gpu0"]["pid"]
     with target(node) as client:
         kill(before, signal.SIGSTOP)
@@ -78,6 +78,7 @@ def test_restart_of_a_silent_daemon(make_node: Start) -> None:
 def test_clients_that_are_not_named_yet(make_node: Start, short_tmp: Path, verb: str, timeout: float | None) -> None:
     """A drain or restart waits for a server that has not named its clients yet, and then ends each of them in order."""
     node, server = made(make_node, short_tmp, "anytime")
+    node.durations = SWIFT
     node.start()
     with SimulatedClient(variables(node)) as client:
         _, busy = pids(node, client)

@@ -19,7 +19,7 @@ from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, steps, target, unharmed
-from tests.daemon.helpers import BRISK, event, holding, is_running, program, states
+from tests.daemon.helpers import BRISK, SWIFT, event, holding, is_running, program, states
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
@@ -340,7 +340,7 @@ class TestUnidentified:
     @pytest.fixture
     def node(self, make_node: Start, short_tmp: Path) -> Node:
         """Start a node whose front-ends print 0 for the pid in a file."""
-        node = make_node(simulate=1, config='[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n')
+        node = make_node(simulate=1, config='[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n', durations=SWIFT)
         self.hidden = short_tmp / "hidden"
         self.hidden.write_text("none")
         command = " ".join(simulator(555, str(node.root / "run" / "simulated")))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.kubernetes.dra.cluster import DraCluster
 from tests.node import Node
 
 MakeCluster = Callable[..., DraCluster]
-"""Makes a running node of a cluster; takes the arguments of `Node`, and the driver's settings as `settings`."""
+"""Makes a running node of a cluster; takes the arguments of `Node`, and the driver's `settings` and `durations`."""
 
 
 @pytest.fixture
@@ -19,12 +19,20 @@ def make_cluster(short_tmp: Path, fork_server: ForkServer, kubernetes_fork_serve
     """Return a maker of nodes. After the test the nodes and all that they started are ended."""
     made: list[DraCluster] = []
 
-    def make(*, settings: dict[str, str] | None = None, start: bool = True, **options: Any) -> DraCluster:
+    def make(
+        *,
+        settings: dict[str, str] | None = None,
+        durations: dict[str, float] | None = None,
+        start: bool = True,
+        **options: Any,
+    ) -> DraCluster:
         root = short_tmp / f"d{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
         node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
-        cluster = DraCluster(node, root / "kubelet", kubernetes_fork_server, settings=settings or {})
+        cluster = DraCluster(
+            node, root / "kubelet", kubernetes_fork_server, settings=settings or {}, durations=durations or {}
+        )
         made.append(cluster)
         node.start()
         return cluster.start() if start else cluster
@@ -35,6 +43,10 @@ def make_cluster(short_tmp: Path, fork_server: ForkServer, kubernetes_fork_serve
             each.close()
         finally:
             each.node.clean_up()
+
+
+BRISK: Final = {"mpsd.kubernetes.dra.publisher._PACE": 0.2}
+"""`durations` for tests that wait for several writes of the slice."""
 
 
 @pytest.fixture

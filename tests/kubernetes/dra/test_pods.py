@@ -10,7 +10,7 @@ import pytest
 from mpsd.simulator.client import program
 from tests.harness import wait_until
 from tests.kubernetes.dra.cluster import GPU, DraCluster, opaque, result
-from tests.kubernetes.dra.conftest import MakeCluster
+from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 from tests.simulated_clients import outside
 
@@ -178,8 +178,9 @@ class TestRefusals:
             cluster.prepare(claim)
 
     @pytest.mark.slow
-    def test_an_api_server_that_is_away(self, cluster: DraCluster) -> None:
+    def test_an_api_server_that_is_away(self, make_cluster: MakeCluster) -> None:
         """A claim waits for the API server, and is refused after a while; prepared claims can be unprepared."""
+        cluster = make_cluster(durations={"mpsd.kubernetes.api_server.PATIENCE": 1.0})
         prepared, other = cluster.claim(), cluster.claim()
         cluster.prepare(prepared)
         cluster.api_server.stop()
@@ -200,8 +201,9 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize("release", ["1.34", "1.35", "1.36", "1.37"])
-def test_all_that_is_written_is_valid(cluster: DraCluster, release: str) -> None:
+def test_all_that_is_written_is_valid(make_cluster: MakeCluster, release: str) -> None:
     """All objects that the driver writes to the API server match Kubernetes' own schemas, to the last field."""
+    cluster = make_cluster(durations=BRISK)
     cluster.node.mpsctl("hold", "gpu0")
     cluster.await_slice(0)
     assert {each["kind"] for each in cluster.api_server.written} == {"ResourceSlice"}

@@ -246,7 +246,7 @@ class TestLease:
     @pytest.mark.slow
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
         """A lease that is not taken for long, while an image is pulled, does not expire."""
-        cluster = make_cluster(settings={"CLAIM_DEADLINE": "6"})
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "3"})
         cluster.prepare(cluster.claim())
         (lease,) = cluster.leases()
         wait_until(lambda: len(cluster.log("claim_renewed")) > 1, what="it to be renewed twice", deadline=30)

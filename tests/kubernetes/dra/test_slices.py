@@ -12,7 +12,7 @@ from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import SLICES
 from tests.kubernetes.dra.cluster import GPU, NODE, DraCluster, gpu
-from tests.kubernetes.dra.conftest import MakeCluster
+from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 
 pytestmark = pytest.mark.root("name control groups for others")
@@ -43,7 +43,7 @@ def test_is_published(make_cluster: MakeCluster) -> None:
 @pytest.mark.slow
 def test_follows_holds(make_cluster: MakeCluster) -> None:
     """A GPU whose control daemon is held is left out, in a new generation, until it is resumed."""
-    cluster = make_cluster(simulate=2, settings={"WAIT": "1"})
+    cluster = make_cluster(simulate=2, settings={"WAIT": "1"}, durations=BRISK)
     assert cluster.node.mpsctl("hold", "gpu0").returncode == 0
     published = cluster.await_slice(1)
     assert [each["name"] for each in published["spec"]["devices"]] == [gpu(1).lower()]
@@ -68,8 +68,9 @@ def test_is_written_only_where_it_changes(cluster: DraCluster) -> None:
     assert len(cluster.api_server.written) == 1
 
 
-def test_another_writer(cluster: DraCluster) -> None:
+def test_another_writer(make_cluster: MakeCluster) -> None:
     """A slice that another writer has changed or deleted is restored once kubelet has come."""
+    cluster = make_cluster(durations=BRISK)
     stored = cluster.api_server.slice()
     assert stored is not None
     path = f"{SLICES}/{NODE}-mpsd"
@@ -104,7 +105,8 @@ def test_api_servers_that_refuse(make_cluster: MakeCluster) -> None:
 
     An API server with a certificate of another authority gets nothing: no token, no slice.
     """
-    forbids, fails, stranger = (make_cluster(start=False) for _ in range(3))
+    durations = {"mpsd.kubernetes.api_server.PATIENCE": 1.0, "mpsd.kubernetes.dra.publisher._RETRY": 0.5}
+    forbids, fails, stranger = (make_cluster(durations=durations, start=False) for _ in range(3))
     forbids.api_server.refusal, fails.api_server.refusal = 403, 503
     (stranger.api_server.folder / "ca.crt").write_bytes((fails.api_server.folder / "ca.crt").read_bytes())
     for cluster in (forbids, fails, stranger):  # side by side, since the driver tries again for a while

@@ -167,6 +167,8 @@ class StandIn:
     """The one of kind `kubernetes`."""
     release: str = "1.36"
     settings: Mapping[str, str] = field(default_factory=dict)
+    durations: Mapping[str, float] = field(default_factory=dict)
+    """Constants of the plugin that have other values in this one, by their full names."""
     kubelet: Child | None = None
     plugin: Child | None = None
     pods: dict[str, StandInPod] = field(default_factory=dict)
@@ -208,6 +210,7 @@ class StandIn:
             self.root / "plugin.log",
             {**os.environ, **self.variables()},
             program="mpsd-kubernetes",
+            durations=self.durations,
         )
 
     @property

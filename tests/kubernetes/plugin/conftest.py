@@ -11,7 +11,7 @@ from tests.kubernetes.plugin.cluster import StandIn
 from tests.node import Node
 
 MakeCluster = Callable[..., StandIn]
-"""Makes a running node of a cluster; takes the arguments of `Node`, and the plugin's settings as `settings`."""
+"""Makes a running node of a cluster; takes the arguments of `Node`, and the plugin's `settings` and `durations`."""
 
 
 @pytest.fixture
@@ -20,13 +20,18 @@ def make_cluster(short_tmp: Path, fork_server: ForkServer, kubernetes_fork_serve
     made: list[StandIn] = []
 
     def make(
-        *, settings: dict[str, str] | None = None, release: str = "1.36", start: bool = True, **options: Any
+        *,
+        settings: dict[str, str] | None = None,
+        durations: dict[str, float] | None = None,
+        release: str = "1.36",
+        start: bool = True,
+        **options: Any,
     ) -> StandIn:
         root = short_tmp / f"k{len(made)}"
         root.mkdir()
         short_tmp.chmod(0o711)
         node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
-        cluster = StandIn(node, root / "kubelet", kubernetes_fork_server, release, settings or {})
+        cluster = StandIn(node, root / "kubelet", kubernetes_fork_server, release, settings or {}, durations or {})
         made.append(cluster)
         node.start()
         return cluster.start() if start else cluster

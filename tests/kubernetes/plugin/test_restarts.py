@@ -64,7 +64,8 @@ class TestHealth:
 
     def test_mpsd_hangs(self, make_cluster: MakeCluster) -> None:
         """A stopped mpsd keeps its connections, and is detected all the same."""
-        cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"})
+        durations = {"mpsd.kubernetes.mpsd_client._SILENCE": 1.0, "mpsd.kubernetes.mpsd_client._ANSWER": 1.0}
+        cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"}, durations=durations)
         os.kill(cluster.node.pid, signal.SIGSTOP)
         try:
             wait_until(
@@ -101,7 +102,7 @@ class TestRestarts:
 
     def test_a_lost_connection(self, make_cluster: MakeCluster) -> None:
         """The plugin registers again with a living kubelet that no longer follows the devices."""
-        cluster = make_cluster()
+        cluster = make_cluster(durations={"mpsd.kubernetes.endpoint._ALONE": 1.0})
         cluster.order("let_go", resource=SLICE)
         wait_until(lambda: not cluster.order("devices"), what="the connection to be lost")
         cluster.await_devices()

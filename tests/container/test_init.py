@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -167,10 +167,11 @@ def test_told_to_end_and_left_children_that_end(said: Path) -> None:
 
         def is_over() -> bool:
             there = {*_below(process.pid)}
-            for child in there & {*pids_of(said, "child")}:
-                os.kill(child, signal.SIGKILL)
-            for again in there & {*pids_of(said, "started")}:  # a sign of life shows that it can handle the signal
-                os.kill(again, signal.SIGHUP)
+            with suppress(ProcessLookupError):  # it has just ended
+                for child in there & {*pids_of(said, "child")}:
+                    os.kill(child, signal.SIGKILL)
+                for again in there & {*pids_of(said, "started")}:  # a sign of life shows that it can handle the signal
+                    os.kill(again, signal.SIGHUP)
             return process.poll() is not None
 
         wait_until(is_over, what="the container to end")

@@ -112,8 +112,8 @@ def knows_limits(node: Node) -> bool:
         node.start()
         wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
         (lease,) = node.get("/v1/leases").json["leases"]
-        (process,) = node.get(f"/v1/leases/{lease['id']}/verify").json["processes"]
-        limits = process["limits_in_force"]
+        processes = node.get(f"/v1/leases/{lease['id']}/verify").json["processes"]
+        (limits,) = (each["limits_in_force"] for each in processes if each["pid"] == client.hello["pid"])
         return limits is not None and limits["active_thread_percentage"] == 10
 
 

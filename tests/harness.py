@@ -239,7 +239,7 @@ PLANTED: Final = ("mpsd-leaked-",)
 """The beginning of files that tests/gate/test_leaks.py leaves behind on purpose."""
 
 LOOKS_FOR_PLANTED: Final = "MPSD_TESTS_LOOK_FOR_PLANTED"
-"""Set for the runs that must find them."""
+"""Set for the runs of pytest in tests, to the name of the file that this run must find; other runs plant others."""
 
 BROWSER: Final = "--remote-debugging-pipe"
 """The argument by which the browsers of tests are known (tests/browser.py)."""
@@ -252,8 +252,9 @@ milliseconds. The runs that have planted leaks wait for each of them."""
 def _entries(folder: str, prefixes: tuple[str, ...]) -> Iterator[str]:
     with contextlib.suppress(OSError):
         names = os.listdir(folder)  # noqa: PTH208 - twice in every test
-        hidden = () if os.environ.get(LOOKS_FOR_PLANTED) else PLANTED
-        yield from (f"{folder}/{name}" for name in names if name.startswith(prefixes) and not name.startswith(hidden))
+        planted = os.environ.get(LOOKS_FOR_PLANTED)
+        found = (name for name in names if name.startswith(prefixes))
+        yield from (f"{folder}/{name}" for name in found if name == planted or not name.startswith(PLANTED))
 
 
 def _descriptors(pid: int | str = "self") -> dict[int, str]:

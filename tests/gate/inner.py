@@ -10,8 +10,11 @@ from tests.gate.source import ROOT
 from tests.harness import LOOKS_FOR_PLANTED
 
 
-def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> str:
-    """Run these tests in a separate process, with this project's settings and fixtures; return the output."""
+def inner_pytest(folder: Path, text: str, *options: str, planted: str = "none", **environment: str) -> str:
+    """Run these tests in a separate process, with this project's settings and fixtures; return the output.
+
+    `planted` is the name of the file that they leave behind in a known place.
+    """
     (folder / "test_inner.py").write_text(dedent(text), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-c", f"{ROOT}/pyproject.toml", "-p", "tests.conftest"]
     command += [
@@ -26,7 +29,7 @@ def inner_pytest(folder: Path, text: str, *options: str, **environment: str) -> 
     done = subprocess.run(
         [*command, f"{folder}/test_inner.py"],
         cwd=ROOT,
-        env={**os.environ, LOOKS_FOR_PLANTED: "1", **environment},
+        env={**os.environ, LOOKS_FOR_PLANTED: planted, **environment},
         capture_output=True,
         text=True,
         check=False,

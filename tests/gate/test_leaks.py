@@ -130,7 +130,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     known, leaked = Path(f"/tmp/mpsd-leaked-{uuid.uuid4().hex}"), folder / "pids"
     text = LEAKING.replace("/tmp/KNOWN", str(known)).replace("PIDS", str(leaked))
     try:
-        return inner_pytest(folder, text, "-vv"), leaked
+        return inner_pytest(folder, text, "-vv", planted=known.name), leaked
     finally:
         if known.exists():
             known.rmdir()

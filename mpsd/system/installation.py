@@ -275,7 +275,7 @@ def refuse_where_it_cannot_be() -> None:
         )
     for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
         _refuse_homes(path)
-        path_safety.check_path(path / "it")  # with a name below it, the path itself is checked too
+        path_safety.check_path(path, itself=True)
 
 
 def _packaged() -> Path | None:

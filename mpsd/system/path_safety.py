@@ -19,13 +19,14 @@ _MOST_LINKS: Final = 40
 """Maximum symbolic links in a path; the kernel follows no more. Source: path_resolution(7)."""
 
 
-def check_path(path: Path) -> None:
+def check_path(path: Path, *, itself: bool = False) -> None:
     """Refuse a path if a stranger could put something else in its place, by renaming what leads there.
 
+    `itself` refuses one that belongs to a stranger, too, who could change it without renaming anything.
     A group that may write to a directory of the path is trusted: on some systems one owns /var/log. Raises
     ConfigurationError, and OSError for a path that cannot be inspected.
     """
-    for each in _components(path):
+    for each in _components(path / "below" if itself else path):
         found = each.lstat()
         if found.st_uid not in _trusted():
             raise ConfigurationError(

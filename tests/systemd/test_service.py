@@ -159,7 +159,7 @@ class TestOnAMachine:
         machine.run("chown", "nobody", f"/{HOME}/bin/mpsd")
         refused = machine.run(MPSCTL, "service", "install", check=False)
         assert refused.returncode == 78
-        assert f"/{HOME}/bin/mpsd belongs to nobody," in refused.stderr
+        assert f"/{HOME}/bin/mpsd belongs to user nobody, which can replace /{HOME}/bin/mpsd [" in refused.stderr
 
 
 @pytest.mark.machine

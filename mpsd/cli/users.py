@@ -23,10 +23,17 @@ def user(name: str) -> User | None:
     import pwd
 
     try:
-        found = pwd.getpwuid(int(name)) if name.isascii() and name.isdecimal() else pwd.getpwnam(name)
-    except (KeyError, OverflowError, ValueError):
+        found = pwd.getpwnam(name) if (uid := number(name)) is None else pwd.getpwuid(uid)
+    except (KeyError, ValueError):  # a name can have a null byte
         return None
     return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
+
+
+def number(text: str) -> int | None:
+    """Return the uid or gid that a text is, with or without an account here; None where it is none."""
+    # Python converts no text of thousands of digits.
+    is_number = text.isascii() and text.isdecimal() and len(text) <= len(str(_LAST))
+    return int(text) if is_number and int(text) <= _LAST else None
 
 
 def without_account(name: str) -> User | None:
@@ -36,15 +43,15 @@ def without_account(name: str) -> User | None:
     """
     import grp
 
-    uid, colon, gid = name.partition(":")
-    numbers = [int(each) for each in (uid, gid or uid) if each.isascii() and each.isdecimal()]
-    if len(numbers) != 2 or max(numbers) > _LAST or (colon and not gid):  # noqa: PLR2004 - both are numbers
+    first, colon, second = name.partition(":")
+    uid, gid = number(first), number(second if colon else first)
+    if uid is None or gid is None:
         return None
     if not colon:
         with contextlib.suppress(KeyError):
-            grp.getgrgid(numbers[1])
+            grp.getgrgid(gid)
             return None
-    return {"uid": numbers[0], "gid": numbers[1], "groups": [numbers[1]]}
+    return {"uid": uid, "gid": gid, "groups": [gid]}
 
 
 def variables_of(uid: int) -> dict[str, str]:

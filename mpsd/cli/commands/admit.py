@@ -17,7 +17,7 @@ from mpsd.cli.leases.calling_process import calling_program, name, reading_progr
 from mpsd.cli.leases.use import use
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
-from mpsd.cli.users import User, user, without_account
+from mpsd.cli.users import User, number, user, without_account
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.sanitize import plain
 
@@ -60,8 +60,10 @@ def _part(_: click.Context, __: click.Parameter, part: float | None) -> float | 
 def _user(_: click.Context, __: click.Parameter, name: str | None) -> User | None:
     found = None if name is None else user(name) or without_account(name)
     if name is not None and found is None:
-        number = name if name.isascii() and name.isdecimal() else "UID"
-        raise click.BadParameter(f"there is no user {name!r}; one without an account here: --user {number}:GID")
+        from mpsd.core.units import briefly  # imports decimal, which other commands do without
+
+        uid = "UID" if number(name) is None else name
+        raise click.BadParameter(f"there is no user {briefly(name)}; one without an account here: --user {uid}:GID")
     return found
 
 

@@ -27,7 +27,7 @@ from mpsd.cli.history import usage as hours
 from mpsd.cli.history.moments import MOMENT, TIME
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Look
-from mpsd.cli.users import user
+from mpsd.cli.users import number, user
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
@@ -123,9 +123,10 @@ def chosen_uid(owner: str | None, *, mine: bool) -> int | None:
     if owner is None:
         return None
     found = user(owner)
-    if found is None and not owner.isdecimal():
+    uid = number(owner) if found is None else found["uid"]
+    if uid is None:
         raise click.BadParameter(f"there is no user {owner!r}", param_hint="--user")
-    return int(owner) if found is None else found["uid"]
+    return uid
 
 
 def _gpu_uuid(api: Api, gpu: str | None) -> str | None:

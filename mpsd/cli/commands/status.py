@@ -12,7 +12,7 @@ from mpsd.cli import views
 from mpsd.cli.api import Api
 from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
 from mpsd.cli.parameters import DURATION
-from mpsd.cli.users import user
+from mpsd.cli.users import number, user
 from mpsd.core.errors import ConfigurationError
 
 
@@ -56,9 +56,10 @@ def top(api: Api, every: float) -> None:
 
 def _uids(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[int]:
     found = {name: user(name) for name in names}
-    if unknown := [name for name, each in found.items() if each is None and not name.isdecimal()]:
+    uids = {name: number(name) if each is None else each["uid"] for name, each in found.items()}
+    if unknown := [name for name, uid in uids.items() if uid is None]:
         raise click.BadParameter(f"there is no user {unknown[0]!r}")
-    return [int(name) if each is None else each["uid"] for name, each in found.items()]
+    return [uid for uid in uids.values() if uid is not None]
 
 
 @click.command()

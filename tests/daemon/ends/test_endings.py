@@ -89,6 +89,15 @@ def test_let_go_at_once(tmp_path: Path) -> None:
     assert after == before
 
 
+async def ended(endings: Endings, target: ProcessIdentity) -> None:
+    """End a process, and return when that is over."""
+    try:
+        endings.end(target, EndCause("a test", "it is a test"))
+        await eventually(lambda: endings.progress(target, "a test") is None, what="its end")
+    finally:
+        endings.close()
+
+
 def test_without_descriptors(tmp_path: Path) -> None:
     """An end for which mpsd has no descriptor is refused like one that cannot be stored, and begins when it has one."""
 
@@ -101,11 +110,7 @@ def test_without_descriptors(tmp_path: Path) -> None:
                 endings.end(target, EndCause("a test", "it is a test"))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        try:
-            endings.end(target, EndCause("a test", "it is a test"))
-            await eventually(lambda: endings.progress(target, "a test") is None, what="its end")
-        finally:
-            endings.close()
+        await ended(endings, target)
 
     with idle() as (started, target):
         asyncio.run(scenario(target))
@@ -119,11 +124,7 @@ def test_file_that_cannot_be_removed(tmp_path: Path) -> None:
         store = EndStore(tmp_path)
         endings = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON))
         store.answer_to(target).mkdir()  # a directory cannot be unlinked, also by root
-        try:
-            endings.end(target, EndCause("a test", "it is a test"))
-            await eventually(lambda: endings.progress(target, "a test") is None, what="its end")
-        finally:
-            endings.close()
+        await ended(endings, target)
 
     with idle() as (started, target):
         asyncio.run(scenario(target))

@@ -265,7 +265,16 @@ def test_what_cannot_be(node: Node) -> None:
     with calling(node.socket, uid=ANN) as ann:
         answer = ann.admit(threads=10, memory=GIB, owner=owner)
         assert (answer.status, answer.json["code"]) == (403, "not_permitted")
-    for name in ("nobody-has-this-name", "4294967295", "99999999999999999999", "1:", ":1", "1:x", "1:4294967295"):
+    for name in (
+        "nobody-has-this-name",
+        "4294967295",
+        "99999999999999999999",
+        "1:",
+        ":1",
+        "1:x",
+        "1:4294967295",
+        "1:" + "9" * 5000,
+    ):
         refused = node.mpsctl("admit", "--fraction", "0.1", "--user", name)
         assert (refused.returncode, "there is no user" in refused.stderr) == (2, True), refused.stderr
     by_ann = ["setpriv", f"--reuid={ANN}", f"--regid={ANN}", "--clear-groups", sys.executable, "-m", "mpsd.cli.main"]

@@ -100,7 +100,7 @@ ROOMS: Final = {
 }
 """The rooms of its own layer that each room may import from, beside itself; each imported room is above it here."""
 
-MOST_FILES: Final = 15
+MOST_FILES: Final = 20
 """The most modules of a room, beside the `__init__.py` that states its purpose; `system` has one per thing."""
 
 MAY_IMPORT_MORE: Final = {
@@ -172,12 +172,10 @@ SLOW_TO_IMPORT: Final = frozenset(
 LATE: Final = ("mpsd.cli.doctor_run", "mpsd.cli.web")
 """The modules that one command of mpsctl alone imports, when it runs: they may be slow to import."""
 
-LONGEST: Final = 400
+LONGEST: Final = 600
 
 LONGER: Final[dict[str, str]] = {
-    "mpsd/core/model.py": "it is values without behaviour, and each refers to others of them",
     "mpsd/core/settings.py": "it is one table, and nothing else: split, it would be two tables",
-    "mpsd/daemon/control/supervisor.py": "it is one loop, and the one that moves its state",
 }
 """Modules that may be longer than LONGEST lines, each with the reason."""
 
@@ -352,7 +350,7 @@ def test_private_names_stay_private() -> None:
 
 
 def test_rooms_are_small() -> None:
-    """No module is longer than 400 lines, unless it is named with a reason, and no such name is out of date."""
+    """No module is longer than 600 lines, unless it is named with a reason, and no such name is out of date."""
     lengths = {module.path: module.text.count("\n") for module in modules("mpsd")}
     too_long = {path: length for path, length in lengths.items() if length > LONGEST}
     assert too_long.keys() == LONGER.keys(), too_long

@@ -52,8 +52,6 @@ _NO_CONTEXT: Final = frozenset({2, 801})
 class Cause(StrEnum):
     """The cause of a suspicion."""
 
-    LOST = "client_lost"
-    """A client ended without notice: the server detected and logged it."""
     STILL_LISTED = "client_still_listed"
     """A client ended, and its server still lists it."""
     TERMINATE = "terminate_client"
@@ -263,8 +261,10 @@ class ListedClients:
     """Clients that caused a suspicion by their silence already; one is enough."""
     _ended: set[Listed] = field(default_factory=set)
     """Clients that caused a suspicion by their end already."""
-    _ended_before: set[Listed] = field(default_factory=set)
-    """Listed clients that had ended when the daemon was asked for its clients."""
+    _dead: set[Listed] = field(default_factory=set)
+    """Listed clients that had ended at the last look."""
+    _questioned: set[Listed] = field(default_factory=set)
+    """Listed clients that had ended a look before the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
         """Record a listed client that lives."""
@@ -284,24 +284,25 @@ class ListedClients:
     def still_listed(
         self, listed: Iterable[Listed], start_ticks: Callable[[Pid], int | None], *, answered: bool
     ) -> list[Suspicion]:
-        """Suspect the server of each client that had ended when the daemon was asked, and is listed in its answer.
+        """Suspect the server of each client that had ended before the daemon was asked, and is listed in its answer.
 
         `answered` tells whether the daemon has answered since `has_to_query` became true: the list before may be older
-        than the end of a client. `start_ticks` returns the kernel's value for a pid now.
+        than the end of a client. That is one look after the end was seen, since a server takes a moment for an end (up
+        to 0.3 s between its first and its last line about one, measured on 580). `start_ticks` returns the kernel's
+        value for a pid now.
         """
         dead = [each for each in listed if each not in self._ended and self._has_ended(each, start_ticks)]
-        if not answered:
-            self._ended_before = self._ended_before or {*dead}
-            return []
-        found = [each for each in dead if each in self._ended_before]
+        found = [each for each in dead if answered and each in self._questioned]
         self._ended.update(found)
-        self._ended_before = {*dead} - self._ended
+        if answered or not self._questioned:
+            self._questioned = self._dead.intersection(dead) - self._ended
+        self._dead = {*dead}
         return [self._still_listed(each) for each in found]
 
     @property
     def has_to_query(self) -> bool:
         """Whether the daemon must be asked for its clients, because it lists some that have ended."""
-        return bool(self._ended_before)
+        return bool(self._questioned)
 
     def _has_ended(self, listed: Listed, start_ticks: Callable[[Pid], int | None]) -> bool:
         known, ticks = self._known.get(listed), start_ticks(listed.pid)

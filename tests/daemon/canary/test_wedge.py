@@ -64,9 +64,6 @@ def wedged_by(cause: str, node: Node, client: SimulatedClient) -> Iterator[None]
     """Wedge the server of a client, so that this cause alone shows it."""
     assert client.do("wedge")["ok"]
     match cause:
-        case "client_lost":
-            client.kill()
-            yield
         case "client_silent":
             client.end()
             with leased(node, *REQUEST):  # it hangs
@@ -77,7 +74,7 @@ def wedged_by(cause: str, node: Node, client: SimulatedClient) -> Iterator[None]
             yield
 
 
-@pytest.mark.parametrize("cause", ["client_lost", "client_silent", "terminate_client"])
+@pytest.mark.parametrize("cause", ["client_silent", "terminate_client"])
 def test_by_each_cause(make_node: Start, cause: str) -> None:
     """A wedge that one cause alone shows is found: no request is admitted until its last lease has ended.
 

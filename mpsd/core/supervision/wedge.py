@@ -33,11 +33,15 @@ FAILURES: Final = 3
 time."""
 
 SPACING: Final = 60.0
-"""Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
+"""Seconds between two examinations that one uid causes, since any user can cause suspicions at any rate. Also the
 seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
 NOT_READY: Final = 807
 """MPS_SERVER_NOT_READY: the server accepts no client now."""
+
+LEFTOVER: Final = 719
+"""LAUNCH_FAILED: after a client is killed in mid-kernel, with no other client beside it, the next one gets this error
+for its context, and the one after that is served (measured on 580)."""
 
 _LONGEST: Final = 3600.0
 """The most seconds between two examinations that prove nothing; each wait is twice as long as the one before."""
@@ -106,20 +110,22 @@ class CanaryEnd:
     """Whether the server said that it accepts no client now. That is no wedge, and a client would meet the same."""
     under: Limits | None = None
     """The ceiling under which it ran; None where it did not run."""
+    mps: bool | None = None
+    """Whether CUDA told it that its contexts are of MPS; None where that is unknown."""
 
 
-def proof(*, made: bool, code: int | None, listed: bool, low: bool) -> Proof:
+def proof(*, made: bool, code: int | None, inside: bool, low: bool) -> Proof:
     """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
 
-    `listed` tells whether a server named the canary among its clients meanwhile, and `low` whether the ceiling was
-    below LIMITS. Other errors do not show that the server serves clients: 805 to 807 say that it does not accept any
-    now, and a process that misses MPS gets 46 or 100.
+    `inside` tells whether it was known to be a client of MPS, and `low` whether the ceiling was below LIMITS. Other
+    errors do not show that the server serves clients: 805 to 807 say that it does not accept any now, a process that
+    misses MPS gets 46 or 100, and LEFTOVER shows only that this client was not served.
     """
     if made:
-        return Proof.CONTEXT if listed else Proof.NOTHING
+        return Proof.CONTEXT if inside else Proof.NOTHING
     if code in _NO_PLACE:
         return Proof.ERROR
-    if code not in _NO_CONTEXT or not listed:
+    if code not in _NO_CONTEXT or not inside:
         return Proof.NOTHING
     return Proof.ANSWER if low else Proof.ERROR
 

@@ -216,7 +216,7 @@ class ServerWatch:
                 end = replace(end, proof=Proof.NOTHING, because=f"{end.because}, but {doubt}")
             ends.append(end)
             level = self._log.info if end.proof in {Proof.CONTEXT, Proof.ANSWER} else self._log.warning
-            level(EventName.CANARY_ENDED, proof=end.proof, cause=reason.cause, because=end.because)
+            level(EventName.CANARY_ENDED, proof=end.proof, mps=end.mps, cause=reason.cause, because=end.because)
             if end.proof is Proof.SILENCE and self._unserved is None:
                 self._conclude(self._against(f"{reason.because}; {end.because}", wedged=False))
         found = Examination(verdict, reason, clock.now(), tuple(ends))

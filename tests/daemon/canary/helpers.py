@@ -73,7 +73,7 @@ def suspect(node: Node) -> None:
     node.wait_for_state("gpu0", "ready")
 
 
-def examined(node: Node) -> dict[str, Any]:
+def examination(node: Node) -> dict[str, Any]:
     """Wait for the end of the canary that this suspicion causes."""
     return event(node, "canary_ended", cause="client_silent")
 

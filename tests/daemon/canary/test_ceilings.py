@@ -18,7 +18,7 @@ from tests.daemon.canary.helpers import (
     canary,
     canary_of,
     evidence,
-    examined,
+    examination,
     hold,
     release,
     suspect,
@@ -67,7 +67,7 @@ def test_alone(make_full: Callable[..., Node]) -> None:
     with leased(node, *REQUEST) as client:
         event(node, "client_attributed", client=client.pid)
     suspect(node)
-    assert examined(node)["proof"] == "context"
+    assert examination(node)["proof"] == "context"
     wait_until(lambda: is_closed(node), what="the ceiling to be closed again")
 
 
@@ -114,7 +114,7 @@ def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None
         other.end()
         wait_until(lambda: is_closed(node), what="the ceiling to be closed")
         suspect(node)
-        ended = examined(node)
+        ended = examination(node)
         assert ended["proof"] == "answer"
         assert "under a ceiling of 0.1 % and 1MiB, which may be too low for a context" in ended["because"]
         assert [each["answered"] for each in evidence(node)["suspicions"]] == [True]
@@ -126,16 +126,19 @@ def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None
 
 def test_behind_settled_clients(make_full: Callable[..., Node]) -> None:
     """In `shared`, the ceiling that is closed behind its clients is raised to the least part of their leases."""
-    node = make_full('[enforcement]\nattach = "shared"\n')
+    shared = '[enforcement]\nattach = "shared"\n'
+    node = make_full(shared)
     with (
         leased(node, "--threads", "50", "--memory", "4GiB") as large,
         leased(node, "--threads", "5", "--memory", "1GiB") as small,
+        SimulatedClient(variables(node), late=True) as silent,
     ):
         for each in (large, small):
             assert each.alloc("1MiB")["ok"]
         wait_until(lambda: is_closed(node), what="the ceiling to be closed behind both of them")
-        suspect(node)
-        assert examined(node)["proof"] == "context"
+        assert silent.init()["ok"]
+        node.reload(f"{CALM}client_silence = 0.1\n{shared}")
+        assert examination(node)["proof"] == "context"
     # The canary had the smaller part's threads, and its own maximum of memory.
     assert (5.0, 512 * MIB) in {
         (each["active_thread_percentage"], each["pinned_device_mem_limit"]) for each in node.events("limits_verified")

@@ -11,8 +11,21 @@ from mpsd.core.settings import LogFormat
 from mpsd.core.supervision.wedge import SPACING, Cause, Suspicion
 from mpsd.daemon.canary.evidence import EvidenceRecord
 from mpsd.daemon.record.log import configure
+from mpsd.simulator.cuda import Leaves
+from mpsd.simulator.devices import set_killed_alone
 from tests.daemon.canary.conftest import BRISK, CALM, OFTEN
-from tests.daemon.canary.helpers import REQUEST, canary, canary_of, hold, record, release, wedge
+from tests.daemon.canary.helpers import (
+    REQUEST,
+    canary,
+    canary_of,
+    evidence,
+    examination,
+    hold,
+    record,
+    release,
+    suspect,
+    wedge,
+)
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running, next_ready, stopped
 from tests.harness import wait_until
@@ -92,6 +105,32 @@ def test_client_that_stays_silent(make_node: Start) -> None:
         client.launch(60)
         client.kill()  # it is suspect for its end, too
     event(node, "server_suspect", cause="client_still_listed")
+
+
+def test_error_that_a_killed_client_left(make_node: Start) -> None:
+    """A canary with the error that a client killed in mid-kernel left proves nothing: the next one decides.
+
+    A server with such an error is ACTIVE and lists no client (measured on 580): the end itself makes nothing suspect.
+    """
+    node = make_node(simulate=1, control=None, config=CALM, durations=OFTEN)
+    set_killed_alone(node.root / "run" / "simulated", Leaves.ERROR)
+    node.start()
+    before, mine = node.daemons()["gpu0"]["pid"], hold(node)
+    with wedge(node):
+        pass
+    suspect(node)
+    assert examination(node)["proof"] == "nothing"
+    assert [each["suspicion"]["cause"] for each in evidence(node)["suspicions"]] == ["client_silent"]
+    assert node.daemons()["gpu0"]["unserved"] is None
+    assert canary(node)["verdict"] == "ok"
+    assert evidence(node)["suspicions"] == []
+    assert node.events("server_suspect") == []
+    assert node.daemons()["gpu0"]["pid"] == before
+    with wedge(node):
+        pass
+    found = canary(node)
+    assert (found["verdict"], found["mps"], found["canaries"]) == ("unknown", True, 1)
+    release(node, mine)
 
 
 def test_stopped_server(node: Node) -> None:

@@ -179,6 +179,7 @@ class Canary(TypedDict):
     verdict: str
     because: str
     canaries: int
+    mps: bool | None
     at: str
 
 

@@ -293,9 +293,9 @@ def _be_canary(cuda: CudaProcess, options: Mapping[str, str]) -> int:
     status = 0
     try:
         cuda.current()
-        _say({"ok": True, "pid": os.getpid()})
+        _say({"ok": True, "pid": os.getpid(), **cuda.attributes})
     except FailedError as failed:
-        _say(_failed(failed.error))
+        _say({**_failed(failed.error), **cuda.attributes})
         status = 1
     os.read(0, 1)
     cuda.leave()

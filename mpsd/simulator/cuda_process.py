@@ -71,6 +71,12 @@ class CudaProcess:
         self._device = Device(Path(said["gpus"]), said["gpu"])
         self.server = said["server"]
 
+    @property
+    def attributes(self) -> dict[str, bool]:
+        """Whether it uses MPS, as `mps`; empty before CUDA is initialised, and where the driver does not tell."""
+        is_known = self._device is not None and self._device.has_mps_attribute
+        return {"mps": self.server is not None} if is_known else {}
+
     # -- contexts --
 
     def context(self) -> Context:

@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn
 
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.devices import Device, Kind, binds, context_memory
+from mpsd.simulator.devices import Device, Kind, binds, context_memory, killed_alone
 from mpsd.simulator.server_state import Answer, Context, Server, Start
 
 PACKET: Final = 1 << 18
@@ -62,7 +62,8 @@ class _Service:
         self._pid = os.getpid()
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
-        settings = binds(Path(self._gpus)), context_memory(Path(self._gpus))
+        gpus = Path(self._gpus)
+        settings = binds(gpus), context_memory(gpus), killed_alone(gpus)
         start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings)
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")

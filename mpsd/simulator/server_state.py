@@ -12,7 +12,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA
 from mpsd.simulator import figures
-from mpsd.simulator.cuda import Binds, CudaError, Pinned, of_context, pinned
+from mpsd.simulator.cuda import Binds, CudaError, Leaves, Pinned, of_context, pinned
 
 _PAIR: Final = "{{PID: {}, Context ID: {}}}"
 """The log's name for a client's context (LOG). A process without a context is named by its first, which is 0."""
@@ -39,6 +39,7 @@ class Start(NamedTuple):
     binds: Binds = Binds.CONNECT
     context_memory: int = 0
     """Bytes that a context takes of its memory limit."""
+    leaves: Leaves = Leaves.WEDGE
     places: int = CLIENTS_VOLTA
     """Client contexts on each device: MPS counts contexts, not processes (OLD)."""
 
@@ -108,6 +109,9 @@ class Server:
         self._binds = start.binds
         self._context_memory = start.context_memory
         self._places = start.places
+        self._leaves = start.leaves
+        self._has_error_left = False
+        """Whether the next context gets the error of a client that was killed in mid-kernel."""
         self._affected: set[int] = set()
         """The clients that met a fault, and have not exited yet."""
         self._terminating: set[int] = set()
@@ -157,6 +161,9 @@ class Server:
 
         A wedged server never answers this either.
         """
+        if self._has_error_left:
+            self._has_error_left = False
+            return CudaError.LAUNCH_FAILED
         client = self.clients[pid]
         environment = client.environment if environment is None else environment
         if self.status is Status.FAULT:
@@ -193,10 +200,10 @@ class Server:
         `said` is true after a goodbye. A client that ends without one, while one of its kernels is in flight, leaves
         that kernel behind: the other clients of the server get cudaErrorIllegalAddress. Where no other client exists to
         consume the error, every later client hangs for ever when it initialises CUDA, while the server is ACTIVE, lists
-        it, and logs nothing. Only a new server ends that. Source: the package text of drain.go in KAI; OLD says that
-        such an end "is not supported", and that its consequences are undefined: for tests, the end of a client that
-        `wedges` leaves the same wedge, and is listed and logged as any other. A client whose contexts its server has
-        ended is no client here any more, and leaves nothing.
+        it, and logs nothing. Only a new server ends that. Source: the package text of drain.go in KAI; on 580, it left
+        `Leaves.ERROR` instead (measured). OLD says that such an end "is not supported", and that its consequences are
+        undefined: for tests, the end of a client that `wedges` leaves the same wedge, and is listed and logged as any
+        other. A client whose contexts its server has ended is no client here any more, and leaves nothing.
 
         The end of the last client that met a fault ends the fault: the server destroys its contexts, makes new ones,
         and is ACTIVE again (OLD).
@@ -210,10 +217,13 @@ class Server:
             return ()
         harmful = client is not None and client.working and not said and self.status is Status.ACTIVE
         if harmful and not self._with_contexts(beside=pid):
-            self.wedged = True
-            return ()
-        if not said:
-            self._log("Receive command failed, assuming client exit. Client process disconnected")
+            harmful = False
+            if self._leaves is Leaves.WEDGE:
+                self.wedged = True
+                return ()
+            self._has_error_left = True
+        # At every end, also a normal one (public logs of 460; with other words, measured on 580).
+        self._log("Receive command failed, assuming client exit. Client process disconnected")
         if self.clients.pop(pid, None) is not None:
             self._log(f"Client {_PAIR.format(pid, 0)} exit")
         self.wedged = client is not None and client.wedges

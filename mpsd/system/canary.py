@@ -2,10 +2,11 @@
 
 `python -m mpsd.system.canary --alarm SECONDS [--as UID:GID[:GROUP]]` becomes that user and prints `begins`. Then it
 initialises CUDA, makes a context on the first GPU that it sees, and prints the result as a line of JSON: `ok` or the
-name and number of the error and the call that failed. It stays until its stdin ends, so that its parent can ask the
-control daemon whether it is a client. The parent must set a deadline: in a wedge the canary prints nothing more. It
-launches no kernel, so it may be killed at any time (mps-facts B4.3). It ends with its parent, and in any case SECONDS
-after it began, or after its result: the next mpsd would take it for a client.
+name and number of the error and the call that failed, and `mps`, whether CUDA says that its contexts are of MPS (null
+if it does not say). It stays until its stdin ends, so that its parent can ask the control daemon whether it is a
+client. The parent must set a deadline: in a wedge the canary prints nothing more. It launches no kernel, so it may be
+killed at any time (mps-facts B4.3). It ends with its parent, and in any case SECONDS after it began, or after its
+result: the next mpsd would take it for a client.
 
 It becomes the user after all imports, since that user may not be able to read mpsd's files. Source of each signature:
 NVIDIA's cuda.h. A name with a suffix (`_v2`) is the one that the header's plain name stands for.
@@ -29,6 +30,10 @@ _PR_SET_PDEATHSIG: Final = 1
 """Source: linux/prctl.h."""
 
 _LIBRARY: Final = "libcuda.so.1"
+
+_MPS_ENABLED: Final = 133
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: whether contexts on the device are of MPS (1 inside and 0 outside, measured on
+580)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +64,22 @@ def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
 
 def _sing(seconds: int, context: c_void_p) -> dict[str, Any]:
     """Make this context, and return the result as the program prints it."""
+    mps: bool | None = None
     try:
         library = ctypes.CDLL(_LIBRARY)
-        device = c_int()
+        device, value = c_int(), c_int()
         print(BEGINS, flush=True)  # noqa: T201 - this is a program
         signal.alarm(seconds)
         _call(library, "cuInit", c_int(0))
         _call(library, "cuDeviceGet", byref(device), c_int(0))
+        if library.cuDeviceGetAttribute(byref(value), c_int(_MPS_ENABLED), device) == 0:
+            mps = bool(value.value)
         _call(library, "cuCtxCreate_v2", byref(context), c_int(0), device)
     except OSError as error:
         return {"ok": False, "error": f"{_LIBRARY} cannot be loaded: {error}", "code": None, "call": "dlopen"}
     except _CudaError as error:
-        return error.answer
-    return {"ok": True}
+        return {**error.answer, "mps": mps}
+    return {"ok": True, "mps": mps}
 
 
 def become(user: str) -> None:

@@ -2,6 +2,7 @@
  *
  *   FAKE_CUDA_MEMORY=BYTES           device memory; larger allocations are refused
  *   FAKE_CUDA_MULTIPROCESSORS=N      multiprocessors that a launch runs on
+ *   FAKE_CUDA_MPS=0|1                whether this is a client of MPS (attribute 133); an old driver does not know it
  *   FAKE_CUDA_FAIL=FUNCTION RESULT   this function returns this CUresult and does nothing
  *   FAKE_CUDA_HANG=FUNCTION          this function never returns, as in a wedge
  *
@@ -19,7 +20,7 @@
 #include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, ILLEGAL_ADDRESS = 700 };
-enum { MULTIPROCESSOR_COUNT = 16, ALLOCATIONS = 1024, CONTEXTS = 8 };
+enum { MULTIPROCESSOR_COUNT = 16, MPS_ENABLED = 133, ALLOCATIONS = 1024, CONTEXTS = 8 };
 
 static char context[CONTEXTS], module, busy, hold, fault; /* their addresses are the handles; context[0] is the primary one */
 static int initialized, sticky, exists[CONTEXTS], current = -1;
@@ -113,7 +114,13 @@ int cuDeviceGetName(char *name, int size, int device)
 int cuDeviceGetAttribute(int *value, int attribute, int device)
 {
     BEGIN(0);
-    must(attribute == MULTIPROCESSOR_COUNT && device == 7, "cuDeviceGetAttribute");
+    must((attribute == MULTIPROCESSOR_COUNT || attribute == MPS_ENABLED) && device == 7, "cuDeviceGetAttribute");
+    if (attribute == MPS_ENABLED) {
+        if (getenv("FAKE_CUDA_MPS") == NULL)
+            return INVALID_VALUE;
+        *value = (int)number("FAKE_CUDA_MPS", 0);
+        return SUCCESS;
+    }
     *value = (int)number("FAKE_CUDA_MULTIPROCESSORS", 8);
     return SUCCESS;
 }

@@ -49,13 +49,23 @@ def run(library: Path, **variables: str) -> tuple[int, dict[str, Any]]:  # noqa:
 
 def test_context(library: Path) -> None:  # noqa: F811
     """A canary with a context says so, and stays until its parent has asked about it."""
-    assert run(library) == (0, {"ok": True})
+    assert run(library) == (0, {"ok": True, "mps": None})
+
+
+@pytest.mark.parametrize(("value", "mps"), [("0", False), ("1", True)])
+def test_mps(library: Path, value: str, *, mps: bool) -> None:  # noqa: F811
+    """A canary reports whether CUDA says that it uses MPS, also where it gets no context."""
+    assert run(library, FAKE_CUDA_MPS=value) == (0, {"ok": True, "mps": mps})
+    _, said = run(library, FAKE_CUDA_MPS=value, FAKE_CUDA_FAIL="cuCtxCreate_v2 2")
+    assert (said["code"], said["mps"]) == (2, mps)
+    # An error of this call alone is no error of the canary: it is unknown whether it uses MPS.
+    assert run(library, FAKE_CUDA_MPS=value, FAKE_CUDA_FAIL="cuDeviceGetAttribute 1")[1]["mps"] is None
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGet", "cuCtxCreate_v2"])
 def test_error(library: Path, call: str) -> None:  # noqa: F811
     """An error is reported by its name, its number, and the failed call."""
-    error = {"ok": False, "error": "unknown", "code": 805, "call": call}
+    error = {"ok": False, "error": "unknown", "code": 805, "call": call, "mps": None}
     assert run(library, FAKE_CUDA_FAIL=f"{call} 805") == (1, error)
 
 

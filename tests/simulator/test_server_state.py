@@ -5,7 +5,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import PER_CONTEXT, Binds, CudaError, Pinned
+from mpsd.simulator.cuda import PER_CONTEXT, Binds, CudaError, Leaves, Pinned
 from mpsd.simulator.server_state import Client, Context, Server, Start, Status
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
@@ -252,6 +252,19 @@ def test_ends_that_harm_nobody(server: Server, how: str) -> None:
         assert server.terminate(1).printed == ["0"]
     assert server.left(1, said=how == "goodbye") == ()
     assert (server.status, server.wedged) == (Status.ACTIVE, False)
+    context(server, 3)
+
+
+def test_error_for_the_next_context(log: list[str]) -> None:
+    """On 580, a client killed in mid-kernel without neighbours leaves an error for one context, and no other trace."""
+    server = Server(77, Start((GPU,), 100.0, {}, priority=0, leaves=Leaves.ERROR), log.append)
+    server.begin()
+    context(server, 1)
+    server.clients[1].working = True
+    assert server.left(1, said=False) == ()
+    assert (server.status, server.clients) == (Status.ACTIVE, {})
+    admit(server, 2)
+    assert server.context(2) is CudaError.LAUNCH_FAILED
     context(server, 3)
 
 

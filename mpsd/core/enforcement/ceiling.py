@@ -145,7 +145,7 @@ def is_wider(one: Limits, other: Limits) -> bool:
 def for_canary(most: Limits, parts: Collection[Limits], *, alone: bool) -> Limits | None:
     """Return how far the ceiling is raised for the canary of a suspicion, at most this far; None for not at all.
 
-    Any user can cause a suspicion, by killing its own client, so no process may get more by it than its lease gives:
+    Any user can cause a suspicion, by a client of its own, so no process may get more by it than its lease gives:
     the canary gets the least of the `parts` of the leases. `alone` tells whether no other process can use the ceiling,
     where there is no lease.
     """

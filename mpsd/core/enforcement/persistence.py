@@ -1,4 +1,6 @@
-"""When a finding counts as a violation: some kinds must persist first, because honest programs cause them. Pure.
+"""When a finding counts as a violation, and when the GPUs are read for it. Pure.
+
+Some kinds must persist first, because honest programs cause them.
 
 A program that replaces itself is there beside its predecessor for as long as the kernel takes down the predecessor.
 NVML lists a process a moment before a control daemon does, and a moment longer.
@@ -36,6 +38,19 @@ def suspected(
     """
     since = {each: before.get(each, now) for each in found if each.kind in _MOMENTARY and each not in counted}
     return {each: at for each, at in since.items() if now < at + PERSISTS or (each.kind in _BY_NVML and not read)}
+
+
+def next_reading(suspected: Mapping[Violation, float], found: Iterable[Violation], last: float) -> float | None:
+    """Return when the GPUs must be read again for the sake of findings; None for not at all. A past time means at once.
+
+    `suspected` are the findings that do not count yet, and `found` those that count. A client without a memory limit
+    shows what it holds to NVML alone, so the GPUs are read each second while there is one. `last` is the time of the
+    last such reading: there is at most one a second, since any user can cause findings at any rate.
+    """
+    due = [at + PERSISTS for at in suspected.values()]
+    if any(each.kind is ViolationKind.LIMITS for each in found):
+        due.append(last + PERSISTS)
+    return max(min(due), last + PERSISTS) if due else None
 
 
 def doubts(suspected: Iterable[Violation], lease_id: str) -> list[str]:

@@ -8,7 +8,6 @@ from typing import Final
 from mpsd.core.model import ReadBack
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.mps.log_events import (
-    ClientLost,
     ContextsMade,
     LimitGiven,
     LogEvent,
@@ -44,8 +43,6 @@ class ServerHealth:
     """By server, the limits that its log reports, since they were last compared with the wanted ones."""
     failures: list[Moment] = field(default_factory=list)
     """When servers failed to start, since the last one that started."""
-    lost: int = 0
-    """How many clients exited without notice."""
     words: str = ""
     """The last log line of the last failed server."""
     shared_memory: list[str] = field(default_factory=list)
@@ -61,8 +58,6 @@ class ServerHealth:
                     self._give(event)
                 case SharedMemoryMade() if event.name.split(".")[3] == f"{event.server:x}":
                     self.shared_memory = [*self.shared_memory, event.name][-_MOST_GIVEN:]
-                case ClientLost():
-                    self.lost += 1
                 case ContextsMade():
                     self.faults.pop(event.server, None)
                 case ServerReady() | ServerFailed() | ServerExited():

@@ -142,13 +142,6 @@ class ClientLeft:
     context: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLost:
-    """`Receive command failed, assuming client exit...`: a client's process ended without notice (R580)."""
-
-    server: int
-
-
 LogEvent = (
     ForeignCommand
     | Unaccounted
@@ -165,7 +158,6 @@ LogEvent = (
     | ClientConnected
     | ClientStatus
     | ClientLeft
-    | ClientLost
 )
 
 REASONS_TO_ASK: Final = (
@@ -182,7 +174,6 @@ REASONS_TO_ASK: Final = (
     ClientConnected,
     ClientStatus,
     ClientLeft,
-    ClientLost,
 )
 """Events after which limits, servers or clients may have changed. None of them results from a query: mpsd's own queries
 must not cause further queries."""

@@ -19,7 +19,6 @@ from mpsd.core.mps.log_events import (
     ClientArrived,
     ClientConnected,
     ClientLeft,
-    ClientLost,
     ClientStatus,
     ContextsMade,
     DaemonStarted,
@@ -129,7 +128,7 @@ _MEANINGS: Final[dict[str, _Meaning | None]] = {
     "Status of client <C> is (?P<status>[A-Z]{1,20})": _status,
     "status of client <C> is (?P<status>[A-Z]{1,20})": _status,  # OLD
     "Client <C> exit": lambda line, found: ClientLeft(line.pid, int(found["pid"]), int(found["context"])),
-    "Receive command failed, assuming client exit.*": lambda line, _: ClientLost(line.pid),
+    "Receive command failed, assuming client exit.*": None,  # at every end of a client, also a normal one (460)
     "Startup": None,
     "Connecting to control daemon on socket: .*": None,
     "Initializing server process": None,

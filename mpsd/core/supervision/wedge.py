@@ -33,11 +33,15 @@ FAILURES: Final = 3
 time."""
 
 SPACING: Final = 60.0
-"""Seconds between two examinations that one uid causes, since any user can kill its own clients at any rate. Also the
+"""Seconds between two examinations that one uid causes, since any user can cause suspicions at any rate. Also the
 seconds between two examinations of a wedged server, since an answer proves that it serves again."""
 
 NOT_READY: Final = 807
 """MPS_SERVER_NOT_READY: the server accepts no client now."""
+
+LEFTOVER: Final = 719
+"""LAUNCH_FAILED: after a client is killed in mid-kernel, with no other client beside it, the next one gets this error
+for its context, and the one after that is served (measured on 580)."""
 
 _LONGEST: Final = 3600.0
 """The most seconds between two examinations that prove nothing; each wait is twice as long as the one before."""
@@ -52,8 +56,6 @@ _NO_CONTEXT: Final = frozenset({2, 801})
 class Cause(StrEnum):
     """The cause of a suspicion."""
 
-    LOST = "client_lost"
-    """A client ended without notice: the server detected and logged it."""
     STILL_LISTED = "client_still_listed"
     """A client ended, and its server still lists it."""
     TERMINATE = "terminate_client"
@@ -108,20 +110,22 @@ class CanaryEnd:
     """Whether the server said that it accepts no client now. That is no wedge, and a client would meet the same."""
     under: Limits | None = None
     """The ceiling under which it ran; None where it did not run."""
+    mps: bool | None = None
+    """Whether CUDA told it that its contexts are of MPS; None where that is unknown."""
 
 
-def proof(*, made: bool, code: int | None, listed: bool, low: bool) -> Proof:
+def proof(*, made: bool, code: int | None, inside: bool, low: bool) -> Proof:
     """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
 
-    `listed` tells whether a server named the canary among its clients meanwhile, and `low` whether the ceiling was
-    below LIMITS. Other errors do not show that the server serves clients: 805 to 807 say that it does not accept any
-    now, and a process that misses MPS gets 46 or 100.
+    `inside` tells whether it was known to be a client of MPS, and `low` whether the ceiling was below LIMITS. Other
+    errors do not show that the server serves clients: 805 to 807 say that it does not accept any now, a process that
+    misses MPS gets 46 or 100, and LEFTOVER shows only that this client was not served.
     """
     if made:
-        return Proof.CONTEXT if listed else Proof.NOTHING
+        return Proof.CONTEXT if inside else Proof.NOTHING
     if code in _NO_PLACE:
         return Proof.ERROR
-    if code not in _NO_CONTEXT or not listed:
+    if code not in _NO_CONTEXT or not inside:
         return Proof.NOTHING
     return Proof.ANSWER if low else Proof.ERROR
 
@@ -263,8 +267,10 @@ class ListedClients:
     """Clients that caused a suspicion by their silence already; one is enough."""
     _ended: set[Listed] = field(default_factory=set)
     """Clients that caused a suspicion by their end already."""
-    _ended_before: set[Listed] = field(default_factory=set)
-    """Listed clients that had ended when the daemon was asked for its clients."""
+    _dead: set[Listed] = field(default_factory=set)
+    """Listed clients that had ended at the last look."""
+    _questioned: set[Listed] = field(default_factory=set)
+    """Listed clients that had ended a look before the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
         """Record a listed client that lives."""
@@ -284,24 +290,25 @@ class ListedClients:
     def still_listed(
         self, listed: Iterable[Listed], start_ticks: Callable[[Pid], int | None], *, answered: bool
     ) -> list[Suspicion]:
-        """Suspect the server of each client that had ended when the daemon was asked, and is listed in its answer.
+        """Suspect the server of each client that had ended before the daemon was asked, and is listed in its answer.
 
         `answered` tells whether the daemon has answered since `has_to_query` became true: the list before may be older
-        than the end of a client. `start_ticks` returns the kernel's value for a pid now.
+        than the end of a client. That is one look after the end was seen, since a server takes a moment for an end (up
+        to 0.3 s between its first and its last line about one, measured on 580). `start_ticks` returns the kernel's
+        value for a pid now.
         """
         dead = [each for each in listed if each not in self._ended and self._has_ended(each, start_ticks)]
-        if not answered:
-            self._ended_before = self._ended_before or {*dead}
-            return []
-        found = [each for each in dead if each in self._ended_before]
+        found = [each for each in dead if answered and each in self._questioned]
         self._ended.update(found)
-        self._ended_before = {*dead} - self._ended
+        if answered or not self._questioned:
+            self._questioned = self._dead.intersection(dead) - self._ended
+        self._dead = {*dead}
         return [self._still_listed(each) for each in found]
 
     @property
     def has_to_query(self) -> bool:
         """Whether the daemon must be asked for its clients, because it lists some that have ended."""
-        return bool(self._ended_before)
+        return bool(self._questioned)
 
     def _has_ended(self, listed: Listed, start_ticks: Callable[[Pid], int | None]) -> bool:
         known, ticks = self._known.get(listed), start_ticks(listed.pid)

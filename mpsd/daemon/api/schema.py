@@ -193,12 +193,14 @@ class CanaryOut(Struct):
     """The evidence: the outcome of each canary."""
     canaries: int
     """How many were sent."""
+    mps: bool | None
+    """Whether CUDA says that the last of them was a client of MPS; null where it does not say."""
     at: Moment
 
     @classmethod
     def of(cls, daemon: str, found: Examination) -> "CanaryOut":
         """Make it from the value."""
-        return cls(daemon, found.verdict, found.evidence, len(found.ends), found.at)
+        return cls(daemon, found.verdict, found.evidence, len(found.ends), found.ends[-1].mps, found.at)
 
 
 class GpuOut(Struct):

@@ -136,16 +136,21 @@ class Canaries:
             )
             supervisor.canaries.add(canary.pid)
             unlisted: str | None = "it ended before the control daemon was asked"
+
+            def output() -> bytes:
+                return os.pread(sink, _MOST_OUTPUT, 0)
+
             try:
                 answered, hindrance = await _watched(
                     canary,
                     seconds,
                     start=_START,
-                    lines=lambda: os.pread(sink, _MOST_OUTPUT, 0).splitlines(),
+                    lines=lambda: output().splitlines(),
                     hindrance=lambda: _stopped_canary(canary) or _hindrance(supervisor),
                 )
                 if answered and not canary.is_gone():
-                    unlisted = await _unlisted(supervisor, canary, seconds)
+                    if _answer(output()).get("mps") is None:
+                        unlisted = await _unlisted(supervisor, canary, seconds)
                     holding.close()
                     await canary.gone_within(_SPARE)
             finally:
@@ -156,7 +161,7 @@ class Canaries:
                 because = f"canary {canary.pid} (uid {uid}) did not initialise CUDA within {seconds:g} s"
                 return CanaryEnd(Proof.SILENCE, because)
             under = ceiling.narrowest(daemon.wanted, supervisor.snapshot().wanted)  # a lease may have changed it
-            return _judge(os.pread(sink, _MOST_OUTPUT, 0), f"canary {canary.pid} (uid {uid})", unlisted, under)
+            return _judge(output(), f"canary {canary.pid} (uid {uid})", unlisted, under)
 
     @staticmethod
     async def _end(supervisor: Supervisor, canary: Process) -> None:
@@ -209,6 +214,14 @@ async def _watched(
 def _is_answer(line: bytes) -> bool:
     """Tell whether a line is the result of a canary; libcuda may print others."""
     return line.startswith(b"{")
+
+
+def _answer(output: bytes) -> dict[str, Any]:
+    """Return the result of a canary; empty where it printed none."""
+    try:
+        return dict(json.loads([*filter(_is_answer, output.splitlines())][-1]))
+    except (ValueError, IndexError):
+        return {}
 
 
 async def _unlisted(supervisor: Supervisor, canary: Process, seconds: float) -> str | None:
@@ -270,22 +283,24 @@ def _text(limits: Limits) -> str:
 def _judge(output: bytes, who: str, unlisted: str | None, under: Limits) -> CanaryEnd:
     """Return the evidence of the canary's output, if it has any.
 
-    `unlisted` is why it may not have been a client of MPS, and `under` the ceiling.
+    `unlisted` is why it may not have been a client of MPS, where CUDA did not tell, and `under` the ceiling.
     """
-    try:
-        said: dict[str, Any] = json.loads([*filter(_is_answer, output.splitlines())][-1])
-        made = said["ok"]
-    except (ValueError, IndexError, KeyError, TypeError):
+    said = _answer(output)
+    if "ok" not in said:
         text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
-    code = said.get("code")
-    proof = wedge.proof(made=made, code=code, listed=unlisted is None, low=ceiling.is_wider(wedge.LIMITS, under))
+    made, code, mps = said["ok"], said.get("code"), said.get("mps")
+    if mps is not None:
+        unlisted = None if mps else "it used CUDA without MPS, as CUDA says"
+    proof = wedge.proof(made=made, code=code, inside=unlisted is None, low=ceiling.is_wider(wedge.LIMITS, under))
     if not made and code is None:
         because = f"could not use CUDA: {said.get('error')}"
     elif not made:
         call = f"{said['call']} returned " if said.get("call") else ""
         unproven = {
-            Proof.NOTHING: ", which does not show whether the server serves clients",
+            Proof.NOTHING: ", which a client killed in mid-kernel leaves to the next one: another canary shows more"
+            if code == wedge.LEFTOVER
+            else ", which does not show whether the server serves clients",
             Proof.ANSWER: f", under a ceiling of {_text(under)}, which may be too low for a context",
         }.get(proof, "")
         because = f"got an error of CUDA: {call}{said.get('error')} ({code}){unproven}"
@@ -293,4 +308,4 @@ def _judge(output: bytes, who: str, unlisted: str | None, under: Limits) -> Cana
         because = f"made a context, but {unlisted}"
     else:
         because = "initialised CUDA and made a context"
-    return CanaryEnd(proof, f"{who} {because}", code == wedge.NOT_READY, under)
+    return CanaryEnd(proof, f"{who} {because}", code == wedge.NOT_READY, under, mps)

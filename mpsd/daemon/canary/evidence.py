@@ -45,8 +45,6 @@ class Evidence(Struct, frozen=True, forbid_unknown_fields=True):
     suspicions: tuple[OpenSuspicion, ...] = ()
     examined: tuple[Examined, ...] = ()
     """The last examinations that uids caused, also of earlier servers."""
-    lost: int = 0
-    """How many of the lost clients that the log of the servers reports were considered."""
 
 
 def report(suspicion: Suspicion, log: Logger) -> None:

@@ -79,7 +79,6 @@ class ServerWatch:
         self._listed = ListedClients()
         self._is_answered: Callable[[], bool] | None = None
         """Returns whether the daemon has answered since one of its listed clients was found to have ended."""
-        self._lost = known.lost
         self._processes = known.against
         """The control daemon and the server that the evidence concerns."""
         self._unserved = known.unserved
@@ -160,7 +159,6 @@ class ServerWatch:
         if self._supervisor.state not in ANSWERED:
             return
         self._look_at_clients(servers)
-        self._look_for_lost_clients(server)
         strong = self._suspicions.strong
         if self._unserved is not None and self._unserved.wedged:
             self._supervisor.distrust(self._unserved.because)
@@ -171,7 +169,6 @@ class ServerWatch:
         """Forget the evidence: it concerned a server that is gone."""
         self._processes, self._listed, self._is_answered = Processes(), ListedClients(), None
         self._suspicions.clear()
-        self._lost = self._supervisor.lost_clients
         if self._unserved is not None:
             self._conclude(None)
             self._log.info(EventName.SERVER_SERVES, because="the server that served no client is gone")
@@ -194,15 +191,6 @@ class ServerWatch:
         elif answered or self._is_answered is None:
             self._is_answered = self._supervisor.ask()
         self._look_for_silent_clients(now)
-
-    def _look_for_lost_clients(self, server: ProcessIdentity | None) -> None:
-        """Suspect the server if clients were lost since the last time, once the control daemon has named it."""
-        lost = self._supervisor.lost_clients
-        if lost != self._lost and server is not None:
-            self._lost = lost
-            because = f"server {server.pid} lost a client that had not said goodbye"
-            self.suspect(Suspicion(Cause.LOST, because, proc.real_uid(server.pid)))
-            self._keep()
 
     def _look_for_silent_clients(self, now: float) -> None:
         usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
@@ -228,7 +216,7 @@ class ServerWatch:
                 end = replace(end, proof=Proof.NOTHING, because=f"{end.because}, but {doubt}")
             ends.append(end)
             level = self._log.info if end.proof in {Proof.CONTEXT, Proof.ANSWER} else self._log.warning
-            level(EventName.CANARY_ENDED, proof=end.proof, cause=reason.cause, because=end.because)
+            level(EventName.CANARY_ENDED, proof=end.proof, mps=end.mps, cause=reason.cause, because=end.because)
             if end.proof is Proof.SILENCE and self._unserved is None:
                 self._conclude(self._against(f"{reason.because}; {end.because}", wedged=False))
         found = Examination(verdict, reason, clock.now(), tuple(ends))
@@ -294,8 +282,7 @@ class ServerWatch:
     def _keep(self) -> None:
         """Store the evidence for the next mpsd."""
         suspicions = self._suspicions
-        evidence = Evidence(self._processes, self._unserved, suspicions.open, suspicions.examined, self._lost)
-        self._record.keep(evidence)
+        self._record.keep(Evidence(self._processes, self._unserved, suspicions.open, suspicions.examined))
 
 
 def _server_among(servers: Iterable[Server]) -> ProcessIdentity | None:

@@ -258,11 +258,6 @@ class Supervisor:
         return self._renewal.is_deserted
 
     @property
-    def lost_clients(self) -> int:
-        """How many clients its servers have lost without notice, according to their log."""
-        return self._control_log.serving.lost
-
-    @property
     def canaries(self) -> set[int]:
         """The pids of the running canaries, which do not count as clients."""
         return self._observer.canaries

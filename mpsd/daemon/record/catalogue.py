@@ -70,6 +70,7 @@ FACTS: Final = {
     "lines": "The number of lines, or their kind.",
     "missing": "The requirement that is missing.",
     "mode": "A compute mode, or the mode of the socket.",
+    "mps": "Whether CUDA says that the canary uses MPS; null if it does not say.",
     "name": "The name of the GPU's model.",
     "needs_restart": "Settings that take effect when mpsd is restarted.",
     "nvml": "The library of NVML.",
@@ -184,7 +185,7 @@ CATALOGUE: Final = {
     ),
     EventName.SERVER_RECOVERED: EventKind("info", "daemon server", "A server takes clients again after a fault."),
     EventName.SERVER_SUSPECT: EventKind("info", "daemon cause uid because", "A canary has to examine a server."),
-    EventName.CANARY_ENDED: EventKind("info warning", "daemon proof cause because", "A canary has ended."),
+    EventName.CANARY_ENDED: EventKind("info warning", "daemon proof mps cause because", "A canary has ended."),
     EventName.SERVER_WEDGED: EventKind("error", "daemon because", "A server serves no client: canaries proved it."),
     EventName.SERVER_SERVES: EventKind("info", "daemon because", "A server that was suspect serves clients."),
     EventName.SERVER_RECORD_NOT_STORED: EventKind(

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
+from math import inf
 from typing import Final
 
 from mpsd.core.enforcement import persistence, verification, violations
@@ -77,8 +78,10 @@ class ViolationMonitor:
         """By control daemon and server, since when it handles a fatal fault."""
         self._suspected: dict[Violation, float] = {}
         """The findings that do not count yet, each with the time since when they persist (monotonic clock)."""
-        self._looking_again: asyncio.TimerHandle | None = None
-        """The next reading of the GPUs for the sake of these findings."""
+        self._reading: asyncio.TimerHandle | None = None
+        """The next reading of the GPUs for the sake of findings."""
+        self._read_at = -inf
+        """The time of the last such reading (monotonic clock)."""
         self._found: dict[Violation, None] = {}
         """The open violations, in the order in which they were found."""
         self._doubts: tuple[Doubt, ...] = ()
@@ -110,7 +113,6 @@ class ViolationMonitor:
         now = clock.monotonic()
         self._suspected = persistence.suspected(found, self._found, self._suspected, now, read=read)
         found -= self._suspected.keys()
-        self._look_again(now)
         for each in found - self._found.keys():
             self._begin(each)
         for each in self._found.keys() - found:
@@ -119,15 +121,18 @@ class ViolationMonitor:
         self._found = {latest[each]: None for each in self._found}
         for each in found:
             self._act(each)
+        self._plan_reading(now)
 
-    def _look_again(self, now: float) -> None:
-        """Have the GPUs read when the oldest finding that does not count yet may count."""
-        if self._suspected and self._looking_again is None:
-            seconds = max(min(self._suspected.values()) + persistence.PERSISTS - now, 0.0)
-            self._looking_again = asyncio.get_running_loop().call_later(seconds, self._read_again)
+    def _plan_reading(self, now: float) -> None:
+        """Have the GPUs read when findings require it."""
+        if self._reading is not None:
+            self._reading.cancel()
+        at = persistence.next_reading(self._suspected, self._found, self._read_at)
+        wait = None if at is None else max(at - now, 0.0)
+        self._reading = None if wait is None else asyncio.get_running_loop().call_later(wait, self._read)
 
-    def _read_again(self) -> None:
-        self._looking_again = None
+    def _read(self) -> None:
+        self._read_at = clock.monotonic()
         self._read_soon()
 
     def _list_clients(self) -> None:

@@ -1,10 +1,13 @@
 """The findings that must persist before they count."""
 
+from math import inf
 from typing import Final
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mpsd.core.enforcement.persistence import PERSISTS, doubts, suspected
+from mpsd.core.enforcement.persistence import PERSISTS, doubts, next_reading, suspected
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.model import ProcessIdentity, ViolationKind
 
@@ -40,6 +43,30 @@ def test_with_a_reading() -> None:
     since = {memory: 10.0, processes: 10.0}
     assert suspected([memory, processes], [], since, 12.0, read=False) == {memory: 10.0}
     assert suspected([memory], [], {memory: 10.0}, 12.0, read=True) == {}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(ViolationKind), st.floats(0, 100))),
+    st.lists(st.sampled_from(ViolationKind)),
+    st.floats(0, 100),
+)
+def test_readings_are_bounded(
+    unsettled: list[tuple[ViolationKind, float]], settled: list[ViolationKind], last: float
+) -> None:
+    """No findings, at whatever rate they come, make mpsd read the GPUs more than once a second for their sake."""
+    at = next_reading({found(kind): since for kind, since in unsettled}, [*map(found, settled)], last)
+    assert (at is None) is (not unsettled and ViolationKind.LIMITS not in settled)
+    assert at is None or at >= last + PERSISTS
+
+
+def test_next_reading() -> None:
+    """A client without a memory limit has the GPUs read at once, and again each second while there is one."""
+    limits, memory = found(ViolationKind.LIMITS), found(ViolationKind.MEMORY)
+    assert next_reading({}, [limits], -inf) == -inf
+    assert next_reading({}, [limits], 20.0) == 20.0 + PERSISTS
+    assert next_reading({memory: 20.5}, [], 20.0) == 20.5 + PERSISTS
+    assert next_reading({memory: 20.5}, [limits], 20.0) == 20.0 + PERSISTS
+    assert next_reading({}, [memory], 20.0) is None
 
 
 def test_doubts() -> None:

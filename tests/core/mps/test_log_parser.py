@@ -13,7 +13,6 @@ from mpsd.core.mps.log_events import (
     ClientArrived,
     ClientConnected,
     ClientLeft,
-    ClientLost,
     ClientStatus,
     ContextsMade,
     DaemonStarted,
@@ -189,7 +188,6 @@ _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
     ("Status of client {4267, 1} is ACTIVE", [ClientStatus(77, 4267, 1, "ACTIVE")]),
     ("status of client {4267, 1} is INACTIVE", [ClientStatus(77, 4267, 1, "INACTIVE")]),
     ("Client {4267, 0} exit", [ClientLeft(77, 4267, 0)]),
-    ("Receive command failed, assuming client exit. Client process disconnected", [ClientLost(77)]),
     ("Volta MPS: Server is handling a fatal GPU error.", [ServerFaulted(77)]),
     ("Creating server context on device 0 (Tesla T4)", [ContextsMade(77)]),
     ("MPS server failed to start", [ServerFailed(77, "MPS server failed to start")]),
@@ -197,6 +195,8 @@ _SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
     *(
         (text, list[LogEvent]())
         for text in (
+            "Receive command failed, assuming client exit",
+            "Receive command failed, assuming client exit. Client process disconnected",
             "Startup",
             "Connecting to control daemon on socket: /run/p/control",
             "Initializing server process",

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.daemon.helpers import client_of
+from mpsd.system import clock, proc
+from tests.daemon.helpers import client_of, event
 from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.node import Node
@@ -56,6 +58,24 @@ def record(node: Node) -> Path:
 def evidence(node: Node) -> Any:
     """Return the stored evidence against a server."""
     return json.loads(record(node).read_bytes())["evidence"]
+
+
+def suspect(node: Node) -> None:
+    """Have another mpsd find that the last one suspected the present server, for a cause that replaces no daemon."""
+    daemon = wait_until(lambda: (found := node.daemons()["gpu0"])["servers"] and found, what="the server to be seen")
+    node.end(signal.SIGKILL)
+    pids = {"daemon": daemon["pid"], "server": daemon["servers"][0]["pid"]}
+    against = {who: {"pid": pid, "start_ticks": proc.start_ticks(pid)} for who, pid in pids.items()}
+    suspicion = {"suspicion": {"cause": "client_silent", "because": "of a test"}, "since": 0.0, "due": 0.0}
+    noted = {"against": against, "suspicions": [suspicion]}
+    record(node).write_text(json.dumps({"boot_id": clock.boot_id(), "evidence": noted}))
+    node.start(ready=False)
+    node.wait_for_state("gpu0", "ready")
+
+
+def examination(node: Node) -> dict[str, Any]:
+    """Wait for the end of the canary that this suspicion causes."""
+    return event(node, "canary_ended", cause="client_silent")
 
 
 def canary(node: Node) -> Any:

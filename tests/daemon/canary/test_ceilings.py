@@ -4,7 +4,6 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,18 @@ from mpsd.simulator.devices import set_context_memory
 from mpsd.system import acl
 from tests.daemon.caller import needs_root
 from tests.daemon.canary.conftest import CALM
-from tests.daemon.canary.helpers import ANN, REQUEST, anns_client, canary, canary_of, evidence, hold, release
+from tests.daemon.canary.helpers import (
+    ANN,
+    REQUEST,
+    anns_client,
+    canary,
+    canary_of,
+    evidence,
+    examination,
+    hold,
+    release,
+    suspect,
+)
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import MIB, event, is_running, quarantine
 from tests.daemon.leases.line import Talk, connect
@@ -51,18 +61,13 @@ def named(path: Path) -> list[tuple[int, int]]:
     return [(each.tag, each.who) for each in acl.read(path) if each.tag in {acl.Tag.USER, acl.Tag.GROUP}]
 
 
-def lost(node: Node) -> dict[str, Any]:
-    """Wait for the end of the canary that a lost client causes."""
-    return event(node, "canary_ended", cause="client_lost")
-
-
 def test_alone(make_full: Callable[..., Node]) -> None:
     """Where no other process is left, the ceiling is opened for the canary of a suspicion, and a context is proven."""
     node = make_full()
     with leased(node, *REQUEST) as client:
         event(node, "client_attributed", client=client.pid)
-        client.kill()
-    assert lost(node)["proof"] == "context"
+    suspect(node)
+    assert examination(node)["proof"] == "context"
     wait_until(lambda: is_closed(node), what="the ceiling to be closed again")
 
 
@@ -74,7 +79,7 @@ def test_of_another_user(make_full: Callable[..., Node]) -> None:
         release(node, lease)
         assert client.do("wedge")["ok"]
         wait_until(lambda: is_closed(node), what="the ceiling to be closed")
-        client.kill()
+    suspect(node)
     pid = canary_of(node)
     control = node.pipe_directory("gpu0") / "control"
     wait_until(lambda: f"NEW CLIENT {pid} " in node.control_log("gpu0").read_text(), what="the canary to be there")
@@ -108,14 +113,8 @@ def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None
         assert stray.hello["mps"]
         other.end()
         wait_until(lambda: is_closed(node), what="the ceiling to be closed")
-        client = stack.enter_context(SimulatedClient(variables(node), late=True))
-        assert client.init()["ok"]
-        listed = {client.pid, stray.pid}
-        wait_until(
-            lambda: {each["pid"] for each in node.get("/v1/clients").json["clients"]} == listed, what="both clients"
-        )
-        client.kill()
-        ended = lost(node)
+        suspect(node)
+        ended = examination(node)
         assert ended["proof"] == "answer"
         assert "under a ceiling of 0.1 % and 1MiB, which may be too low for a context" in ended["because"]
         assert [each["answered"] for each in evidence(node)["suspicions"]] == [True]
@@ -127,18 +126,19 @@ def test_beside_a_client_without_a_lease(make_full: Callable[..., Node]) -> None
 
 def test_behind_settled_clients(make_full: Callable[..., Node]) -> None:
     """In `shared`, the ceiling that is closed behind its clients is raised to the least part of their leases."""
-    node = make_full('[enforcement]\nattach = "shared"\n')
+    shared = '[enforcement]\nattach = "shared"\n'
+    node = make_full(shared)
     with (
         leased(node, "--threads", "50", "--memory", "4GiB") as large,
         leased(node, "--threads", "5", "--memory", "1GiB") as small,
-        leased(node, *REQUEST) as client,
+        SimulatedClient(variables(node), late=True) as silent,
     ):
-        for each in (large, small, client):
+        for each in (large, small):
             assert each.alloc("1MiB")["ok"]
-        wait_until(lambda: is_closed(node), what="the ceiling to be closed behind all of them")
-        client.kill()
-        ended = lost(node)
-    assert ended["proof"] == "context"
+        wait_until(lambda: is_closed(node), what="the ceiling to be closed behind both of them")
+        assert silent.init()["ok"]
+        node.reload(f"{CALM}client_silence = 0.1\n{shared}")
+        assert examination(node)["proof"] == "context"
     # The canary had the smaller part's threads, and its own maximum of memory.
     assert (5.0, 512 * MIB) in {
         (each["active_thread_percentage"], each["pinned_device_mem_limit"]) for each in node.events("limits_verified")

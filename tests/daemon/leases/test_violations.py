@@ -240,6 +240,19 @@ def test_variable_trap(node: Node) -> None:
     assert node.events("client_forced") == []
 
 
+def test_memory_without_a_limit(make_node: Start) -> None:
+    """The memory of a client that dropped its limit is found long before the next ordinary reading of the GPUs."""
+    seldom = {"mpsd.daemon.gpu.gpus._INTERVAL": 3600.0}
+    node = make_node(simulate=1, control=None, config=TERMINATE, durations=seldom).start()
+    granted = lease(node, threads=25, memory=GIB)
+    own = environment(granted) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G,7=1G"}
+    with SimulatedClient(own) as liar:
+        event(node, "violation", kind="limits", pid=liar.pid)
+        assert liar.alloc("2GiB")["ok"]
+        assert event(node, "violation", kind="memory")["pid"] == liar.pid
+        wait_until(lambda: not is_running(liar.pid), what="it to be ended")
+
+
 def test_short(node: Node) -> None:
     """A client that connected while its daemon was closed has less than its lease. mpsd reports it and ends nothing."""
     with SimulatedClient(variables(node)) as early, calling(node.socket) as caller:

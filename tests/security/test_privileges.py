@@ -6,6 +6,7 @@ takes a GPU.
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from typing import Final
 
 import pytest
 
-from tests.daemon.caller import needs_root
+from mpsd.core.enforcement.lease_environment import TOKEN
+from tests.daemon.caller import calling, needs_root
 from tests.daemon.helpers import event
 from tests.daemon.leases.line import Talk
 from tests.driven_program import DrivenProgram
@@ -26,7 +28,7 @@ pytestmark = [needs_root, pytest.mark.slow, pytest.mark.enforcement]
 
 ANN: Final = 2601
 
-NEEDED: Final = ("chown", "kill", "setpcap", "setuid", "sys_ptrace")
+NEEDED: Final = ("chown", "dac_read_search", "kill", "setpcap", "setuid", "sys_ptrace")
 """Names of capabilities(7), in the spelling of setpriv(1)."""
 
 CONFIG: Final = """
@@ -40,14 +42,19 @@ on_violation = "terminate"
 """
 
 CLIENT: Final = f"""
-import os, sys
+import ctypes, os, sys
 from mpsd.simulator.client import main
 os.setgroups([])
 os.setresgid({ANN}, {ANN}, {ANN})
 os.setresuid({ANN}, {ANN}, {ANN})
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 sys.exit(main())
 """
-"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ.
+
+By PR_SET_DUMPABLE (linux/prctl.h), its files in /proc belong to that user, like those of a program that the user
+starts. After a change of uid alone, they belong to root. Source: proc(5).
+"""
 
 
 @dataclass
@@ -117,6 +124,30 @@ def knows_limits(node: Node) -> bool:
         return limits is not None and limits["active_thread_percentage"] == 10
 
 
+def bears(node: Node) -> bool:
+    """Return whether a lease outlives its holder while another process of its user carries its token."""
+    with calling(node.socket, uid=ANN) as holder:
+        lease = holder.admit(threads=10, memory="1GiB").json
+        ann = ("setpriv", f"--reuid={ANN}", f"--regid={ANN}", "--clear-groups")
+        token = f"{TOKEN}={lease['env'][TOKEN]}"
+        with subprocess.Popen([*ann, "env", token, "sleep", "inf"]) as carrier:
+            try:
+                wait_until(lambda: token.encode() in environ(carrier.pid), what="it to carry the token")
+                holder.end()
+                decided = ("lease_borne", "lease_ended")
+                wait_until(
+                    lambda: any(node.events(each, lease=lease["id"]) for each in decided), what="it to live or end"
+                )
+                return bool(node.events("lease_borne", lease=lease["id"], pids=[carrier.pid]))
+            finally:
+                carrier.kill()
+
+
+def environ(pid: int) -> list[bytes]:
+    """Return the environment of a process."""
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def ends(node: Node) -> bool:
     """Return whether a client of another user is ended for which its lease has no room."""
     with leased(node) as first:
@@ -145,7 +176,7 @@ def finds_orphans(node: Node) -> bool:
         return bool(node.events("server_orphaned", server=server))
 
 
-@pytest.mark.parametrize("look", [serves, knows_limits, ends, finds_orphans])
+@pytest.mark.parametrize("look", [serves, knows_limits, bears, ends, finds_orphans])
 def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> None:
     """With these alone everything works; the others, absent from the bounding set too, can never be gained."""
     node = make()
@@ -162,7 +193,13 @@ def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> N
 
 @pytest.mark.parametrize(
     ("lacks", "look"),
-    [("setuid", serves), ("sys_ptrace", knows_limits), ("kill", ends)],
+    [
+        ("setuid", serves),
+        ("sys_ptrace", knows_limits),
+        ("dac_read_search", knows_limits),
+        ("dac_read_search", bears),
+        ("kill", ends),
+    ],
 )
 def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable[[Node], bool]) -> None:
     """Without any one of them something fails for users other than root."""

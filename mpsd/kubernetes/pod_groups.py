@@ -7,6 +7,7 @@ from typing import NamedTuple
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.kubernetes import pods
 from mpsd.core.kubernetes.settings import Settings
+from mpsd.core.model import Known
 from mpsd.system import named_groups, proc, process_table
 from mpsd.system.control_groups import OpenGroup
 
@@ -61,7 +62,7 @@ def programs_with(pod: str, variable: str, value: str, settings: Settings) -> li
     programs: list[Program] = []
     with group_of(pod, settings) as found:
         for pid in () if found is None else found.processes():
-            if (proc.variables_of(pid, {variable}) or {}).get(variable) == value:
+            if proc.environment_of(pid, variable.__eq__) == Known({variable: value}):
                 user = process_table.user_of(pid)
                 if user is not None:
                     programs.append(Program(pid, *user))

@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import ProcessIdentity, Reading
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
 from mpsd.system import clock, proc
@@ -60,7 +60,7 @@ class ProcessDetails:
     started: datetime
     executable: str
     arguments: tuple[str, ...]
-    variables: Mapping[str, str]
+    variables: Reading[Mapping[str, str]]
     """Its CUDA_* environment at its start."""
 
 
@@ -109,8 +109,8 @@ def details(pid: int) -> ProcessDetails | None:
     """Return the facts about a process; None when it is gone, has ended, or may not be inspected."""
     at = Path(f"/proc/{pid}")
     with contextlib.suppress(*_UNSEEN):
-        stat, uid = proc.stat_of(pid), real_uid(pid)
-        if stat is None or uid is None or stat.is_zombie:
+        stat, uid, variables = proc.stat_of(pid), real_uid(pid), proc.environment_of(pid, is_of_cuda)
+        if stat is None or uid is None or variables is None or stat.is_zombie:
             return None
         return ProcessDetails(
             identity=ProcessIdentity(pid, stat.start_ticks),
@@ -119,7 +119,7 @@ def details(pid: int) -> ProcessDetails | None:
             started=clock.at_ticks(stat.start_ticks),
             executable=text(os.readlink(os.fsencode(at / "exe")).removesuffix(b" (deleted)")),  # noqa: PTH115
             arguments=arguments_of(pid),
-            variables=_variables((at / "environ").read_bytes()),
+            variables=variables,
         )
     return None
 
@@ -133,9 +133,9 @@ def arguments_of(pid: int) -> tuple[str, ...]:
     return tuple(map(text, raw.split(b"\0"))) if raw else ()
 
 
-def _variables(raw: bytes) -> dict[str, str]:
-    pairs = (text(each).partition("=") for each in raw.split(b"\0") if each.startswith(b"CUDA_"))
-    return {name: value for name, _, value in pairs}
+def is_of_cuda(variable: str) -> bool:
+    """Tell whether CUDA and MPS read a variable."""
+    return variable.startswith("CUDA_")
 
 
 # -- facts that cannot be imitated -------------------------------------------------------------------------------------
@@ -207,7 +207,8 @@ def started_with_among(
     """Yield those of some processes that were started with a variable of one of these values, each with its value.
 
     Each value belongs to one uid: only processes of that real uid count. The value must stand near the beginning of the
-    environment, since an environment can have megabytes and a user thousands of processes. `unclear` is called with the
+    environment, since an environment can have megabytes and a user thousands of processes. A process that has
+    overwritten its environment has no value: otherwise each session of sshd would count. `unclear` is called with the
     pid of each process that has no environment now, as during the execution of a program. Raises OSError when no
     descriptor is free.
     """

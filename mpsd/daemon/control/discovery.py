@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import ForeignDaemonError
-from mpsd.core.model import DaemonProcess, ProcessIdentity, Unknown
+from mpsd.core.model import DaemonProcess, Known, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.quantities import Moment
 from mpsd.core.settings import Users
@@ -218,7 +218,7 @@ def _listeners(paths: DaemonPaths) -> list[int]:
 
 def _ours(each: ProcessDetails, program: ControlProgram, wanted: Mapping[str, str]) -> bool:
     known = daemon_flags.users_of(each.arguments) is not None
-    return known and process_table.runs(each.identity.pid, Path(program.argv[0])) and each.variables == wanted
+    return known and process_table.runs(each.identity.pid, Path(program.argv[0])) and each.variables == Known(wanted)
 
 
 def _foreign(paths: DaemonPaths, program: ControlProgram, pid: int, uid: int, executable: str) -> ForeignDaemonError:

@@ -22,7 +22,7 @@ UNITS: Final = ("mpsd.service", "mpsd-stop-daemons.service")
 READS: Final = """
 import sys
 from mpsd.system import proc
-print(proc.variables_of(int(sys.argv[1]), {"LEASE"}))
+print(proc.environment_of(int(sys.argv[1]), "LEASE".__eq__))
 """
 
 

@@ -106,9 +106,12 @@ def is_trusted(uid: int | None) -> bool:
 
 
 def details(pid: int) -> ProcessDetails | None:
-    """Return the facts about a process; None when it is gone, has ended, or may not be inspected."""
+    """Return the facts about a process; None when it has ended.
+
+    Raises PermissionError where it may not be inspected.
+    """
     at = Path(f"/proc/{pid}")
-    with contextlib.suppress(*_UNSEEN):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         stat, uid, variables = proc.stat_of(pid), real_uid(pid), proc.environment_of(pid, is_of_cuda)
         if stat is None or uid is None or variables is None or stat.is_zombie:
             return None
@@ -141,10 +144,14 @@ def is_of_cuda(variable: str) -> bool:
 # -- facts that cannot be imitated -------------------------------------------------------------------------------------
 
 
-def holding(sockets: Collection[int]) -> list[int]:
-    """Return the pids of the processes that have one of these sockets open, by inode, as far as mpsd may read them."""
-    wanted = {f"socket:[{inode}]" for inode in sockets}
-    return [pid for pid in pids() if wanted and any(each in wanted for each in _descriptors(pid))]
+def holding(sockets: Collection[int]) -> dict[int, set[int]]:
+    """Return the processes that have any of these sockets open, by pid, each with the inodes of its own.
+
+    Where mpsd may not read the descriptors of a process, its sockets are in no set.
+    """
+    wanted = {f"socket:[{inode}]": inode for inode in sockets}
+    found = ((pid, {wanted[each] for each in _descriptors(pid) if each in wanted}) for pid in pids() if wanted)
+    return {pid: inodes for pid, inodes in found if inodes}
 
 
 def _descriptors(pid: int) -> Iterator[str]:

@@ -4,8 +4,10 @@ The control daemons, servers and clients are the simulator's: measuring what NVI
 takes a GPU.
 """
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,8 @@ from tests.simulated_clients import variables
 pytestmark = [needs_root, pytest.mark.slow, pytest.mark.enforcement]
 
 ANN: Final = 2601
+
+ROOT: Final = Path(__file__).parents[2]
 
 NEEDED: Final = ("chown", "dac_read_search", "kill", "setpcap", "setuid", "sys_ptrace")
 """Names of capabilities(7), in the spelling of setpriv(1)."""
@@ -210,6 +214,65 @@ def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable
         assert "Traceback" not in node.stderr.read_text()
     finally:
         node.clean_up()
+
+
+def test_unseen_daemon(make: Callable[..., Bounded]) -> None:
+    """A control daemon that mpsd may not inspect is neither adopted nor joined by another on its directory."""
+    node = make(capabilities=(*NEEDED, "setgid", "mknod"))
+    try:
+        node.start()
+        daemon = node.daemons()["gpu0"]["pid"]
+        node.end(signal.SIGKILL)
+        (node.root / "run" / "gpu0.process.json").unlink()
+        node.capabilities = ("chown", "kill", "setpcap", "setuid")
+        node.start(ready=False)
+        because = node.wait_for_state("gpu0", "failed")["because"]
+        assert "mpsd cannot see the process that has the socket" in because
+        assert look_at(daemon) is not None
+    finally:
+        node.clean_up()
+
+
+CONNECTED: Final = """
+import asyncio, json, sys
+from pathlib import Path
+from mpsd.daemon.control.pipe_access import connected_to
+print(json.dumps(asyncio.run(connected_to([Path(sys.argv[1])]))))
+"""
+
+CONNECTS: Final = f"""
+import ctypes, os, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+os.setresuid({ANN}, {ANN}, {ANN})
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_unseen_connection(short_tmp: Path) -> None:
+    """Beside connections that mpsd sees, one that it may not see counts as one of an unknown user."""
+    path = short_tmp / "s"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as ours:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        ours.connect(os.fspath(path))
+        command = [sys.executable, "-c", CONNECTS, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as theirs:
+            assert theirs.stdout is not None
+            assert theirs.stdout.readline()
+            with listener.accept()[0], listener.accept()[0]:
+                for bounding_set, seen in (
+                    ("-all,+dac_read_search,+sys_ptrace", {os.getpid(): 0, theirs.pid: ANN}),
+                    ("-all,+sys_ptrace", {os.getpid(): 0, 0: None}),
+                ):
+                    bounded = ["setpriv", f"--bounding-set={bounding_set}", "--inh-caps=-all", sys.executable, "-c"]
+                    done = subprocess.run(
+                        [*bounded, CONNECTED, str(path)], capture_output=True, text=True, check=True, cwd=ROOT
+                    )
+                    assert json.loads(done.stdout) == {str(pid): uid for pid, uid in seen.items()}
+            theirs.kill()
 
 
 def test_group_needs_chown(make: Callable[..., Bounded]) -> None:

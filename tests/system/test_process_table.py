@@ -246,19 +246,21 @@ def test_facts_about_one_process() -> None:
 
 @pytest.mark.root("be another user")
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
-    """For a caller that may not read its environment, another user's process is unknown, without an error."""
+    """To a caller that may not inspect it, another user's process is unknown, and not gone."""
     program = (
         "import os, sys; from pathlib import Path; import psutil; from mpsd.system import process_table;"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534);"
         "pid = int(sys.argv[1]);"
-        "print(process_table.details(pid), process_table.runs(pid, Path('/bin/sh')), process_table.uid_of(pid))"
+        "print(process_table.runs(pid, Path('/bin/sh')), process_table.uid_of(pid), flush=True);"
+        "process_table.details(pid)"
     )
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
         done = subprocess.run(
             [sys.executable, "-c", program, str(process.pid)],
             capture_output=True, text=True, check=False, timeout=30, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        assert done.stdout == "None False 0\n", done.stderr
+        assert done.stdout == "False 0\n", done.stderr
+        assert done.stderr.endswith(f"PermissionError: [Errno 13] Permission denied: b'/proc/{process.pid}/exe'\n")
 
 
 _LEADER_ENDS: Final = """

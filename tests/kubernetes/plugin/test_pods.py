@@ -118,7 +118,7 @@ class TestSlices:
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
 
     def test_a_user_that_is_unknown(self, make_cluster: MakeCluster) -> None:
-        """If no process of a pod shows that it is the container's program, the log says so, and whose lease it stays."""
+        """If no process of a pod shows that it is the container's program, the log says so; the lease stays root's."""
         cluster = make_cluster()
         pod = cluster.create({"main": {SLICE: 20}})
         assert cluster.plugin is not None

@@ -181,11 +181,14 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
     return found
 
 
-def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[ProcessIdentity]]:
+def started_with(
+    variable: str, owners: Mapping[str, int], unread: Callable[[int, int], None] = lambda _uid, _pid: None
+) -> dict[str, list[ProcessIdentity]]:
     """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
 
     Processes that start during the search are included, for a few passes, as are those that are executing a program
-    then: for a moment, these have no environment. The other rules are those of `started_with_among`.
+    then: for a moment, these have no environment. `unread` is called with the uid and the pid of each process of the
+    owners whose environment mpsd may not read. The other rules are those of `started_with_among`.
     """
     found: dict[str, list[ProcessIdentity]] = {}
     seen, unclear = set[int](), set[int]()
@@ -195,7 +198,7 @@ def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[Pro
         if not fresh:
             break
         unclear.clear()
-        for value, identity in started_with_among(fresh, variable, owners, unclear.add):
+        for value, identity in started_with_among(fresh, variable, owners, unclear.add, unread):
             found.setdefault(value, []).append(identity)
         seen.update(fresh)
         seen -= unclear
@@ -210,6 +213,7 @@ def started_with_among(
     variable: str,
     owners: Mapping[str, int],
     unclear: Callable[[int], None] = lambda _: None,
+    unread: Callable[[int, int], None] = lambda _uid, _pid: None,
 ) -> Iterator[tuple[str, ProcessIdentity]]:
     """Yield those of some processes that were started with a variable of one of these values, each with its value.
 
@@ -221,7 +225,12 @@ def started_with_among(
     """
     uids, wanted, prefix = {0, *owners.values()}, {*owners.values()}, os.fsencode(f"{variable}=")
     for pid in candidates:
-        environment = _environment_of(pid, uids)
+        try:
+            environment = _environment_of(pid, uids)
+        except PermissionError:
+            if (uid := real_uid(pid)) is not None and uid in wanted:
+                unread(uid, pid)
+            continue
         if not environment:
             if environment is not None and real_uid(pid) in wanted:
                 unclear(pid)
@@ -236,8 +245,9 @@ def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
     """Return the beginning of the environment of a process; None where it belongs to another user or is gone.
 
     The owner of its /proc directory is its effective user, or root where other users may not read it. Source: proc(5).
+    Raises PermissionError.
     """
-    with contextlib.suppress(*_UNSEEN):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         folder = f"/proc/{pid}"
         if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - for every process: a Path would take longer
             return None

@@ -142,6 +142,10 @@ def bears(node: Node) -> bool:
                 wait_until(
                     lambda: any(node.events(each, lease=lease["id"]) for each in decided), what="it to live or end"
                 )
+                ended = node.events("lease_ended", lease=lease["id"])
+                assert all(
+                    f"may not read whether process {carrier.pid} carries its token" in each["because"] for each in ended
+                )
                 return bool(node.events("lease_borne", lease=lease["id"], pids=[carrier.pid]))
             finally:
                 carrier.kill()

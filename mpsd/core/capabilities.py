@@ -63,8 +63,9 @@ each."""
 READER: Final = frozenset({Capability.DAC_READ_SEARCH, Capability.SYS_PTRACE})
 """The capabilities with which root reads /proc/PID/environ and /proc/PID/fd of other users' processes.
 
-The kernel asks for both: only the owner of such a file may open it, and whoever does must be allowed to trace the
-process. With either alone, root gets EACCES (measured, Linux 6.18). Sources: proc_pid_environ(5), capabilities(7).
+The kernel requires both: DAC_READ_SEARCH to open a file that only its owner may read, and SYS_PTRACE because such a
+file shows the memory of a process. With either alone, root gets EACCES (measured, Linux 6.18). Sources:
+proc_pid_environ(5), capabilities(7).
 """
 
 

@@ -279,6 +279,19 @@ def test_unseen_connection(short_tmp: Path) -> None:
             theirs.kill()
 
 
+def test_unseen_mounts(make: Callable[..., Bounded]) -> None:
+    """A holder whose mounts mpsd may not read gets its lease, and the log says that they are unknown."""
+    node = make(capabilities=("chown", "kill", "setpcap", "setuid"))
+    try:
+        node.start()
+        with calling(node.socket, uid=ANN) as holder:
+            assert holder.admit(threads=10, memory="1GiB").status == 201
+            (told,) = node.events("mounts_unknown", pid=holder.pid)
+            assert f"/proc/{holder.pid}/root" in told["because"]
+    finally:
+        node.clean_up()
+
+
 def test_group_needs_chown(make: Callable[..., Bounded]) -> None:
     """Without CHOWN the socket cannot be given to a group, either."""
     node = make(capabilities=[each for each in NEEDED if each != "chown"])

@@ -290,8 +290,8 @@ def check_capabilities(settings: Settings, effective: int) -> None:
     A container of an unknown user would run outside MPS, without limits. Raises ConfigurationError.
     """
     lacking = sorted(each.name for each in READER if not effective & 1 << each)
-    is_told_by_runtime = settings.resources is Offer.DRA and bool(settings.hook)
-    if lacking and settings.uid is None and not is_told_by_runtime:
+    has_hook = settings.resources is Offer.DRA and bool(settings.hook)
+    if lacking and settings.uid is None and not has_hook:
         raise ConfigurationError(
             f"mpsd-kubernetes has no {' and no '.join(lacking)}, and so cannot read as which user a container's program"
             " runs: one that is not root's would run outside MPS",

@@ -7,7 +7,7 @@ import pytest
 
 from mpsd.core.units import GIB
 from tests.cluster.cluster import Cluster
-from tests.cluster.mpsd_pods import CLIENT, Mpsd, pod, with_simulated_gpus
+from tests.cluster.mpsd_pods import CLIENT, NAMESPACE, Mpsd, pod, with_simulated_gpus
 from tests.cluster.node import NODE
 from tests.container.images import IMAGE
 
@@ -191,5 +191,7 @@ def test_another_user(cluster: Cluster, install: Install) -> None:
     assert lease["owner"]["uid"] == 1001
     cluster.wait("the client to be known", lambda: mpsd.ask("leases")[0]["clients"])
     assert mpsd.mpsctl("verify", lease["id"]).startswith("ok")
+    said = cluster.kubectl("logs", f"--namespace={NAMESPACE}", mpsd.name, "--container=mpsd-kubernetes")
+    assert ("container_holds" in said, "container_not_held" in said) == (True, False), said
     cluster.delete("user")
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])

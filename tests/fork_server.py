@@ -25,6 +25,8 @@ from typing import IO, Any, Final, Self
 
 import click
 
+from mpsd.core.capabilities import Capability
+
 _ROOT = Path(__file__).parent.parent
 
 _PROGRAMS: Final = {
@@ -92,14 +94,17 @@ class ForkServer:
         program: str = "mpsd",
         fate: Mapping[str, int] | None = None,
         durations: Mapping[str, float] | None = None,
+        capabilities: Sequence[str] | None = None,
     ) -> "Child":
         """Start a program with this environment, its output appended to a file.
 
-        `fate` is for `kill_at`. `durations` are constants of the program, by the names of their modules and their own,
-        that have other values in it: a test that waits for one of them need not wait long.
+        `capabilities` are all that it has, by their names without `CAP_`; None for those of the tests. `fate` is for
+        `kill_at`. `durations` are constants of the program, by the names of their modules and their own, that have
+        other values in it: a test that waits for one of them need not wait long.
         """
         order = {"files": (os.devnull, str(log), str(log)), "variables": dict(variables), "fate": dict(fate or {})}
-        return Child(self, self.ask(program=program, argv=argv, durations=dict(durations or {}), **order))
+        more = {"durations": dict(durations or {}), "capabilities": capabilities}
+        return Child(self, self.ask(program=program, argv=argv, **more, **order))
 
     def run_mpsctl(self, argv: Sequence[str], variables: Mapping[str, str]) -> "subprocess.CompletedProcess[str]":
         """Run `mpsctl ARGV` to its end, with this environment and no input."""
@@ -239,6 +244,8 @@ def _become(argv: Sequence[str], order: dict[str, Any]) -> None:
     status = 1
     try:
         _set_durations(order.get("durations", {}))
+        if (capabilities := order.get("capabilities")) is not None:
+            _keep(capabilities)
         main()
         status = 0
     except SystemExit as end:
@@ -258,6 +265,13 @@ def _set_durations(durations: Mapping[str, float]) -> None:
         found = importlib.import_module(module)
         assert isinstance(getattr(found, constant), (int, float)), f"{name} is no number"
         setattr(found, constant, value)
+
+
+def _keep(names: Sequence[str]) -> None:
+    """Keep these capabilities alone."""
+    low, high = (sum(1 << Capability[name] for name in names) >> shift & 0xFFFFFFFF for shift in (0, 32))
+    head = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3. Source: linux/capability.h
+    assert ctypes.CDLL(None).capset(head, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)) == 0
 
 
 def _import(kind: str) -> None:

@@ -60,6 +60,14 @@ DAEMON: Final = frozenset(
 """The capabilities that a control daemon, and each of its servers, can have; docs/security.md has the reason for
 each."""
 
+READER: Final = frozenset({Capability.DAC_READ_SEARCH, Capability.SYS_PTRACE})
+"""The capabilities with which root reads /proc/PID/environ and /proc/PID/fd of other users' processes.
+
+The kernel requires both: DAC_READ_SEARCH to open a file that only its owner may read, and SYS_PTRACE because such a
+file shows the memory of a process. With either alone, root gets EACCES (measured, Linux 6.18). Sources:
+proc_pid_environ(5), capabilities(7).
+"""
+
 
 def parse(names: Collection[str]) -> frozenset[Capability]:
     """Return the capabilities of these names, each with or without `CAP_`. Raises ValueError."""

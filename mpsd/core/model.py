@@ -291,10 +291,14 @@ class Client:
     server: int
     opened: Opened | None
     """None where that is not known of the time when it connected."""
-    environment: Mapping[str, str] | None
-    """The variables of CUDA and MPS that it was started with; None where they cannot be read."""
+    environment: Reading[Mapping[str, str]]
+    """The variables of CUDA and MPS that it was started with."""
     uid: int
     """Its real uid: the user that it belongs to, whatever rights its program has."""
+
+    def variable(self, name: str) -> str:
+        """Return the value of a variable that it was started with; empty where it has none, or that is unknown."""
+        return self.environment.value.get(name, "") if isinstance(self.environment, Known) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
 from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
 from mpsd.core.sanitize import plain
+from mpsd.system import capabilities
 from mpsd.system.configuration import read_text
 
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
@@ -53,6 +54,7 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
 
     options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
     found = _settings(config, options)
+    settings.check_capabilities(found, capabilities.own_set("CapEff"))
     log = Log(found.log_format)
     if found.resources is Offer.DRA:
         place = api_server.place(found.api_server, found.service_account, os.environ)

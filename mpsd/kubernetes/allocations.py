@@ -55,6 +55,8 @@ class Allocations:
         """The containers without a client yet."""
         self._refused: dict[str, MpsdError] = {}
         """The error with which a claim was not taken, by lease."""
+        self._said: dict[str, str] = {}
+        """Why the user of a container has no lease, as last logged, by lease."""
         self._tried = set[str]()
         """Leases that mpsd refused to hand over since the last reconciliation."""
         self._unreadable = ""
@@ -242,6 +244,7 @@ class Allocations:
             leases = self._mpsd.claimed()
             known = {each.lease for each in leases}
             self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
+            self._said = {lease: because for lease, because in self._said.items() if lease in known}
             self._tried.clear()
             if containers is None:
                 return
@@ -273,7 +276,11 @@ class Allocations:
         marker = answers.variables_of(container.answers.get(primary, "")).get(answers.ALLOCATION)
         if marker is None:
             return
-        found = pod_groups.programs_with(container.pod, answers.ALLOCATION, marker, self._settings)
+        try:
+            found = pod_groups.programs_with(container.pod, answers.ALLOCATION, marker, self._settings, pending.uid)
+        except NotPermittedError as error:
+            self._not_held(pending, None, error)
+            return
         group = pod_groups.path_of(container.pod, self._settings)
         if not found or group is None:
             return
@@ -312,27 +319,34 @@ class Allocations:
                 self._mpsd.renew(lease, self._settings.claim_deadline, uid)
             self._mpsd.take(lease, group, uid, gid)
         except MpsdError as error:
-            before = self._refused.get(lease)
             self._refused[lease] = error
             self._tried.add(lease)
-            if before is None or before.detail != error.detail:
-                self._log.error(
-                    EventName.CONTAINER_NOT_HELD,
-                    lease=lease,
-                    pod=container.pod,
-                    container=container.name,
-                    name=self._name_of(container),
-                    uid=uid,
-                    code=error.code,
-                    because=error.detail,
-                    hint=error.hint,
-                )
+            self._not_held(pending, uid, error)
             return
         self._pending = [each for each in self._pending if each.lease != lease]
         self._holds(lease, container, uid)
 
+    def _not_held(self, pending: Open, uid: int | None, error: MpsdError) -> None:
+        """Log once why a container's user has no lease; a `uid` of None is an unknown user."""
+        if self._said.get(pending.lease) == error.detail:
+            return
+        self._said[pending.lease] = error.detail
+        container = pending.container
+        self._log.error(
+            EventName.CONTAINER_NOT_HELD,
+            lease=pending.lease,
+            pod=container.pod,
+            container=container.name,
+            name=self._name_of(container),
+            uid=uid,
+            code=error.code,
+            because=error.detail,
+            hint=error.hint,
+        )
+
     def _holds(self, lease: str, container: Container, uid: int) -> None:
         self._refused.pop(lease, None)
+        self._said.pop(lease, None)
         self._log.info(
             EventName.CONTAINER_HOLDS,
             lease=lease,

@@ -2,13 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from mpsd.core.errors import InvalidRequestError
+from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.kubernetes import pods
 from mpsd.core.kubernetes.settings import Settings
-from mpsd.system import named_groups, proc, process_table
+from mpsd.core.model import Known, Unknown
+from mpsd.system import clock, named_groups, proc, process_table
 from mpsd.system.control_groups import OpenGroup
+
+_EXECUTES: Final = 1.0
+"""Seconds within which a container's process has executed the container's program."""
+
+_UNSEEN: Final = Unknown("a process of the pod is not in the pid namespace of mpsd-kubernetes")
 
 
 class Program(NamedTuple):
@@ -56,13 +62,34 @@ def is_populated(path: str) -> bool:
         found.close()
 
 
-def programs_with(pod: str, variable: str, value: str, settings: Settings) -> list[Program]:
-    """Return the processes of a pod that were started with a variable of this value."""
+def programs_with(pod: str, variable: str, value: str, settings: Settings, held_by: int | None) -> list[Program]:
+    """Return the processes of a pod that were started with a variable of this value.
+
+    Raises NotPermittedError where there is none, but a process of another user than `held_by` may be one: which
+    variables it has is unknown.
+    """
     programs: list[Program] = []
+    because = ""
     with group_of(pod, settings) as found:
         for pid in () if found is None else found.processes():
-            if (proc.variables_of(pid, {variable}) or {}).get(variable) == value:
-                user = process_table.user_of(pid)
-                if user is not None:
-                    programs.append(Program(pid, *user))
+            match _UNSEEN if pid == 0 else proc.environment_of(pid, variable.__eq__):
+                case Known(variables) if variables.get(variable) == value:
+                    user = process_table.user_of(pid)
+                    if user is not None:
+                        programs.append(Program(pid, *user))
+                case Unknown(reason) if not _may_execute(pid) and process_table.uid_of(pid) != held_by:
+                    because = reason
+    if because and not programs:
+        raise NotPermittedError(
+            f"as which user the program of a container in pod {pod} runs is unknown: {because}",
+            hint="run mpsd-kubernetes in the host's pid namespace with the capabilities of its manifest, and see its"
+            " AppArmor profile; or name the user in advance: `uid`, or `user` in a claim",
+            limit="environment",
+        )
     return programs
+
+
+def _may_execute(pid: int) -> bool:
+    """Tell whether a process is so young that it may be executing a program: it then has no environment for a while."""
+    ticks = proc.start_ticks(pid)
+    return ticks is not None and clock.since_boot() - clock.since_boot(ticks) < _EXECUTES

@@ -27,11 +27,15 @@ _EVERY_ID: Final = ["0", "0", "4294967295"]
 """The uid_map of a user namespace that maps each uid to itself. Source: user_namespaces(7)."""
 
 _NEEDED: Final = {
+    "CAP_DAC_READ_SEARCH": (
+        2,
+        "the environments of other users' processes, with their limits and the tokens of leases, cannot be read",
+    ),
     "CAP_KILL": (5, "clients of other uids cannot be ended"),
     "CAP_SETUID": (7, "no lease is granted to another uid than root, since its server would run as root or not at all"),
     "CAP_SYS_PTRACE": (
         19,
-        "the limits of clients of an earlier mpsd, and the mounts of a caller's container, cannot be read",
+        "the environments of other users' processes, and the mounts of a caller's container, cannot be read",
     ),
 }
 """The capabilities that root needs on every node (docs/security.md), with their numbers in linux/capability.h and the

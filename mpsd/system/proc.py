@@ -1,18 +1,22 @@
 """Facts about one process from /proc, read anew for each call."""
 
 import os
+import re
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import Known, ProcessIdentity, Reading, Unknown
+from mpsd.core.sanitize import text
 
 _DEEPEST: Final = 128
 """Maximum ancestors that are read; no real process tree is deeper."""
 
 _MAXIMUM_STAT: Final = 4096
 """Bytes of /proc/PID/stat that are read; it has some 50 numbers, and a name of 64 bytes at most."""
+
+_VARIABLE: Final = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 def _stat(pid: int) -> list[bytes] | None:
@@ -122,21 +126,48 @@ def _within(path: str) -> str:
     return "" if set(path.split("/")) <= {"", ".."} else path.rstrip("/")
 
 
-def variables_of(pid: int, names: Collection[str]) -> dict[str, str] | None:
-    """Return those of these variables that a process was started with; None where they cannot be read.
+def environment_of(pid: int, is_wanted: Callable[[str], bool]) -> Reading[Mapping[str, str]] | None:
+    """Return the wanted ones of the variables that a process was started with; None when it has ended.
 
-    /proc/PID/environ does not show later changes by the process to its environment. Source: proc(5).
+    /proc/PID/environ does not show later changes by setenv(3), but shows what the process writes over that area, as a
+    program does that sets its title. So an area without a variable is unknown, and not an environment without
+    variables. That of a process that was started without any has no bytes, like that of one that is executing a program
+    or whose first thread has ended (measured on Linux 6.18); it is unknown as well, because a process can move the
+    area. Sources: proc(5), PR_SET_MM in prctl(2).
     """
+    path = f"/proc/{pid}/environ"
     try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        raw = Path(path).read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        raw = b""
+    except PermissionError as error:
+        return Unknown(
+            f"{path} cannot be read by uid {os.geteuid()}: {error.strerror};"
+            " root can, with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
+        )
+    if not raw and live_ticks(pid) is None:
         return None
-    pairs = (entry.partition(b"=") for entry in raw.split(b"\0"))
-    return {
-        key: value.decode("utf-8", errors="replace")
-        for name, _, value in pairs
-        if (key := name.decode("utf-8", errors="replace")) in names
-    }
+    found = variables_in(raw)
+    if not found:
+        return Unknown(
+            f"{path} cannot be read: it has no variable, because the process has overwritten it, as programs do that"
+            " set their title (SPT_NOENV=1 keeps setproctitle from it), or was started without any"
+        )
+    return Known({name: value for name, value in found.items() if is_wanted(name)})
+
+
+def variables_in(raw: bytes) -> dict[str, str]:
+    """Return the variables in an environment; empty where it has no name of a variable.
+
+    A title fills the area with NULs, or reaches into it if it is long: what stands alone before NULs is the end of one.
+    """
+    entries = [each for each in raw.split(b"\0") if each]
+    is_end_of_title = len(entries) == 1 and raw.startswith(entries[0]) and raw.endswith(b"\0\0")
+    if is_end_of_title or not any(map(_VARIABLE.match, entries)):
+        return {}
+    # Of a name that occurs twice, getenv(3) returns the first.
+    pairs = (text(each).partition("=") for each in reversed(entries))
+    return {name: value for name, _, value in pairs}
 
 
 def descriptors_used_up(pid: int) -> int | None:

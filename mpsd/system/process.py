@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.capabilities import Capability
-from mpsd.core.model import Known, ProcessIdentity
+from mpsd.core.model import Known, ProcessIdentity, Reading
 from mpsd.system import capabilities, clock, descriptors, exit_status, host_environment, proc
 from mpsd.system.descriptors import Purpose
 
@@ -99,17 +99,17 @@ class Process:
             self._started = clock.at_ticks(self.identity.start_ticks)
         return self._started
 
-    def sees_alike(self) -> bool:
-        """Tell what `host_environment.sees_alike` does; True also if that is unknown.
+    def sees_alike(self) -> Reading[bool]:
+        """Tell what `host_environment.sees_alike` does.
 
         A result that is known to be true is kept: a process may change its mount namespace later, even while it holds a
         lease, but mpsd cannot notice that.
         """
         if self._alike:
-            return True
+            return Known(value=True)
         seen = host_environment.sees_alike(self.pid)
         self._alike = seen == Known(value=True)
-        return seen != Known(value=False)
+        return seen
 
     def is_gone(self) -> bool:
         """Tell whether the process has ended, or is not watched any more."""

@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import ProcessIdentity, Reading
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
 from mpsd.system import clock, proc
@@ -60,7 +60,7 @@ class ProcessDetails:
     started: datetime
     executable: str
     arguments: tuple[str, ...]
-    variables: Mapping[str, str]
+    variables: Reading[Mapping[str, str]]
     """Its CUDA_* environment at its start."""
 
 
@@ -106,11 +106,14 @@ def is_trusted(uid: int | None) -> bool:
 
 
 def details(pid: int) -> ProcessDetails | None:
-    """Return the facts about a process; None when it is gone, has ended, or may not be inspected."""
+    """Return the facts about a process; None when it has ended.
+
+    Raises PermissionError where it may not be inspected.
+    """
     at = Path(f"/proc/{pid}")
-    with contextlib.suppress(*_UNSEEN):
-        stat, uid = proc.stat_of(pid), real_uid(pid)
-        if stat is None or uid is None or stat.is_zombie:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        stat, uid, variables = proc.stat_of(pid), real_uid(pid), proc.environment_of(pid, is_of_cuda)
+        if stat is None or uid is None or variables is None or stat.is_zombie:
             return None
         return ProcessDetails(
             identity=ProcessIdentity(pid, stat.start_ticks),
@@ -119,7 +122,7 @@ def details(pid: int) -> ProcessDetails | None:
             started=clock.at_ticks(stat.start_ticks),
             executable=text(os.readlink(os.fsencode(at / "exe")).removesuffix(b" (deleted)")),  # noqa: PTH115
             arguments=arguments_of(pid),
-            variables=_variables((at / "environ").read_bytes()),
+            variables=variables,
         )
     return None
 
@@ -133,18 +136,22 @@ def arguments_of(pid: int) -> tuple[str, ...]:
     return tuple(map(text, raw.split(b"\0"))) if raw else ()
 
 
-def _variables(raw: bytes) -> dict[str, str]:
-    pairs = (text(each).partition("=") for each in raw.split(b"\0") if each.startswith(b"CUDA_"))
-    return {name: value for name, _, value in pairs}
+def is_of_cuda(variable: str) -> bool:
+    """Tell whether CUDA and MPS read a variable."""
+    return variable.startswith("CUDA_")
 
 
 # -- facts that cannot be imitated -------------------------------------------------------------------------------------
 
 
-def holding(sockets: Collection[int]) -> list[int]:
-    """Return the pids of the processes that have one of these sockets open, by inode, as far as mpsd may read them."""
-    wanted = {f"socket:[{inode}]" for inode in sockets}
-    return [pid for pid in pids() if wanted and any(each in wanted for each in _descriptors(pid))]
+def holding(sockets: Collection[int]) -> dict[int, set[int]]:
+    """Return the processes that have any of these sockets open, by pid, each with the inodes of its own.
+
+    Where mpsd may not read the descriptors of a process, its sockets are in no set.
+    """
+    wanted = {f"socket:[{inode}]": inode for inode in sockets}
+    found = ((pid, {wanted[each] for each in _descriptors(pid) if each in wanted}) for pid in pids() if wanted)
+    return {pid: inodes for pid, inodes in found if inodes}
 
 
 def _descriptors(pid: int) -> Iterator[str]:
@@ -174,11 +181,14 @@ def in_sessions(leaders: Collection[ProcessIdentity]) -> dict[ProcessIdentity, P
     return found
 
 
-def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[ProcessIdentity]]:
+def started_with(
+    variable: str, owners: Mapping[str, int], unread: Callable[[int, int], None] = lambda _uid, _pid: None
+) -> dict[str, list[ProcessIdentity]]:
     """Return, by value, the processes that were started with a variable of one of these values, the oldest first.
 
     Processes that start during the search are included, for a few passes, as are those that are executing a program
-    then: for a moment, these have no environment. The other rules are those of `started_with_among`.
+    then: for a moment, these have no environment. `unread` is called with the uid and the pid of each process of the
+    owners whose environment mpsd may not read. The other rules are those of `started_with_among`.
     """
     found: dict[str, list[ProcessIdentity]] = {}
     seen, unclear = set[int](), set[int]()
@@ -188,7 +198,7 @@ def started_with(variable: str, owners: Mapping[str, int]) -> dict[str, list[Pro
         if not fresh:
             break
         unclear.clear()
-        for value, identity in started_with_among(fresh, variable, owners, unclear.add):
+        for value, identity in started_with_among(fresh, variable, owners, unclear.add, unread):
             found.setdefault(value, []).append(identity)
         seen.update(fresh)
         seen -= unclear
@@ -203,17 +213,24 @@ def started_with_among(
     variable: str,
     owners: Mapping[str, int],
     unclear: Callable[[int], None] = lambda _: None,
+    unread: Callable[[int, int], None] = lambda _uid, _pid: None,
 ) -> Iterator[tuple[str, ProcessIdentity]]:
     """Yield those of some processes that were started with a variable of one of these values, each with its value.
 
     Each value belongs to one uid: only processes of that real uid count. The value must stand near the beginning of the
-    environment, since an environment can have megabytes and a user thousands of processes. `unclear` is called with the
+    environment, since an environment can have megabytes and a user thousands of processes. A process that has
+    overwritten its environment has no value: otherwise each session of sshd would count. `unclear` is called with the
     pid of each process that has no environment now, as during the execution of a program. Raises OSError when no
     descriptor is free.
     """
     uids, wanted, prefix = {0, *owners.values()}, {*owners.values()}, os.fsencode(f"{variable}=")
     for pid in candidates:
-        environment = _environment_of(pid, uids)
+        try:
+            environment = _environment_of(pid, uids)
+        except PermissionError:
+            if (uid := real_uid(pid)) is not None and uid in wanted:
+                unread(uid, pid)
+            continue
         if not environment:
             if environment is not None and real_uid(pid) in wanted:
                 unclear(pid)
@@ -228,8 +245,9 @@ def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
     """Return the beginning of the environment of a process; None where it belongs to another user or is gone.
 
     The owner of its /proc directory is its effective user, or root where other users may not read it. Source: proc(5).
+    Raises PermissionError.
     """
-    with contextlib.suppress(*_UNSEEN):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         folder = f"/proc/{pid}"
         if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - for every process: a Path would take longer
             return None

@@ -7,7 +7,7 @@ import pytest
 
 from mpsd.core.units import GIB
 from tests.cluster.cluster import Cluster
-from tests.cluster.mpsd_pods import CLIENT, Mpsd, pod, with_simulated_gpus
+from tests.cluster.mpsd_pods import CLIENT, NAMESPACE, Mpsd, pod, with_simulated_gpus
 from tests.cluster.node import NODE
 from tests.container.images import IMAGE
 
@@ -164,4 +164,34 @@ def test_job_on_half_a_gpu(cluster: Cluster, install: Install) -> None:
     hello = cluster.said(done["metadata"]["name"])
     assert (hello["active_thread_percentage"], hello["pinned_device_mem_limit"]) == (50.0, half)
     cluster.kubectl("delete", "job", "half")
+    cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
+
+
+WHEN_OPEN: Final = """
+import os, sys, time
+until = time.monotonic() + 10
+while not os.access(os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.X_OK) and time.monotonic() < until:
+    time.sleep(0.1)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+"""Becomes a program once the directory of the control daemon is open to its user, or after ten seconds."""
+
+
+def test_another_user(cluster: Cluster, install: Install) -> None:
+    """A pod that does not run as root, on a node without the setting `uid`, has its share, and its client is known."""
+    mpsd = install(SLICE, 100, gpus=1)
+    made = pod("user", {SLICE: 25}, "python3", "-c", WHEN_OPEN, *CLIENT, uid=1001)
+    made["spec"]["containers"][0]["stdin"] = True
+    with_simulated_gpus(made["spec"])
+    cluster.apply(made)
+    hello = cluster.said("user")
+    (lease,) = mpsd.ask("leases")
+    assert (hello["mps"], hello["active_thread_percentage"]) == (True, 25.0)
+    assert hello["pinned_device_mem_limit"] == lease["pinned_device_mem_limit"]
+    assert lease["owner"]["uid"] == 1001
+    cluster.wait("the client to be known", lambda: mpsd.ask("leases")[0]["clients"])
+    assert mpsd.mpsctl("verify", lease["id"]).startswith("ok")
+    said = cluster.kubectl("logs", f"--namespace={NAMESPACE}", mpsd.name, "--container=mpsd-kubernetes")
+    assert ("container_holds" in said, "container_not_held" in said) == (True, False), said
+    cluster.delete("user")
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.capabilities import READER
 from tests.cluster.cluster import Cluster
 from tests.cluster.mpsd_pods import NAMESPACE, Mpsd, pod, with_simulated_gpus
 from tests.cluster.node import NODE
@@ -81,7 +82,7 @@ def test_offered(cluster: Cluster, mpsd: Mpsd) -> None:
     cluster.wait("the slices", lambda: allocatable(cluster) == 200)
     (plugin,) = cluster.processes(PLUGIN)
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{plugin}/status").read_text().splitlines())
-    assert status["CapEff"] == status["CapBnd"] == f"{1 << 19:016x}"  # CAP_SYS_PTRACE
+    assert status["CapEff"] == status["CapBnd"] == f"{sum(1 << each for each in READER):016x}"
     assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
     account = f"--as=system:serviceaccount:{NAMESPACE}:default"
     for verb, what in (("get", "pods"), ("patch", "nodes"), ("create", "events")):

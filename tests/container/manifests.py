@@ -50,6 +50,16 @@ def overlay(name: str) -> dict[str, Any]:
     return {each["kind"]: each for each in objects}
 
 
+def capabilities(overlay: str) -> list[str]:
+    """Return all capabilities that mpsd-kubernetes has in an overlay."""
+    (patch,) = documents(KUBERNETES / "overlays" / overlay / "daemonset.yaml")
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    given = container["securityContext"]["capabilities"]
+    assert given["drop"] == ["ALL"]
+    added: list[str] = given["add"]
+    return added
+
+
 def pod(name: str) -> Any:
     """Return the specification of an overlay's pods."""
     return overlay(name)["DaemonSet" if name == "daemonset" else "Deployment"]["spec"]["template"]["spec"]

@@ -18,7 +18,7 @@ from mpsd.core.admission.admission import Offer
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
-from mpsd.core.model import Client, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import Client, Known, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import LogFormat, Settings
@@ -280,7 +280,7 @@ async def take(leases: Leases, pid: int, processes: int) -> Lease:
 
 def client(pid: int) -> Client:
     """Return a process as a client of the control daemon."""
-    return Client(ProcessIdentity(pid, start_ticks(pid)), OFFER.daemon, OFFER.gpu, 1, None, None, os.getuid())
+    return Client(ProcessIdentity(pid, start_ticks(pid)), OFFER.daemon, OFFER.gpu, 1, None, Known({}), os.getuid())
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -29,7 +29,7 @@ from mpsd.core.enforcement.opened import widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.holders import holders
 from mpsd.core.metrics import exposition, families
-from mpsd.core.model import Client, DaemonProcess, Lease, Limits, ProcessIdentity, ReadBack
+from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
 from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem_limit
@@ -53,7 +53,7 @@ from mpsd.daemon.record import trace
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName, configure
 from mpsd.simulator.cuda import Pinned, pinned
-from mpsd.system import clock, process_table
+from mpsd.system import clock, proc
 from mpsd.system.control_pipe import Conversation
 from mpsd.system.log_file import LogFollower
 from mpsd.system.retry import CollisionError
@@ -302,7 +302,7 @@ def environment(data: bytes) -> None:
     own = {PERCENTAGE.variable: percentage, MEM_LIMIT.variable: limits}
     ceiling = ReadBack(500, 8 * GIB)
     opened = Opened(Bounds(ceiling, ceiling), Bounds(ceiling, ceiling))
-    found = violations.can_use(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, opened, own, 0)).most
+    found = violations.can_use(Client(ProcessIdentity(9, 1), "gpu-0", GPU, SERVER, opened, Known(own), 0)).most
     assert 0 < found.active_thread_percentage_tenths <= 500
     if len(data) > 1000:
         return  # the simulator's own clients never have such numbers
@@ -415,7 +415,7 @@ def foreign(data: bytes) -> None:
     assert json.loads(to_json({decoded: facts}))
     answer = problem_answer(ForeignDaemonError(f"it is {decoded}", hint=decoded))
     assert json.loads(answer.body)
-    variables = process_table._variables(b"A=1\0CUDA_" + data + b"\0")
+    variables = proc.variables_in(b"A=1\0CUDA_" + data + b"\0")
     assert all(text(each) == each for pair in variables.items() for each in pair)
     with closing(sqlite3.connect(":memory:")) as store:
         assert store.execute("SELECT ?", (text(data),)).fetchone() == (text(data),)

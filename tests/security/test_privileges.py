@@ -4,8 +4,11 @@ The control daemons, servers and clients are the simulator's: measuring what NVI
 takes a GPU.
 """
 
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +17,8 @@ from typing import Final
 
 import pytest
 
-from tests.daemon.caller import needs_root
+from mpsd.core.enforcement.lease_environment import TOKEN
+from tests.daemon.caller import calling, needs_root
 from tests.daemon.helpers import event
 from tests.daemon.leases.line import Talk
 from tests.driven_program import DrivenProgram
@@ -26,7 +30,9 @@ pytestmark = [needs_root, pytest.mark.slow, pytest.mark.enforcement]
 
 ANN: Final = 2601
 
-NEEDED: Final = ("chown", "kill", "setpcap", "setuid", "sys_ptrace")
+ROOT: Final = Path(__file__).parents[2]
+
+NEEDED: Final = ("chown", "dac_read_search", "kill", "setpcap", "setuid", "sys_ptrace")
 """Names of capabilities(7), in the spelling of setpriv(1)."""
 
 CONFIG: Final = """
@@ -40,14 +46,19 @@ on_violation = "terminate"
 """
 
 CLIENT: Final = f"""
-import os, sys
+import ctypes, os, sys
 from mpsd.simulator.client import main
 os.setgroups([])
 os.setresgid({ANN}, {ANN}, {ANN})
 os.setresuid({ANN}, {ANN}, {ANN})
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
 sys.exit(main())
 """
-"""A client that becomes another user; its first environment stays in /proc/PID/environ."""
+"""A client that becomes another user; its first environment stays in /proc/PID/environ.
+
+By PR_SET_DUMPABLE (linux/prctl.h), its files in /proc belong to that user, like those of a program that the user
+starts. After a change of uid alone, they belong to root. Source: proc(5).
+"""
 
 
 @dataclass
@@ -117,6 +128,34 @@ def knows_limits(node: Node) -> bool:
         return limits is not None and limits["active_thread_percentage"] == 10
 
 
+def bears(node: Node) -> bool:
+    """Return whether a lease outlives its holder while another process of its user carries its token."""
+    with calling(node.socket, uid=ANN) as holder:
+        lease = holder.admit(threads=10, memory="1GiB").json
+        ann = ("setpriv", f"--reuid={ANN}", f"--regid={ANN}", "--clear-groups")
+        token = f"{TOKEN}={lease['env'][TOKEN]}"
+        with subprocess.Popen([*ann, "env", token, "sleep", "inf"]) as carrier:
+            try:
+                wait_until(lambda: token.encode() in environ(carrier.pid), what="it to carry the token")
+                holder.end()
+                decided = ("lease_borne", "lease_ended")
+                wait_until(
+                    lambda: any(node.events(each, lease=lease["id"]) for each in decided), what="it to live or end"
+                )
+                ended = node.events("lease_ended", lease=lease["id"])
+                assert all(
+                    f"may not read whether process {carrier.pid} carries its token" in each["because"] for each in ended
+                )
+                return bool(node.events("lease_borne", lease=lease["id"], pids=[carrier.pid]))
+            finally:
+                carrier.kill()
+
+
+def environ(pid: int) -> list[bytes]:
+    """Return the environment of a process."""
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def ends(node: Node) -> bool:
     """Return whether a client of another user is ended for which its lease has no room."""
     with leased(node) as first:
@@ -145,7 +184,7 @@ def finds_orphans(node: Node) -> bool:
         return bool(node.events("server_orphaned", server=server))
 
 
-@pytest.mark.parametrize("look", [serves, knows_limits, ends, finds_orphans])
+@pytest.mark.parametrize("look", [serves, knows_limits, bears, ends, finds_orphans])
 def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> None:
     """With these alone everything works; the others, absent from the bounding set too, can never be gained."""
     node = make()
@@ -162,7 +201,13 @@ def test_enough(make: Callable[..., Bounded], look: Callable[[Node], bool]) -> N
 
 @pytest.mark.parametrize(
     ("lacks", "look"),
-    [("setuid", serves), ("sys_ptrace", knows_limits), ("kill", ends)],
+    [
+        ("setuid", serves),
+        ("sys_ptrace", knows_limits),
+        ("dac_read_search", knows_limits),
+        ("dac_read_search", bears),
+        ("kill", ends),
+    ],
 )
 def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable[[Node], bool]) -> None:
     """Without any one of them something fails for users other than root."""
@@ -171,6 +216,78 @@ def test_each_is_needed(make: Callable[..., Bounded], lacks: str, look: Callable
         node.start()
         assert not look(node)
         assert "Traceback" not in node.stderr.read_text()
+    finally:
+        node.clean_up()
+
+
+def test_unseen_daemon(make: Callable[..., Bounded]) -> None:
+    """A control daemon that mpsd may not inspect is neither adopted nor joined by another on its directory."""
+    node = make(capabilities=(*NEEDED, "setgid", "mknod"))
+    try:
+        node.start()
+        daemon = node.daemons()["gpu0"]["pid"]
+        node.end(signal.SIGKILL)
+        (node.root / "run" / "gpu0.process.json").unlink()
+        node.capabilities = ("chown", "kill", "setpcap", "setuid")
+        node.start(ready=False)
+        because = node.wait_for_state("gpu0", "failed")["because"]
+        assert "mpsd cannot see the process that has the socket" in because
+        assert look_at(daemon) is not None
+    finally:
+        node.clean_up()
+
+
+CONNECTED: Final = """
+import asyncio, json, sys
+from pathlib import Path
+from mpsd.daemon.control.pipe_access import connected_to
+print(json.dumps(asyncio.run(connected_to([Path(sys.argv[1])]))))
+"""
+
+CONNECTS: Final = f"""
+import ctypes, os, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+os.setresuid({ANN}, {ANN}, {ANN})
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_unseen_connection(short_tmp: Path) -> None:
+    """Beside connections that mpsd sees, one that it may not see counts as one of an unknown user."""
+    path = short_tmp / "s"
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as ours:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        ours.connect(os.fspath(path))
+        command = [sys.executable, "-c", CONNECTS, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as theirs:
+            assert theirs.stdout is not None
+            assert theirs.stdout.readline()
+            with listener.accept()[0], listener.accept()[0]:
+                for bounding_set, seen in (
+                    ("-all,+dac_read_search,+sys_ptrace", {os.getpid(): 0, theirs.pid: ANN}),
+                    ("-all,+sys_ptrace", {os.getpid(): 0, 0: None}),
+                ):
+                    bounded = ["setpriv", f"--bounding-set={bounding_set}", "--inh-caps=-all", sys.executable, "-c"]
+                    done = subprocess.run(
+                        [*bounded, CONNECTED, str(path)], capture_output=True, text=True, check=True, cwd=ROOT
+                    )
+                    assert json.loads(done.stdout) == {str(pid): uid for pid, uid in seen.items()}
+            theirs.kill()
+
+
+def test_unseen_mounts(make: Callable[..., Bounded]) -> None:
+    """A holder whose mounts mpsd may not read gets its lease, and the log says that they are unknown."""
+    node = make(capabilities=("chown", "kill", "setpcap", "setuid"))
+    try:
+        node.start()
+        with calling(node.socket, uid=ANN) as holder:
+            assert holder.admit(threads=10, memory="1GiB").status == 201
+            (told,) = node.events("mounts_unknown", pid=holder.pid)
+            assert f"/proc/{holder.pid}/root" in told["because"]
     finally:
         node.clean_up()
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.model import ProcessIdentity
+from mpsd.core.model import Known, ProcessIdentity, Unknown
 from mpsd.system import proc, process_table
 from mpsd.system.proc import start_ticks
 from mpsd.system.process_table import ProgramKind
@@ -83,16 +83,61 @@ def test_what_is_known_of_it(tmp_path: Path) -> None:
         assert (each.uid, each.parent) == (os.getuid(), os.getpid())
         assert each.executable == os.path.realpath(sys.executable)
         assert each.arguments == ("nvidia-cuda-mps-control", "-c", WAITS, "-f")
-        assert each.variables == {
-            "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path),
-            "CUDA_VISIBLE_DEVICES": "GPU-1",
-            "CUDA_MPS_LOG_DIRECTORY": "/log",
-        }
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-1"}
+        assert each.variables == Known({**environment, "CUDA_MPS_LOG_DIRECTORY": "/log"})
         # The start is exact to a hundredth of a second, the kernel's tick; the bound allows for a busy machine.
         assert abs(each.started - datetime.now(UTC)) < timedelta(minutes=1)
         process.kill()
         wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
         assert process_table.details(process.pid) is None
+
+
+OVERWRITES: Final = """
+import ctypes, os, sys
+fields = open("/proc/self/stat", "rb").read().rpartition(b")")[2].split()
+begin, end = int(fields[47]), int(fields[48])
+area = bytes.fromhex(sys.argv[1]).ljust(end - begin, b"\\0")
+ctypes.memmove(begin, area, end - begin)
+print(flush=True)
+sys.stdin.read()
+"""
+"""A program that writes over its environment."""
+
+MANY: Final = {"A": "1", "LONG": "x" * 100}
+
+
+@pytest.mark.parametrize(
+    ("environment", "area", "expected"),
+    [
+        (MANY, None, {"A": "1"}),
+        (MANY, b"", None),
+        (MANY, b"orker -l=INFO)", None),
+        (MANY, b"l=INFO)", None),
+        (MANY, b"\0\0A=2", {"A": "2"}),
+        (MANY, b"A=first\0A=second\0", {"A": "first"}),
+        (MANY, b"B=\xff\0A=\xff\0", {"A": "\\xff"}),
+        ({"A": ""}, None, {"A": ""}),
+        ({"B": "1"}, None, {}),
+        ({}, None, None),
+    ],
+)
+def test_environment(environment: dict[str, str], area: bytes | None, expected: dict[str, str] | None) -> None:
+    """Where the area of the environment shows no variable, the environment is unknown, and not empty."""
+    script = WAITS if area is None else OVERWRITES
+    command = [sys.executable, "-I", "-S", "-c", script, (area or b"").hex()]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = proc.environment_of(process.pid, "A".__eq__)
+        if expected is None:
+            assert isinstance(found, Unknown)
+            assert f"/proc/{process.pid}/environ cannot be read" in found.reason
+        else:
+            assert found == Known(expected)
+        process.kill()
+        wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
+        assert proc.environment_of(process.pid, "A".__eq__) is None
+    assert proc.environment_of(process.pid, "A".__eq__) is None
 
 
 def test_which_program_it_runs(tmp_path: Path) -> None:
@@ -201,19 +246,21 @@ def test_facts_about_one_process() -> None:
 
 @pytest.mark.root("be another user")
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
-    """For a caller that may not read its environment, another user's process is unknown, without an error."""
+    """To a caller that may not inspect it, another user's process is unknown, and not gone."""
     program = (
         "import os, sys; from pathlib import Path; import psutil; from mpsd.system import process_table;"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534);"
         "pid = int(sys.argv[1]);"
-        "print(process_table.details(pid), process_table.runs(pid, Path('/bin/sh')), process_table.uid_of(pid))"
+        "print(process_table.runs(pid, Path('/bin/sh')), process_table.uid_of(pid), flush=True);"
+        "process_table.details(pid)"
     )
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
         done = subprocess.run(
             [sys.executable, "-c", program, str(process.pid)],
             capture_output=True, text=True, check=False, timeout=30, cwd=Path(__file__).parents[2],
         )  # fmt: skip
-        assert done.stdout == "None False 0\n", done.stderr
+        assert done.stdout == "False 0\n", done.stderr
+        assert done.stderr.endswith(f"PermissionError: [Errno 13] Permission denied: b'/proc/{process.pid}/exe'\n")
 
 
 _LEADER_ENDS: Final = """

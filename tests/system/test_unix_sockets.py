@@ -42,8 +42,8 @@ def test_listener_and_peer(short_tmp: Path, kind: socket.SocketKind) -> None:
         peer.connect(os.fspath(path))
         with listener.accept()[0]:
             assert unix_sockets.connected(path) == {inode(peer)}
-        assert process_table.holding([inode(listener)]) == [os.getpid()]
-        assert process_table.holding([]) == []
+        assert process_table.holding([inode(listener), 1]) == {os.getpid(): {inode(listener)}}
+        assert process_table.holding([]) == {}
 
 
 def test_name_is_no_evidence(short_tmp: Path) -> None:

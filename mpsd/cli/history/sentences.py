@@ -93,6 +93,7 @@ SENTENCES: Final = {
     "uid_pardoned": "{user} is no longer quarantined: {because}",
     "quarantine_not_stored": "a quarantine cannot be stored: {because}",
     "shared_memory_differs": _BECAUSE,
+    "mounts_unknown": _BECAUSE,
     # leases and their clients
     "lease_granted": "{lease}: granted to {user}, pid {pid}: {because}",
     "lease_refused": "{user}, pid {pid}, was refused a lease: {because} [{code}]",

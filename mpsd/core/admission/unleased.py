@@ -39,7 +39,7 @@ def amount(client: Client, usage: Reading[GpuUsage] | None, part: Amount) -> Amo
     A client counts as the least where its environment cannot be read, or names no threads that MPS accepts: it may be a
     monitoring tool.
     """
-    text = (client.environment or {}).get(ACTIVE_THREAD_PERCENTAGE.variable, "")
+    text = client.variable(ACTIVE_THREAD_PERCENTAGE.variable)
     threads = ACTIVE_THREAD_PERCENTAGE.parse_foreign(text) or LEAST.threads
     on = usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
     held = on.memory.value if on is not None and isinstance(on.memory, Known) else LEAST.memory

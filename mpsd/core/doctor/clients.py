@@ -52,6 +52,13 @@ def _unread(seen: Observed) -> Iterator[Finding]:
         yield unknown(seen.clients.reason)
 
 
+def _unreadable(seen: Observed) -> Iterator[Finding]:
+    """Yield a finding for each process whose environment cannot be read."""
+    for each in _there(seen):
+        if isinstance(each.variables, Unknown):
+            yield unknown(each.variables.reason, subject=f"pid {each.pid}")
+
+
 def _violations(seen: Observed, kind: ViolationKind) -> Iterator[Finding]:
     answers = seen.service.answers
     if isinstance(answers, Unknown):
@@ -72,9 +79,7 @@ def _trap(seen: Observed) -> Iterator[Finding]:
 
 def _ordinals(seen: Observed) -> Iterator[Finding]:
     yield from _unread(seen)
-    closed = [each.pid for each in _there(seen) if isinstance(each.variables, Unknown)]
-    if closed:
-        yield unknown(f"the environment of pid {', '.join(map(str, closed))} cannot be read", AS_ROOT)
+    yield from _unreadable(seen)
     for each in _there(seen):
         value = each.variables.value.get(VISIBLE) if isinstance(each.variables, Known) else None
         first = (value or "").split(",")[0].strip()
@@ -121,6 +126,7 @@ def _host_memory(seen: Observed) -> Iterator[Finding]:
 
 def _framework(seen: Observed) -> Iterator[Finding]:
     yield from _unread(seen)
+    yield from _unreadable(seen)
     totals = (
         {each.gpu.uuid: each.gpu.memory_total for each in seen.gpus.node.value.gpus}
         if isinstance(seen.gpus.node, Known)
@@ -144,15 +150,14 @@ def _framework(seen: Observed) -> Iterator[Finding]:
 
 def _framework_of(each: ClientSeen) -> Framework | None:
     """Return the framework that a process runs with its default part; None where it is configured, or runs none."""
-    variables = each.variables.value if isinstance(each.variables, Known) else {}
     for word, framework in _BY_ARGUMENT.items():
         if any(word in argument.rpartition("/")[2].split(".") for argument in each.arguments[:4]):
             is_configured = any(argument.startswith(framework.option) for argument in each.arguments)
             return None if is_configured else framework
     for library, framework in _BY_LIBRARY.items():
-        if library in each.frameworks:
-            is_configured = framework.option in variables or _OTHERWISE.get(framework.name, "") in variables
-            return None if is_configured else framework
+        if library in each.frameworks and isinstance(each.variables, Known):
+            names = {framework.option, _OTHERWISE.get(framework.name)}
+            return framework if names.isdisjoint(each.variables.value) else None
     return None
 
 

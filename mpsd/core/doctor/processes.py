@@ -54,9 +54,9 @@ def _unseen(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
     if not seen.host.first_pid_namespace:
         yield unknown("not all processes of the machine are visible in this pid namespace", AS_ROOT)
-    closed = [each for each in living(seen) if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown)]
-    if closed:
-        yield unreadable_processes(seen, closed)
+    for each in living(seen):
+        if each.part in {DAEMON, SERVER} and isinstance(each.variables, Unknown):
+            yield unknown(each.variables.reason, subject=f"pid {each.pid}")
 
 
 def unreadable_processes(seen: Observed, processes: Iterable[ProcessSeen]) -> Finding:

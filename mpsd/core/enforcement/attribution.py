@@ -65,7 +65,7 @@ def by_token(client: Client, named: Lease | None, has_room: HasRoom) -> Attribut
 
 def has_token(client: Client, lease: Lease) -> bool:
     """Tell whether the environment of a client has the token of a lease."""
-    return bool(lease.token) and (client.environment or {}).get(TOKEN) == lease.token
+    return bool(lease.token) and client.variable(TOKEN) == lease.token
 
 
 def is_telling(cgroup: str) -> bool:
@@ -78,5 +78,7 @@ def is_telling(cgroup: str) -> bool:
 
 
 def _is_of(client: Client, lease: Lease) -> bool:
-    share, own = violations.share_on(lease, client.daemon), client.environment or {}
-    return share is not None and all(own.get(each.variable) == share.env.get(each.variable) for each in LIMITS)
+    share = violations.share_on(lease, client.daemon)
+    return share is not None and all(
+        client.variable(each.variable) == share.env.get(each.variable, "") for each in LIMITS
+    )

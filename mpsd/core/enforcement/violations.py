@@ -22,6 +22,7 @@ from mpsd.core.model import (
     ProcessIdentity,
     ReadBack,
     Share,
+    Unknown,
     ViolationKind,
 )
 from mpsd.core.mps.limits import LIMITS, NOTHING, PINNED_DEVICE_MEM_LIMIT, invisible_entry, narrower, wider
@@ -81,9 +82,9 @@ def can_use(client: Client) -> Bounds:
     decision.
     """
     bounds = client.opened.since if client.opened is not None else ANYTHING
-    least, most, own = bounds.least, bounds.most, client.environment or {}
+    least, most = bounds.least, bounds.most
     for limit in LIMITS:
-        text = own.get(limit.variable, "")
+        text = client.variable(limit.variable)
         if text:
             most = limit.put(most, limit.lowered(limit.found(most), text, client.gpu))
             lowered = limit.lowered(limit.found(least), text, client.gpu)
@@ -133,11 +134,10 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     pid = client.identity.pid
     dropped = memory and _invisible_entry(client) is not None  # a violation, which says more
     more = "" if dropped else exceeds(can_use(client).most, part(lease, share), memory=memory)
-    if more and client.environment is None:
-        return (
-            f"the environment of process {pid} cannot be read; where that does not hold it, it can use {more};"
-            " an mpsd that runs as root, with CAP_SYS_PTRACE, can read it"
-        )
+    if isinstance(client.environment, Unknown) and (more or memory):
+        can = f"unless that limits it, process {pid} can use {more}" if more else ""
+        can = can or f"an entry there may have made MPS drop the memory limit of process {pid}"
+        return f"{client.environment.reason}; {can}; mpsd judges the memory that it holds"
     if more and client.opened is None:
         return (
             f"mpsd could not see what was open to process {pid} when it attached; unless it has set its environment"
@@ -212,8 +212,8 @@ def of_client(
     """Judge a client, regardless of the memory that it holds.
 
     `denied` tells whether a client without a lease is a violation, and `memory` whether the driver limits memory.
-    `near` is, for a client without a lease, one that it may belong to, although no evidence says so; or the one that it
-    was started under, of another user.
+    `near` is, for a client without a lease or beyond the number of its lease, one that it may belong to, although no
+    evidence says so; or, for a client without a lease, the one that it was started under, of another user.
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
@@ -223,7 +223,7 @@ def of_client(
             doubt = _may_have_a_lease(client, near)
             because = f"process {identity.pid} is a client of {daemon} without a lease there{doubt}"
             # Its variable proves nothing: it only chooses the words.
-            had = LEASE in (client.environment or {})
+            had = client.variable(LEASE)
             hint = f"{RUN}; in time, mpsctl renew keeps a lease that expires" if had else RUN
             if near is not None and near.owner.uid != client.uid:
                 because += (
@@ -235,7 +235,7 @@ def of_client(
                 )
             yield Violation(ViolationKind.NO_LEASE, identity, None, daemon, because, hint, server, own=not doubt)
     elif not attached.counted:
-        yield _of_processes(client, lease)
+        yield _of_processes(client, lease, near)
     else:
         yield from _of_limits(client, lease, share, memory=memory)
 
@@ -246,17 +246,22 @@ def _may_have_a_lease(client: Client, near: Lease | None) -> str:
     A process that left its family, and has a new environment, shows nothing of its lease: `podman run`, `systemd-run`
     and `tmux` start such processes.
     """
-    if client.environment is None:
-        return ", as far as is known: its environment, which may have the token of one, cannot be read"
-    if near is not None and near.owner.uid == client.uid:
+    if isinstance(client.environment, Unknown):
+        return f", as far as is known: it may have the token of one, but {client.environment.reason}"
+    if near is not None and _is_of_user(client, near):
         return f", as far as is known: it may belong to lease {near.id}, which is of its user and has room"
     return ""
 
 
-def _of_processes(client: Client, lease: Lease) -> Violation:
+def _is_of_user(client: Client, near: Lease | None) -> bool:
+    return near is not None and near.owner.uid == client.uid
+
+
+def _of_processes(client: Client, lease: Lease, near: Lease | None) -> Violation:
     """Judge a client that exceeds the client count of its lease.
 
-    Where a lease may have any number of clients, other leases took the places; then no process is ended.
+    Where a lease may have any number of clients, other leases took the places; then no process is ended. Nor is one
+    whose environment may have the token of another lease.
     """
     pid, most = client.identity.pid, lease.request.processes
     if most is None:
@@ -268,13 +273,14 @@ def _of_processes(client: Client, lease: Lease) -> Violation:
             f"end it, or take out a lease for more processes: mpsctl run --processes {most + 1}",
         )
     because = f"process {pid} is an extra client of lease {lease.id}, {may}"
-    own, kind = most is not None, ViolationKind.PROCESSES
+    may_have_another = isinstance(client.environment, Unknown) and _is_of_user(client, near)
+    own, kind = most is not None and not may_have_another, ViolationKind.PROCESSES
     return Violation(kind, client.identity, lease.id, client.daemon, because, hint, client.server, own=own)
 
 
 def _invisible_entry(client: Client) -> str | None:
     """Return the entry of a client's memory variable that names no GPU that it sees, so that MPS drops its limits."""
-    return invisible_entry((client.environment or {}).get(PINNED_DEVICE_MEM_LIMIT.variable, ""), client.gpu)
+    return invisible_entry(client.variable(PINNED_DEVICE_MEM_LIMIT.variable), client.gpu)
 
 
 def _of_limits(client: Client, lease: Lease, share: Share, *, memory: bool) -> Iterator[Violation]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Final, TypeVar, cast
 
+from mpsd.core.capabilities import READER
 from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.settings import LogFormat
 from mpsd.core.units import MIB, parse_duration, parse_size
@@ -281,6 +282,22 @@ def parse(document: str, environment: Mapping[str, str], options: Mapping[str, s
     settings = cast("Callable[..., Settings]", Settings)(**found)
     _check(settings)
     return settings
+
+
+def check_capabilities(settings: Settings, effective: int) -> None:
+    """Check that this program, with these capabilities as a bit mask, can learn the users of containers.
+
+    A container of an unknown user would run outside MPS, without limits. Raises ConfigurationError.
+    """
+    lacking = sorted(each.name for each in READER if not effective & 1 << each)
+    has_hook = settings.resources is Offer.DRA and bool(settings.hook)
+    if lacking and settings.uid is None and not has_hook:
+        raise ConfigurationError(
+            f"mpsd-kubernetes has no {' and no '.join(lacking)}, and so cannot read as which user a container's program"
+            " runs: one that is not root's would run outside MPS",
+            hint="add it to the capabilities of its container, as in its manifest; or set `uid`, if all containers with"
+            " a GPU run as one user",
+        )
 
 
 def _check(settings: Settings) -> None:

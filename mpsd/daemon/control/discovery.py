@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import ForeignDaemonError
-from mpsd.core.model import DaemonProcess, ProcessIdentity, Unknown
+from mpsd.core.model import DaemonProcess, Known, ProcessIdentity, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.quantities import Moment
 from mpsd.core.settings import Users
@@ -33,6 +33,9 @@ from mpsd.system.rundir import DaemonPaths
 
 START: Final = "MPSD_START"
 """The variable in a control daemon's environment that has the token of its start."""
+
+_LOOKS: Final = 5
+"""Maximum looks for the process of a listening socket: one that is ending loses its descriptors before its sockets."""
 
 _MOST_LEADERS: Final = 64
 """Dead control daemons whose servers may live on, and that are remembered; the latest count."""
@@ -186,8 +189,11 @@ def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozense
 
 def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:
     """Return mpsd's own control daemon without a record; None where no trusted process uses the pipe directory."""
-    found = [each for each in map(process_table.details, _listeners(paths)) if each is not None]
-    trusted = [each for each in found if process_table.is_trusted(each.uid)]
+    pids = [pid for pid in _listeners(paths) if process_table.is_trusted(process_table.real_uid(pid))]
+    try:
+        trusted = [each for each in map(process_table.details, pids) if each is not None]
+    except PermissionError as error:
+        raise _unseen(paths, f"{error.filename}: {error.strerror}") from error
     for each in trusted:
         if not _ours(each, program, wanted):
             raise _foreign(paths, program, each.identity.pid, each.uid, each.executable)
@@ -201,11 +207,15 @@ def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str
 def _listeners(paths: DaemonPaths) -> list[int]:
     """Return the pids of the listeners on the directory's socket. NVIDIA's daemon does not pass it on to its servers.
 
-    Raises ForeignDaemonError where the kernel does not report them, and OSError when the machine has no descriptor
-    left.
+    Raises ForeignDaemonError where the kernel does not report them, or mpsd cannot see them, and OSError when the
+    machine has no descriptor left.
     """
     try:
-        return process_table.holding(unix_sockets.listening(paths.control_socket))
+        for _ in range(_LOOKS):
+            sockets = unix_sockets.listening(paths.control_socket)
+            found = process_table.holding(sockets)
+            if found or not sockets:
+                return [*found]
     except OSError as error:
         if error.errno in process.SHORTAGES:
             raise
@@ -214,11 +224,20 @@ def _listeners(paths: DaemonPaths) -> list[int]:
             hint="load the kernel's module unix_diag; or, if none runs there, remove the socket, then: mpsctl reset"
             f" {paths.pipe_directory.name}",
         ) from error
+    raise _unseen(paths, "mpsd cannot see the process that has the socket")
+
+
+def _unseen(paths: DaemonPaths, because: str) -> ForeignDaemonError:
+    return ForeignDaemonError(
+        f"a process that listens on {paths.control_socket} is unknown: {because}",
+        hint="run mpsd in the host's pid namespace with the capabilities of its unit or manifest; or end that process,"
+        f" then: mpsctl reset {paths.pipe_directory.name}",
+    )
 
 
 def _ours(each: ProcessDetails, program: ControlProgram, wanted: Mapping[str, str]) -> bool:
     known = daemon_flags.users_of(each.arguments) is not None
-    return known and process_table.runs(each.identity.pid, Path(program.argv[0])) and each.variables == wanted
+    return known and process_table.runs(each.identity.pid, Path(program.argv[0])) and each.variables == Known(wanted)
 
 
 def _foreign(paths: DaemonPaths, program: ControlProgram, pid: int, uid: int, executable: str) -> ForeignDaemonError:

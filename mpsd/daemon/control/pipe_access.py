@@ -323,19 +323,21 @@ def _is_let_in(uid: int) -> bool:
 async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:
     """Return the processes that are connected to a daemon, according to the kernel, each with its real uid.
 
-    One of them has the daemon's only seat. A process that mpsd cannot see is returned as process 0. Raises OSError.
+    One of them has the daemon's only seat. Those that mpsd cannot see are returned as process 0. Raises OSError.
     """
     return await asyncio.to_thread(_connected, sockets)
 
 
 def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
-    peers = [inode for each in sockets for inode in unix_sockets.connected(each)]
-    pids = process_table.holding(peers)
-    return {pid: process_table.real_uid(pid) for pid in pids} or dict.fromkeys(range(bool(peers)))
+    peers = {inode for each in sockets for inode in unix_sockets.connected(each)}
+    found = process_table.holding(peers)
+    unseen = peers.difference(*found.values())
+    return {pid: process_table.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))
 
 
 def named(connected: Mapping[int, int | None]) -> str:
     """Name the connected processes, for the end of a sentence."""
-    seen = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid]
-    unseen = ["a process that mpsd cannot see, as in another pid namespace"]
-    return f"; connected to it: {', '.join(seen[:_MOST_NAMED] or unseen)}" if connected else ""
+    names = [f"pid {pid} (uid {uid})" for pid, uid in connected.items() if pid][:_MOST_NAMED]
+    if 0 in connected:
+        names.append("a process that mpsd cannot see, as in another pid namespace, or without CAP_DAC_READ_SEARCH")
+    return f"; connected to it: {', '.join(names)}" if names else ""

@@ -61,15 +61,23 @@ class Bearers:
             leases = [lease for each in alone if (lease := self._ledger.leases.get(each)) is not None]
             unseen = ""
             carriers: Carriers = {}
+            unread = dict[int, int]()
+            """By uid, the last of its processes that mpsd may not read; it counts as one without a token."""
             try:
-                carriers = await asyncio.to_thread(process_table.started_with, TOKEN, _owners(leases))
+                carriers = await asyncio.to_thread(
+                    process_table.started_with, TOKEN, _owners(leases), unread.__setitem__
+                )
             except OSError as error:  # for example without descriptors: handled as if no process carried a token
                 unseen = f"; whether others carry its token could not be read: {error.strerror}"
             for lease in leases:
                 # Changes since then count: the lease may have been released, or a carrier may have become its client.
                 there = self._ledger.leases.get(lease.id)
                 if there is not None and not self._holder_watch.live(there) and not self.watch(there, carriers):
-                    self._end(lease.id, alone[lease.id] + unseen)
+                    because, uid = alone[lease.id] + unseen, lease.owner.uid
+                    # Not for root: the first process of a container, as of mpsd's own, may be closed to root itself.
+                    if uid != 0 and uid in unread:
+                        because += f"; mpsd may not read whether process {unread[uid]} carries its token"
+                    self._end(lease.id, because)
 
     def carriers(self, leases: Iterable[Lease]) -> Carriers:
         """Return the carriers of the leases' tokens; for the start of mpsd, when no caller waits."""

@@ -9,7 +9,7 @@ from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.errors import NotFoundError
 from mpsd.core.holders import group_names, holders
-from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Stop, ViolationKind
+from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Share, Stop, ViolationKind
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -98,7 +98,7 @@ class Clients:
 
     def _named(self, client: Client) -> Lease | None:
         """Return the lease that the environment of a client names, of whatever user."""
-        return self._ledger.leases.get((client.environment or {}).get(LEASE, ""))
+        return self._ledger.leases.get(client.variable(LEASE))
 
     def _find(self, client: Client) -> tuple[AttributedClient, bool]:
         """Return a client with its lease, and whether the kernel's information alone attributes it."""
@@ -129,6 +129,14 @@ class Clients:
             return False
         proven = {*self._watch.of(lease.id)}.difference(lease.bearers)
         return identity in lease.bearers or not proven or proven.isdisjoint(proc.ancestors(identity.pid))
+
+    def is_near_another(self, lease: Lease, share: Share, pid: int) -> bool:
+        """Tell whether a process is also in a family or control group with another lease of its user on the GPU."""
+        return any(
+            each.id != lease.id and each.owner.uid == lease.owner.uid and violations.share_on(each, share.daemon)
+            for circle in self._circles(pid)
+            for each in circle
+        )
 
     def ends_nobody(self, violation: Violation) -> bool:
         """Tell whether a violation depends on processes that belong to the lease by its token alone."""

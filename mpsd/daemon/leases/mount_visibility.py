@@ -7,7 +7,7 @@ from msgspec import structs
 
 from mpsd.core.admission.admission import Offer
 from mpsd.core.errors import NotPermittedError
-from mpsd.core.model import LeaseRequest
+from mpsd.core.model import Known, LeaseRequest, Unknown
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import host_environment
 from mpsd.system.process import Process
@@ -18,11 +18,21 @@ def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], lo
 
     A program that does not find the directory there runs outside MPS, without limits. Raises NotPermittedError where no
     GPU is left. A holder whose /dev/shm differs from that of the servers is logged: CUDA may not reach its server then
-    (error 805).
+    (error 805). A holder of which this is unknown gets the lease, and is logged.
     """
-    if holder.sees_alike():
+    alike, pid = holder.sees_alike(), holder.pid
+    if alike == Known(value=True):
         return request  # the usual case
-    pid = holder.pid
+    if isinstance(alike, Unknown):
+        if not holder.is_gone():
+            log.warning(
+                EventName.MOUNTS_UNKNOWN,
+                pid=pid,
+                because=f"whether process {pid} sees the pipe directory of its lease is unknown: {alike.reason}",
+                hint="an mpsd of root with CAP_SYS_PTRACE can read it; to see whether the program is under MPS:"
+                " mpsctl verify",
+            )
+        return request
     directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
     hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
     invisible = {gpu for gpu, path in directories.items() if path in hidden}

@@ -220,6 +220,9 @@ CATALOGUE: Final = {
     EventName.SHARED_MEMORY_DIFFERS: EventKind(
         "warning", "pid because hint", "A container and its MPS server have different /dev/shm."
     ),
+    EventName.MOUNTS_UNKNOWN: EventKind(
+        "warning", "pid because hint", "Whether the holder of a lease sees its pipe directory is unknown."
+    ),
     EventName.LEASE_GRANTED: _of_lease(
         f"gpus active_thread_percentage pinned_device_mem_limit processes waited? {_GROUP} because",
         "A lease is granted. Percentage and memory are those on its first GPU.",

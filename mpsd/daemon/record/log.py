@@ -83,6 +83,7 @@ class EventName(StrEnum):
     UID_PARDONED = "uid_pardoned"
     QUARANTINE_NOT_STORED = "quarantine_not_stored"
     SHARED_MEMORY_DIFFERS = "shared_memory_differs"
+    MOUNTS_UNKNOWN = "mounts_unknown"
     LEASE_GRANTED = "lease_granted"
     LEASE_REFUSED = "lease_refused"
     LEASE_WAITS = "lease_waits"

@@ -28,6 +28,7 @@ from mpsd.core.model import (
     Server,
     Share,
     Stop,
+    Unknown,
     ViolationKind,
 )
 from mpsd.core.reload import LiveSettings
@@ -39,7 +40,7 @@ from mpsd.daemon.record.log import EventName, Logger
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
 from mpsd.system import clock, proc, process_table
 
-_VARIABLES: Final = (*violations.VARIABLES, LEASE, TOKEN)
+_VARIABLES: Final = frozenset({*violations.VARIABLES, LEASE, TOKEN})
 """The variables that are read from a client's environment."""
 
 
@@ -159,9 +160,11 @@ class ViolationMonitor:
         if before is not None:
             opened = continued(before.opened, opened, has_context=before.has_context)
         if known is None or known.server != server.pid:
-            environment, uid = proc.variables_of(identity.pid, _VARIABLES), proc.real_uid(identity.pid)
-            found = (identity, daemon.name, daemon.gpu, server.pid, opened, environment)
-            return None if uid is None else Client(*found, uid)
+            environment = proc.environment_of(identity.pid, _VARIABLES.__contains__)
+            uid = proc.real_uid(identity.pid)
+            if environment is None or uid is None:
+                return None
+            return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
         return replace(known, opened=opened)
 
     def _follow_faults(self) -> None:
@@ -297,7 +300,7 @@ class ViolationMonitor:
             client = attached.client
             servers[client.identity] = client.server
             daemon = self._daemons[client.daemon]
-            near = self._clients.lease_near(client) if attached.lease is None else None
+            near = None if attached.counted else self._clients.lease_near(client)
             for found in violations.of_client(attached, denied=denied, memory=daemon.has_mem_limit, near=near):
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
@@ -329,13 +332,23 @@ class ViolationMonitor:
         share: Share,
         servers: Mapping[ProcessIdentity, int],
     ) -> Violation | None:
-        """Judge the memory that a lease's processes hold; memory attributed by a token alone ends no process."""
-        proven = {each: on for each, on in held.items() if not self._clients.is_borne(lease, each)}
-        found = violations.of_memory(lease, proven, share, servers)
-        if found is not None or len(proven) == len(held):
-            return found
+        """Judge the memory that a lease's processes hold; memory whose lease is not certain ends no process."""
         found = violations.of_memory(lease, held, share, servers)
-        return replace(found, own=False) if found is not None else None
+        if found is None:
+            return None
+        proven = {each: on for each, on in held.items() if self._is_certain(lease, share, each)}
+        return violations.of_memory(lease, proven, share, servers) or replace(found, own=False)
+
+    def _is_certain(self, lease: Lease, share: Share, identity: ProcessIdentity) -> bool:
+        """Tell whether a process belongs to a lease by more than a token, and can belong to no other lease.
+
+        Where a holder has several leases, the environment of a client says which of them it has.
+        """
+        if self._clients.is_borne(lease, identity):
+            return False
+        client = self._seen.get((share.daemon, identity))
+        is_unreadable = client is not None and isinstance(client.environment, Unknown)
+        return not (is_unreadable and self._clients.is_near_another(lease, share, identity.pid))
 
     # -- acting -------------------------------------------------------------------------------------------------------
 

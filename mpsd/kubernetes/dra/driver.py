@@ -32,6 +32,7 @@ from mpsd.core.errors import (
     InvalidRequestError,
     MpsdError,
     NotFoundError,
+    NotPermittedError,
     UnreachableError,
 )
 from mpsd.core.kubernetes.claims import ROOT, user_of
@@ -333,13 +334,19 @@ class Driver:
         """Let the pod in which a program runs with a lease hold the lease, for the program's user."""
         share = claim.shares[lease.number]
         user = self._settings.uid if share.user is None else share.user
+        unknown: NotPermittedError | None = None
         for pod in claim.pods:
             group = pod_groups.path_of(pod.uid, self._settings)
             if group is None:
                 continue
             uid = gid = user
             if uid is None or gid is None:
-                found = pod_groups.programs_with(pod.uid, _LEASE, lease.lease, self._settings)
+                held_by = None if lease.pod is None else lease.uid
+                try:
+                    found = pod_groups.programs_with(pod.uid, _LEASE, lease.lease, self._settings, held_by)
+                except NotPermittedError as error:
+                    unknown = error
+                    continue
                 if not found:
                     continue
                 uid = user_of({each.uid for each in found})
@@ -351,6 +358,8 @@ class Driver:
             self._mpsd.take(lease.lease, group, uid, gid)
             self._holds(lease.lease, claim, uid)
             return
+        if unknown is not None:
+            raise unknown
 
     def _holds(self, lease: str, claim: PreparedClaim, uid: int) -> None:
         pending = self._pending.get(lease)

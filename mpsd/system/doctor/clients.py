@@ -1,14 +1,14 @@
 """The processes that have leases, as far as the calling user may inspect them."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.clients import LIBRARIES, VISIBLE
 from mpsd.core.doctor.observed_clients import ClientSeen, MemoryGroup
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import process_table
+from mpsd.system import proc, process_table
 
 _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
 
@@ -30,17 +30,14 @@ def look(pid: int, lease: str, *, gpu: str, granted: int, client: bool) -> Clien
         group = Known(memory_group(Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace")))
     except OSError as error:
         group = Unknown(f"{error.filename}: {error.strerror}")
-    variables = _variables(pid)
+    variables = proc.environment_of(pid, _is_wanted)
+    if variables is None:
+        return None
     return ClientSeen(pid, lease, gpu, granted, arguments, variables, group, _frameworks(pid), client)
 
 
-def _variables(pid: int) -> Reading[Mapping[str, str]]:
-    try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError as error:
-        return Unknown(f"{error.filename}: {error.strerror}")
-    pairs = (each.decode("utf-8", errors="replace").partition("=") for each in raw.split(b"\0"))
-    return Known({name: value for name, _, value in pairs if name == VISIBLE or name.startswith(_PREFIXES)})
+def _is_wanted(name: str) -> bool:
+    return name == VISIBLE or name.startswith(_PREFIXES)
 
 
 def _frameworks(pid: int) -> frozenset[str]:

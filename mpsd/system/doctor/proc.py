@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -12,7 +12,7 @@ from mpsd.core.doctor.observed import ProcessSeen
 from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import text
-from mpsd.system import clock, host_environment, mount_table, process_table, unix_sockets
+from mpsd.system import clock, host_environment, mount_table, proc, process_table, unix_sockets
 from mpsd.system.process_table import ProgramKind
 
 _PROC: Final = Path("/proc")
@@ -127,7 +127,7 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         for line in (at / "status").read_bytes().decode(errors="replace").split("\n")  # a name may have other line ends
         if ":" in line
     )
-    variables = _variables(at)
+    variables = proc.environment_of(pid, process_table.is_of_cuda) or Known({})  # it has ended, and uses nothing
     arguments_of = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
     ticks = int((at / "stat").read_bytes().rpartition(b")")[2].split()[19])
     return ProcessSeen(
@@ -157,15 +157,6 @@ def _link(path: Path) -> Reading[str]:
         return Known(text(os.readlink(path)))  # noqa: PTH115 - the link's text is no path
     except OSError as error:
         return _denied(path, error)
-
-
-def _variables(at: Path) -> Reading[Mapping[str, str]]:
-    try:
-        raw = (at / "environ").read_bytes()
-    except PermissionError as error:
-        return _denied(at / "environ", error)
-    pairs = (each.decode("utf-8", errors="replace").partition("=") for each in raw.split(b"\0"))
-    return Known({name: value for name, _, value in pairs if name.startswith("CUDA_")})
 
 
 def _open_files(at: Path) -> Reading[int]:

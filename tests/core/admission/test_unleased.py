@@ -1,5 +1,6 @@
 """Clients without a lease: the amount of a GPU that each counts as."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import pytest
@@ -35,14 +36,14 @@ def test_part_as_read(usage: Reading[GpuUsage] | None, memory: int) -> None:
 @pytest.mark.parametrize(
     ("environment", "part", "memory", "expected"),
     [
-        (None, NOTHING, Known(0), unleased.LEAST),
-        ({}, NOTHING, Unknown("not reported"), unleased.LEAST),
-        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}, NOTHING, Known(GIB), Amount(250, GIB, 1)),
-        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}, PART, Known(GIB), PART),
-        ({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"}, PART, Known(61 * GIB), Amount(700, 61 * GIB, 1)),
+        (Unknown("overwritten"), NOTHING, Known(0), unleased.LEAST),
+        (Known({}), NOTHING, Unknown("not reported"), unleased.LEAST),
+        (Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}), NOTHING, Known(GIB), Amount(250, GIB, 1)),
+        (Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}), PART, Known(GIB), PART),
+        (Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"}), PART, Known(61 * GIB), Amount(700, 61 * GIB, 1)),
     ],
 )
-def test_amount(environment: dict[str, str] | None, part: Amount, memory: Reading[int], expected: Amount) -> None:
+def test_amount(environment: Reading[Mapping[str, str]], part: Amount, memory: Reading[int], expected: Amount) -> None:
     """A client counts with the most of its environment, what it holds, and the part that it had in a lease."""
     client = Client(ProcessIdentity(7, 7), "gpu0", "GPU-0", 5, None, environment, 0)
     assert unleased.amount(client, read(memory), part) == expected

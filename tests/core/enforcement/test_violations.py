@@ -1,5 +1,6 @@
 """The most that a client can use, and which of it violates its lease."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
@@ -35,6 +36,7 @@ from mpsd.core.model import (
     Owner,
     ProcessIdentity,
     ReadBack,
+    Reading,
     Unknown,
     ViolationKind,
 )
@@ -50,6 +52,7 @@ HOLDER, OTHER, THIRD = (ProcessIdentity(pid, 1) for pid in (100, 200, 300))
 CLOSED: Final = ReadBack(1, MIB)
 PART: Final = ReadBack(250, 2 * GIB)
 WIDE: Final = ReadBack(1000, None)
+HIDDEN: Final = Unknown("its environment cannot be read")
 
 
 def lease(
@@ -87,7 +90,8 @@ def client(
 
     `ceiling` is what was open when it connected, and `since` what was open later as well.
     """
-    own = environment if environment is not None else dict(of.shares[0].env) if of is not None else {}
+    variables = environment if environment is not None else dict(of.shares[0].env) if of is not None else {}
+    own: Reading[Mapping[str, str]] = Known(variables)
     if ceiling is None:
         return Client(identity, "gpu0", GPU, 7, None, own, uid)
     at = Bounds(ceiling, ceiling)
@@ -246,17 +250,17 @@ def kinds(attached: AttributedClient, *, denied: bool = True, memory: bool = Tru
 @pytest.mark.parametrize(
     ("opened", "environment", "word"),
     [
-        (WIDE, {}, "100 % of the threads instead of 25 % and unlimited memory instead of 2GiB"),
-        (WIDE, None, "cannot be read"),
-        (None, {}, "mpsd could not see what was open to process 100 when it attached; unless"),
-        (ReadBack(250, 3 * GIB), {}, "3GiB of memory instead of 2GiB"),
-        (PART, {}, ""),
-        (PART, None, ""),
-        (WIDE, lease().shares[0].env, ""),
-        (None, lease().shares[0].env, "may have less than its part of the lease"),
+        (WIDE, Known({}), "100 % of the threads instead of 25 % and unlimited memory instead of 2GiB"),
+        (WIDE, HIDDEN, "cannot be read"),
+        (None, Known({}), "mpsd could not see what was open to process 100 when it attached; unless"),
+        (ReadBack(250, 3 * GIB), Known({}), "3GiB of memory instead of 2GiB"),
+        (PART, Known({}), ""),
+        (PART, HIDDEN, "drop the memory limit"),
+        (WIDE, Known(lease().shares[0].env), ""),
+        (None, Known(lease().shares[0].env), "may have less than its part of the lease"),
     ],
 )
-def test_what_only_might_be(opened: ReadBack | None, environment: dict[str, str] | None, word: str) -> None:
+def test_what_only_might_be(opened: ReadBack | None, environment: Reading[Mapping[str, str]], word: str) -> None:
     """A client that is not visibly limited, while more is open, is unknown, and no violation."""
     granted = lease()
     found = replace(client(ceiling=opened), environment=environment)
@@ -340,6 +344,24 @@ def test_clients() -> None:
     assert kinds(AttributedClient(client(), None, counted=False), denied=False) == []
 
 
+@pytest.mark.parametrize(
+    ("environment", "near", "own"),
+    [
+        (Known({}), lease(), True),
+        (HIDDEN, None, True),
+        (HIDDEN, lease(), False),
+        (HIDDEN, structs.replace(lease(), owner=Owner(7, 7, 1, None)), True),
+    ],
+)
+def test_extra_client_that_may_have_another_lease(
+    environment: Reading[Mapping[str, str]], near: Lease | None, *, own: bool
+) -> None:
+    """An extra client whose environment may have the token of another lease of its user is reported only."""
+    attached = AttributedClient(replace(client(), environment=environment), lease(50), counted=False)
+    (found,) = of_client(attached, denied=True, memory=True, near=near)
+    assert (found.kind, found.own) == (ViolationKind.PROCESSES, own)
+
+
 def test_client_that_may_have_a_lease() -> None:
     """A client without a lease may have one if its user has one with room, or if its environment cannot be read."""
 
@@ -350,7 +372,7 @@ def test_client_that_may_have_a_lease() -> None:
         return violation
 
     assert judged(client()).own
-    unreadable = judged(replace(client(), environment=None))
+    unreadable = judged(replace(client(), environment=HIDDEN))
     assert (unreadable.own, "cannot be read" in unreadable.because) == (False, True)
     possible = judged(client(), lease())
     assert (possible.own, "it may belong to lease lease-25" in possible.because) == (False, True)

@@ -2,8 +2,9 @@
 
 import pytest
 
+from mpsd.core.capabilities import READER, Capability
 from mpsd.core.errors import ConfigurationError
-from mpsd.core.kubernetes.settings import Offer, Settings, parse
+from mpsd.core.kubernetes.settings import Offer, Settings, check_capabilities, parse
 
 
 def test_order() -> None:
@@ -64,3 +65,15 @@ def test_absent_and_any() -> None:
     """A setting that is absent by default can be set, and a number can be `any`."""
     found = parse('uid = 1000\nprocesses = "any"\nmemory_unit = "512MiB"', {}, {})
     assert (found.uid, found.processes, found.memory_unit) == (1000, None, 512)
+
+
+@pytest.mark.parametrize("lacking", READER)
+def test_capabilities(lacking: Capability) -> None:
+    """Without either capability it starts only where it need not read whose program a container runs."""
+    has = sum(1 << each for each in READER - {lacking})
+    for settings in (Settings(), Settings(resources=Offer.DRA), Settings(hook="/usr/bin/mpsctl")):
+        with pytest.raises(ConfigurationError, match=f"has no {lacking.name},"):
+            check_capabilities(settings, has)
+        check_capabilities(settings, has | 1 << lacking)
+    check_capabilities(Settings(uid=1000), has)
+    check_capabilities(Settings(resources=Offer.DRA, hook="/usr/bin/mpsctl"), 0)

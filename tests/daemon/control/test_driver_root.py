@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mpsd.core.model import Known
 from mpsd.system import proc
 from tests import real
 from tests.daemon.conftest import Start
@@ -43,7 +44,7 @@ def test_driver_root(make_node: Start, nvml: FakeNvml, short_tmp: Path) -> None:
     assert found is not None
     assert found.command.startswith(f"{root}/")
     links = node.root / "run" / "driver"
-    variables = proc.variables_of(pid, {"LD_LIBRARY_PATH"})
-    assert variables is not None
-    assert variables["LD_LIBRARY_PATH"].split(":")[0] == str(links)
+    variables = proc.environment_of(pid, "LD_LIBRARY_PATH".__eq__)
+    assert isinstance(variables, Known)
+    assert variables.value["LD_LIBRARY_PATH"].split(":")[0] == str(links)
     assert {each.name for each in links.iterdir()} == {LIBRARY, "libcuda.so.1"}

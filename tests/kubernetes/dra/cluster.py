@@ -17,6 +17,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ import grpc
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.protocol import dra_pb2 as dra
 from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
+from tests.container.manifests import capabilities
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import SLICES, ApiServer
 from tests.kubernetes.plugin.cluster import RefusedError, StandIn, StandInPod
@@ -80,6 +82,7 @@ class DraCluster(StandIn):
     api_server: ApiServer = field(init=False)
     claims: dict[str, Claim] = field(default_factory=dict)
     of_pod: dict[str, list[Claim]] = field(default_factory=dict)
+    capabilities: Sequence[str] = field(default_factory=partial(capabilities, "dra"))
     service: str = wire.DRA_SERVICES[0]
     endpoint: Path | None = None
     """The driver's socket; None until it is registered."""

@@ -1,6 +1,8 @@
 """Pods with claims, from the preparation to the end: their shares, the holders of their leases, and refusals."""
 
 import json
+import os
+import signal
 import stat
 from typing import Any
 
@@ -84,6 +86,18 @@ class TestPod:
         pod = cluster.pod(cluster.claim())
         pod.start("main", uid=1234)
         wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [1234], what="it to be the user's")
+
+    def test_a_user_that_is_unknown(self, cluster: DraCluster) -> None:
+        """If no process of a pod shows that it is the container's program, an event of the pod says so."""
+        pod = cluster.pod(cluster.claim())
+        assert cluster.plugin is not None
+        container = pod.start("main", ("env", "-i", "sleep", "inf"), uid=1234, before=cluster.stop_plugin)
+        wait_until(lambda: os.readlink(f"/proc/{container.process.pid}/exe").endswith("sleep"), what="the program")  # noqa: PTH115
+        cluster.plugin.send_signal(signal.SIGCONT)
+        written = cluster.api_server.written
+        (event,) = wait_until(lambda: [each for each in written if each["kind"] == "Event"], what="an event")
+        assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "LeaseNotHeld")
+        assert f"/proc/{container.process.pid}/environ" in event["message"]
 
     def test_a_claim_that_is_freed_early(self, cluster: DraCluster) -> None:
         """A claim that was prepared, and whose pod never came, releases its lease."""

@@ -13,11 +13,13 @@ import subprocess
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import pytest
 
+from tests.container.manifests import capabilities
 from tests.control_groups import mounted
 from tests.fork_server import Child, ForkServer
 from tests.harness import wait_until
@@ -169,6 +171,8 @@ class StandIn:
     settings: Mapping[str, str] = field(default_factory=dict)
     durations: Mapping[str, float] = field(default_factory=dict)
     """Constants of the plugin that have other values in this one, by their full names."""
+    capabilities: Sequence[str] = field(default_factory=partial(capabilities, "device-plugin"))
+    """All capabilities of the plugin: those of its manifest."""
     kubelet: Child | None = None
     plugin: Child | None = None
     pods: dict[str, StandInPod] = field(default_factory=dict)
@@ -211,6 +215,7 @@ class StandIn:
             {**os.environ, **self.variables()},
             program="mpsd-kubernetes",
             durations=self.durations,
+            capabilities=self.capabilities,
         )
 
     @property

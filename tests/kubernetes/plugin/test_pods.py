@@ -1,11 +1,13 @@
 """Pods from their admission to their end: their shares, the holders of their leases, and refusals."""
 
 import json
+import os
 import signal
 from functools import partial
 
 import pytest
 
+from mpsd.core.capabilities import READER, Capability
 from mpsd.simulator.client import program
 from tests import real
 from tests.harness import wait_until
@@ -114,6 +116,37 @@ class TestSlices:
         container.process.stdin.flush()
         await_owner(cluster, pod, 1234)
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
+    def test_a_user_that_is_unknown(self, make_cluster: MakeCluster) -> None:
+        """If no process of a pod shows that it is the container's program, the log says so; the lease stays root's."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 20}})
+        assert cluster.plugin is not None
+        container = pod.start("main", ("env", "-i", "sleep", "inf"), uid=1234, before=cluster.stop_plugin)
+        wait_until(lambda: os.readlink(f"/proc/{container.process.pid}/exe").endswith("sleep"), what="the program")  # noqa: PTH115
+        cluster.plugin.send_signal(signal.SIGCONT)
+        (line,) = wait_until(lambda: cluster.log("container_not_held"), what="the log to say so")
+        (lease,) = cluster.held(pod)
+        assert (line["lease"], line["pod"], line["container"], line["name"], line["uid"], line["code"]) == (
+            lease["id"], pod.uid, "main", "default/pod-0/main", None, "not_permitted",
+        )  # fmt: skip
+        assert f"/proc/{container.process.pid}/environ" in line["because"]
+        assert lease["owner"]["uid"] == 0
+
+    @pytest.mark.parametrize("lacking", READER)
+    def test_without_a_capability(self, make_cluster: MakeCluster, lacking: Capability) -> None:
+        """It offers nothing where it cannot see users, unless all containers run as one that is known."""
+        cluster = make_cluster(start=False)
+        cluster.capabilities = [each.name for each in READER if each is not lacking]
+        cluster.start_kubelet()
+        cluster.start_plugin()
+        assert cluster.plugin is not None
+        assert cluster.plugin.wait(20) == 78
+        assert lacking.name in (cluster.root / "plugin.log").read_text()
+        assert cluster.order("devices") == {}
+        cluster.settings = {"UID": "1234"}
+        cluster.start_plugin()
+        cluster.await_devices()
 
     def test_never_over_committed(self, make_cluster: MakeCluster) -> None:
         """kubelet refuses more than the node has, and a pod that ends frees room for the next at once."""

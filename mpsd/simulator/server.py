@@ -63,7 +63,9 @@ class _Service:
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
         settings = binds(Path(self._gpus)), context_memory(Path(self._gpus))
-        start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings)
+        start = Start(
+            tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings, branch=said["branch"]
+        )
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")
         self._log(f"Connecting to control daemon on socket: {said['socket']}")

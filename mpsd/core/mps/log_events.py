@@ -165,7 +165,6 @@ REASONS_TO_ASK: Final = (
     ServerReady,
     ServerFailed,
     ServerExited,
-    ServerFaulted,
     ContextsMade,
     LimitGiven,
     ClientArrived,
@@ -174,3 +173,7 @@ REASONS_TO_ASK: Final = (
 )
 """Events after which limits, servers or clients may have changed. None of them results from a query: mpsd's own queries
 must not cause further queries."""
+
+REASONS_TO_DOUBT: Final = (ServerFaulted, UnknownLine)
+"""Events after which a server may handle a fatal fault. They prove nothing: a server runs as the user of its clients,
+who can write such lines in a loop. The server is asked, at most once a second."""

@@ -250,6 +250,8 @@ def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
         pid=daemon["pid"],
         pipe_directory=daemon["pipe_directory"],
         orphans=tuple(each["pid"] for each in daemon["servers"] if each["orphan"]),
+        unknown_lines=daemon["unknown_lines"],
+        latest_unknown_line=next(reversed(daemon["latest_unknown_lines"]), ""),
     )
 
 

@@ -70,6 +70,9 @@ class Kind(StrEnum):
     """The GPU works, but mpsd could not restore a setting of it that it had changed. The node stays healthy."""
     QUARANTINE = "quarantine"
     """A uid crashed control daemons and has no access to any of them. The node is healthy without it."""
+    FAULT_REPORTED = "fault_reported"
+    """The log of a server reports a fatal GPU fault, and grants on its GPU wait for the server's own word. The node
+    stays healthy until then, since any user of the server can write such a line."""
     CLIENT_END_LATE = "client_end_late"
     """A server did not end the contexts of a client in time, and may refuse others. The node stays healthy."""
     CLIENT_END = "client_end"
@@ -84,7 +87,7 @@ _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
 
 _WARNINGS: Final = frozenset(
     {Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.NOT_CLOSED, Kind.SUSPECT}
-    | {Kind.CLIENT_END_LATE, Kind.CLIENT_END}
+    | {Kind.FAULT_REPORTED, Kind.CLIENT_END_LATE, Kind.CLIENT_END}
 )
 """The kinds that leave the node healthy."""
 
@@ -111,7 +114,7 @@ _USER_HINTS: Final = {
 }
 """The hints for users, for the kinds that have a remedy for a user."""
 
-_HINTS_FOR_ALL: Final = frozenset({Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU})
+_HINTS_FOR_ALL: Final = frozenset({Kind.FAULT_REPORTED, Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU})
 """The kinds whose hint is to wait, or to read something that all users may read."""
 
 
@@ -296,6 +299,12 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
         if server.faulted is not None:
             hint = f"end the clients that remain on {name}; list them: mpsctl clients"
             yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
+        if server.fault_reported is not None:
+            because = (
+                f"{name}: the log of server {server.pid} has reported a fatal GPU fault since"
+                f" {_time(server.fault_reported)}, and mpsd asks the server before it grants anything there"
+            )
+            yield Reason(Kind.FAULT_REPORTED, name, because, "wait: the answer takes about a second; mpsctl status")
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
             yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")

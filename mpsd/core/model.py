@@ -270,6 +270,9 @@ class Server:
     orphan: bool = False
     faulted: datetime | None = None
     """Since when it has been handling a fatal fault, during which it accepts no client."""
+    fault_reported: datetime | None = None
+    """Since when its log reports such a fault, where the server was not asked yet: any user with a client can write
+    that."""
     limits: ReadBack | None = None
     """The maximum for its next client; None while the server does not report it, as while it starts."""
     is_known: bool = True

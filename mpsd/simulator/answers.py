@@ -12,8 +12,8 @@ from mpsd.core.mps.commands import TABLE, echo_of, words
 from mpsd.simulator import figures
 from mpsd.simulator.replies import AskServer, Following, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
-BRANCHES: Final = (470, 535, 550, 555)
-"""The driver branches that can be imitated."""
+BRANCHES: Final = (470, 535, 550, 555, 580)
+"""The driver branches that can be imitated. Of 580 only the words of a server's log differ from those of 555 here."""
 
 # The first driver branch with each difference in behaviour, beside the commands that it knows (core's table).
 ANNOUNCES_QUIT: Final = 535
@@ -104,7 +104,8 @@ class ControlDaemon:
     @property
     def defaults(self) -> dict[str, object]:
         """The values that the next server starts with."""
-        return {"percentage": self._percentage, "limits": self._limits, "priority": self._priority}
+        values = {"percentage": self._percentage, "limits": self._limits, "priority": self._priority}
+        return {**values, "branch": self.branch}
 
     def started(self, pid: int, uid: int) -> None:
         """Record a server that was started."""

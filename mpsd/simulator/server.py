@@ -64,7 +64,9 @@ class _Service:
         limits = {int(device): limit for device, limit in said["limits"].items()}
         gpus = Path(self._gpus)
         settings = binds(gpus), context_memory(gpus), killed_alone(gpus)
-        start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings)
+        start = Start(
+            tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings, branch=said["branch"]
+        )
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")
         self._log(f"Connecting to control daemon on socket: {said['socket']}")

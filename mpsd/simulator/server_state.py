@@ -11,11 +11,9 @@ from enum import StrEnum
 from typing import ClassVar, Final, NamedTuple
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA
-from mpsd.simulator import figures
+from mpsd.simulator import figures, server_words
 from mpsd.simulator.cuda import Binds, CudaError, Leaves, Pinned, of_context, pinned
-
-_PAIR: Final = "{{PID: {}, Context ID: {}}}"
-"""The log's name for a client's context (LOG). A process without a context is named by its first, which is 0."""
+from mpsd.simulator.server_words import PAIR
 
 _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"
 """A line of `ps`: PID ID SERVER DEVICE NAMESPACE COMMAND (OLD)."""
@@ -42,6 +40,8 @@ class Start(NamedTuple):
     leaves: Leaves = Leaves.WEDGE
     places: int = CLIENTS_VOLTA
     """Client contexts on each device: MPS counts contexts, not processes (OLD)."""
+    branch: int = 555
+    """The driver branch, for the words of its log."""
 
 
 class Context(NamedTuple):
@@ -112,6 +112,7 @@ class Server:
         self._leaves = start.leaves
         self._has_error_left = False
         """Whether the next context gets the error of a client that was killed in mid-kernel."""
+        self._branch = start.branch
         self._affected: set[int] = set()
         """The clients that met a fault, and have not exited yet."""
         self._terminating: set[int] = set()
@@ -141,7 +142,7 @@ class Server:
         A wedged server lists the process and never answers it, so the caller must check `wedged`.
         """
         if not self.wedged:  # a wedged server logs nothing any more (KAI)
-            self._log(f"Received new client request for {_PAIR.format(pid, 0)}")
+            self._log(f"Received new client request for {PAIR.format(pid, 0)}")
         # On all of its devices (OLD); and with this error also while the contexts of another client are being ended
         # (TS).
         if self.status is not Status.ACTIVE or (self._terminating and not self.wedged):
@@ -152,8 +153,8 @@ class Server:
         bound = share if self._binds is Binds.CONNECT else None
         client = self.clients[pid] = Client(Process(pid, command, namespace, environment), share.gpu, bound)
         if not self.wedged:
-            self._log(f"Client {_PAIR.format(pid, 0)} connected")
-            self._log(f"Creating worker thread for client {_PAIR.format(pid, 0)}")
+            self._log(f"Client {PAIR.format(pid, 0)} connected")
+            self._log(f"Creating worker thread for client {PAIR.format(pid, 0)}")
         return client
 
     def context(self, pid: int, environment: Mapping[str, str] | None = None) -> Context | CudaError:
@@ -175,7 +176,7 @@ class Server:
             return share
         if share.memory is not None and share.memory < self._context_memory:
             return CudaError.OUT_OF_MEMORY
-        pair = _PAIR.format(pid, client.made)
+        pair = PAIR.format(pid, client.made)
         if client.made:
             self._log(f"Received new client request for {pair}")
             self._log(f"Client {pair} connected")
@@ -191,7 +192,7 @@ class Server:
         """Destroy a context of a client; False where it has none with this number."""
         if self.clients[pid].contexts.pop(number, None) is None:
             return False
-        self._log(f"Client {_PAIR.format(pid, number)} exit")
+        self._log(f"Client {PAIR.format(pid, number)} exit")
         return True
 
     def left(self, pid: int, *, said: bool) -> tuple[int, ...]:
@@ -222,10 +223,12 @@ class Server:
                 self.wedged = True
                 return ()
             self._has_error_left = True
-        # At every end, also a normal one (public logs of 460; with other words, measured on 580).
-        self._log("Receive command failed, assuming client exit. Client process disconnected")
-        if self.clients.pop(pid, None) is not None:
-            self._log(f"Client {_PAIR.format(pid, 0)} exit")
+        self.clients.pop(pid, None)
+        contexts = [*client.contexts] if client is not None else []
+        others = sum(len(each.contexts) for each in self.clients.values())
+        listed = client is not None
+        for line in server_words.left(self._branch, pid, contexts, others=others, listed=listed):
+            self._log(line)
         self.wedged = client is not None and client.wedges
         self._affected.discard(pid)
         if self.status is Status.FAULT and not self._affected:
@@ -247,16 +250,10 @@ class Server:
         hit = self._with_contexts()
         self.status = Status.FAULT
         self._affected.update(hit)
-        self._log("Volta MPS: Server is handling a fatal GPU error.")
         for pid in hit:
             self.clients[pid].working = False
-            self._log(f"status of client {_PAIR.format(pid, 0)} is INACTIVE")
-        self._log("The following devices")
-        for device in range(len(self._devices)):
-            self._log(str(device))
-        self._log("The following clients have a sticky error set:")
-        for pid in hit:
-            self._log(str(pid))
+        for line in server_words.fault(self._branch, hit, len(self._devices)):
+            self._log(line)
         return hit
 
     def terminate(self, pid: int) -> Answer:
@@ -270,7 +267,7 @@ class Server:
             return Answer(awaits=pid)
         self._terminating.discard(pid)
         del self.clients[pid]
-        self._log(f"Client {_PAIR.format(pid, 0)} exit")  # NVIDIA's words for this are unknown
+        self._log(f"Client {PAIR.format(pid, 0)} exit")  # NVIDIA's words for this are unknown
         return Answer(["0"], terminated=pid)
 
     # -- commands --

@@ -48,6 +48,7 @@ COMMAND: Final = "set_default_active_thread_percentage 10"
 DRIFT: Final = Drift("active_thread_percentage", 60.0, 10.0, NOW, COMMAND)
 MEMORY: Final = Drift("pinned_device_mem_limit", 8 * GIB, None, NOW, None)
 FAULTED: Final = Server(42, faulted=NOW)
+REPORTED: Final = Server(42, fault_reported=NOW)
 NO_ROOM: Final = "the store cannot be written: disk full"
 
 
@@ -121,6 +122,11 @@ OF_DAEMONS: Final = [
         daemon(client_end_late="server 42 did not end the contexts of client 7 in time"),
         Kind.CLIENT_END_LATE,
         "gpu0: server 42 did not end",
+    ),
+    (
+        daemon(servers=(REPORTED,)),
+        Kind.FAULT_REPORTED,
+        "gpu0: the log of server 42 has reported a fatal GPU fault since 2026-11-22T03:00:00Z",
     ),
     (daemon(client_end="server 42 is ending the contexts of client 7"), Kind.CLIENT_END, "gpu0: server 42 is ending"),
 ]
@@ -284,7 +290,7 @@ REFUSED: Final = [
     *(
         (GPU, found, "hold" if kind in {Kind.HOLD, Kind.OPERATION, Kind.LEASES_INCOMPLETE} else "health", kind)
         for found, kind, _ in OF_DAEMONS
-        if kind not in {Kind.ORPHAN, Kind.LOG_SILENT, Kind.CLIENT_END}
+        if kind not in {Kind.ORPHAN, Kind.LOG_SILENT, Kind.FAULT_REPORTED, Kind.CLIENT_END}
     ),
     (GPU, daemon(state=State.HELD, servers=(FAULTED,), drift=(DRIFT,)), "hold", Kind.HOLD),
     (gpu(Health.FAULTY), daemon(state=State.HELD), "health", Kind.GPU),
@@ -366,6 +372,6 @@ def test_hints_for_users(kind: Kind) -> None:
     """An operator reads a command, another user what it can do itself, unless the hint is to wait or to read."""
     reason = Reason(kind, "gpu0", "gpu0 is not well", "mpsctl restart gpu0")
     assert reason.hint_for(operator=True) == reason.hint
-    is_for_all = kind in {Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU}
+    is_for_all = kind in {Kind.FAULT_REPORTED, Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU}
     assert (reason.hint_for(operator=False) == reason.hint) is is_for_all
     assert ("(--wait)" in reason.hint_for(operator=False)) is bool(reason.limit)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pytest
 
+from mpsd.simulator.control import DEFAULT_BRANCH
 from mpsd.simulator.control import program as simulator
 from tests.daemon.leases.line import Talk
 from tests.driven_program import DrivenProgram
@@ -167,10 +168,10 @@ done
 class Gate:
     """A node's control program: the simulator's, whose front-ends stay after their last answer while it is shut."""
 
-    def __init__(self, node: Node, folder: Path) -> None:
+    def __init__(self, node: Node, folder: Path, branch: int = DEFAULT_BRANCH) -> None:
         """Give a node, which is not started yet, this control program, written into a folder."""
         self._gate, self._held = folder / "gate", folder / "held"
-        command = shlex.join(simulator(gpus=str(node.root / "run" / "simulated")))
+        command = shlex.join(simulator(branch, str(node.root / "run" / "simulated")))
         script = _GATED.format(command=command, gate=self._gate, held=self._held)
         node.control = program(folder / "nvidia-cuda-mps-control", script)
 

@@ -38,7 +38,7 @@ Checks = dict[str, list[Any]]
 
 MPSD: Final = (
     *("mpsd", "socket", "version", "configuration", "reload"),
-    *("node", "gpu-health", "daemon", "wedge", "limits", "violations"),
+    *("node", "gpu-health", "daemon", "wedge", "limits", "log-lines", "violations"),
 )
 FILES: Final = ("pipe-path", "directories", "file-system", "damaged", "leftovers", "server-start", "clock")
 GPUS: Final = (

@@ -34,7 +34,7 @@ from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
 from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem_limit
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
-from mpsd.core.mps.log_events import ForeignCommand, Unaccounted
+from mpsd.core.mps.log_events import ForeignCommand, Unaccounted, UnknownLine
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.sanitize import harmless_json, plain, text
 from mpsd.core.settings import ControlDaemon, LogFormat, Settings
@@ -95,7 +95,8 @@ def log(data: bytes) -> None:
     step = data[0] % 7 + 1 if data else 1
     assert [each for at in range(0, len(lines), step) for each in pieces.read(lines[at : at + step])] == events
     assert (pieces.origin, pieces.unknown, pieces.latest) == (whole.origin, whole.unknown, whole.latest)
-    assert len([each for each in events if not isinstance(each, Unaccounted)]) + whole.unknown <= len(lines)
+    known = [each for each in events if not isinstance(each, Unaccounted | UnknownLine)]
+    assert len(known) + whole.unknown <= len(lines)
     assert len(whole.latest) <= 32
     assert all(len(each) <= 200 for each in whole.latest)
     foreign = tuple(each.text for each in events if isinstance(each, ForeignCommand))

@@ -9,9 +9,15 @@ from tests.simulator.bench import GpuBench
 
 
 @pytest.fixture
-def idle(short_tmp: Path) -> Iterator[GpuBench]:
+def branch() -> int:
+    """Return the driver branch that the bench imitates; a test can have other ones as parameters."""
+    return 555
+
+
+@pytest.fixture
+def idle(short_tmp: Path, branch: int) -> Iterator[GpuBench]:
     """Yield a bench on which nothing has started yet."""
-    bench = GpuBench(short_tmp, 555)
+    bench = GpuBench(short_tmp, branch)
     yield bench
     bench.close()
 

@@ -73,7 +73,7 @@ SENTENCES: Final = {
     "server_orphaned": "{daemon}: server {server} is an orphan: its control daemon is dead",
     "server_exited": "{daemon}: server {server} ended with status {status}",
     "server_failed": "{daemon}: server {server} failed: {words}",
-    "server_faulted": "{daemon}: server {server} handles a fatal GPU fault",
+    "server_faulted": "{daemon}: the log of server {server} reports a fatal GPU fault",
     "leases_faulted": "{daemon}: the fault affected {leases}: {because}",
     "server_recovered": "{daemon}: server {server} has recovered from its fault",
     "server_suspect": "{daemon}: a canary has to examine its server: {because}",

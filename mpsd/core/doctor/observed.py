@@ -44,6 +44,9 @@ class DaemonAnswer:
     pipe_directory: str
     orphans: tuple[int, ...]
     """Servers whose control daemon is dead."""
+    unknown_lines: int = 0
+    """Lines in its logs that mpsd does not know, since mpsd started."""
+    latest_unknown_line: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,6 +258,21 @@ def _limits(seen: Observed) -> Iterator[Finding]:
     yield from _reasons(answers, _LIMIT_KINDS, _daemons(answers))
 
 
+def _log_lines(seen: Observed) -> Iterator[Finding]:
+    answers = _answers(seen)
+    if answers is None:
+        yield unknown("mpsd does not answer")
+        return
+    for each in answers.daemons:
+        if each.unknown_lines:
+            count = f"{each.unknown_lines} line{'s' if each.unknown_lines > 1 else ''}"
+            because = f"the logs of {each.name} have {count} that mpsd does not know: {each.latest_unknown_line!r}"
+            remedy = (
+                "see latest_unknown_lines in: mpsctl daemons -o json; a newer mpsd may know the words of this driver"
+            )
+            yield Finding(Verdict.WARN, because, {"lines": each.unknown_lines}, remedy, each.name)
+
+
 _OTHERS: Final = frozenset({ViolationKind.SHORT, ViolationKind.LIMITS})
 
 
@@ -344,6 +359,12 @@ CHECKS: Final = (
         _wedge,
     ),
     Check("limits", "every limit reads back as mpsd set it", "A client can use more than its lease grants.", _limits),
+    Check(
+        "log-lines",
+        "mpsd knows every line in the logs of control daemons and servers",
+        "mpsd asks a server for each of its unknown lines, once a second at most, and does not know what they say.",
+        _log_lines,
+    ),
     Check(
         "violations",
         "every process has the lease, the user and the limits that it should have",

@@ -39,6 +39,10 @@ class ServerHealth:
 
     faults: dict[Pid, Moment] = field(default_factory=dict)
     """By a server's pid, since when it handles a fatal fault: it admits no client until those that it has are gone."""
+    reported: dict[Pid, Moment] = field(default_factory=dict)
+    """By a server's pid, since when its log reports a fault, where its state word will decide whether it has one."""
+    has_words: bool = False
+    """Whether the servers have state words, as far as known."""
     given: dict[int, ReadBack] = field(default_factory=dict)
     """By server, the limits that its log reports, since they were last compared with the wanted ones."""
     failures: list[Moment] = field(default_factory=list)
@@ -53,12 +57,13 @@ class ServerHealth:
         for event in events:
             match event:
                 case ServerFaulted():
-                    self.faults[event.server] = now
+                    if event.server not in self.faults:
+                        (self.reported if self.has_words else self.faults).setdefault(event.server, now)
                 case LimitGiven():
                     self._give(event)
                 case SharedMemoryMade() if event.name.split(".")[3] == f"{event.server:x}":
                     self.shared_memory = [*self.shared_memory, event.name][-_MOST_GIVEN:]
-                case ContextsMade():
+                case ContextsMade() if not self.has_words:
                     self.faults.pop(event.server, None)
                 case ServerReady() | ServerFailed() | ServerExited():
                     self._try(event, now)
@@ -73,6 +78,7 @@ class ServerHealth:
             self.words = event.words
         else:
             self.faults.pop(event.server, None)
+            self.reported.pop(event.server, None)
             if event.status:
                 self.failures = [*self.failures, now][-_TRIES:]
 
@@ -86,14 +92,17 @@ class ServerHealth:
         self.failures, self.words = [], ""
 
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
-        """Process the servers' state words, where the driver has them: they take precedence over the log.
+        """Process the servers' state words, where the driver has them: they decide, whatever the log reports.
 
         Servers that are gone, or have no client left, are `idle` and have no fault: a fault ends with the last client.
-        A busy server does not answer, and is not gone for that reason.
+        A busy server does not answer, and is not gone for that reason; it has the fault that its log reports.
         """
+        self.faults = {**self.reported, **self.faults}
+        self.reported = {}
         for pid in idle:
             self.faults.pop(pid, None)
         for pid, word in words.items():
+            self.has_words = self.has_words or word is not None
             if word == FAULT:
                 self.faults.setdefault(pid, now)
             elif word is not None:
@@ -102,7 +111,7 @@ class ServerHealth:
     @property
     def state(self) -> tuple[object, ...]:
         """The state that decides whether clients are admitted: when it changes, the decision may change."""
-        return (*self.faults, *self.failures)
+        return (*self.faults, None, *self.reported, *self.failures)
 
     def cannot_start(self, now: datetime) -> str | None:
         """Say that servers do not start, with the last one's log line, for as long as that is so.

@@ -122,6 +122,11 @@ DAEMON_STATE_SINCE: Final = _gauge(
 DAEMON_SERVERS: Final = _gauge("mpsd_daemon_servers", "Servers of a control daemon.", "daemon")
 DAEMON_CLIENTS: Final = _gauge("mpsd_daemon_clients", "Clients that the servers of a control daemon list.", "daemon")
 DAEMON_DRIFT: Final = _gauge("mpsd_daemon_drift", "Limits that differ from the values that mpsd set.", "daemon")
+UNKNOWN_LINES: Final = _counter(
+    "mpsd_daemon_unknown_lines",
+    "Lines in the logs of a control daemon and its servers that mpsd does not know.",
+    "daemon",
+)
 DEATHS: Final = _counter(
     "mpsd_daemon_deaths",
     "Deaths of a control daemon that no operator wanted, by cause: the signal, `exit`, or `start` if it could not be"
@@ -280,6 +285,7 @@ SECTIONS: Final[dict[str, tuple[Family, ...]]] = {
         DAEMON_SERVERS,
         DAEMON_CLIENTS,
         DAEMON_DRIFT,
+        UNKNOWN_LINES,
         DEATHS,
         HANGS,
         STARTS,

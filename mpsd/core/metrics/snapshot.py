@@ -125,6 +125,7 @@ def _daemons(node: NodeSnapshot) -> Iterator[Block]:
     clients = {(each.name,): sum(len(server.clients) for server in each.servers) for each in daemons}
     yield gauges(families.DAEMON_CLIENTS, clients)
     yield gauges(families.DAEMON_DRIFT, {(each.name,): len(each.drift) for each in daemons})
+    yield counters(families.UNKNOWN_LINES, {(each.name,): each.unknown_lines.count for each in daemons})
 
 
 def _admission(node: NodeSnapshot) -> Iterator[Block]:

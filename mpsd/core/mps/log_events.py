@@ -1,7 +1,8 @@
 """The events that the logs of a control daemon and its servers can report: one type for each kind.
 
-Sources: "measured" is 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; R580 are logs that users of that
-driver published; OLD is NVIDIA's documentation before R590. `core/mps/log_parser.py` has the lines.
+Sources: "measured" is 470.256.02, 535.261.03, 550.163.01 and 555.58.02 without a GPU; 580 is 580.159.04 on a GPU; R580
+are logs that users of that driver published; OLD is NVIDIA's documentation before R590. `core/mps/log_parser.py` has
+the lines with their sources.
 """
 
 from dataclasses import dataclass
@@ -71,7 +72,18 @@ class ServerExited:
 
 @dataclass(frozen=True, slots=True)
 class ServerFaulted:
-    """`Volta MPS: Server is handling a fatal GPU error.`: it accepts no client until all of its own are gone (OLD)."""
+    """A word of a server about a fatal GPU fault, after which it accepts no client until its own are gone (580, OLD).
+
+    One fault has several: `Client {...} encountered a fatal GPU error.`, `Server is handling a fatal GPU error.`, and
+    those after them.
+    """
+
+    server: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownLine:
+    """A line of a server that mpsd does not know, by the pid in its stamp: it may say anything."""
 
     server: int
 
@@ -115,31 +127,10 @@ class ClientArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientConnected:
-    """`Client {PID: P, Context ID: C} connected`, logged by its server (R580)."""
+class ClientsChanged:
+    """A line that shows that a client came, made or lost a context, or left, logged by its server."""
 
     server: int
-    pid: int
-    context: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStatus:
-    """`Status of client {P, C} is ACTIVE` (R580); INACTIVE is a client that met a fatal fault (OLD)."""
-
-    server: int
-    pid: int
-    context: int
-    status: str
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLeft:
-    """`Client {P, C} exit` (R580)."""
-
-    server: int
-    pid: int
-    context: int
 
 
 LogEvent = (
@@ -151,13 +142,12 @@ LogEvent = (
     | ServerFailed
     | ServerExited
     | ServerFaulted
+    | UnknownLine
     | ContextsMade
     | SharedMemoryMade
     | LimitGiven
     | ClientArrived
-    | ClientConnected
-    | ClientStatus
-    | ClientLeft
+    | ClientsChanged
 )
 
 REASONS_TO_ASK: Final = (
@@ -167,13 +157,14 @@ REASONS_TO_ASK: Final = (
     ServerReady,
     ServerFailed,
     ServerExited,
-    ServerFaulted,
     ContextsMade,
     LimitGiven,
     ClientArrived,
-    ClientConnected,
-    ClientStatus,
-    ClientLeft,
+    ClientsChanged,
 )
 """Events after which limits, servers or clients may have changed. None of them results from a query: mpsd's own queries
 must not cause further queries."""
+
+REASONS_TO_DOUBT: Final = (ServerFaulted, UnknownLine)
+"""Events after which a server may handle a fatal fault. They prove nothing: a server runs as the user of its clients,
+who can write such lines in a loop. The server is asked, at most once a second."""

@@ -3,7 +3,8 @@
 The log shows foreign commands: each conversation stands between `NEW UI` and `UI closed`, and the daemon serves one at
 a time. A conversation that opens with one of mpsd's marks is mpsd's, and any other is foreign.
 
-A line that is not known here is counted, and the latest are kept, so that the messages of a new driver are noticed.
+A line that is not known here is counted, and the latest are kept, so that the messages of a new driver are noticed. One
+of a server is a reason to ask that server at once.
 """
 
 import re
@@ -14,12 +15,10 @@ from enum import StrEnum
 from typing import Final
 
 from mpsd.core.mps.commands import changes_something, is_mark, nonce_of
-from mpsd.core.mps.limits import DEVICE, LIMITS, Limit
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, DEVICE, LIMITS, Limit
 from mpsd.core.mps.log_events import (
     ClientArrived,
-    ClientConnected,
-    ClientLeft,
-    ClientStatus,
+    ClientsChanged,
     ContextsMade,
     DaemonStarted,
     ForeignCommand,
@@ -32,6 +31,7 @@ from mpsd.core.mps.log_events import (
     ServerStarting,
     SharedMemoryMade,
     Unaccounted,
+    UnknownLine,
 )
 
 _STAMP: Final = re.compile(r"\[(?P<at>[0-9-]+ [0-9:.]+) +(?P<source>[A-Za-z]+(?: [A-Za-z]+)*) +(?P<pid>[0-9]{1,10})\] ")
@@ -64,24 +64,38 @@ def _behind(stamp: re.Match[str], line: str) -> LogLine:
     return LogLine(stamp["at"], stamp["source"], int(stamp["pid"]), line[stamp.end() :])
 
 
+# -- the known lines ---------------------------------------------------------------------------------------------------
+
 _Meaning = Callable[[LogLine, re.Match[str]], LogEvent | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class KnownLine:
     """A known line."""
 
-    pattern: re.Pattern[str]
-    event: _Meaning | None
+    pattern: str
+    """A regular expression, in which <N> is a number, and <C> a client: its pid and the number of one of its
+    contexts."""
+    sources: str
+    """The logs that have it, by their names in tests/core/mps/logs."""
+    event: _Meaning | None = None
     """None where the line has no meaning for mpsd."""
+
+
+def _ready(line: LogLine, _: re.Match[str]) -> LogEvent:
+    return ServerReady(line.pid)
 
 
 def _failed(line: LogLine, _: re.Match[str]) -> LogEvent:
     return ServerFailed(line.pid, line.text[:_MOST_WORDS])
 
 
-def _status(line: LogLine, found: re.Match[str]) -> LogEvent:
-    return ClientStatus(line.pid, int(found["pid"]), int(found["context"]), found["status"])
+def _faulted(line: LogLine, _: re.Match[str]) -> LogEvent:
+    return ServerFaulted(line.pid)
+
+
+def _clients(line: LogLine, _: re.Match[str]) -> LogEvent:
+    return ClientsChanged(line.pid)
 
 
 def _given(limit: Limit) -> _Meaning:
@@ -96,87 +110,151 @@ def _given(limit: Limit) -> _Meaning:
     return event
 
 
-_MEANINGS: Final[dict[str, _Meaning | None]] = {
-    # Lines of a control daemon; measured, except where a comment says otherwise.
-    "Starting control daemon using socket .*": lambda line, _: DaemonStarted(line.pid),
-    "Exit with status <N>": None,
-    "Starting new server <N> for user <N>": lambda _, found: ServerStarting(int(found[1]), int(found[2])),
-    "Server <N> is <busy>": None,
-    "Server <N> exited with status <N>": lambda _, found: ServerExited(int(found[1]), int(found[2])),
-    "NEW SERVER <N>: Ready": lambda _, found: ServerReady(int(found[1])),  # R580
-    "NEW CLIENT <N> from user <N>: Server (is not ready|already exists).*": (  # R580
-        lambda _, found: ClientArrived(int(found[1]), int(found[2]), waits=found[3] == "is not ready")
+_PREFIXES: Final = ("Volta MPS: ", "Volta MPS Server: ", "MPS Server: ")
+"""The beginnings of most lines of a server of driver 460, and of those in NVIDIA's documentation of that time. They
+mean nothing, and neither does the case of the letter after them."""
+
+KNOWN_LINES: Final = (
+    # Lines of a control daemon.
+    KnownLine(
+        "Starting control daemon using socket .*",
+        "2021 470-555 580 580-public documented",
+        lambda line, _: DaemonStarted(line.pid),
     ),
-    "To connect CUDA applications to this daemon, .*": None,
-    "Accepting connection.*": None,
-    "User did not send valid credentials": None,  # before every client that is served (R580), and harmless
-    "Removed Shm file at .*": None,
-    "Force shutting down server <N>": None,
-    "quit command issued with timeout of <N>": None,
-    "Using log directory: .*": None,
-    "CUDA MPS Control binary version: .*": None,  # R580
-    "Unable to read new connection type information": None,  # R580
-    # Lines of a server; R580, except where a comment says otherwise.
-    "Server has started": lambda line, _: ServerReady(line.pid),
-    "Server encountered a fatal exception.*": _failed,
-    "MPS server failed to start": _failed,
-    "Failed to start : .*": _failed,  # OLD
-    "Invalid CUDA_VISIBLE_DEVICES.*": _failed,  # OLD
-    r"Volta MPS: Server is handling a fatal GPU error\.": lambda line, _: ServerFaulted(line.pid),  # OLD
-    **{limit.log_line: _given(limit) for limit in LIMITS},
-    "Client <C> connected": (lambda line, found: ClientConnected(line.pid, int(found["pid"]), int(found["context"]))),
-    "Status of client <C> is (?P<status>[A-Z]{1,20})": _status,
-    "status of client <C> is (?P<status>[A-Z]{1,20})": _status,  # OLD
-    "Client <C> exit": lambda line, found: ClientLeft(line.pid, int(found["pid"]), int(found["context"])),
-    "Receive command failed, assuming client exit.*": None,  # at every end of a client, also a normal one (460)
-    "Startup": None,
-    "Connecting to control daemon on socket: .*": None,
-    "Initializing server process": None,
-    "CUDA MPS Server for Linux/Unix.*": None,
-    "Display Driver version: .*": None,
-    "Creating server context on device .*": lambda line, _: ContextsMade(line.pid),
-    "Destroy server context on device .*": None,  # OLD
-    "Created anonymous shared memory region .*": None,
-    r"Created named shared memory region /(cuda\.shm\.[0-9]{1,10}\.[0-9a-f]{1,8}\.[0-9]{1,10})": (  # OLD
-        lambda line, found: SharedMemoryMade(line.pid, found[1])
+    KnownLine("To connect CUDA applications to this daemon, .*", "2021 470-555 580 580-public"),
+    KnownLine("CUDA MPS Control binary version: .*", "580 580-public"),
+    KnownLine("Using log directory: .*", "470-555"),
+    KnownLine("Accepting connection.*", "460 2021 2024 470-555 580 580-public"),
+    KnownLine("Unable to accept connection", "580"),
+    KnownLine(
+        "User did not send valid credentials", "460 2021 2024 580 580-public"
+    ),  # before every client that is served
+    KnownLine("Unable to read new connection type information", "580-public"),
+    KnownLine(
+        "NEW CLIENT <N> from user <N>: Server (is not ready|already exists).*",
+        "460 2021 2024 580 580-public",
+        lambda _, found: ClientArrived(int(found[1]), int(found[2]), waits=found[3] == "is not ready"),
     ),
-    "Created named shared memory region .*": None,  # OLD
-    "Server Priority set to .*": None,
-    "Received new client request for .*": None,
-    "Creating worker thread for client .*": None,
-    r"Device .* is associated": None,
-    "Priority level of client .*": None,
-    "Server has been notified to shutdown": None,
-    "Exiting": None,
-    "The following .*": None,  # OLD: devices, or clients with a sticky error, a number a line
-}
-"""The known lines, as regular expressions in which <N> is a number, and <C> a client: its pid and the number of one of
-its contexts. None: the line has no meaning for mpsd. Sources: see `core/mps/log_events.py`."""
+    KnownLine(
+        "Starting new server <N> for user <N>",
+        "460 2021 2024 470-555 580 580-public documented",
+        lambda _, found: ServerStarting(int(found[1]), int(found[2])),
+    ),
+    KnownLine("NEW SERVER <N>: Ready", "460 580 580-public", lambda _, found: ServerReady(int(found[1]))),
+    KnownLine("Server <N> is <busy>", "470-555 580"),
+    KnownLine(
+        "Server <N> exited with status <N>",
+        "2024 470-555 580 580-public documented",
+        lambda _, found: ServerExited(int(found[1]), int(found[2])),
+    ),
+    # The control daemon's own words for the end of a server that it does not name; the line before this one follows.
+    KnownLine(r"Server encountered a fatal exception\. Shutting down", "2024"),
+    KnownLine("Removed Shm file at .*", "470-555"),
+    KnownLine("Force shutting down server <N>", "470-555"),
+    KnownLine("Try shutting down server <N>, backoff is (disabled|enabled)", "580"),
+    KnownLine(r"Server <N> has <N> active worker threads\. Server will not shutdown\.", "580"),
+    KnownLine("Control will try shutting down server <N> again in at most <N>ms", "580"),
+    KnownLine("Quit command issued with timeout of <N>", "470-555 580"),
+    KnownLine("Exit with status <N>", "470-555 580"),
+    KnownLine("Invalid percentage, expected between .*", "470-555"),
+    KnownLine("Invalid device ordinal!", "470-555"),
+    KnownLine("Invalid priority value - must be 0 or 1!", "470-555"),
+    KnownLine("No default pinned memory limit set for the device!", "470-555 580"),
+    # Lines of a server: its start, its limits and its end.
+    KnownLine("Start", "460 2021"),
+    KnownLine("Startup", "2025 580 580-public"),
+    KnownLine("MPS Server connecting to control daemon on socket: .*", "2021"),
+    KnownLine("Connecting to control daemon on socket: .*", "2025 580 580-public"),
+    KnownLine("Initializing server process", "2025 580 580-public"),
+    KnownLine(
+        "Creating server context on device .*",
+        "460 2025 580 580-public documented",
+        lambda line, _: ContextsMade(line.pid),
+    ),
+    KnownLine("Destroy server context on device .*", "580 documented"),
+    KnownLine("Created anonymous shared memory region .*", "580 580-public"),
+    KnownLine(
+        r"Created named shared memory region /(cuda\.shm\.[0-9]{1,10}\.[0-9a-f]{1,8}\.[0-9]{1,10})",
+        "2025 documented",
+        lambda line, found: SharedMemoryMade(line.pid, found[1]),
+    ),
+    KnownLine("Created named shared memory region .*", "documented"),
+    KnownLine("CUDA MPS Server for Linux/Unix.*", "580 580-public"),
+    KnownLine("Display Driver version: .*", "580 580-public"),
+    *(KnownLine(limit.log_line, "2025 580 580-public", _given(limit)) for limit in LIMITS),
+    KnownLine(
+        r"ActiveThreadsPercentage set to (?P<value>[0-9]{1,3}\.[0-9]{6})", "460", _given(ACTIVE_THREAD_PERCENTAGE)
+    ),
+    KnownLine("Server Priority set to .*", "2025 580 580-public"),
+    KnownLine("MPS Server is started", "460", _ready),
+    KnownLine("Server has started", "2025 580 580-public", _ready),
+    KnownLine("MPS server failed to start", "documented", _failed),
+    KnownLine("Failed to start : .*", "documented", _failed),
+    KnownLine("Invalid CUDA_VISIBLE_DEVICES.*", "documented", _failed),
+    KnownLine("Server has been notified to shutdown", "580 documented"),
+    KnownLine("Server was unable to shutdown due to <N> active clients", "580"),
+    KnownLine("Waiting for current clients to finish", "580"),
+    KnownLine("Exiting", "580 documented"),
+    # Lines of a server about its clients. The pid in a request may be no pid: -1333654781, or 1073741824 (580).
+    KnownLine("Received new client request.*", "460 2025 580 580-public"),
+    KnownLine("Client <C> connected", "580 580-public", _clients),
+    KnownLine("Worker created", "460 2025"),
+    KnownLine("Creating worker thread.*", "460 2025 580 580-public"),
+    KnownLine(r"Device .* is associated", "460 2025 580 580-public", _clients),
+    KnownLine("Status of client <C> is [A-Z]{1,20}", "580 580-public documented", _clients),
+    KnownLine("Priority level of client .*", "580-public"),
+    KnownLine(r"MPS server requesting client <C> to exit", "580"),
+    KnownLine(r"Client termination succeeded\.", "580"),
+    # Drivers print these at every end of a client, the normal one included (460, 580).
+    KnownLine("Receive command failed, assuming client exit.*", "460 2021"),
+    KnownLine("Server failed to recevie command with status <N>, assuming client <C> exit", "580"),
+    KnownLine("Client <C> exit", "580-public", _clients),
+    KnownLine(r"Client <C> exiting\. Number of active client contexts is <N>\.", "580", _clients),
+    KnownLine("Client disconnected. Number of active client contexts is <N>", "460", _clients),
+    KnownLine("Client process (<N> )?disconnected", "460 580", _clients),
+    # Lines of a server about a fatal fault. It refuses clients until those that it has are gone.
+    KnownLine(r"Client <C> encountered a fatal GPU error\.", "580", _faulted),
+    KnownLine(r"Server is handling a fatal GPU error\.", "580 documented", _faulted),
+    KnownLine("Client <C> on (device <N>|the error-trigging process <N>) to be torn down", "580", _faulted),
+    KnownLine("All clients belonging to error trigging process <N> will be torn down", "580", _faulted),
+    KnownLine("The following (devices|client).*", "580 documented", _faulted),  # a number a line follows
+    KnownLine("Server teardown in progress. Refusing to accept new client <C>", "580", _faulted),
+    KnownLine("Failed to accept client <C> with status <N>", "580"),  # 807 after the line above
+)
+"""The known lines. A word in another case, and the typing errors, are NVIDIA's."""
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    client = r"\{(?:PID: )?(?P<pid>[0-9]{1,10}), (?:Context ID: )?(?P<context>[0-9]{1,10})\}"
+    client = r"\{(?:PID: )?[0-9]{1,10}, (?:Context(?: ID)?: )?[0-9]{1,10}\}"
     return re.compile(pattern.replace("<N>", "([0-9]{1,10})").replace("<C>", client))
 
 
-def _by_first_word() -> dict[str, tuple[_Form, ...]]:
-    forms: dict[str, tuple[_Form, ...]] = {}
-    for pattern, event in _MEANINGS.items():
-        word = pattern.partition(" ")[0]
-        forms[word] = (*forms.get(word, ()), _Form(_compiled(pattern), event))
+def _by_first_word() -> dict[str, tuple[tuple[re.Pattern[str], KnownLine], ...]]:
+    forms: dict[str, tuple[tuple[re.Pattern[str], KnownLine], ...]] = {}
+    for known in KNOWN_LINES:
+        word = known.pattern.partition(" ")[0]
+        forms[word] = (*forms.get(word, ()), (_compiled(known.pattern), known))
     return forms
 
 
 _FORMS: Final = _by_first_word()
 
 
-def _form(text: str) -> tuple[_Form, re.Match[str]] | None:
-    """Find the known form of a line, with its match."""
-    for form in _FORMS.get(text.partition(" ")[0], ()):
-        found = form.pattern.fullmatch(text)
+def find_known(text: str) -> tuple[KnownLine, re.Match[str]] | None:
+    """Find the row of a line's text, with the match; None for a line that is not known."""
+    text = _plain(text)
+    for pattern, known in _FORMS.get(text.partition(" ")[0], ()):
+        found = pattern.fullmatch(text)
         if found is not None:
-            return form, found
+            return known, found
     return None
+
+
+def _plain(text: str) -> str:
+    """Return a text without one of the prefixes, and with a capital at its beginning."""
+    if text.startswith(_PREFIXES):
+        text = text.partition(": ")[2]
+    return text[:1].upper() + text[1:]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -250,17 +328,19 @@ class LogReader:
             events.append(ForeignCommand(command) if changes else Unaccounted(command[:_MOST_WORDS]))
 
     def _other(self, stamp: re.Match[str], text: str, line: str, events: list[LogEvent]) -> None:
-        known = _form(text)
+        known = find_known(text)
         if known is not None:
-            form, found = known
-            event = None if form.event is None else form.event(_behind(stamp, line), found)
+            row, found = known
+            event = None if row.event is None else row.event(_behind(stamp, line), found)
             if isinstance(event, DaemonStarted):
                 self.origin = CommandOrigin.NOBODYS  # whatever conversation the earlier daemon had
                 self._keys = self._keys[:1]
             if event is not None:
                 events.append(event)
-        elif not text.isdecimal() and (self.origin is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
+        elif not _plain(text).isdecimal() and (self.origin is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
             self._wonder(line)
+            if stamp["source"] != "Control":
+                events.append(UnknownLine(int(stamp["pid"])))
         # Other lines within a conversation are answers, and a number is an answer or an entry of a list.
 
     def _wonder(self, line: str) -> None:

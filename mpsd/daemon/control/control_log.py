@@ -12,6 +12,7 @@ from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import Known, ProcessIdentity, Unknown, UnknownLines
 from mpsd.core.mps.log_events import (
     REASONS_TO_ASK,
+    REASONS_TO_DOUBT,
     ForeignCommand,
     LogEvent,
     ServerExited,
@@ -19,6 +20,7 @@ from mpsd.core.mps.log_events import (
     ServerFaulted,
     ServerStarting,
     Unaccounted,
+    UnknownLine,
 )
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.core.supervision.suspects import LetIn
@@ -84,12 +86,14 @@ class ControlLog:
         *,
         woken: Callable[[], None],
         changed: Callable[[], None],
+        doubted: Callable[[], None],
         suspects: Callable[[], LetIn],
     ) -> None:
         """Take the paths and the callbacks.
 
-        `woken` is called when the log has an entry for which mpsd has to query the daemon at once. `changed` is called
-        when the health of its servers changes. `suspects` returns the uids that could have ended the daemon.
+        `woken` is called when the log has an entry for which mpsd has to query the daemon at once, and `doubted` when
+        it has one after which a server may handle a fatal fault. `changed` is called when the health of its servers
+        changes. `suspects` returns the uids that could have ended the daemon.
         """
         stored = _stored_position(paths, log)
         self.size = size
@@ -119,6 +123,7 @@ class ControlLog:
         """For entries that a user with pipe access can write into the log in a loop."""
         self._woken = woken
         self._changed = changed
+        self._doubted = doubted
         self._watch = DirectoryWatch(paths.log_directory, self._look_now)
         self._control = LogFollower(paths.control_log, stored.control if stored else None)
         # It is unknown how a server opens its log, and a server that does not append to it must not have the log
@@ -263,7 +268,8 @@ class ControlLog:
         if lines or servers:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
             # A server's log has no commands: an entry there that looks like one is not.
-            said = [each for each in self._server_reader.read(servers) if not isinstance(each, _OF_CONVERSATIONS)]
+            said = self._server_reader.read(servers)
+            said = [UnknownLine(0) if isinstance(each, _OF_CONVERSATIONS) else each for each in said]
             self._note_events([*self._reader.read(lines), *said])
             self.silence.shown(self._reader.last_nonce)
             self._keep()
@@ -295,12 +301,14 @@ class ControlLog:
         self._log_events(EventName.SERVER_EXITED, [{"server": each.server, "status": each.status} for each in exits])
         failed = [event for event in events if isinstance(event, ServerFailed)]
         self._log_events(EventName.SERVER_FAILED, [{"server": each.server, "words": each.words} for each in failed])
-        faults = [event for event in events if isinstance(event, ServerFaulted)]
-        self._log_events(EventName.SERVER_FAULTED, [{"server": each.server} for each in faults])
+        faults = dict.fromkeys(event.server for event in events if isinstance(event, ServerFaulted))
+        self._log_events(EventName.SERVER_FAULTED, [{"server": server} for server in faults])
         before = self.serving.state
         self.serving.note(believed, clock.now())
         self._compare(before)
         self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
+        if any(isinstance(each, REASONS_TO_DOUBT) for each in events):
+            self._doubted()
 
     def _believed(self, events: Sequence[LogEvent]) -> Iterator[LogEvent]:
         """Yield the log entries about servers that the kernel or the daemon itself has shown to be the daemon's.

@@ -126,9 +126,12 @@ class Observer:
     @property
     def servers(self) -> tuple[Server, ...]:
         """The servers of this daemon, and living servers of its dead predecessors."""
-        faults = self.control_log.serving.faults
+        faults, reported = self.control_log.serving.faults, self.control_log.serving.reported
         return (
-            *(replace(each, faulted=faults.get(each.pid)) for each in self._servers.values()),
+            *(
+                replace(each, faulted=faults.get(each.pid), fault_reported=reported.get(each.pid))
+                for each in self._servers.values()
+            ),
             *(Server(each.pid, orphan=True) for each in self._orphans),
         )
 

@@ -34,9 +34,10 @@ class Lifecycle:
         self._turned = clock.monotonic()
         """When the daemon last fell silent, or answered again."""
         self.ready_since: datetime | None = None
-        self.questions = 0
-        """How many queries of the daemon were requested."""
-        self._answered = 0
+        self.is_requested = False
+        """Whether a conversation was requested since the last one began."""
+        self._begun = self._ended = 0
+        """How many conversations have begun, and the last one that has ended."""
         self.answered = asyncio.Event()
         """Set, and replaced, after every conversation with the daemon."""
         self._log = log
@@ -63,13 +64,23 @@ class Lifecycle:
 
         A conversation that had begun before the request does not count.
         """
-        self.questions += 1
-        question = self.questions
-        return lambda: self._answered >= question
+        self.is_requested = True
+        return self.answered_later()
 
-    def answer(self, questions: int) -> None:
-        """Note a finished conversation, and how many had been requested when it began."""
-        self._answered = questions
+    def answered_later(self) -> Callable[[], bool]:
+        """Return a function that tells whether a conversation has begun and ended since; none is requested."""
+        begun = self._begun
+        return lambda: self._ended > begun
+
+    def begin(self) -> int:
+        """Note that a conversation begins; return its number."""
+        self.is_requested = False
+        self._begun += 1
+        return self._begun
+
+    def answer(self, conversation: int) -> None:
+        """Note a finished conversation."""
+        self._ended = conversation
         self.answered.set()
         self.answered = asyncio.Event()
         self.notify_changed()

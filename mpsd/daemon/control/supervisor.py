@@ -19,6 +19,7 @@ from mpsd.core.supervision.drain import Answers, Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import DeathTally, Ended
+from mpsd.daemon.control.doubt import Doubt
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
 from mpsd.daemon.control.instance import LISTEN_POLL, Instance
 from mpsd.daemon.control.launcher import Launcher
@@ -78,6 +79,7 @@ class Supervisor:
             self._log,
             woken=self._wake.set,
             changed=changed,
+            doubted=self.doubt,
             suspects=lambda: pipe_access.let_in.let_in,
         )
         self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
@@ -86,6 +88,7 @@ class Supervisor:
         self._wanted_limits = WantedLimits(self._observer, OwnLimits(paths, self._log), settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
+        self._doubt = Doubt(self.ask, self._lifecycle.answered_later)
         self.pipe.long_commands.changed = self._seat_changed
         self.pipe.held = partial(log.tally.conversation, name)
         self.drainer = Drainer(
@@ -124,7 +127,7 @@ class Supervisor:
             pipe_directory=str(self._pipe_access.paths.pipe_directory),
             wanted=self._wanted_limits.limits,
             limits=self._observer.read_back,
-            verified=not self.trouble,
+            verified=not (self.trouble_of_canary or late),
             drift=self._observer.drift,
             undone=self._observer.undone,
             servers=self._observer.servers,
@@ -177,6 +180,19 @@ class Supervisor:
         self._wake.set()
         return self._lifecycle.ask()
 
+    def doubt(self) -> None:
+        """Ask whether a server handles a fatal fault, for a reason that proves nothing; at most once a second."""
+        self._doubt.note()
+
+    def unanswered(self) -> Callable[[], bool] | None:
+        """Read the log, and return a function that tells whether the doubts so far were answered; None where all are.
+
+        A later doubt does not count: no user may delay a grant to another user for ever.
+        """
+        with contextlib.suppress(OSError):  # the supervisor reports its consequences
+            self._control_log.look()
+        return self._doubt.unanswered()
+
     @property
     def state(self) -> State:
         """The present state of the daemon."""
@@ -217,7 +233,9 @@ class Supervisor:
     @property
     def trouble(self) -> str:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
-        return self.trouble_of_canary or self.client_end_late
+        faults = self._control_log.serving.faults
+        fault = f"server {min(faults)} handles a fatal GPU fault" if faults else ""
+        return self.trouble_of_canary or self.client_end_late or fault
 
     @property
     def trouble_of_canary(self) -> str:
@@ -309,6 +327,7 @@ class Supervisor:
                     await self._sleep(_TICK)
         finally:
             self.drainer.close()
+            self._doubt.close()
             self._control_log.close()
             self._instance.close()
 
@@ -466,7 +485,7 @@ class Supervisor:
         """Query the daemon, and set the state by the result; tell whether it could be reached at all."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
         starting = self._lifecycle.state is State.STARTING and clock.monotonic() < self._due
-        questions = self._lifecycle.questions
+        conversation = self._lifecycle.begin()
         async with self.pipe.whole:
             found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
@@ -482,8 +501,8 @@ class Supervisor:
         gone = self._launcher.socket_is_gone
         pause = _TICK if self._observer.starting else self._settings.current.daemon.probe_interval
         # A query that was requested during this conversation may be about a later client, so it needs another one.
-        self._due = 0.0 if gone or questions < self._lifecycle.questions else clock.monotonic() + pause
-        self._lifecycle.answer(questions)
+        self._due = 0.0 if gone or self._lifecycle.is_requested else clock.monotonic() + pause
+        self._lifecycle.answer(conversation)
         return not gone
 
     # -- draining and ending ------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class Gpus:
         """`changed` is called when the state of a GPU changes."""
         self.by_index: dict[int, Gpu] = {}
         self.modes = modes
+        self.reported: Callable[[str], None] = lambda _: None
+        """Called with the UUID of a GPU that reports an Xid: a client's fault causes one, too."""
         self._source = source
         self._log = log
         self._changed = changed
@@ -99,6 +101,7 @@ class Gpus:
         A later Xid that a program can cause does not replace one that makes the GPU faulty.
         """
         self._log.error(EventName.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=gpus.describe_xid(fault.xid))
+        self.reported(fault.gpu)
         before = self._reported.get(fault.gpu)
         if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())

@@ -281,7 +281,8 @@ class LimitGates:
     def _open_at_once(self, lease: Lease) -> bool:
         """Admit a lease's uid, and tell whether its clients can attach now, which is the usual case.
 
-        They can where there are no turns, no window that may have begun, and no trouble. Raises PipeAccessError.
+        They can where there are no turns, no window that may have begun, no trouble, and no unanswered doubt. Raises
+        PipeAccessError.
         """
         attach = self._rules.attach
         is_open, renews = attach is Attach.ANYTIME or (attach is Attach.SHARED and not lease.attached), False
@@ -289,7 +290,7 @@ class LimitGates:
             gate = self._gates.get(share.daemon)
             if gate is not None:
                 renews = gate.supervisor.renew_for(lease.owner.uid) or renews
-                is_open = is_open and not gate.supervisor.trouble
+                is_open = is_open and gate.supervisor.unanswered() is None and not gate.supervisor.trouble
         if renews:
             return False
         self._pipe_access.open(lease)
@@ -303,6 +304,7 @@ class LimitGates:
         gates.sort(key=lambda gate: gate.supervisor.name)
         for gate in gates:
             gate.expected.ask(lease.id)
+        doubts = None
         try:
             while True:
                 for gate in gates:
@@ -310,8 +312,12 @@ class LimitGates:
                     gate.expected.hold(lease.id)
                     self._settle(gate)
                 if all(gate.expected.is_open_to(lease.id) or not gate.expected.expects(lease.id) for gate in gates):
-                    self._pipe_access.open(lease)
-                    return
+                    if doubts is None:  # later ones do not count
+                        doubts = [each for gate in gates if (each := gate.supervisor.unanswered()) is not None]
+                    if all(is_answered() for is_answered in doubts):
+                        self._pipe_access.open(lease)
+                        return
+                    await self._move(None)
         finally:
             there = self._leases.get(lease.id, lease)
             for gate in gates:
@@ -373,13 +379,17 @@ class LimitGates:
                 because = f"the limits of {supervisor.name} could not be opened: {trouble}"
                 hint = "try again in a moment; for its state: mpsctl daemons"
                 raise DaemonNotReadyError(because, hint=hint, limit="health")
-            self._waiting += 1
-            try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(None if patience is None else patience - clock.monotonic()):
-                        await self._moved.wait()
-            finally:
-                self._waiting -= 1
+            await self._move(patience)
+
+    async def _move(self, until: float | None) -> None:
+        """Wait until the limits were settled again, or until this time."""
+        self._waiting += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if until is None else until - clock.monotonic()):
+                    await self._moved.wait()
+        finally:
+            self._waiting -= 1
 
     def _settle_all(self) -> None:
         for gate in self._gates.values():

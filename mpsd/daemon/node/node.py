@@ -79,6 +79,7 @@ class Node:
         self._group: asyncio.TaskGroup | None = None
         modes = ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log)
         self.gpus = Gpus(source, modes, log, self._look)
+        self.gpus.reported = self._doubt
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -184,6 +185,12 @@ class Node:
         await self.gpus.read()
         self.inspect(read=True)
         return late
+
+    def _doubt(self, gpu: str) -> None:
+        """Ask the servers of a GPU, by its UUID, whether they handle a fatal fault."""
+        for supervisor in self._supervisors.values():
+            if supervisor.gpu.uuid == gpu:
+                supervisor.doubt()
 
     def _look(self) -> None:
         """Check again soon: a daemon, a GPU or the settings have changed."""

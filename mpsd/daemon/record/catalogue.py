@@ -179,7 +179,9 @@ CATALOGUE: Final = {
     EventName.SERVER_ORPHANED: EventKind("warning", "daemon server", "A server has outlived its control daemon."),
     EventName.SERVER_EXITED: EventKind("warning", "daemon server status left_out?", "A server exited with an error."),
     EventName.SERVER_FAILED: EventKind("warning", "daemon server words left_out?", "A server did not start."),
-    EventName.SERVER_FAULTED: EventKind("warning", "daemon server left_out?", "A server met a fatal fault."),
+    EventName.SERVER_FAULTED: EventKind(
+        "warning", "daemon server left_out?", "The log of a server reports a fatal fault."
+    ),
     EventName.LEASES_FAULTED: EventKind(
         "error", "daemon server leases clients because", "A fatal fault has ended the work of all clients of a server."
     ),

@@ -12,6 +12,7 @@ from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.finding import Means, Verdict, examine
 from mpsd.core.doctor.observed import (
     ConfigurationSeen,
+    DaemonAnswer,
     DeviceNode,
     Left,
     Library,
@@ -146,6 +147,7 @@ def long_path() -> Observed:
 
 FOREIGN: Final = process(201, "control daemon", uid=1000)
 THIRD_PROTOCOL: Final = replace(FOREIGN, arguments=(*FOREIGN.arguments, "-p", "3"))
+UNKNOWING: Final = DaemonAnswer("gpu0", "ready", 200, "/run/x", (), 2, "new words")
 DEFAULT: Final = process(202, "control daemon", variables=Known({}))
 OTHER: Final = process(
     203, "control daemon", variables=Known({"CUDA_MPS_PIPE_DIRECTORY": "/x", "CUDA_VISIBLE_DEVICES": "GPU-aa"})
@@ -213,6 +215,8 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("wedge", reason(Kind.WEDGED, "gpu0 is wedged: its server serves no client"), "fail", "gpu0 is wedged: its server"),
     ("wedge", reason(Kind.CANARY_SILENT, "gpu0: whether its server serves"), "warn", "gpu0: whether its server serves"),
     ("wedge", at(WELL, **SILENT), "unknown", "mpsd does not answer"),
+    ("log-lines", answers(daemons=(UNKNOWING,)), "warn", "gpu0 have 2 lines that mpsd does not know: 'new words'"),
+    ("log-lines", at(WELL, **SILENT), "unknown", "mpsd does not answer"),
     ("limits", reason(Kind.DRIFT, "gpu0: x is 5 % instead of 6 %"), "fail", "gpu0: x is 5 % instead of 6 %"),
     ("pipe-path", long_path(), "fail", "113 bytes, and the maximum for a socket path is 106"),
     ("traverse", files(closed=Path("/run/mpsd")), "fail", "other uids may not traverse /run/mpsd"),

@@ -49,6 +49,33 @@ def test_fault_by_its_word() -> None:
     assert serving.faults == {}
 
 
+def test_log_against_the_word() -> None:
+    """Where servers have state words, a fault in the log is only reported until the next word decides."""
+    serving = ServerHealth()
+    serving.note([ServerFaulted(7)], T)
+    assert serving.faults == {7: T}  # whether they have words is not known yet
+    serving.statuses({7: "ACTIVE"}, (), after(1))
+    serving.note([ServerFaulted(7)], after(2))
+    serving.note([ServerFaulted(7)], after(3))
+    assert (serving.faults, serving.reported) == ({}, {7: after(2)})
+    serving.statuses({7: "FAULT"}, (), after(4))
+    assert (serving.faults, serving.reported) == ({7: after(2)}, {})
+    # Neither can a line end the fault, nor does another line report it again.
+    serving.note([ServerFaulted(7), ContextsMade(7)], after(5))
+    assert (serving.faults, serving.reported) == ({7: after(2)}, {})
+    serving.statuses({7: "ACTIVE"}, (), after(6))
+    assert (serving.faults, serving.reported) == ({}, {})
+
+
+def test_no_word_for_a_reported_fault() -> None:
+    """A server that does not answer has the fault that its log reports: what is unknown is not healthy."""
+    serving = ServerHealth()
+    serving.statuses({7: "ACTIVE"}, (), T)
+    serving.note([ServerFaulted(7)], after(1))
+    serving.statuses({7: None}, (), after(2))
+    assert serving.faults == {7: after(1)}
+
+
 @pytest.mark.parametrize("gone_by", ["its exit", "the kernel"])
 def test_server_that_is_gone(gone_by: str) -> None:
     """A server that is gone has no fault any more."""

@@ -1,5 +1,6 @@
 """Lines of the control daemon's log, and whose commands they show."""
 
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -11,9 +12,7 @@ from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIM
 from mpsd.core.mps.log_events import (
     REASONS_TO_ASK,
     ClientArrived,
-    ClientConnected,
-    ClientLeft,
-    ClientStatus,
+    ClientsChanged,
     ContextsMade,
     DaemonStarted,
     ForeignCommand,
@@ -26,8 +25,9 @@ from mpsd.core.mps.log_events import (
     ServerStarting,
     SharedMemoryMade,
     Unaccounted,
+    UnknownLine,
 )
-from mpsd.core.mps.log_parser import CommandOrigin, LogLine, LogReader, parse
+from mpsd.core.mps.log_parser import KNOWN_LINES, CommandOrigin, KnownLine, LogLine, LogReader, find_known, parse
 
 SET: Final = "set_default_active_thread_percentage 10"
 
@@ -175,101 +175,123 @@ def said(text: str, source: str = "Control") -> str:
     return f"[2026-11-21 02:59:14.618 {source} 77] {text}"
 
 
-_SERVERS: Final[list[tuple[str, list[LogEvent]]]] = [
-    ("Created named shared memory region /cuda.shm.0.52.1", [SharedMemoryMade(77, "cuda.shm.0.52.1")]),
-    ("Active Threads Percentage set to 33.0", [LimitGiven(77, ACTIVE_THREAD_PERCENTAGE, 330)]),
-    (
-        "Device pinned memory limit for device 0 set to 0x140000000 bytes",
-        [LimitGiven(77, PINNED_DEVICE_MEM_LIMIT, 5 << 30)],
-    ),
-    ("Device pinned memory limit for device 1 set to 0x140000000 bytes", []),
-    ("Server has started", [ServerReady(77)]),
-    ("Client {PID: 4267, Context ID: 0} connected", [ClientConnected(77, 4267, 0)]),
-    ("Status of client {4267, 1} is ACTIVE", [ClientStatus(77, 4267, 1, "ACTIVE")]),
-    ("status of client {4267, 1} is INACTIVE", [ClientStatus(77, 4267, 1, "INACTIVE")]),
-    ("Client {4267, 0} exit", [ClientLeft(77, 4267, 0)]),
-    ("Volta MPS: Server is handling a fatal GPU error.", [ServerFaulted(77)]),
-    ("Creating server context on device 0 (Tesla T4)", [ContextsMade(77)]),
-    ("MPS server failed to start", [ServerFailed(77, "MPS server failed to start")]),
-    ("Invalid CUDA_VISIBLE_DEVICES", [ServerFailed(77, "Invalid CUDA_VISIBLE_DEVICES")]),
-    *(
-        (text, list[LogEvent]())
-        for text in (
-            "Receive command failed, assuming client exit",
-            "Receive command failed, assuming client exit. Client process disconnected",
-            "Startup",
-            "Connecting to control daemon on socket: /run/p/control",
-            "Initializing server process",
-            "Destroy server context on device 0",
-            "Created anonymous shared memory region mps.shm.1000.4428",
-            "Created named shared memory region of another name",
-            "CUDA MPS Server for Linux/Unix. Binary version: 13000",
-            "Display Driver version: 580",
-            "Server Priority set to 0",
-            "Received new client request for {PID: 4267, Context ID: 0}",
-            "Creating worker thread for client {PID: 4267, Context ID: 0}",
-            "Device Tesla T4 (uuid GPU-0) is associated",
-            "Priority level of client {4267} is: 0",
-            "The following devices",
-            "0",
-            "The following clients have a sticky error set:",
-            "4267",
-            "Server has been notified to shutdown",
-            "Exiting",
-        )
-    ),
-]
+LOGS: Final = {path.stem: path.read_text().splitlines() for path in sorted((Path(__file__).parent / "logs").iterdir())}
+"""The logs of NVIDIA's programs, by driver or source: each form of a line once. The lines with a # name the source."""
 
-_DAEMONS: Final[list[tuple[str, list[LogEvent]]]] = [
-    ("Starting control daemon using socket /run/p/control", [DaemonStarted(77)]),
-    ("Starting new server 5 for user 1000", [ServerStarting(5, 1000)]),
-    ("NEW SERVER 5: Ready", [ServerReady(5)]),
-    ("Server 5 exited with status 1", [ServerExited(5, 1)]),
-    (
-        "Server encountered a fatal exception. Shutting down",
-        [ServerFailed(77, "Server encountered a fatal exception. Shutting down")],
-    ),
-    (
-        "NEW CLIENT 0 from user 1000: Server is not ready, push client to pending list",
-        [ClientArrived(0, 1000, waits=True)],
-    ),
-    ("NEW CLIENT 9 from user 1000: Server already exists", [ClientArrived(9, 1000, waits=False)]),
-    *(
-        (text, list[LogEvent]())
-        for text in (
-            "To connect CUDA applications to this daemon, set env CUDA_MPS_PIPE_DIRECTORY=/run/p",
-            "CUDA MPS Control binary version: 13000",
-            "Accepting connection...",
-            "User did not send valid credentials",
-            "Unable to read new connection type information",
-            "Removed Shm file at ",
-            "Server 5 is <busy>",
-            "Exit with status 1",
-            "Force shutting down server 5",
-            "quit command issued with timeout of 1",
-            "Using log directory: /var/log/nvidia-mps",
-        )
-    ),
-]
+LOG_LINES: Final = [(name, each) for name, lines in LOGS.items() for each in lines if not each.startswith("# ")]
+
+FAULT: Final = ServerFaulted(633)
+
+EVENTS: Final[dict[str, list[LogEvent]]] = {
+    "460": [
+        ClientArrived(0, 0, waits=True),
+        ServerStarting(17, 0),
+        ContextsMade(17),
+        ServerReady(17),
+        LimitGiven(17, ACTIVE_THREAD_PERCENTAGE, 330),
+        ServerReady(17),
+        ClientArrived(0, 0, waits=False),
+        ClientsChanged(17),
+        ClientsChanged(17),
+        ClientsChanged(17),
+    ],
+    "2021": [DaemonStarted(1), ClientArrived(0, 1000, waits=True), ServerStarting(17, 1000)],
+    # The control daemon names no server in "Server encountered a fatal exception. Shutting down", and its pid is none.
+    "2024": [ClientArrived(0, 1001, waits=True), ServerStarting(92, 1001), ServerExited(92, 1)],
+    "2025": [
+        ContextsMade(82),
+        SharedMemoryMade(82, "cuda.shm.0.52.1"),
+        LimitGiven(82, ACTIVE_THREAD_PERCENTAGE, 120),
+        LimitGiven(82, PINNED_DEVICE_MEM_LIMIT, 1 << 30),
+        ServerReady(82),
+        ClientsChanged(82),
+    ],
+    "470-555": [DaemonStarted(16273), ServerStarting(16282, 0), ServerExited(16282, 0)],
+    "580": [
+        DaemonStarted(437),
+        ClientArrived(442, 0, waits=True),
+        ServerStarting(444, 0),
+        ContextsMade(444),
+        ServerReady(444),
+        LimitGiven(444, ACTIVE_THREAD_PERCENTAGE, 1000),
+        ServerReady(444),
+        ClientsChanged(444),
+        ClientArrived(442, 0, waits=False),
+        *[ClientsChanged(444)] * 4,
+        LimitGiven(444, PINNED_DEVICE_MEM_LIMIT, 4 << 30),
+        ServerExited(600, 0),
+        *[FAULT] * 8,
+    ],
+    "580-public": [
+        DaemonStarted(4242),
+        ClientArrived(4267, 1000, waits=True),
+        ServerStarting(4428, 1000),
+        ContextsMade(4428),
+        LimitGiven(4428, ACTIVE_THREAD_PERCENTAGE, 330),
+        LimitGiven(4428, PINNED_DEVICE_MEM_LIMIT, 5 << 30),
+        ServerReady(4428),
+        ServerReady(4428),
+        *[ClientsChanged(4428)] * 4,
+        ClientArrived(4281, 1000, waits=False),
+        ServerExited(4428, 1),
+    ],
+    "documented": [
+        DaemonStarted(9),
+        ServerStarting(77, 1000),
+        ContextsMade(77),
+        SharedMemoryMade(77, "cuda.shm.1000.4d.1"),
+        ServerFaulted(77),
+        ClientsChanged(77),
+        *[ServerFaulted(77)] * 2,
+        ContextsMade(77),
+        ServerFailed(77, "Failed to start : invalid argument"),
+        ServerFailed(77, "MPS server failed to start"),
+        ServerFailed(77, "Invalid CUDA_VISIBLE_DEVICES"),
+        ServerExited(77, 1),
+    ],
+}
+"""The events of each log, in order."""
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_logs(name: str) -> None:
+    """Every line of the logs of all drivers is known, and has exactly the expected events."""
+    reader = LogReader()
+    events = reader.read(each for log, each in LOG_LINES if log == name)
+    assert (list(reader.latest), reader.unknown) == ([], 0)
+    assert events == EVENTS[name]
+
+
+@pytest.mark.parametrize("known", KNOWN_LINES, ids=lambda known: known.pattern)
+def test_sources(known: KnownLine) -> None:
+    """Each row of the table names exactly the logs that have a line of its form."""
+    having = {name for name, each in LOG_LINES if row_of(each) is known}
+    assert having == {*known.sources.split()}
+
+
+def row_of(line: str) -> KnownLine | None:
+    """Return the row of a line of a log, or None."""
+    parsed = parse(line)
+    found = find_known(parsed.text) if parsed is not None else None
+    return None if found is None else found[0]
+
+
+def test_within_conversations() -> None:
+    """A known line means the same within a conversation of anyone."""
+    for origin in CommandOrigin:
+        for _, each in LOG_LINES:
+            assert LogReader(origin=origin).read([each]) == LogReader().read([each])
 
 
 @pytest.mark.parametrize(
-    ("line", "events"),
-    [
-        *((said(text), events) for text, events in _DAEMONS),
-        *((said(text, "Server"), events) for text, events in _SERVERS),
-        (
-            said("Failed to start : invalid argument", "Legacy Server"),
-            [ServerFailed(77, "Failed to start : invalid argument")],
-        ),
-    ],
+    "text",
+    ["Device pinned memory limit for device 1 set to 0x140000000 bytes", "Volta MPS: 0", "4267"],
 )
-def test_known_lines(line: str, events: list[LogEvent]) -> None:
-    """Each known line is parsed to its event, alone and within a conversation."""
-    for origin in CommandOrigin:
-        reader = LogReader(origin=origin)
-        assert reader.read([line]) == events
-        assert reader.unknown == 0
+def test_lines_that_mean_nothing(text: str) -> None:
+    """A limit of another device than a client's own, and an entry of a list, mean nothing and are known."""
+    reader = LogReader()
+    assert reader.read([said(text, "Server")]) == []
+    assert reader.unknown == 0
 
 
 def test_what_mpsd_asks_is_no_news() -> None:
@@ -293,9 +315,13 @@ def test_what_mpsd_asks_is_no_news() -> None:
     ],
 )
 def test_unknown_lines(unknown: str) -> None:
-    """An unknown line is counted and kept, and means nothing; one without a timestamp may be a part of a command."""
+    """An unknown line is counted and kept; one of a server may say anything.
+
+    One without a timestamp may be a part of a command.
+    """
     reader = LogReader()
-    assert reader.read([unknown]) == ([] if unknown.startswith("[") else [Unaccounted(unknown)])
+    events = [UnknownLine(77)] if "Control" not in unknown else []
+    assert reader.read([unknown]) == (events if unknown.startswith("[") else [Unaccounted(unknown)])
     assert reader.unknown == 1
     assert list(reader.latest) == [unknown]
 
@@ -356,9 +382,11 @@ def test_key_of_each_daemon() -> None:
     assert foreign(conversation(mark("b", 0), SET), reader) == ()
 
 
-@given(st.lists(st.text(max_size=60) | st.sampled_from([text for text, _ in (*_DAEMONS, *_SERVERS)]).map(said)))
+@given(st.lists(st.text(max_size=60) | st.sampled_from([each for _, each in LOG_LINES])))
 def test_any_log(lines: list[str]) -> None:
     """In any log, every line is an event, or known to be meaningless, or counted."""
     reader = LogReader()
     events = reader.read(lines)
-    assert len([each for each in events if not isinstance(each, Unaccounted)]) + reader.unknown <= len(lines)
+    assert len([each for each in events if not isinstance(each, Unaccounted | UnknownLine)]) + reader.unknown <= len(
+        lines
+    )

@@ -1,4 +1,4 @@
-"""What a control program says about its flags, and what it does with them."""
+"""The flags that a control program knows, by its own answers, and by its start."""
 
 import asyncio
 from pathlib import Path
@@ -56,5 +56,5 @@ def test_usage(short_tmp: Path, usage: str, *, knows: bool) -> None:
 
 
 def test_no_answer() -> None:
-    """What a program knows that cannot be asked is unknown."""
+    """The flags of a program that cannot be started are unknown."""
     assert isinstance(asyncio.run(knows_many_users(ControlProgram(("/absent/program",)))), Unknown)

@@ -17,8 +17,8 @@ DOCUMENTS: Final = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*
 OPERATOR: Final = ROOT / "docs/guide/operator.md"
 
 STABLE: Final = {
-    "client-end", "daemon-failed", "drift", "error-46", "few-descriptors", "gpu", "hangs", "held", "lease-does-not-end",
-    "leases-incomplete", "log-lost", "maintenance", "metrics", "mps-errors", "node-not-ready", "not-closed",
+    "answer-unforeseen", "client-end", "daemon-failed", "drift", "error-46", "few-descriptors", "gpu", "hangs", "held",
+    "lease-does-not-end", "leases-incomplete", "log-lost", "maintenance", "metrics", "mps-errors", "node-not-ready", "not-closed",
     "not-healthy", "orphan", "out-of-memory", "quarantine", "server-fault", "servers-cannot-start", "short",
     "slow-grants", "store", "violations", "waiting", "web", "wedged",
 }  # fmt: skip

@@ -201,19 +201,24 @@ def check(config: Path | None) -> None:
     """
     from mpsd.core.configuration.document import document
     from mpsd.core.roles import UNKNOWN_NAMES_HINT, unknown_names
-    from mpsd.system import driver, rundir
+    from mpsd.system import control_flags, driver, event_loop, rundir
     from mpsd.system.configuration import read_configuration
+    from mpsd.system.control_pipe import ControlProgram
 
     settings = read_configuration(config)
     rundir.check(settings, ["gpu0"], private=False)
     rundir.check_acl_support(settings)
     if unknown := unknown_names(settings.names):
         raise ConfigurationError(unknown, hint=UNKNOWN_NAMES_HINT)
-    click.echo(document(settings), nl=False)
     try:
-        facts = driver.find(settings.daemon.control, settings.daemon.driver_root).facts()
+        found = driver.find(settings.daemon.control, settings.daemon.driver_root)
     except ConfigurationError as error:
         facts = {"driver": f"{error.detail}; {error.hint}"}
+    else:
+        facts = found.facts()
+        program = ControlProgram((str(found.control),), found.directories)
+        event_loop.run(control_flags.check(program, settings))
+    click.echo(document(settings), nl=False)
     for part, where in facts.items():
         if where:
             click.echo(f"# {part}: {plain(where)}")

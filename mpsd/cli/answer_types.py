@@ -342,6 +342,7 @@ class Reload(TypedDict):
 
     applied: list[str]
     needs_restart: list[str]
+    daemons: dict[str, list[str]]
     unknown: str
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, QuarantinedUid, Server, Suspect
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, QuarantinedUid, Server, Suspect, UnforeseenAnswer
 from mpsd.core.reload import RELOAD
 from mpsd.core.units import format_size
 
@@ -51,6 +51,8 @@ class Kind(StrEnum):
     """A canary got no answer, so it is unknown whether the server of the control daemon serves clients."""
     SERVERS_CANNOT_START = "servers_cannot_start"
     """The servers of the control daemon do not start."""
+    ANSWER_UNFORESEEN = "answer_unforeseen"
+    """A server answers a question in a form that mpsd does not know, so that a fact about it is unknown."""
     DRIFT = "drift"
     """A limit is not as mpsd set it."""
     LOG_SILENT = "log_silent"
@@ -95,7 +97,7 @@ _LIMITS: Final = {
     **dict.fromkeys((Kind.OPERATION, Kind.HOLD, Kind.LEASES_INCOMPLETE), "hold"),
     **dict.fromkeys((Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.DAEMON), "health"),
     **dict.fromkeys((Kind.SERVER_FAULT, Kind.WEDGED, Kind.CANARY_SILENT, Kind.SERVERS_CANNOT_START), "health"),
-    **dict.fromkeys((Kind.DRIFT, Kind.UNRESTORED, Kind.CLIENT_END_LATE), "health"),
+    **dict.fromkeys((Kind.ANSWER_UNFORESEEN, Kind.DRIFT, Kind.UNRESTORED, Kind.CLIENT_END_LATE), "health"),
 }
 """The kinds that stop admission on a GPU, with the `limit` that the refusal names."""
 
@@ -305,6 +307,13 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
                 f" {_time(server.fault_reported)}, and mpsd asks the server before it grants anything there"
             )
             yield Reason(Kind.FAULT_REPORTED, name, because, "wait: the answer takes about a second; mpsctl status")
+        if server.unforeseen is not None:
+            because = f"{name}: {unforeseen(server.pid, server.unforeseen)}"
+            hint = (
+                "report that answer with the version of the driver; mpsd asks again each second; when the clients of"
+                f" {name} have exited, this replaces the server: mpsctl restart {name}"
+            )
+            yield Reason(Kind.ANSWER_UNFORESEEN, name, because, hint)
         if server.orphan:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
             yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")
@@ -317,6 +326,11 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
         )
         because = f"{name}: {daemon.cannot_start}"
         yield Reason(Kind.SERVERS_CANNOT_START, name, because, hint, daemon.cannot_start_for)
+
+
+def unforeseen(server: int, found: UnforeseenAnswer) -> str:
+    """Describe an answer of a server that mpsd cannot read."""
+    return f"server {server} answers {found.command!r} with {found.answer}, a form that this mpsd does not know"
 
 
 def _unserved(name: str, evidence: str, *, wedged: bool) -> Reason:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Generic, TypeAlias, TypeVar
+from typing import Annotated, Generic, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -254,6 +254,14 @@ class Drift:
     """When mpsd restored it."""
 
 
+class UnforeseenAnswer(NamedTuple):
+    """An answer in a form that this mpsd does not know."""
+
+    command: str
+    answer: str
+    """The answer as a short literal, since it may contain any bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """An `nvidia-cuda-mps-server`: its pid, its state word where the driver reports one, and the pids of its clients.
@@ -277,6 +285,10 @@ class Server:
     """The maximum for its next client; None while the server does not report it, as while it starts."""
     is_known: bool = True
     """Whether it has reported its clients to this mpsd: the list of a busy server is empty."""
+    lists_clients: bool = True
+    """Whether it reported them at its last answer."""
+    unforeseen: UnforeseenAnswer | None = None
+    """An answer of it in a form that this mpsd does not know, so that something about it is unknown."""
     opened: Mapping[ProcessIdentity, Opened | None] = field(default_factory=dict)
     """By client, the limits that were open to it; None where mpsd did not run when it connected.
 

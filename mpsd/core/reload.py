@@ -5,7 +5,7 @@ time; a part that must act on a change registers with `follow`. No part passes a
 pure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -20,9 +20,11 @@ class ReloadResult:
     """The result of a reload."""
 
     applied: tuple[str, ...]
-    """The settings that changed, and are in force now."""
+    """The settings that changed, and are in force now, except where `daemons` has them."""
     needs_restart: tuple[str, ...]
     """The settings that changed, and take effect when mpsd is restarted."""
+    daemons: Mapping[str, Sequence[str]]
+    """The settings that a control daemon, by its name, gets when it next starts."""
     unknown: str
     """A sentence about unknown names of users and groups; empty where there is none."""
 

@@ -177,8 +177,8 @@ class ControlDaemon:
         Users.ONE,
         setting_parsers.choice(Users),
         "Whether a control daemon serves one uid at a time (`one`) or several (`many`: -multiuser-server, which the"
-        " control program of driver 555 knows; `mpsctl doctor` asks it). Takes effect when the control daemon next"
-        " starts.",
+        " control programs of drivers 555 and 580 know; mpsd refuses `many` where it does not). Takes effect when the"
+        " control daemon next starts, after its leases and clients have ended.",
         reload=True,
     )
     capabilities: tuple[str, ...] = row(

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -38,8 +38,8 @@ from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.history import HISTORY_SCHEMA
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.daemon.service_manager import ServiceNotifier
+from mpsd.system import control_flags, path_safety, rundir
 from mpsd.system import driver as drivers
-from mpsd.system import path_safety, rundir
 from mpsd.system.canary import CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.counter import Counter
@@ -105,6 +105,7 @@ async def serve(plan: Plan) -> None:
         inventory = await source.inventory()
         names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
         rundir.check(settings, names, private=plan.private)
+        await control_flags.check(plan.program, settings)
         run_dir = RunDir.claim(settings)
         with contextlib.ExitStack() as stack:
             stack.callback(run_dir.close)
@@ -163,6 +164,7 @@ async def serve(plan: Plan) -> None:
                 endings=endings,
                 log=log,
                 simulated=plan.simulated,
+                simulated_program=plan.driver is None,
             )
             _report_names(settings, log)
             await node.open(inventory)
@@ -185,7 +187,7 @@ def _report(log: Logger, events: Events, *databases: Database) -> None:
 async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, log: Logger) -> None:
     settings = plan.settings
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
-    reload = partial(_reload, plan, node, notifier, log)
+    reload = partial(_reload, plan, node, notifier, log, asyncio.Lock())
     collector = Collector(node, log)
     api = Api(node, events, accountant, collector, log=log, reload=reload)
     listener, withdraw = _listen(plan, log)
@@ -236,7 +238,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
         plan.manager.close()
 
 
-def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Event]:
+def _heed_signals(reload: Callable[[], Coroutine[None, None, None]]) -> tuple[asyncio.Event, asyncio.Event]:
     """Handle signals: SIGHUP reloads. Returns the events that are set to end mpsd, and to end it at once."""
     over, at_once = asyncio.Event(), asyncio.Event()
 
@@ -246,7 +248,13 @@ def _heed_signals(reload: Callable[[], None]) -> tuple[asyncio.Event, asyncio.Ev
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    loop.add_signal_handler(signal.SIGHUP, reload)
+    reloads = set[asyncio.Task[None]]()
+
+    def begin_reload() -> None:
+        reloads.add(task := loop.create_task(reload()))
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, begin_reload)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a signal since the start is handled now
     return over, at_once
 
@@ -275,28 +283,32 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
     return handed, lambda: None
 
 
-def _reload(plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger) -> ReloadResult:
+async def _reload(
+    plan: Plan, node: Node, notifier: ServiceNotifier, log: Logger, one_at_a_time: asyncio.Lock
+) -> ReloadResult:
     """Reload the configuration as a whole, or keep the old one and report that. Raises ConfigurationError."""
-    notifier.reloading()
-    try:
-        wanted = plan.reread()
-        rundir.check_acl_support(wanted)
-    except ConfigurationError as error:
-        log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
-        notifier.reloaded(refused=error.detail)
-        raise
-    applied, waiting = node.settings.reload(wanted)
-    daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
-    log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
-    _report_names(wanted, log)
-    notifier.reloaded()
-    return ReloadResult(applied, waiting, roles.unknown_names(wanted.names))
+    async with one_at_a_time:
+        notifier.reloading()
+        try:
+            wanted = plan.reread()
+            rundir.check_acl_support(wanted)
+            await control_flags.check(plan.program, wanted)
+        except ConfigurationError as error:
+            log.error(EventName.SETTINGS_REFUSED, because=error.detail, hint=error.hint)
+            notifier.reloaded(refused=error.detail)
+            raise
+        applied, waiting = node.settings.reload(wanted)
+        daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
+        log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
+        _report_names(wanted, log)
+        notifier.reloaded()
+        return ReloadResult(applied, waiting, daemons, roles.unknown_names(wanted.names))
 
 
-def _try(reload: Callable[[], ReloadResult]) -> None:
+async def _try(reload: Callable[[], Awaitable[ReloadResult]]) -> None:
     """Reload on a signal, which has no answer: the log and the service manager get the result."""
     with contextlib.suppress(ConfigurationError):
-        reload()
+        await reload()
 
 
 def _report_names(settings: Settings, log: Logger) -> None:

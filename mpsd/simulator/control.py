@@ -15,7 +15,15 @@ import sys
 DEFAULT_BRANCH = 555
 """The driver branch that is imitated by default; mpsd.simulator.gpus.DRIVER_VERSION is of the same branch."""
 
-_USAGE = "usage: python -m mpsd.simulator.control [--driver BRANCH] [--gpus DIRECTORY] [-f [-multiuser-server]]"
+KNOWS_MANY_USERS = 555
+"""The first branch that knows -multiuser-server, and that answers an unknown flag with its usage; before, a call with
+any other flags than `-f` alone is one of a front-end."""
+
+_USAGE = (
+    "usage: python -m mpsd.simulator.control [--driver BRANCH] [--gpus DIRECTORY] [-f]; see the nvidia-cuda-mps-control"
+    " manual page"
+)
+"""Like that of NVIDIA's programs before 580, it does not name -multiuser-server."""
 
 
 def program(branch: int = DEFAULT_BRANCH, gpus: str | None = None) -> tuple[str, ...]:
@@ -37,11 +45,12 @@ def main(arguments: list[str]) -> int:
     gpus = None
     if arguments[:1] == ["--gpus"] and len(arguments) > 1:
         gpus, arguments = arguments[1], arguments[2:]
-    if arguments in (["-f"], ["-f", "-multiuser-server"]):
+    knows_many_users = branch >= KNOWS_MANY_USERS
+    if arguments == ["-f"] or (arguments == ["-f", "-multiuser-server"] and knows_many_users):
         from mpsd.simulator import control_daemon  # noqa: PLC0415 - a front-end does not need it
 
         return control_daemon.main(branch, many_users=len(arguments) > 1, gpus=gpus)
-    if arguments:
+    if arguments == ["-h"] or (arguments and arguments != ["-multiuser-server"] and knows_many_users):
         sys.stderr.write(f"{_USAGE}\n")
         return 1
     from mpsd.simulator import front_end  # noqa: PLC0415 - for a script, the module path is set up below

@@ -27,8 +27,10 @@ from mpsd.core.errors import (
     LimitNotHeldError,
     MpsdError,
 )
+from mpsd.core.model import UnforeseenAnswer
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.mps.limits import Setting
+from mpsd.core.units import briefly
 from mpsd.system import clock, process, retry
 from mpsd.system.lasting_front_end import LastingFrontEnd, LongCommand, LongCommands, PendingCommand
 
@@ -69,6 +71,11 @@ class Pending(Generic[T]):
     def bring(self, lines: list[str]) -> None:
         """Store the lines of the answer."""
         self._lines = lines
+
+    @property
+    def unforeseen(self) -> UnforeseenAnswer:
+        """The question and its answer, for an answer that does not parse."""
+        return UnforeseenAnswer("; ".join(self.question.script), briefly("\n".join(self._lines or ())))
 
     @property
     def answer(self) -> T:

@@ -21,6 +21,7 @@ from mpsd.core.model import (
     QuarantinedUid,
     Server,
     Suspect,
+    UnforeseenAnswer,
     Unknown,
 )
 from mpsd.core.quantities import ActiveThreadPercentage
@@ -117,6 +118,11 @@ OF_DAEMONS: Final = [
         "gpu0: its log has shown nothing since 2026-11-22T03:00:00Z",
     ),
     (daemon(unrestored=("lease x could not be restored",)), Kind.UNRESTORED, "gpu0: lease x could not be restored"),
+    (
+        daemon(servers=(Server(42, unforeseen=UnforeseenAnswer("get_device_pinned_mem_limit 42 0", "'1 GB'")),)),
+        Kind.ANSWER_UNFORESEEN,
+        "gpu0: server 42 answers 'get_device_pinned_mem_limit 42 0' with '1 GB', a form that this mpsd does not know",
+    ),
     (daemon(servers=(Server(42, orphan=True),)), Kind.ORPHAN, "gpu0: server 42 is an orphan"),
     (
         daemon(client_end_late="server 42 did not end the contexts of client 7 in time"),

@@ -155,8 +155,12 @@ def reload(api: Api, form: str) -> None:
 
 def _reloaded(answer: "answer_types.Reload") -> str:
     lines = []
-    if answer["applied"]:
-        lines.append(f"applied: {', '.join(answer['applied'])}")
+    later = {each for settings in answer["daemons"].values() for each in settings}
+    if now := [each for each in answer["applied"] if each not in later]:
+        lines.append(f"applied: {', '.join(now)}")
+    for name, settings in answer["daemons"].items():
+        when = f"when its leases and clients have ended: mpsctl restart {name}"
+        lines.append(f"applied at the next start of {name}: {', '.join(settings)}; {when}")
     if answer["needs_restart"]:
         lines.append(f"applied at the next start of mpsd: {', '.join(answer['needs_restart'])}")
     return "\n".join(

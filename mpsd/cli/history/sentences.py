@@ -64,6 +64,7 @@ SENTENCES: Final = {
     "limits_not_stored": "{daemon}: its limits cannot be stored: {because}",
     "limits_not_held": "{daemon}: a limit does not hold: {because}",
     "limits_not_given": "{daemon}: server {server} does not report its limits: {because}",
+    "answer_unforeseen": "{daemon}: server {server} answers {command!r} with {answer}, which mpsd does not know",
     "limit_drift": "{daemon}: {drift}",
     "limit_drift_ended": _OF_DAEMON,
     "foreign_command": "{daemon}: a foreign front-end sent the command {command}",

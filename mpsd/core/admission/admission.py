@@ -73,6 +73,8 @@ class Offer(Struct, frozen=True):
     many_users: bool
     """Whether its daemon serves several uids at once; otherwise clients of a second uid wait until those of the first
     have exited."""
+    knows_many_users: bool = False
+    """Whether its control program is known to be able to."""
     client_priority: bool = True
     """Whether its driver supports client priorities."""
     refusal: Refusal | None = None

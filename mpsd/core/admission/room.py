@@ -281,10 +281,11 @@ def _shortage(limit: str, offer: Offer, held: _Held, need: Amount, uid: int) -> 
         case "user":
             other = next(each for each in held.uids if each != uid)
             because = f"uid {other} holds leases on the GPU, and its control daemon serves one uid at a time"
-            hint = (
-                f"{WAIT_HINT}, or ask an administrator to have the control daemon serve several users:"
-                ' daemon.users = "many"'
-            )
+            hint = WAIT_HINT
+            if offer.knows_many_users:
+                hint += (
+                    ', or ask an administrator to have the control daemon serve several users: daemon.users = "many"'
+                )
         case "threads":
             left = f"{max(free.threads, 0) / 10:g} %"
             because = f"{need.threads / 10:.1f} % of the threads were requested, but only {left} are left"

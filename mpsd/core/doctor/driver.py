@@ -154,7 +154,7 @@ def _many_users(seen: Observed) -> Iterator[Finding]:
     if seen.settings.daemon.users is not Users.MANY:
         return
     if isinstance(seen.gpus.many_users, Unknown):
-        yield unknown(seen.gpus.many_users.reason, 'install driver 555 or newer, or set daemon.users = "one"')
+        yield unknown(seen.gpus.many_users.reason, 'make it answer, or set daemon.users = "one"')
     elif not seen.gpus.many_users.value:
         because = f'daemon.users = "many" needs {MANY_USERS}, which {seen.gpus.program} does not know'
         yield Finding(Verdict.FAIL, because, {"program": str(seen.gpus.program)}, 'set daemon.users = "one"')

@@ -219,7 +219,9 @@ def _waiting(seen: Observed) -> Iterator[Finding]:
             who = ", ".join(f"pid {pid} (uid {uid})" for pid, uid in each.waiting)
             because = f"{who} is blocked in CUDA's initialisation until the clients of another uid have exited"
             evidence = {"log": str(each.log), "waiting": [{"pid": pid, "uid": uid} for pid, uid in each.waiting]}
-            remedy = 'set daemon.users = "many" (driver 555), then mpsctl restart; or use one uid for each GPU'
+            remedy = "use one uid for each GPU"
+            if seen.gpus.many_users == Known(value=True):
+                remedy += ', or set daemon.users = "many", then: mpsctl reload, and mpsctl restart'
             yield Finding(Verdict.WARN, because, evidence, remedy, each.name)
 
 

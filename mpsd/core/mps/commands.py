@@ -18,6 +18,7 @@ from mpsd.core.errors import (
     ControlUnknownCommandError,
     ServerNotFoundError,
 )
+from mpsd.core.units import briefly
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class CommandRow(NamedTuple):
 
 ROWS: Final = (
     CommandRow("get_server_list", "", 470, Lines.MANY, Effect.READS),
-    CommandRow("get_server_status", "PID", 550, Lines.ONE, Effect.READS),
+    CommandRow("get_server_status", "PID", 550, Lines.NONE_OR_ONE, Effect.READS),
     CommandRow("start_server", "-uid UID", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("shutdown_server", "PID [-f]", 470, Lines.NONE_OR_ONE, Effect.CHANGES),
     CommandRow("get_client_list", "PID", 470, Lines.MANY, Effect.READS),
@@ -167,8 +168,8 @@ def refusal(command: str, lines: Sequence[str]) -> ControlError | None:
 def garbled(command: str, lines: Sequence[str]) -> ControlGarbledError:
     """Return the error for an answer that no known driver gives to this command."""
     return ControlGarbledError(
-        f"the control daemon answered {list(lines)!r} to {command!r}",
-        hint="if the driver is newer than 555, report this answer with the version of the driver",
+        f"the control daemon answered {briefly(lines)} to {command!r}, a form that this mpsd does not know",
+        hint="report this answer with the version of the driver",
     )
 
 

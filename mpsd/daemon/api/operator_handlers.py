@@ -2,7 +2,7 @@
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -29,9 +29,12 @@ class ReloadOut(msgspec.Struct):
     """The result of reloading the configuration."""
 
     applied: list[str]
-    """Settings that changed and are now in force."""
+    """Settings that changed and are now in force, except where `daemons` has them."""
     needs_restart: list[str]
     """Settings that changed and take effect at the next start of mpsd."""
+    daemons: dict[str, list[str]]
+    """By control daemon, the settings that it gets when it next starts, which is not before its leases and clients have
+    ended."""
     unknown: str
     """A sentence about unknown names of users and groups; empty where all are known."""
 
@@ -60,7 +63,7 @@ class DrainRequest(RequestBody):
 class OperatorHandlers:
     """The handlers of the operator routes, on one node."""
 
-    def __init__(self, node: Node, reload: Callable[[], ReloadResult]) -> None:
+    def __init__(self, node: Node, reload: Callable[[], Awaitable[ReloadResult]]) -> None:
         """Take `reload`, which reads the configuration again and raises ConfigurationError."""
         self._node = node
         self._reload = reload
@@ -68,8 +71,9 @@ class OperatorHandlers:
 
     async def reload(self, request: Request) -> ReloadOut:  # noqa: ARG002 - a handler's signature
         """Read the configuration again, and apply what changed; an invalid one changes nothing."""
-        done = self._reload()
-        return ReloadOut(list(done.applied), list(done.needs_restart), done.unknown)
+        done = await self._reload()
+        daemons = {name: [*settings] for name, settings in done.daemons.items()}
+        return ReloadOut(list(done.applied), list(done.needs_restart), daemons, done.unknown)
 
     async def reset(self, request: Request) -> schema.OperationOut:
         """Clear a control daemon's deaths, and the reports and the compute mode's state of its GPU; then try again."""

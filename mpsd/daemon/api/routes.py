@@ -4,7 +4,7 @@ The dispatcher serves these rows, and the API's document is made from them. To a
 a class of handlers, and the structs that the method takes and returns. Nothing else depends on single routes.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from mpsd.core.metrics import exposition
@@ -42,7 +42,7 @@ class Handlers:
         accountant: Accountant,
         collector: Collector,
         *,
-        reload: Callable[[], ReloadResult],
+        reload: Callable[[], Awaitable[ReloadResult]],
     ) -> None:
         self.node = NodeHandlers(node, accountant, collector)
         self.leases = LeaseHandlers(node, collector)

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
@@ -37,7 +37,7 @@ class Api:
         collector: Collector,
         *,
         log: Logger,
-        reload: Callable[[], ReloadResult],
+        reload: Callable[[], Awaitable[ReloadResult]],
     ) -> None:
         """`reload` reads the configuration again. Raises ConfigurationError."""
         self._node = node

@@ -1,20 +1,21 @@
 """The knowledge about one control daemon from its answers and its log: limits, drift, servers, orphans."""
 
-import contextlib
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
 from mpsd.core.enforcement import drift, opened
 from mpsd.core.errors import (
     ControlBusyError,
     ControlError,
+    ControlGarbledError,
     ControlNoAnswerError,
     ControlUnknownCommandError,
     ControlUnresponsiveError,
     LimitNotHeldError,
 )
-from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server
+from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server, UnforeseenAnswer
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
     CLIENT_PRIORITY,
@@ -36,8 +37,15 @@ from mpsd.system import clock, proc
 from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths
 
+T = TypeVar("T")
+
 _MOST_UNDONE: Final = 8
 """Changes of others that mpsd restored and can still report; its events have all of them."""
+
+_MOST_FORMS: Final = 32
+"""Forms of unforeseen answers that are remembered as logged."""
+
+_NUMBER: Final = re.compile(r"[0-9]+")
 
 
 class _Questions:
@@ -56,6 +64,7 @@ class _Questions:
         self._limits = {limit: talk.ask(limit.ask_server(pid)) for limit in limits}
         self._clients = talk.ask(commands.get_client_list(pid))
         self._status = talk.ask(commands.get_server_status(pid))
+        self._unforeseen: UnforeseenAnswer | None = None
 
     def server(self, canaries: Collection[int], last: Server | None) -> Server | None:
         """Return the server as reported, with the canaries apart; None when it is gone, or ended between two questions.
@@ -64,23 +73,50 @@ class _Questions:
         """
         if proc.start_ticks(self.identity.pid) != self.identity.start_ticks:
             return None
-        status, limits = None, None
-        with contextlib.suppress(ControlError):
-            limits = _read_back({limit: pending.answer for limit, pending in self._limits.items()})
+        status, limits, is_busy = None, None, False
         try:
-            status = self._status.answer
-        except ControlNoAnswerError:
+            limits = _read_back({limit: self._value(pending) for limit, pending in self._limits.items()})
+        except ControlError:
+            is_busy = True
+        if self._unforeseen:
             limits = None
+        try:
+            status = self._value(self._status)
+        except ControlNoAnswerError:
+            limits, is_busy = None, True
         except ControlError:  # drivers before 550 have no word for it
             pass
-        with contextlib.suppress(ControlError):
-            ours = tuple(each for each in self._clients.answer if each in canaries)
-            clients = tuple(each for each in self._clients.answer if each not in ours)
-            if limits is None and last is not None:
-                clients = (*clients, *(each for each in _living(last) if each not in clients))
-            is_known = limits is not None or (last is not None and last.is_known)
-            return Server(self.identity.pid, status, clients, ours, limits=limits, is_known=is_known)
-        return None
+        try:
+            listed = self._value(self._clients)
+        except ControlError:
+            return None
+        lists_clients = listed is not None and not is_busy
+        ours = tuple(each for each in listed or () if each in canaries)
+        clients = tuple(each for each in listed or () if each not in ours)
+        if not lists_clients and last is not None:
+            clients = (*clients, *(each for each in _living(last) if each not in clients))
+        is_known = lists_clients or (listed is not None and last is not None and last.is_known)
+        return Server(
+            self.identity.pid,
+            status,
+            clients,
+            ours,
+            limits=limits,
+            is_known=is_known,
+            lists_clients=lists_clients,
+            unforeseen=self._unforeseen,
+        )
+
+    def _value(self, pending: Pending[T]) -> T | None:
+        """Return the value of an answer; None, with a note, for one in a form that this mpsd does not know.
+
+        Raises ControlError where there is no answer, or a refusal.
+        """
+        try:
+            return pending.answer
+        except ControlGarbledError:
+            self._unforeseen = self._unforeseen or pending.unforeseen
+            return None
 
 
 class Observer:
@@ -115,6 +151,8 @@ class Observer:
         """By server, the bounds of the limits of its next client since it last reported them; None: unknown."""
         self.left: Bounds | None = None
         """The limits that an earlier mpsd left, if they are known: they apply until the first conversation."""
+        self._forms: list[tuple[str, str]] = []
+        """The forms of unforeseen answers that are logged, the latest last."""
         self._held_since = 0.0
         """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
@@ -188,8 +226,13 @@ class Observer:
         return [
             server.pid
             for identity, server in self._servers.items()
-            if server.limits is None and clock.since_boot(identity.start_ticks) < self._held_since
+            if not server.lists_clients and clock.since_boot(identity.start_ticks) < self._held_since
         ]
+
+    @property
+    def unforeseen(self) -> list[tuple[int, UnforeseenAnswer]]:
+        """The servers that answer in a form that this mpsd does not know, with the answer."""
+        return [(each.pid, each.unforeseen) for each in self._servers.values() if each.unforeseen is not None]
 
     async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
         talk = Conversation()
@@ -214,6 +257,7 @@ class Observer:
             if proc.start_ticks(identity.pid) != identity.start_ticks:
                 del self._opened[identity]
                 self._given.pop(identity, None)
+        self._report_unforeseen()
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
         gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
@@ -286,6 +330,14 @@ class Observer:
         servers = ((each.identity, each.server(self.canaries, last.get(each.identity))) for each in listed)
         return {identity: server for identity, server in servers if server is not None}
 
+    def _report_unforeseen(self) -> None:
+        """Log each form of an unforeseen answer once: a command's name, and an answer without its numbers."""
+        for pid, (command, answer) in self.unforeseen:
+            form = command.partition(" ")[0], _NUMBER.sub("N", answer)
+            if form not in self._forms:
+                self._forms = [*self._forms, form][-_MOST_FORMS:]
+                self._bounded.warning(EventName.ANSWER_UNFORESEEN, server=pid, command=command, answer=answer)
+
     def _lists_only_known_clients(self, server: ProcessIdentity, found: Server) -> bool:
         """Tell whether a server lists only clients that it listed before."""
         return {*found.clients} <= {each.pid for each in self._opened.get(server, ())}
@@ -306,8 +358,8 @@ class Observer:
             facts = {"command": shown(meanwhile.most), "given": shown(given)}
             self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
             meanwhile = None
-        if not self.control_log.shows_all_commands:
-            meanwhile = None  # the limits of new clients are unknown, and no command of another user was seen
+        if not self.control_log.shows_all_commands or server.unforeseen is not None:
+            meanwhile = None  # the limits of new clients are unknown, or no command of another user was seen
         self._given[identity] = meanwhile if server.limits is None else Bounds(server.limits, server.limits)
         known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)

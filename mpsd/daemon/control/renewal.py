@@ -6,6 +6,7 @@ Files and connections that the last user still has open do not lead to the next 
 import contextlib
 from collections.abc import Callable
 
+from mpsd.core import health
 from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.drainer import DaemonLeases
@@ -87,10 +88,13 @@ class Renewal:
     def begin_distrusted(self, ask: Callable[[], Callable[[], bool]]) -> str | None:
         """Begin once a distrusted daemon is unused, and return why; None when it is not replaced now.
 
-        Its use is judged by the living processes, and not by the server's list. `ask` queries the daemon once more,
-        because a client may have connected meanwhile.
+        A daemon is distrusted, too, whose server answers in an unforeseen form, since nothing is granted on it. Its use
+        is judged by the living processes, and not by the server's list. `ask` queries the daemon once more, because a
+        client may have connected meanwhile.
         """
-        if self._distrusted is None or self._lifecycle.state not in ANSWERED or not self.is_deserted:
+        answers = (health.unforeseen(*each) for each in self._observer.unforeseen)
+        because = self._distrusted or next(answers, None)
+        if because is None or self._lifecycle.state not in ANSWERED or not self.is_deserted:
             self._is_answered = None
             return None
         if self._is_answered is None:
@@ -98,7 +102,7 @@ class Renewal:
         if not self._is_answered():
             return None
         self._is_answered, self.is_running = None, True
-        return self._distrusted
+        return because
 
     @property
     def is_deserted(self) -> bool:

@@ -475,7 +475,7 @@ class Supervisor:
                 return
         distrusted = None if self.drainer.desired.waits else self._renewal.begin_distrusted(self.ask)
         if distrusted is not None:
-            self._move(Event.STOP, f"it is replaced, since it may not serve clients: {distrusted}")
+            self._move(Event.STOP, f"it is replaced, since mpsd grants nothing on it: {distrusted}")
             return
         # The daemon was asked for its clients since the command, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
@@ -499,7 +499,9 @@ class Supervisor:
         self._apply_desired_state()
         # A missing socket is checked all the time, and the daemon is queried as soon as the socket is back.
         gone = self._launcher.socket_is_gone
-        pause = _TICK if self._observer.starting else self._settings.current.daemon.probe_interval
+        pause = self._settings.current.daemon.probe_interval
+        if self._observer.starting or self._observer.unforeseen:
+            pause = min(pause, _TICK)
         # A query that was requested during this conversation may be about a later client, so it needs another one.
         self._due = 0.0 if gone or self._lifecycle.is_requested else clock.monotonic() + pause
         self._lifecycle.answer(conversation)

@@ -5,6 +5,7 @@ from typing import Final
 
 from msgspec import structs
 
+from mpsd.core import health
 from mpsd.core.enforcement import ceiling, drift, opened
 from mpsd.core.errors import (
     ControlError,
@@ -94,6 +95,8 @@ class WantedLimits:
         silent = self._observer.control_log.silence.since is not None
         if silent and clock.monotonic() > self._proved_at + _MOMENT:
             return "its log is silent, and its limits were not read back at this moment"
+        for pid, unforeseen in self._observer.unforeseen:
+            return health.unforeseen(pid, unforeseen)
         if starting := self._observer.starting:
             pids = ", ".join(map(str, starting))
             return f"server {pids} is starting, and does not report the limits of its clients yet"

@@ -251,8 +251,8 @@ class EndSteps:
             if server.orphan:
                 because = f"server {server.pid} of {daemon.name} outlived its control daemon"
                 return [], f"{because}, so that its clients are unknown, and their contexts cannot be ended"
-            if server.limits is None:
-                return [], f"server {server.pid} of {daemon.name} is busy, and does not list its clients"
+            if not server.lists_clients:
+                return [], f"server {server.pid} of {daemon.name} does not list its clients now"
         places = []
         for server in servers:
             ticks = proc.start_ticks(server.pid)

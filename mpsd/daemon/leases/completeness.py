@@ -86,8 +86,8 @@ class Completeness:
 def _present(daemon: Daemon) -> set[ProcessIdentity] | None:
     """Return the clients of a control daemon, and servers that outlived one; None while they are unknown."""
     servers = [each for each in daemon.servers if not each.orphan]
-    if daemon.state not in ANSWERED or not daemon.verified or any(each.limits is None for each in servers):
-        return None  # a busy server does not answer, just as one without clients
+    if daemon.state not in ANSWERED or not daemon.verified or not all(each.lists_clients for each in servers):
+        return None
     pids = {pid for each in servers for pid in each.clients} | {each.pid for each in daemon.servers if each.orphan}
     started = ((pid, proc.start_ticks(pid)) for pid in pids)
     return {ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None}

@@ -46,6 +46,9 @@ _ID_BYTES: Final = 5
 _TICK: Final = 0.5
 """Seconds between two checks for leases whose time is over, and for room on a full disk."""
 
+_WITHOUT_END: Final = 1e9
+"""Seconds that stand for a wait without end: the most that a request can name."""
+
 
 class Leases:
     """Every lease from its request to its end."""
@@ -164,7 +167,7 @@ class Leases:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
             until = now + self._settings.current.admission.hang_up_grace
-            self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, held_until=until)
+            self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, _until(lease), held_until=until)
 
     def _end_overdue(self) -> None:
         now = clock.monotonic()
@@ -226,7 +229,8 @@ class Leases:
             raise
         self.request_ids.note(lease)
         waits = lease.state is LeaseState.WAITING
-        self._pending[lease.id] = PendingRequest.waiting(owner.uid) if waits else PendingRequest(owner.uid)
+        make = PendingRequest.waiting if waits else PendingRequest
+        self._pending[lease.id] = make(owner.uid, _until(requested))
         self._decided(lease)
         return await self.answer(lease, has_left)
 
@@ -249,7 +253,7 @@ class Leases:
                 await asyncio.shield(pending.decided)
             await self._group_commit.over()
             if pending.refusal is None:
-                await self._open(lease.id)
+                await self._open(lease.id, pending.until)
         except asyncio.CancelledError:
             self._hang_up(lease.id, pending)
             raise
@@ -261,10 +265,10 @@ class Leases:
         self._pending.pop(lease.id, None)
         return self.ledger.leases[lease.id]
 
-    async def _open(self, lease_id: str) -> None:
+    async def _open(self, lease_id: str, until: float) -> None:
         """Return when the clients of a lease can attach, or it has ended because they cannot."""
         try:
-            await self._limit_gates.open(self.ledger.leases[lease_id])
+            await self._limit_gates.open(self.ledger.leases[lease_id], until)
         except CapacityError as refusal:
             self._end(lease_id, refusal.detail, refusal=refusal)
             await self._group_commit.over()
@@ -398,3 +402,8 @@ class Leases:
     @staticmethod
     def _now() -> Now:
         return Now(clock.monotonic(), clock.now())
+
+
+def _until(requested: Lease) -> float:
+    """Return the time until which the callers of a request wait."""
+    return clock.monotonic() + _WITHOUT_END if requested.until is None else requested.until

@@ -296,8 +296,11 @@ class LimitGates:
         self._pipe_access.open(lease)
         return is_open
 
-    async def open(self, lease: Lease) -> None:
-        """Return when a lease's clients can attach: its uid has pipe access, and its limits are open and read back."""
+    async def open(self, lease: Lease, until: float = 0.0) -> None:
+        """Return when a lease's clients can attach: its uid has pipe access, and its limits are open and read back.
+
+        Its caller waits `until` this time at least, on the monotonic clock, as for a server that starts.
+        """
         if claim_of(lease) is not None or self._open_at_once(lease):
             return
         gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
@@ -308,7 +311,7 @@ class LimitGates:
         try:
             while True:
                 for gate in gates:
-                    await self._open(gate, lease.id)
+                    await self._open(gate, lease.id, until)
                     gate.expected.hold(lease.id)
                     self._settle(gate)
                 if all(gate.expected.is_open_to(lease.id) or not gate.expected.expects(lease.id) for gate in gates):
@@ -359,7 +362,7 @@ class LimitGates:
         gate.yielding, gate.lower_at = None, 0.0
         self._settle(gate)
 
-    async def _open(self, gate: _Gate, lease_id: str) -> None:
+    async def _open(self, gate: _Gate, lease_id: str, until: float = 0.0) -> None:
         supervisor, patience = gate.supervisor, None
         while gate.expected.expects(lease_id):
             is_open = gate.expected.is_open_to(lease_id)
@@ -371,7 +374,7 @@ class LimitGates:
             elif supervisor.pipe.waits_for:
                 patience = None  # the end of a client takes as long as its work on the GPU, and is no fault
             elif is_open and patience is None:
-                patience = clock.monotonic() + self._patience
+                patience = max(clock.monotonic() + self._patience, until)
                 if supervisor.snapshot().log_silent_since is not None:
                     supervisor.ask()
             # The turn may pass meanwhile: the caller does not wait turn after turn for limits that come too late.

@@ -15,6 +15,8 @@ class PendingRequest(Struct):
 
     uid: int
     """The uid of the request."""
+    until: float
+    """The time until which its callers wait for it, on the monotonic clock."""
     decided: "asyncio.Future[None] | None" = None
     """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
     refusal: MpsdError | None = None
@@ -26,9 +28,9 @@ class PendingRequest(Struct):
     return."""
 
     @classmethod
-    def waiting(cls, uid: int, held_until: float | None = None) -> Self:
+    def waiting(cls, uid: int, until: float, held_until: float | None = None) -> Self:
         """Return one that waits in the queue."""
-        return cls(uid, asyncio.get_running_loop().create_future(), held_until=held_until)
+        return cls(uid, until, asyncio.get_running_loop().create_future(), held_until=held_until)
 
     def decide(self, refusal: MpsdError | None) -> None:
         """Wake the callers that wait for the outcome: a grant, or a refusal."""

@@ -15,7 +15,7 @@ from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED, State
-from mpsd.core.model import Daemon, Holder, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
+from mpsd.core.model import Daemon, Holder, Inventory, Known, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
@@ -42,7 +42,7 @@ from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.daemon.violations.client_record import ClientRecord
 from mpsd.daemon.violations.violation_monitor import ViolationMonitor
-from mpsd.system import clock, host_environment
+from mpsd.system import clock, control_flags, host_environment
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.gpu import GpuSource
 from mpsd.system.process import Process
@@ -69,12 +69,16 @@ class Node:
         endings: Endings,
         log: Logger,
         simulated: bool,
+        simulated_program: bool,
     ) -> None:
+        """Take the parts; `simulated_program` tells whether the control program is the simulator's default one."""
         self.settings, self.simulated = settings, simulated
         self.since = clock.now()
         self.missing = host_environment.missing(settings.current)
         """The requirements on mpsd's environment that were not met at its start."""
         self._program, self._run_dir, self._log = program, run_dir, log
+        self._knows_many_users = simulated_program
+        """Whether the control program is known to serve several users; nothing proposes it otherwise."""
         self._stopping = False
         self._group: asyncio.TaskGroup | None = None
         modes = ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log)
@@ -135,10 +139,17 @@ class Node:
             self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
             self._group.create_task(self._follow_offers())
             self._group.create_task(self.gpus.listen())
+            if not self._knows_many_users:
+                self._group.create_task(self._ask_program())
             try:
                 await self.gpus.follow(self._read)
             finally:
                 self._endings.close()
+
+    async def _ask_program(self) -> None:
+        """Ask the control program, beside everything else, whether it could serve several users."""
+        self._knows_many_users = await control_flags.knows_many_users(self._program) == Known(value=True)
+        self._look()
 
     def _read(self) -> None:
         """Process a reading of the GPUs."""
@@ -388,7 +399,8 @@ class Node:
     def _offer(self, supervisor: Supervisor) -> Offer:
         gpu = supervisor.gpu
         view, daemon, unleased = self.gpus.view(gpu.index), self._snapshot(supervisor), self.unleased.on(gpu.uuid)
-        return offering.offer(gpu, view, daemon, self.settings.current, unleased)
+        settings, knows = self.settings.current, self._knows_many_users
+        return offering.offer(gpu, view, daemon, settings, unleased, knows_many_users=knows)
 
     # -- operating ----------------------------------------------------------------------------------------------------
 

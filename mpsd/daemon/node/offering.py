@@ -7,7 +7,9 @@ from mpsd.core.settings import Settings, Users
 from mpsd.core.supervision import wedge
 
 
-def offer(gpu: Gpu, view: GpuView, daemon: Daemon, settings: Settings, unleased: Amount) -> Offer:
+def offer(
+    gpu: Gpu, view: GpuView, daemon: Daemon, settings: Settings, unleased: Amount, *, knows_many_users: bool
+) -> Offer:
     """Return what a GPU offers now; `unleased` is what clients without a lease use of it."""
     reason = health.refusal(view, daemon)
     return Offer(
@@ -19,6 +21,7 @@ def offer(gpu: Gpu, view: GpuView, daemon: Daemon, settings: Settings, unleased:
         clients=mps_facts.clients_max(gpu.compute_capability, gpus.driver_branch(gpu.driver_version)) - wedge.PLACES,
         limits=settings.default_limits,
         many_users=daemon.process.many_users if daemon.process else settings.daemon.users is Users.MANY,
+        knows_many_users=knows_many_users,
         client_priority=daemon.has_client_priority,
         refusal=Refusal(reason.limit, reason.because, reason.hint, reason.uids) if reason is not None else None,
         unleased=unleased,

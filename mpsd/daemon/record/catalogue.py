@@ -32,6 +32,7 @@ COMMON: Final = {
 FACTS: Final = {
     "active_thread_percentage": "Percent of a GPU's threads.",
     "address": "The address and port on TCP.",
+    "answer": "An answer on the control pipe, as a literal, cut short.",
     "applied": "Settings that are in force from now on.",
     "asked": "The request, cut short.",
     "because": "The reason, in a sentence.",
@@ -169,6 +170,11 @@ CATALOGUE: Final = {
     EventName.LIMITS_NOT_HELD: EventKind("error", "daemon because", "A control daemon does not accept its limits."),
     EventName.LIMITS_NOT_GIVEN: EventKind(
         "error", "daemon server command given", "A server gave a client other limits than mpsd had set."
+    ),
+    EventName.ANSWER_UNFORESEEN: EventKind(
+        "warning",
+        "daemon server command answer left_out?",
+        "A server answers in a form that mpsd does not know; logged once for each form.",
     ),
     EventName.LIMIT_DRIFT: EventKind("warning", "daemon limit wanted found command", "A limit is not as mpsd set it."),
     EventName.LIMIT_DRIFT_ENDED: EventKind("info", "daemon limits? because", "The limits are as mpsd set them again."),

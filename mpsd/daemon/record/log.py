@@ -53,6 +53,7 @@ class EventName(StrEnum):
     LIMITS_NOT_STORED = "limits_not_stored"
     LIMITS_NOT_HELD = "limits_not_held"
     LIMITS_NOT_GIVEN = "limits_not_given"
+    ANSWER_UNFORESEEN = "answer_unforeseen"
     LIMIT_DRIFT = "limit_drift"
     LIMIT_DRIFT_ENDED = "limit_drift_ended"
     PIPE_ACCESS_DRIFT = "pipe_access_drift"

@@ -1,7 +1,6 @@
 """The GPUs, the driver and the control program, and the record of compute modes that mpsd must restore."""
 
 import contextlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -9,9 +8,9 @@ from typing import Final
 from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.core.mps import daemon_flags
-from mpsd.core.settings import Settings, Users
-from mpsd.system import driver, process, rundir, saved_compute_modes
+from mpsd.core.settings import Settings
+from mpsd.system import control_flags, driver, rundir, saved_compute_modes
+from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.driver import Driver
 from mpsd.system.gpu import NvmlGpus
 from mpsd.system.saved_compute_modes import SavedComputeModes
@@ -33,39 +32,10 @@ def find(settings: Settings, control: str | None = None) -> Driver | None:
         return None
 
 
-_UNKNOWN_FLAG: Final = "-mpsctl-doctor"
-"""A flag that no control program has."""
-
-
-async def _knows_many_users(program: Path | None, settings: Settings) -> Reading[bool]:
-    """Test whether the control program supports -multiuser-server, with a pipe directory that does not exist.
-
-    A program that checks its flags answers an unknown flag with its usage, and a known flag by looking for a control
-    daemon (measured: 555). The programs of 470, 535 and 550 look for a control daemon whatever the flag is.
-    """
-    if program is None or settings.daemon.users is not Users.MANY:
+async def _knows_many_users(there: Driver | None) -> Reading[bool]:
+    if there is None:
         return Unknown("there is no control program that could be asked")
-    try:
-        if not await _refuses(program, _UNKNOWN_FLAG):
-            because = "the control program ignores flags that it does not know, as those of drivers 470 to 550 do"
-            return Unknown(f"{because}; 555 knows {daemon_flags.MANY_USERS}")
-        return Known(not await _refuses(program, daemon_flags.MANY_USERS))
-    except (OSError, TimeoutError) as error:
-        return Unknown(f"{program} cannot be asked: {error}")
-
-
-async def _refuses(program: Path, flag: str) -> bool:
-    environment = process.environment({"CUDA_MPS_PIPE_DIRECTORY": os.devnull})
-    done = await process.run((str(program), flag), env=environment, stdin=b"", seconds=_SECONDS)
-    if done.returncode is None:
-        raise TimeoutError(f"it did not end within {_SECONDS:g} s")
-    return _USAGE in done.output
-
-
-_USAGE: Final = "manual page"
-"""A text in the usage of each control program (measured, 470 to 555) that none of its other outputs contains."""
-
-_SECONDS: Final = 5.0
+    return await control_flags.knows_many_users(ControlProgram((str(there.control),), there.directories))
 
 
 async def look(settings: Settings, control: str | None, *, simulated: bool) -> GpusSeen:
@@ -79,7 +49,7 @@ async def look(settings: Settings, control: str | None, *, simulated: bool) -> G
         library=library(there.libraries if there else None),
         package=package_of(there.control) if there else None,
         left=left(settings),
-        many_users=await _knows_many_users(there.control if there else None, settings),
+        many_users=await _knows_many_users(there),
     )
     if simulated:
         return found

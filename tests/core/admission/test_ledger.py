@@ -260,9 +260,16 @@ class TestRefusals:
         assert desk.offers(offer(0)) == [waits.id]
 
     def test_another_user(self) -> None:
-        """Where a daemon serves one uid at a time, the refusal names the uid that has it."""
+        """Where a daemon serves one uid at a time, the refusal names the uid that has it.
+
+        Its hint is a daemon for several users only where the control program knows that.
+        """
         desk = Desk(offer(0, many_users=False))
         desk.ask(uid=ANN)
+        with pytest.raises(DoesNotFitError) as plain:
+            desk.ask(uid=BOB)
+        assert "daemon.users" not in plain.value.hint
+        desk.offers(offer(0, many_users=False, knows_many_users=True))
         with pytest.raises(
             DoesNotFitError, match=f"uid {ANN} holds leases on the GPU, and its control daemon serves one uid"
         ) as refusal:

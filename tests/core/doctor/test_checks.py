@@ -29,7 +29,7 @@ from mpsd.core.doctor.observed_records import ListenerSeen
 from mpsd.core.doctor.table import CHECKS, FAMILIES
 from mpsd.core.gpus import Condition
 from mpsd.core.health import Kind
-from mpsd.core.model import GpuProcess, GpuUsage, Known, Unknown
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Reading, Unknown
 from mpsd.core.units import GIB, MIB
 from tests.core.doctor.seen import (
     DAEMON,
@@ -529,6 +529,14 @@ def test_what_is_wrong(check: str, observed: Observed, verdict: str, because: st
 def test_what_is_fine(check: str, observed: Observed) -> None:
     """A case that only looks like a fault is not reported."""
     assert [each.verdict for each in look(check, observed)] == [Verdict.OK]
+
+
+@pytest.mark.parametrize("knows", [Known(value=True), Known(value=False), Unknown("it did not answer")])
+def test_many_users_are_proposed(knows: Reading[bool]) -> None:
+    """A control daemon for several users is a remedy only where the control program is known to be able to."""
+    blocked = files(servers=Known((ServersSeen("gpu0", 0, "", waiting=((7, 1001),)),)))
+    (found,) = look("waiting-uids", replace(blocked, gpus=gpus(many_users=knows).gpus))
+    assert ("daemon.users" in (found.remedy or "")) == (knows == Known(value=True))
 
 
 def test_what_cannot_be_seen_is_never_well() -> None:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
@@ -27,18 +28,21 @@ _BUSY: Final = """
 case "$1" in -f) exec {command} "$@" ;; esac
 touch {conversed}
 [ -e {busy} ] || exec {command} "$@"
-sed -E '/^[gs]et_(client_list|server_status|active_thread_percentage|device_pinned_mem_limit) /d' | {command}
+sed -E '{edit}' | {command}
 """
-"""A control program whose front-ends ask servers nothing while a file exists, so that these seem to be busy."""
+"""A control program whose front-ends send other lines while a file exists. A line that is no command is echoed."""
+
+_NOTHING: Final = "/^[gs]et_(client_list|server_status|active_thread_percentage|device_pinned_mem_limit) /d"
+"""Asks servers nothing, so that these seem to be busy."""
 
 
 class Server:
-    """The servers of a node, which can be busy."""
+    """The servers of a node, which can be busy, or answer otherwise, by an `edit` of the questions."""
 
-    def __init__(self, node: Node, folder: Path) -> None:
+    def __init__(self, node: Node, folder: Path, edit: str = _NOTHING) -> None:
         self._busy, self._conversed = folder / "busy", folder / "conversed"
         command = shlex.join(simulator(550, str(node.root / "run" / "simulated")))
-        script = _BUSY.format(command=command, busy=self._busy, conversed=self._conversed)
+        script = _BUSY.format(command=command, busy=self._busy, conversed=self._conversed, edit=edit)
         node.control = program(folder / "nvidia-cuda-mps-control", script)
 
     def turn(self, *, busy: bool) -> None:
@@ -173,3 +177,129 @@ def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
 def pids(node: Node, client: SimulatedClient) -> tuple[int, int]:
     """Return the pids of the control daemon and of a client's server."""
     return node.daemons()["gpu0"]["pid"], client.hello["server"]
+
+
+# -- admission while a server starts, and when it answers in an unforeseen form ----------------------------------------
+
+
+def wider(node: Node, wait: float | None, threads: int = 50) -> Any:
+    """Request a lease that needs wider limits than one of 2 GiB."""
+    return node.request("POST", "/v1/leases", {"threads": threads, "memory": 4 * GIB, "wait": wait})
+
+
+@pytest.mark.parametrize("wait", [60.0, None])
+def test_wait_for_a_server_that_starts(make_node: Start, short_tmp: Path, wait: float | None) -> None:
+    """A request that waits is granted once the server is ready; one that does not is refused, with that reason."""
+    node, server = made(make_node, short_tmp, "anytime")
+    node.config = CONFIG.format(mode="anytime") + "answer_deadline = 0.5\n"
+    node.start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        server.turn(busy=True)
+        refused = wider(node, 0.0)
+        assert (refused.status, refused.json["limit"]) == (409, "health")
+        assert f"server {client.hello['server']} is starting" in refused.json["detail"]
+        with ThreadPoolExecutor(1) as caller:
+            waiting = caller.submit(wider, node, wait)
+            # It holds its share while it waits, longer than a request without a wait is patient.
+            wait_until(lambda: len(node.get("/v1/leases").json["leases"]) == 2, what="the request to be decided")
+            late = wider(node, 0.0, threads=25)
+            assert (late.status, late.json["limit"]) == (409, "health")
+            assert not waiting.done()
+            server.turn(busy=False)
+            assert waiting.result().status == 201
+        assert client.sync()["ok"]
+
+
+def test_stop_while_a_request_waits(make_node: Start, short_tmp: Path) -> None:
+    """A request that waits for a server does not keep mpsd from stopping."""
+    node, server = made(make_node, short_tmp, "anytime")
+    node.start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        server.turn(busy=True)
+        with ThreadPoolExecutor(1) as caller:
+            waiting = caller.submit(wider, node, 600.0)
+            wait_until(lambda: len(node.get("/v1/leases").json["leases"]) == 2, what="the request to be decided")
+            node.end()
+            assert waiting.exception() is not None or waiting.result().status == 503
+        server.turn(busy=False)
+        node.start()
+        assert wider(node, 60.0).status == 201
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["get_device_pinned_mem_limit", "get_active_thread_percentage", "get_client_list", "get_server_status"],
+)
+def test_unforeseen_answer(make_node: Start, short_tmp: Path, question: str) -> None:
+    """An answer in an unforeseen form is logged once, is a reason of the node, and refuses requests, until it is over.
+
+    The answer contains control characters, which reach no output. Clients work on, and stay known.
+    """
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    server = Server(node, short_tmp, rf"s/^{question} .*/\x1b[2J1073741824{'x' * 200}/")
+    node.start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        before = node.get("/v1/clients").json["clients"]
+        server.turn(busy=True)
+        told = event(node, "answer_unforeseen")
+        assert told["server"] == client.hello["server"]
+        assert told["command"].split()[0] == question
+        assert "1073741824" in told["answer"]
+        assert told["answer"].isprintable()
+        assert len(told["answer"]) < 100
+        status = wait_until(lambda: not (found := node.get("/v1/status").json)["healthy"] and found, what="the reason")
+        (reason,) = status["reasons"]
+        assert (reason["kind"], reason["subject"]) == ("answer_unforeseen", "gpu0")
+        assert question in reason["because"]
+        assert "mpsctl restart gpu0" in reason["hint"]
+        assert node.daemons()["gpu0"]["state"] == "ready"
+        refused = wider(node, 0.0)
+        assert (refused.status, refused.json["limit"]) == (409, "health")
+        assert question in refused.json["detail"]
+        assert "is starting" not in refused.json["detail"]
+        server.converse()
+        assert len(node.events("answer_unforeseen")) == 1
+        assert [each["pid"] for each in node.get("/v1/clients").json["clients"]] == [each["pid"] for each in before]
+        server.turn(busy=False)
+        assert wider(node, 60.0).status == 201
+        assert node.get("/v1/status").json["healthy"]
+        assert client.sync()["ok"]
+    assert node.events("violation") == []
+
+
+def test_replaced_when_unused(make_node: Start, short_tmp: Path) -> None:
+    """A control daemon whose server answers in an unforeseen form is replaced once it is unused, and admits again."""
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    server = Server(node, short_tmp, "s/^get_device_pinned_mem_limit .*/1073741824 bytes/")
+    node.start()
+    before = node.daemons()["gpu0"]["pid"]
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        server.turn(busy=True)
+        event(node, "answer_unforeseen")
+        server.converse()
+        assert node.daemons()["gpu0"]["pid"] == before
+        assert client.sync()["ok"]
+    wait_until(lambda: node.daemons()["gpu0"]["pid"] not in {before, None}, what="another control daemon")
+    wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
+    assert wider(node, 0.0).status == 201
+
+
+def test_nothing_set(make_node: Start, short_tmp: Path) -> None:
+    """Nothing at all is a known answer of a server without a memory limit, while it answers other questions."""
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    server = Server(node, short_tmp, "/^get_device_pinned_mem_limit /d")
+    node.start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        server.turn(busy=True)
+        told = event(node, "limit_drift", limit="pinned_device_mem_limit")
+        assert told["found"] is None
+        assert node.events("answer_unforeseen") == []
+        refused = wider(node, 0.0)
+        assert refused.json["limit"] == "health"
+        assert "pinned_device_mem_limit of server" in refused.json["detail"]
+        server.turn(busy=False)
+        assert wider(node, 60.0).status == 201

@@ -1,4 +1,4 @@
-"""A client that has set a title shows no environment: it is unknown, which ends no client and excuses none.
+"""A client that has set a title shows no environment: it is unknown, which ends no client, and excuses none.
 
 The clients are real processes, and overwrite their environment before they connect, as vLLM and SGLang do.
 """

@@ -1,0 +1,104 @@
+"""daemon.users = "many" is accepted, and proposed, only where the control program knows -multiuser-server."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from tests.daemon.caller import calling, needs_root
+from tests.daemon.conftest import Start
+from tests.daemon.helpers import GIB, branches, limits_for
+from tests.harness import wait_until
+from tests.node import Node
+from tests.real import RealDaemon
+
+MANY: Final = '{limits}\n[daemon]\nusers = "many"\n'
+
+OLD: Final = branches(470, 535, 550)
+NEW: Final = branches(555)
+
+ANN, BOB = 2701, 2702
+
+
+def check(real: RealDaemon, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run `mpsd check` on a configuration for many users with a control program."""
+    path = folder / "mpsd.toml"
+    path.write_text(f'[daemon]\nusers = "many"\ncontrol = "{real.control}"\n')
+    command = (sys.executable, "-m", "mpsd", "check", "--config", str(path))
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+
+
+def restarted(node: Node) -> dict[str, Any]:
+    """Have a control daemon replaced, and return the next one when it is ready."""
+    before = node.daemons()["gpu0"]["pid"]
+    assert node.request("POST", "/v1/daemons/gpu0/restart", {}).status == 202
+    found: dict[str, Any] = wait_until(
+        lambda: (now := node.daemons()["gpu0"])["state"] == "ready" and now["pid"] != before and now,
+        what="the next control daemon",
+    )
+    return found
+
+
+@pytest.mark.parametrize("real", OLD)
+def test_refused(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
+    """mpsd refuses it with a remedy, in check, at a start and in a reload, which changes nothing."""
+    checked = check(real, short_tmp)
+    assert checked.returncode == 78
+    assert "-multiuser-server" in checked.stderr
+    assert 'hint: set daemon.users = "one"' in checked.stderr
+    node = make_node(simulate=1, control=real.control, config=limits_for(real)).start()
+    before, config = node.unharmed(), node.get("/v1/config").json
+    answer = node.reload(MANY.format(limits=limits_for(real)))
+    assert answer["event"] == "settings_refused"
+    assert "-multiuser-server" in answer["because"]
+    assert 'daemon.users = "one"' in answer["hint"]
+    by_hand = node.mpsctl("reload")
+    assert (by_hand.returncode, "-multiuser-server" in by_hand.stderr) == (78, True)
+    assert node.get("/v1/config").json == config
+    # A restart of the control daemon still works.
+    assert node.unharmed() == before
+    assert restarted(node)["restart_for"] == []
+    other = make_node(simulate=1, control=real.control, config=MANY.format(limits=limits_for(real)))
+    other.launch()
+    assert other.process is not None
+    assert other.process.wait(20) == 78
+
+
+@pytest.mark.parametrize("real", NEW)
+def test_accepted(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
+    """The reload says that it takes effect with the next control daemon, and how to have that."""
+    assert check(real, short_tmp).returncode == 0
+    node = make_node(simulate=1, control=real.control, config=limits_for(real)).start()
+    before = node.daemons()["gpu0"]["pid"]
+    node.configuration.write_text(MANY.format(limits=limits_for(real)))
+    reloaded = node.mpsctl("reload")
+    assert reloaded.returncode == 0
+    assert reloaded.stdout == (
+        "applied at the next start of gpu0: daemon.users; when its leases and clients have ended: mpsctl restart gpu0\n"
+    )
+    assert node.mpsctl("reload", "-o", "json").returncode == 0
+    found = node.daemons()["gpu0"]
+    assert (found["pid"], found["restart_for"]) == (before, ["daemon.users"])
+    assert restarted(node)["restart_for"] == []
+
+
+@needs_root
+@pytest.mark.parametrize("real", branches(535, 555))
+def test_proposed(make_node: Start, real: RealDaemon) -> None:
+    """The refusal of a second user proposes it only where it would work."""
+    node = make_node(simulate=1, control=real.control, config="").start()
+    with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
+        assert ann.admit(threads=25, memory=GIB).status == 201
+
+        def hint() -> str:
+            refused = bob.admit(threads=25, memory=GIB)
+            assert (refused.status, refused.json["limit"]) == (409, "user")
+            said: str = refused.json["hint"]
+            return said
+
+        if real.branch >= 555:
+            wait_until(lambda: "daemon.users" in hint(), what="the program to be asked")
+        else:
+            assert "daemon.users" not in hint()

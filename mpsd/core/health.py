@@ -38,6 +38,8 @@ class Kind(StrEnum):
     """The GPU cannot be read."""
     GPU = "gpu"
     """The GPU is faulty, or in a state in which MPS cannot run."""
+    SERVER_STOPPED = "server_stopped"
+    """A user has stopped its server, and the control daemon serves no client."""
     DAEMON = "daemon"
     """The control daemon is not ready."""
     OPERATION = "operation"
@@ -98,7 +100,7 @@ _LIMITS: Final = {
     **dict.fromkeys((Kind.OPERATION, Kind.HOLD, Kind.LEASES_INCOMPLETE), "hold"),
     **dict.fromkeys((Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.DAEMON), "health"),
     **dict.fromkeys((Kind.SERVER_FAULT, Kind.WEDGED, Kind.CANARY_SILENT, Kind.SERVERS_CANNOT_START), "health"),
-    **dict.fromkeys((Kind.DRIFT, Kind.UNRESTORED, Kind.CLIENT_END_LATE), "health"),
+    **dict.fromkeys((Kind.DRIFT, Kind.UNRESTORED, Kind.CLIENT_END_LATE, Kind.SERVER_STOPPED), "health"),
 }
 """The kinds that stop admission on a GPU, with the `limit` that the refusal names."""
 
@@ -300,6 +302,13 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
 def _of_servers(daemon: Daemon) -> Iterator[Reason]:
     """Yield the problems of a control daemon's servers."""
     name = daemon.name
+    for stopped in daemon.stopped:
+        because = (
+            f"{name}: server {stopped.pid} (uid {stopped.uid}) has been stopped (SIGSTOP) since"
+            f" {_time(stopped.since)}, and no client of {name} is served until it continues or ends: {stopped.used_by}"
+        )
+        hint = f"continue it: kill -CONT {stopped.pid}; or end it with its clients: mpsctl restart {name} --timeout 0"
+        yield Reason(Kind.SERVER_STOPPED, name, because, hint)
     for server in daemon.servers:
         if server.faulted is not None:
             hint = f"end the clients that remain on {name}; list them: mpsctl clients"

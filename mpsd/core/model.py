@@ -284,6 +284,19 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
+class StoppedServer:
+    """A server that its user has stopped (SIGSTOP): its control daemon then serves no client of any user."""
+
+    pid: int
+    uid: int
+    since: datetime
+    at: float
+    """The same, in seconds of the monotonic clock."""
+    used_by: str = "its clients and leases are being looked for"
+    """Why mpsd does not end it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """A process that a server of MPS lists as its client."""
 
@@ -328,6 +341,8 @@ class Daemon:
     undone: tuple[Drift, ...] = ()
     """Changes by others that mpsd has undone, the latest last."""
     servers: tuple[Server, ...] = ()
+    stopped: tuple[StoppedServer, ...] = ()
+    """Those of its servers that are stopped."""
     version: str | None = None
     log_silent_since: datetime | None = None
     """Since when its log has shown nothing, not even mpsd's own conversations; None while it shows them."""

@@ -21,6 +21,7 @@ from mpsd.core.model import (
     Limits,
     QuarantinedUid,
     Server,
+    StoppedServer,
     Suspect,
     Unknown,
 )
@@ -50,6 +51,7 @@ COMMAND: Final = "set_default_active_thread_percentage 10"
 DRIFT: Final = Drift("active_thread_percentage", 60.0, 10.0, NOW, COMMAND)
 MEMORY: Final = Drift("pinned_device_mem_limit", 8 * GIB, None, NOW, None)
 FAULTED: Final = Server(42, faulted=NOW)
+STOPPED: Final = StoppedServer(42, 1001, NOW, 0.0, "its clients are 7")
 NO_ROOM: Final = "the store cannot be written: disk full"
 
 
@@ -101,6 +103,11 @@ OF_DAEMONS: Final = [
         daemon(servers=(FAULTED,)),
         Kind.SERVER_FAULT,
         "server 42 has been handling a fatal GPU fault since 2026-11-22T03:00:00Z; it accepts no client until it has",
+    ),
+    (
+        daemon(stopped=(STOPPED,)),
+        Kind.SERVER_STOPPED,
+        "gpu0: server 42 (uid 1001) has been stopped (SIGSTOP) since 2026-11-22T03:00:00Z, and no client of gpu0 is",
     ),
     (daemon(servers=(replace(FAULTED, clients=(7,)),)), Kind.SERVER_FAULT, "until its last client exits"),
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
@@ -313,6 +320,7 @@ REFUSED: Final = [
     ),
     (GPU, daemon(state=State.HELD, servers=(FAULTED,), drift=(DRIFT,)), "hold", Kind.HOLD),
     (gpu(Health.FAULTY), daemon(state=State.HELD), "health", Kind.GPU),
+    (GPU, daemon(state=State.UNRESPONSIVE, stopped=(STOPPED,)), "health", Kind.SERVER_STOPPED),
     (GPU, daemon(drift=(DRIFT,), cannot_start="no server starts"), "health", Kind.SERVERS_CANNOT_START),
 ]
 

@@ -368,6 +368,10 @@ class Observer:
         """Note the process of the control daemon from now on."""
         self.control_log.follow(daemon)
 
+    def forget(self, server: ProcessIdentity) -> None:
+        """Forget a server that was ended."""
+        self._servers.pop(server, None)
+
     def check(self, *, awake: bool) -> bool:
         """Check the log and the orphans; tell whether there is a reason to query the daemon at once.
 

@@ -27,6 +27,7 @@ from mpsd.daemon.control.own_limits import OwnLimits
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.renewal import Renewal
 from mpsd.daemon.control.state import Heartbeat, Lifecycle, longest_round
+from mpsd.daemon.control.stopped_servers import StoppedServers
 from mpsd.daemon.control.survivors import Survivors
 from mpsd.daemon.control.wanted_limits import Prober, WantedLimits
 from mpsd.daemon.ends.endings import Endings
@@ -104,7 +105,12 @@ class Supervisor:
             control_log=self._control_log,
             leases=leases,
         )
+        self._stopped_servers = StoppedServers(
+            name, self._observer, leases, usage=usage, changed=changed, log=self._log
+        )
         self._wanted = True  # whether the daemon must run at all
+        self._servers_due = 0.0
+        """When its servers are looked at next."""
         self._is_new = True
         """Whether it has not looked yet for what an earlier mpsd left."""
         self._down = asyncio.Event()
@@ -135,6 +141,7 @@ class Supervisor:
             drift=self._observer.drift,
             undone=self._observer.undone,
             servers=self._observer.servers,
+            stopped=self._stopped_servers.of_daemon,
             version=self.gpu.driver_version,
             log_silent_since=self._control_log.silence.since,
             cannot_start=self._observer.cannot_start,
@@ -224,7 +231,8 @@ class Supervisor:
     @property
     def trouble(self) -> str:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
-        return self.trouble_of_canary or self.client_end_late
+        stopped = [f"its server {each.pid} is stopped (SIGSTOP)" for each in self._stopped_servers.of_daemon]
+        return self.trouble_of_canary or self.client_end_late or "; ".join(stopped)
 
     @property
     def trouble_of_canary(self) -> str:
@@ -311,7 +319,7 @@ class Supervisor:
                 self.heartbeat.back_in(longest_round(self._settings.current.daemon))
                 try:
                     self._handle_exit()
-                    await self._look_at_survivors()
+                    await self._look_at_servers()
                     await self._one_round()
                 except OSError as error:
                     await self._wait_for_resources(error)
@@ -325,11 +333,18 @@ class Supervisor:
             self._control_log.close()
             self._instance.close()
 
-    async def _look_at_survivors(self) -> None:
-        """Look at the servers of dead control daemons; NVML shows whether orphans have clients."""
+    async def _look_at_servers(self) -> None:
+        """Look at the servers of dead control daemons, and at stopped ones; NVML shows whether they have clients."""
         self._survivors.look()
         if self._survivors.is_count_due:
             self._survivors.count_clients(await self._usage())
+        if clock.monotonic() < self._servers_due:
+            return
+        self._servers_due = clock.monotonic() + _TICK / 2
+        because = await self._stopped_servers.look(self._instance.evidence, silent=self._lifecycle.is_silent)
+        is_watched = self._lifecycle.state in ANSWERED or self._lifecycle.is_silent
+        if because and is_watched and not self.drainer.desired.waits and self._renewal.is_deserted:
+            self._move(Event.STOP, f"it is replaced: {because}")
 
     async def _one_round(self) -> None:
         match self._lifecycle.state:

@@ -176,6 +176,13 @@ CATALOGUE: Final = {
     ),
     EventName.PIPE_ACCESS_NOT_HELD: EventKind("error", "daemon because", "The pipe directory does not stay closed."),
     EventName.SERVER_ORPHANED: EventKind("warning", "daemon server", "A server has outlived its control daemon."),
+    EventName.SERVER_STOPPED: EventKind(
+        "warning", "daemon server uid left_out?", "A user has stopped its server, and no client is served."
+    ),
+    EventName.SERVER_CONTINUED: EventKind("info", "daemon server uid left_out?", "A stopped server has continued."),
+    EventName.SERVER_KILLED: EventKind(
+        "warning", "daemon server uid because left_out?", "mpsd has ended a stopped server that nothing used any more."
+    ),
     EventName.SERVER_EXITED: EventKind("warning", "daemon server status left_out?", "A server exited with an error."),
     EventName.SERVER_FAILED: EventKind("warning", "daemon server words left_out?", "A server did not start."),
     EventName.SERVER_FAULTED: EventKind("warning", "daemon server left_out?", "A server met a fatal fault."),

@@ -259,15 +259,23 @@ def test_death_of_whom_it_comes_to(tmp_path: Path, *, reads: bool) -> None:
 
 
 def test_server_that_is_stopped(bench: GpuBench) -> None:
-    """A command for a stopped server blocks its control daemon: no other process is served until the server runs."""
+    """A command for a stopped server blocks its control daemon: no other process is served until the server runs.
+
+    The list of servers is still answered before that (measured on 580), and a new client waits.
+    """
     server = bench.server()
     os.kill(server, signal.SIGSTOP)
+    assert bench.ask("get_server_list") == [str(server)]
+    client = bench.late_client()
+    client.tell("init")
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end(f"get_client_list {server}", seconds=0.3)
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end("get_server_list", seconds=0.3)
+    assert not select.select([client.process.stdout], [], [], 0)[0]
     os.kill(server, signal.SIGCONT)
     assert wait_until(lambda: bench.ask("get_server_list"), what="the daemon to serve again") == [str(server)]
+    assert client.answer()["server"] == server
 
 
 def test_gpu_that_is_lost(bench: GpuBench) -> None:

@@ -13,6 +13,7 @@ a permanent error.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -95,6 +96,9 @@ class _Service:
             for key, _ in self._events.select():
                 key.data()
                 self._answer_later()
+        if self._ended:
+            for device, pid in itertools.product(self._devices, self._connections):
+                device.release(pid)  # the contexts end, and with them, as it is assumed, what they hold
         self._log("Server has been notified to shutdown")
         self._log("Exiting")
         return 0

@@ -347,6 +347,7 @@ def test_death_of_the_daemon(bench: GpuBench) -> None:
     bench.kill()
     wait_until(lambda: look_at(client.hello["server"]) is None, what="the end of the server")
     assert client.answer() == error("MPS_RPC_FAILURE", 806)
+    assert client.pid not in bench.device.processes()
     assert client.context() == error("MPS_CONNECTION_FAILED", 805)
     bench.start()
     assert client.context() == error("MPS_CONNECTION_FAILED", 805)

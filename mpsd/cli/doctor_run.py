@@ -250,6 +250,7 @@ def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
         pid=daemon["pid"],
         pipe_directory=daemon["pipe_directory"],
         orphans=tuple(each["pid"] for each in daemon["servers"] if each["orphan"]),
+        dying=tuple(each["pid"] for each in daemon["servers"] if each.get("dying")),
     )
 
 

@@ -44,6 +44,8 @@ class DaemonAnswer:
     pipe_directory: str
     orphans: tuple[int, ...]
     """Servers whose control daemon is dead."""
+    dying: tuple[int, ...] = ()
+    """Servers whose control daemon died just now, and that are probably about to end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,12 +80,18 @@ class StoppedServers:
         if isinstance(usage, Known):
             clients |= clients_of_mps(usage.value.processes) - self._observer.canaries
         because = stopped.used_by(server.uid, leases, clients, usage, many_users=many_users)
+        if not because:
+            try:
+                return self._end(identity, server)
+            except PermissionError as error:
+                because = f"mpsd has no permission to end it: {error.strerror} (CAP_KILL)"
         if because != server.used_by:
             self._found[identity] = replace(server, used_by=because)
             self._changed()
-        return "" if because else self._end(identity, server)
+        return ""
 
     def _end(self, identity: ProcessIdentity, server: StoppedServer) -> str:
+        """End a server that nothing uses, and say so. Raises PermissionError."""
         living = process.adopt(identity)
         if living is None or not _is_stopped(identity):
             return ""

@@ -252,6 +252,7 @@ def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
         orphans=tuple(each["pid"] for each in daemon["servers"] if each["orphan"]),
         unknown_lines=daemon["unknown_lines"],
         latest_unknown_line=next(reversed(daemon["latest_unknown_lines"]), ""),
+        dying=tuple(each["pid"] for each in daemon["servers"] if each.get("dying")),
     )
 
 

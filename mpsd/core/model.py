@@ -276,6 +276,8 @@ class Server:
     canaries: tuple[int, ...] = ()
     """The pids of mpsd's own clients, which are not among the others."""
     orphan: bool = False
+    dying: bool = False
+    """Whether it is an orphan of the last moments, and probably about to end: see `mps_facts.SERVER_END`."""
     faulted: datetime | None = None
     """Since when it has been handling a fatal fault, during which it accepts no client."""
     fault_reported: datetime | None = None
@@ -294,6 +296,19 @@ class Server:
 
     A client that lives where mpsd sees no processes is in `clients` alone.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class StoppedServer:
+    """A server that its user has stopped (SIGSTOP): its control daemon then serves no client of any user."""
+
+    pid: int
+    uid: int
+    since: datetime
+    at: float
+    """The same, in seconds of the monotonic clock."""
+    used_by: str = "its clients and leases are being looked for"
+    """Why mpsd does not end it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +360,8 @@ class Daemon:
     undone: tuple[Drift, ...] = ()
     """Changes by others that mpsd has undone, the latest last."""
     servers: tuple[Server, ...] = ()
+    stopped: tuple[StoppedServer, ...] = ()
+    """Those of its servers that are stopped."""
     version: str | None = None
     log_silent_since: datetime | None = None
     """Since when its log has shown nothing, not even mpsd's own conversations; None while it shows them."""
@@ -469,6 +486,8 @@ class Lease(Struct, frozen=True, gc=False):
     bearers: tuple[ProcessIdentity, ...] = ()
     """Living processes that belong to it by its token alone, clients or not: they keep it alive, and it ends none of
     them."""
+    lost: tuple[ProcessIdentity, ...] = ()
+    """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
     token: str = ""
     """The secret in the environment of its processes; empty for a lease of an mpsd that gave none."""
     until: float | None = None

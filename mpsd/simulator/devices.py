@@ -6,8 +6,9 @@ context there, and files for the GPU's faults. As with a real driver, the memory
 The same directory has the settings of the simulated driver, each in a file, which a server reads when it starts. The
 file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`.
 The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). The file `killed_alone`
-names what a client leaves behind that is killed in mid-kernel; see `cuda.Leaves`. Where a file `no_mps_attribute` is,
-CUDA does not tell a process whether it uses MPS. For a node, the path of the directory is <runtime_dir>/simulated.
+names what a client leaves behind that is killed in mid-kernel; see `cuda.Leaves`. The file `outlives` lets servers
+outlive their control daemon. Where a file `no_mps_attribute` is, CUDA does not tell a process whether it uses MPS. For
+a node, the path of the directory is <runtime_dir>/simulated.
 """
 
 import contextlib
@@ -38,6 +39,8 @@ _BINDS: Final = "binds"
 _CONTEXT_MEMORY: Final = "context_memory"
 _KILLED_ALONE: Final = "killed_alone"
 _NO_MPS_ATTRIBUTE: Final = "no_mps_attribute"
+
+_OUTLIVES: Final = "outlives"
 
 _COMPUTE_MODE: Final = "compute_mode"
 """The file of a GPU with its compute mode, if that was ever set."""
@@ -216,6 +219,19 @@ def set_killed_alone(directory: Path, leaves: Leaves) -> None:
 def hide_mps_attribute(directory: Path) -> None:
     """Have CUDA no longer tell a process whether it uses MPS."""
     _set(directory, _NO_MPS_ATTRIBUTE, "")
+
+
+def outlives(directory: Path) -> bool:
+    """Tell whether a server that starts now serves its clients to their end when its control daemon dies.
+
+    By default it ends within a moment, and its clients' contexts with it: measured on 580, other drivers are unknown.
+    """
+    return bool(_setting(directory, _OUTLIVES))
+
+
+def set_outlives(directory: Path) -> None:
+    """Let servers that start from now on outlive their control daemon."""
+    _set(directory, _OUTLIVES, "yes")
 
 
 def _setting(directory: Path, name: str) -> str:

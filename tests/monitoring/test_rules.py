@@ -93,6 +93,12 @@ CASES: Final[dict[str, tuple[dict[str, str], str, dict[str, str], str]]] = {
         "A server on node1 handles a fatal GPU fault",
     ),
     "MpsdServerWedged": ({reason("wedged"): "0 1x10"}, "5m", {"kind": "wedged"}, "A server on node1 serves no client"),
+    "MpsdServerStopped": (
+        {reason("server_stopped"): "0 1x10"},
+        "5m",
+        {"kind": "server_stopped"},
+        "A server on node1 is stopped by its user",
+    ),
     "MpsdServersCannotStart": (
         {reason("servers_cannot_start"): "0 1x10"},
         "5m",

@@ -256,15 +256,24 @@ def test_death_of_whom_it_comes_to(tmp_path: Path, *, reads: bool) -> None:
 
 
 def test_server_that_is_stopped(bench: GpuBench) -> None:
-    """A command for a stopped server blocks its control daemon: no other process is served until the server runs."""
+    """A command for a stopped server blocks its control daemon: no other process is served until the server runs.
+
+    The list of servers is still answered before that (measured on 580), and a new client waits.
+    """
     server = bench.server()
     os.kill(server, signal.SIGSTOP)
+    assert bench.ask("get_server_list") == [str(server)]
+    client = bench.late_client()
+    client.tell("init")
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end(f"get_client_list {server}", seconds=0.3)
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end("get_server_list", seconds=0.3)
+    assert client.process.stdout is not None
+    assert not select.select([client.process.stdout], [], [], 0)[0]
     os.kill(server, signal.SIGCONT)
     assert wait_until(lambda: bench.ask("get_server_list"), what="the daemon to serve again") == [str(server)]
+    assert client.answer()["server"] == server
 
 
 def test_gpu_that_is_lost(bench: GpuBench) -> None:
@@ -330,7 +339,22 @@ def test_invisible_gpu(bench: GpuBench) -> None:
 
 
 def test_death_of_the_daemon(bench: GpuBench) -> None:
-    """Clients and server of a killed daemon keep running; new clients run without MPS, or on another server."""
+    """The server of a killed daemon ends, and its clients' work with it, while their processes live on."""
+    client = bench.client()
+    client.loop(0.05)
+    bench.kill()
+    wait_until(lambda: look_at(client.hello["server"]) is None, what="the end of the server")
+    assert client.answer() == error("MPS_RPC_FAILURE", 806)
+    assert client.pid not in bench.device.processes()
+    assert client.context() == error("MPS_CONNECTION_FAILED", 805)
+    bench.start()
+    assert client.context() == error("MPS_CONNECTION_FAILED", 805)
+    assert bench.client().hello["mps"]
+
+
+def test_server_that_outlives_its_daemon(bench: GpuBench) -> None:
+    """By a setting, clients and server of a killed daemon keep running; new clients get another server."""
+    bench.outlives()
     client = bench.client()
     server = client.hello["server"]
     bench.kill()

@@ -47,6 +47,8 @@ class DaemonAnswer:
     unknown_lines: int = 0
     """Lines in its logs that mpsd does not know, since mpsd started."""
     latest_unknown_line: str = ""
+    dying: tuple[int, ...] = ()
+    """Servers whose control daemon died just now, and that are probably about to end."""
 
 
 @dataclass(frozen=True, slots=True)

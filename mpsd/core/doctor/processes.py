@@ -220,13 +220,14 @@ def _orphans(seen: Observed) -> Iterator[Finding]:
     answers = seen.service.answers
     daemons = answers.value.daemons if isinstance(answers, Known) else ()
     known = {pid for each in daemons for pid in each.orphans}
+    dying = {pid for each in daemons for pid in each.dying}
     parents = {each.pid for each in by_pid.values() if each.part == DAEMON} | {each.pid for each in daemons}
     for pid in known - by_pid.keys():
         because = f"server {pid} is an orphan: its control daemon is dead, and nothing limits it any more"
         yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients have exited: kill {pid}", f"pid {pid}")
     for each in by_pid.values():
         # A simulated control daemon does not look like NVIDIA's: only mpsd reports it as one.
-        if each.part == SERVER and each.parent not in parents:
+        if each.part == SERVER and each.parent not in parents and each.pid not in dying:
             because = (
                 f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing limits it"
             )

@@ -183,6 +183,13 @@ CATALOGUE: Final = {
     ),
     EventName.PIPE_ACCESS_NOT_HELD: EventKind("error", "daemon because", "The pipe directory does not stay closed."),
     EventName.SERVER_ORPHANED: EventKind("warning", "daemon server", "A server has outlived its control daemon."),
+    EventName.SERVER_STOPPED: EventKind(
+        "warning", "daemon server uid left_out?", "A user has stopped its server, and no client is served."
+    ),
+    EventName.SERVER_CONTINUED: EventKind("info", "daemon server uid left_out?", "A stopped server has continued."),
+    EventName.SERVER_KILLED: EventKind(
+        "warning", "daemon server uid because left_out?", "mpsd has ended a stopped server that nothing used any more."
+    ),
     EventName.SERVER_EXITED: EventKind("warning", "daemon server status left_out?", "A server exited with an error."),
     EventName.SERVER_FAILED: EventKind("warning", "daemon server words left_out?", "A server did not start."),
     EventName.SERVER_FAULTED: EventKind(
@@ -247,6 +254,10 @@ CATALOGUE: Final = {
     EventName.LEASE_HANDED_OVER: _of_lease(f"{_GROUP} because", "A lease has another holder instead of its first."),
     EventName.LEASE_CLOSING: _of_lease("because", "mpsd ends the clients of a lease, and then the lease."),
     EventName.LEASE_BORNE: _of_lease("pids because", "A lease whose holders are gone lives on for its processes."),
+    EventName.LEASE_CLIENTS_LOST: _of_lease(
+        "daemon pids because",
+        "The work of clients of a lease has ended with their control daemon; the processes may live on.",
+    ),
     EventName.LEASE_USER_CHANGED: _of_lease(
         "pids because hint", "A process of a lease of root runs as another user, and so does not reach MPS."
     ),

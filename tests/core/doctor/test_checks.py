@@ -459,6 +459,10 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
 
 FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("orphans", replace(WELL, processes=Known((MPSD, SERVER)))),  # by mpsd's answer its parent is a control daemon
+    (
+        "orphans",  # its control daemon died just now, and it is about to end
+        replace(daemon_answer(dying=(301,)), processes=processes(process(301, "server", parent=1)).processes),
+    ),
     ("foreign-daemon", processes(APART)),
     ("pid-namespace", processes(APART)),
     ("shm-shared", processes(APART, process(101, "mpsd", shared_memory=Known(7)))),

@@ -180,13 +180,6 @@ def users(node: Node) -> Iterator[Row]:
         yield "two users at once under daemon.users = many", " and ".join(began)
         owners = [Path(f"/proc/{each['pid']}").stat().st_uid for each in node.daemons()["gpu0"]["servers"]]
         yield "the uids of their servers", f"{owners}"
-        for client in clients:
-            if client.hello["ok"]:
-                doubt = seen_by(node, client)
-                yield (
-                    "one of them",
-                    f"{doubt}{client.hello['multiprocessors']} multiprocessors; {said(client.do('sync'))}",
-                )
 
 
 LIAR: Final = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "7=1G"}

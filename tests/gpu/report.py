@@ -312,7 +312,7 @@ PARTS: Final[Mapping[str, tuple[str, Callable[[Node], Iterator[Row]]]]] = {
     "fault": ("", fault),
     "stopped": ("", stopped),
 }
-"""By name: the configuration of its node, and what is measured on it. What may damage a GPU comes last."""
+"""By name: the configuration of its node, and what is measured on it. The parts that may damage a GPU come last."""
 
 
 def measured(root: Path, names: Sequence[str]) -> Iterator[Row]:

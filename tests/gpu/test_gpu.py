@@ -167,7 +167,7 @@ def test_two_leases_side_by_side(node: Node) -> None:
 
 
 def test_blast_radius_of_a_fault(node: Node) -> None:
-    """A fault of one client hits every client of its GPU; nobody is admitted until the last one has ended."""
+    """A fault of one client hits every client of its GPU; no client is admitted until the last one has ended."""
     daemon = node.daemons()["gpu0"]["pid"]
     with (
         leased(node, threads=25, memory="2GiB") as guilty,

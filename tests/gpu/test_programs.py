@@ -1,6 +1,7 @@
 """The programs that measure a real GPU, run without one: they run to their end, and say what is missing."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -77,12 +78,12 @@ def test_questions(environment: dict[str, str]) -> None:
     assert found["1 MiB: a context"] == f"{OUTSIDE}{context}; read back before: 100.0 1M"
     assert found["two users at once, with -multiuser-server"].startswith("the control daemon ended with 1")
     assert not [what for what, _ in answers if "could not be asked" in what]
-    # What a client did is never told without this.
+    # Each result of a client says so.
     assert not [what for what, answer in answers if "works" in answer and OUTSIDE not in answer and "user" not in what]
 
 
 def test_order() -> None:
-    """What may leave MPS wedged comes last, and signals in mid-kernel are asked alone."""
+    """The questions that may leave MPS wedged come last, and signals in mid-kernel are asked alone."""
     assert [*QUESTIONS][-3:] == ["death", "faults", "stopped"]
     assert [*QUESTIONS][:2] == ["least", "binding"]
     assert all("SIG" in each for each in KILLS)
@@ -233,6 +234,12 @@ def test_carried(tmp_path: Path) -> None:
     assert without["MPSD_GPU_CARRIED"] == "550.163.01"
     assert shutil.which(everything.CONTROL, path=without["PATH"]) == str(carried / "usr/bin" / everything.CONTROL)
     assert with_one == {"PATH": f"{own}"}
+
+
+def test_wheels() -> None:
+    """The wheels are those of mpsd and of all that its tests import at their start."""
+    names = {re.split(r"[<>=\[]", each)[0] for each in everything.requirements()}
+    assert {"click", "msgspec", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"} <= names
 
 
 def test_its_python(tmp_path: Path) -> None:

@@ -2,36 +2,46 @@
 
 It describes its GPU in a line of JSON on stdout, and then answers each line of its stdin with one:
 
-- `info`: the GPU, the driver, the multiprocessors that CUDA reports, and the free and the total memory
+- `info`: the GPU, the driver, the multiprocessors that CUDA reports, the free and the total memory, and `mps`: whether
+  it is a client of MPS, as CUDA tells it (null: the driver does not know)
 - `alloc SIZE`, `free`: allocate device memory; free all of it
 - `alloc-until-refused`: as much as possible, in pieces of 64 MiB; the answer has the amount held, and the refusal
 - `busy SECONDS`: work for so long; the answer has the rate, and the number of multiprocessors that it ran on
+- `loop`: work until the next line comes; one answer when the first kernel has ended, and one at the end, as of `busy`
 - `launch SECONDS`: run one kernel that lasts so long; one answer when it is launched, and one at its end
 - `sync`: whether an error is pending
 - `fault`: a store to an invalid address
 - `create`, `destroy`: add a context, which becomes the current one; destroy the current one
 - `primary`, `reset`: make the primary context of CUDA's runtime the current one; reset it, and retain it again
+- `fork`: the errors of cuInit and of a new context in a child that was forked now
 - `exit`, or the end of its stdin
 
 An answer has `ok`, with the result, or the CUDA error by name and number, and the failed call. With `--probe` it only
 says whether there is a usable GPU, and creates no context. With `--late` it first says that it is there, and then
 carries out the lines: `init` initialises CUDA; the later ones need that, and a context.
+
+Where the environment names simulated GPUs (MPSD_SIMULATED_GPUS), its CUDA is that of the simulator.
 """
 
+import contextlib
 import json
 import os
+import select
 import sys
-from collections.abc import Callable
 from typing import Any, Final
 
 from mpsd.core.units import parse_size
-from tests.gpu.cuda import LIBRARY, Cuda, CudaError
+from mpsd.simulator.devices import VARIABLE
+from tests.gpu.cuda import LIBRARY, Cuda, CudaError, Work
+from tests.gpu.simulated_cuda import SimulatedCuda
+
+AnyCuda = Cuda | SimulatedCuda
 
 PIECE: Final = 64 << 20
 """Bytes that `alloc-until-refused` requests at a time; it may stop so far below a limit."""
 
 
-def _info(cuda: Cuda) -> dict[str, Any]:
+def _info(cuda: AnyCuda) -> dict[str, Any]:
     free, total = cuda.memory()
     return {
         "pid": os.getpid(),
@@ -40,10 +50,11 @@ def _info(cuda: Cuda) -> dict[str, Any]:
         "multiprocessors": cuda.multiprocessors,
         "free": free,
         "total": total,
+        "mps": cuda.inside,
     }
 
 
-def _until_refused(cuda: Cuda) -> dict[str, Any]:
+def _until_refused(cuda: AnyCuda) -> dict[str, Any]:
     held = 0
     while True:
         try:
@@ -53,20 +64,41 @@ def _until_refused(cuda: Cuda) -> dict[str, Any]:
         held += PIECE
 
 
-_PLAIN: Final[dict[str, Callable[[Cuda], None]]] = {
-    "free": Cuda.free,
-    "sync": Cuda.synchronize,
-    "fault": Cuda.fault,
-    "init": Cuda.init,
-    "create": Cuda.create,
-    "destroy": Cuda.destroy,
-    "primary": Cuda.primary,
-    "reset": Cuda.reset,
-}
-"""The actions without a result."""
+_PLAIN: Final = ("free", "fault", "init", "create", "destroy", "primary", "reset")
+"""The actions without a result: methods of Cuda."""
 
 
-def _do(cuda: Cuda, line: str) -> dict[str, Any]:
+def _more() -> bool:
+    """Return whether another line is there: the program that drives a client sends one at a time."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def _done(work: Work) -> dict[str, Any]:
+    return {"rate": work.rounds_per_second, "multiprocessors": work.multiprocessors}
+
+
+def _forked(cuda: AnyCuda) -> dict[str, Any]:
+    """Try CUDA in a forked child, and return the names of its errors."""
+    source, sink = os.pipe()
+    if os.fork() == 0:
+        errors: list[str] = []
+        for call in (cuda.init, cuda.create):
+            errors.append("works")
+            with contextlib.suppress(Exception):
+                try:
+                    call()
+                except CudaError as error:
+                    errors[-1] = error.name
+        os.write(sink, " and ".join(errors).encode())
+        os._exit(0)
+    os.close(sink)
+    with open(source, encoding="utf-8") as said:  # noqa: PTH123 - it is a descriptor
+        answer = said.read()
+    os.wait()
+    return {"child": answer}
+
+
+def _do(cuda: AnyCuda, line: str) -> dict[str, Any]:
     """Carry out a line, and return the result. Raises CudaError."""
     match line.split():
         case ["info"]:
@@ -76,14 +108,17 @@ def _do(cuda: Cuda, line: str) -> dict[str, Any]:
         case ["alloc-until-refused"]:
             return _until_refused(cuda)
         case ["busy", seconds]:
-            work = cuda.busy(float(seconds))
-            return {"rate": work.rounds_per_second, "multiprocessors": work.multiprocessors}
+            return _done(cuda.busy(float(seconds)))
+        case ["loop"]:
+            return _done(cuda.loop(lambda: _say({"ok": True}), lambda: not _more()))
         case ["launch", seconds]:
-            cuda.launch(float(seconds))
-            _say({"ok": True})
+            cuda.hold(float(seconds), lambda: _say({"ok": True}))
+        case ["sync"]:
             cuda.synchronize()
+        case ["fork"]:
+            return _forked(cuda)
         case [plain] if plain in _PLAIN:
-            _PLAIN[plain](cuda)
+            getattr(cuda, plain)()
         case _:
             raise SystemExit(f"nothing that a client does: {line!r}")
     return {}
@@ -100,7 +135,7 @@ def _failed(error: CudaError) -> dict[str, Any]:
 def main() -> int:
     """Connect, and serve until the command to exit."""
     try:
-        cuda = Cuda()
+        cuda: AnyCuda = SimulatedCuda() if VARIABLE in os.environ else Cuda()
         if sys.argv[1:] == ["--late"]:
             _say({"ok": True, "pid": os.getpid()})
         else:
@@ -124,6 +159,7 @@ def main() -> int:
         except CudaError as error:
             answer = _failed(error)
         _say(answer)
+    cuda.leave()
     return 0
 
 

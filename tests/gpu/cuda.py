@@ -6,6 +6,7 @@ every signature: NVIDIA's cuda.h. The names with a suffix (`_v2`) are those that
 
 import ctypes
 import time
+from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
@@ -83,6 +84,9 @@ _MOST_MULTIPROCESSORS: Final = 4096
 _MULTIPROCESSOR_COUNT: Final = 16
 """CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT."""
 
+_MPS_ENABLED: Final = 133
+"""CU_DEVICE_ATTRIBUTE_MPS_ENABLED: 1 for a client of MPS, 0 outside (measured on 580); older drivers do not know it."""
+
 _SIGNATURES: Final = {
     "cuInit": [c_uint],
     "cuDriverGetVersion": [POINTER(c_int)],
@@ -120,7 +124,7 @@ class CudaError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The result of `busy`."""
+    """The result of `busy` and `loop`."""
 
     rounds_per_second: float
     multiprocessors: int
@@ -223,6 +227,13 @@ class Cuda:
         self._call("cuDeviceGetAttribute", byref(count), _MULTIPROCESSOR_COUNT, self._device)
         return count.value
 
+    @property
+    def inside(self) -> bool | None:
+        """Whether this process is a client of MPS, as CUDA tells it; None where the driver cannot tell."""
+        value = c_int()
+        code = self._library.cuDeviceGetAttribute(byref(value), _MPS_ENABLED, self._device)
+        return bool(value.value) if code == 0 else None
+
     def memory(self) -> tuple[int, int]:
         """Return the free bytes of device memory, and the total."""
         free, total = c_size_t(), c_size_t()
@@ -241,11 +252,22 @@ class Cuda:
 
     def busy(self, seconds: float) -> Work:
         """Keep the GPU busy for so long, after a quarter of that as warm-up: clocks rise with the work."""
+        return self._worked(lambda passed: passed < seconds / 4, lambda: None, lambda passed: passed < seconds)
+
+    def loop(self, started: Callable[[], None], goes_on: Callable[[], bool]) -> Work:
+        """Keep the GPU busy while `goes_on` says so; `started` is called when the first kernel has ended."""
+        return self._worked(lambda _: False, started, lambda _: goes_on())
+
+    def _worked(
+        self, warms_up: Callable[[float], bool], started: Callable[[], None], goes_on: Callable[[float], bool]
+    ) -> Work:
+        """Warm up, call `started`, and work, one kernel at least each; both are asked with the seconds passed."""
         seen = self._allocated(4 * _MOST_MULTIPROCESSORS)
         try:
-            self._rounds(seen, seconds / 4)
+            self._rounds(seen, warms_up)
             self._call("cuMemsetD32_v2", seen, 0, _MOST_MULTIPROCESSORS)
-            rate = self._rounds(seen, seconds)
+            started()
+            rate = self._rounds(seen, goes_on)
             marks = (c_uint * _MOST_MULTIPROCESSORS)()
             self._call("cuMemcpyDtoH_v2", marks, seen, ctypes.sizeof(marks))
         finally:
@@ -253,9 +275,11 @@ class Cuda:
             self._library.cuMemFree_v2(seen)
         return Work(rate, sum(map(bool, marks)))
 
-    def launch(self, seconds: float) -> None:
-        """Launch one kernel that lasts so long, with a block on each multiprocessor, and return while it runs."""
+    def hold(self, seconds: float, launched: Callable[[], None]) -> None:
+        """Run a kernel that lasts so long, with a block on each multiprocessor; `launched` is called in its middle."""
         self._launch(self._contexts[-1].hold, self.multiprocessors, THREADS, c_uint64(int(seconds * 1e9)))
+        launched()
+        self.synchronize()
 
     def synchronize(self) -> None:
         """Wait for the GPU; a pending error is raised here."""
@@ -266,15 +290,18 @@ class Cuda:
         self._launch(self._contexts[-1].fault, 1, 1)
         self.synchronize()
 
+    def leave(self) -> None:
+        """End the use of CUDA: nothing is to be done, since the driver notices the end of the process."""
+
     def _allocated(self, size: int) -> c_uint64:
         pointer = c_uint64()
         self._call("cuMemAlloc_v2", byref(pointer), size)
         return pointer
 
-    def _rounds(self, seen: c_uint64, seconds: float) -> float:
-        """Launch `busy` for so long, and return the rounds per second, of all threads together."""
+    def _rounds(self, seen: c_uint64, goes_on: Callable[[float], bool]) -> float:
+        """Launch `busy` while this is so, once at least, and return the rounds per second, of all threads together."""
         launches, begin = 0, time.monotonic()
-        while (passed := time.monotonic() - begin) < seconds or launches == 0:
+        while goes_on(passed := time.monotonic() - begin) or launches == 0:
             self._launch(self._contexts[-1].busy, BLOCKS, THREADS, seen, c_uint(ROUNDS))
             self.synchronize()
             launches += 1

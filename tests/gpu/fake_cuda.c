@@ -19,11 +19,12 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, ILLEGAL_ADDRESS = 700 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, ILLEGAL_ADDRESS = 700 };
 enum { MULTIPROCESSOR_COUNT = 16, MPS_ENABLED = 133, ALLOCATIONS = 1024, CONTEXTS = 8 };
 
 static char context[CONTEXTS], module, busy, hold, fault; /* their addresses are the handles; context[0] is the primary one */
-static int initialized, sticky, exists[CONTEXTS], current = -1;
+static pid_t initialized; /* by this process: a forked child has lost it */
+static int sticky, exists[CONTEXTS], current = -1;
 static uint64_t running; /* nanoseconds of the launched kernels that nothing has waited for */
 static struct { uint64_t at; size_t size; int context; } allocation[ALLOCATIONS];
 
@@ -52,6 +53,8 @@ static int result(const char *function, int needs_context)
         pause();
     if (fail != NULL && sscanf(fail, "%63s %d", name, &code) == 2 && strcmp(name, function) == 0)
         return code;
+    if (initialized && initialized != getpid())
+        return NOT_INITIALIZED;
     must(strcmp(function, "cuInit") == 0 || initialized, "not initialized");
     must(!needs_context || current >= 0, "no context");
     return needs_context ? sticky : SUCCESS;
@@ -84,7 +87,7 @@ int cuInit(unsigned flags)
 {
     BEGIN(0);
     must(flags == 0, "cuInit: flags");
-    initialized = 1;
+    initialized = getpid();
     return SUCCESS;
 }
 
@@ -305,6 +308,7 @@ int cuMemcpyDtoH_v2(void *to, uint64_t from, size_t size)
 int cuGetErrorName(int code, const char **name)
 {
     *name = code == OUT_OF_MEMORY     ? "CUDA_ERROR_OUT_OF_MEMORY"
+            : code == NOT_INITIALIZED ? "CUDA_ERROR_NOT_INITIALIZED"
             : code == NO_DEVICE       ? "CUDA_ERROR_NO_DEVICE"
             : code == ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS"
                                       : NULL;

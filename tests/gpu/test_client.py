@@ -49,10 +49,16 @@ def start(library: Path) -> Iterator[Start]:
 def test_what_it_says_first(start: Start) -> None:
     """The client first describes its GPU, and does so again on request."""
     client = start(FAKE_CUDA_MULTIPROCESSORS="33")
-    said = {"pid": client.pid, "gpu": "Fake GPU", "cuda": "12.4", "multiprocessors": 33, "ok": True}
+    said = {"pid": client.pid, "gpu": "Fake GPU", "cuda": "12.4", "multiprocessors": 33, "mps": None, "ok": True}
     assert client.hello == {**said, "free": 300 * MIB, "total": 300 * MIB}
     assert client.do("info") == client.hello
     assert client.end() == 0
+
+
+@pytest.mark.parametrize(("value", "told"), [("0", False), ("1", True)])
+def test_place(start: Start, value: str, told: bool) -> None:  # noqa: FBT001 - a parameter
+    """The client passes on whether CUDA calls it a client of MPS."""
+    assert start(FAKE_CUDA_MPS=value).hello["mps"] is told
 
 
 def test_memory(start: Start) -> None:
@@ -77,6 +83,24 @@ def test_work(start: Start) -> None:
     assert done["rate"] > 0
     assert done["multiprocessors"] == 5
     assert client.do("info")["free"] == 300 * MIB
+    assert client.do("sync") == {"ok": True}
+
+
+def test_work_until_the_next_line(start: Start) -> None:
+    """A client that works until told otherwise first says that it has begun, and then what it did."""
+    client = start(FAKE_CUDA_MULTIPROCESSORS="5")
+    client.begin()
+    assert not client.has_answered
+    work = client.finish()
+    assert (work["ok"], work["multiprocessors"]) == (True, 5)
+    assert work["rate"] > 0
+    assert client.end() == 0
+
+
+def test_fork(start: Start) -> None:
+    """A forked child has lost CUDA, and its parent has not."""
+    client = start()
+    assert client.do("fork") == {"ok": True, "child": "CUDA_ERROR_NOT_INITIALIZED and CUDA_ERROR_NOT_INITIALIZED"}
     assert client.do("sync") == {"ok": True}
 
 

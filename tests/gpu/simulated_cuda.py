@@ -1,0 +1,151 @@
+"""CUDA of a process on a simulated GPU (mpsd.simulator), with the methods and the errors of tests.gpu.cuda.
+
+So the programs and the tests of a real GPU run where there is none, and cannot rot. A simulated GPU obeys the limits of
+MPS exactly: a rate is proportional to the multiprocessors, and clients do not slow each other down. Nothing that is
+seen here is a fact about MPS.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from mpsd.simulator.cuda_process import CudaProcess, FailedError
+from mpsd.simulator.devices import MEMORY, VARIABLE, Device
+from tests.gpu.cuda import CudaError, Work
+
+_KERNEL: Final = 0.01
+"""Seconds of a kernel of `busy` and `loop`."""
+
+_OWN: Final = 145 << 20
+"""Bytes of its limit that a context takes for CUDA itself (measured on 580, an H200)."""
+
+_NOT_INITIALIZED: Final = 3
+"""CUDA_ERROR_NOT_INITIALIZED."""
+
+
+class SimulatedCuda:
+    """The contexts of a process on the first simulated GPU that it sees. They raise CudaError as those of Cuda do."""
+
+    name = "Simulated GPU"
+    driver = "simulated"
+
+    def __init__(self) -> None:
+        self._process = CudaProcess()
+        self._pid = os.getpid()
+
+    @contextmanager
+    def _calling(self, function: str) -> Iterator[None]:
+        """Give the error of the simulated process to the function of CUDA's that would return it."""
+        if os.getpid() != self._pid:  # a fork loses CUDA (measured on 580)
+            raise CudaError(function, _NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED")
+        try:
+            yield
+        except FailedError as failed:
+            raise CudaError(function, int(failed.error), failed.error.symbol) from failed
+
+    def init(self) -> None:
+        """Initialise CUDA, which connects a process that finds MPS."""
+        with self._calling("cuInit"):
+            self._process.init()
+
+    def create(self) -> None:
+        """Create one more context, and make it the current one."""
+        with self._calling("cuCtxCreate_v2"):
+            self._process.context()
+            self._take()
+
+    def _take(self) -> None:
+        """Take the memory of a new context; without it, there is no context."""
+        try:
+            self._process.alloc(_OWN)
+        except FailedError:
+            self._process.destroy(self._process.current().number)
+            raise
+
+    def destroy(self) -> None:
+        """Destroy the current context; the context created before it becomes the current one."""
+        with self._calling("cuCtxDestroy_v2"):
+            self._process.destroy(self._process.current().number)
+
+    def primary(self) -> None:
+        """Make the primary context the current one, in a process without another one."""
+        with self._calling("cuDevicePrimaryCtxRetain"):
+            self._process.current()
+            self._take()
+
+    def reset(self) -> None:
+        """Reset the primary context, which is the current one, and retain it again."""
+        with self._calling("cuDevicePrimaryCtxReset_v2"):
+            self._process.reset()
+        self.primary()
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether this process is a client of MPS."""
+        return self._process.server is not None
+
+    @property
+    def multiprocessors(self) -> int:
+        """The number of multiprocessors that CUDA reports to this process."""
+        with self._calling("cuDeviceGetAttribute"):
+            return self._process.current().pinned.multiprocessors
+
+    def memory(self) -> tuple[int, int]:
+        """Return the free bytes of device memory, and the total, which a limit does not lower."""
+        with self._calling("cuMemGetInfo_v2"):
+            pinned = self._process.current().pinned
+        device = Device(Path(os.environ[VARIABLE]), pinned.gpu)
+        free = MEMORY - sum(each.memory for each in device.processes().values())
+        return free if pinned.memory is None else min(free, pinned.memory - self._process.allocated), MEMORY
+
+    def alloc(self, size: int) -> None:
+        """Allocate so many bytes, and keep them."""
+        with self._calling("cuMemAlloc_v2"):
+            self._process.alloc(size)
+
+    def free(self) -> None:
+        """Free all allocations of the current context."""
+        with self._calling("cuMemFree_v2"):
+            self._process.free(self._process.current().allocated - _OWN)
+
+    def busy(self, seconds: float) -> Work:
+        """Keep the GPU busy for so long; there is no warm-up."""
+        return self._worked(lambda passed: passed < seconds)
+
+    def loop(self, started: Callable[[], None], goes_on: Callable[[], bool]) -> Work:
+        """Keep the GPU busy while `goes_on` says so; `started` is called when the first kernel has ended."""
+        self._worked(lambda _: False)
+        started()
+        return self._worked(lambda _: goes_on())
+
+    def _worked(self, goes_on: Callable[[float], bool]) -> Work:
+        """Run kernels while this is so, one at least; the rate is that of its limits, in seconds of the whole GPU."""
+        begin, first = time.monotonic(), True
+        with self._calling("cuCtxSynchronize"):
+            pinned = self._process.current().pinned
+            while first or goes_on(time.monotonic() - begin):
+                self._process.compute(_KERNEL * pinned.rate)
+                first = False
+        return Work(pinned.rate, pinned.multiprocessors)
+
+    def hold(self, seconds: float, launched: Callable[[], None]) -> None:
+        """Run one kernel that lasts so long; `launched` is called in its middle."""
+        with self._calling("cuCtxSynchronize"):
+            self._process.compute(seconds * self._process.current().pinned.rate, launched)
+
+    def synchronize(self) -> None:
+        """Raise a pending error."""
+        with self._calling("cuCtxSynchronize"):
+            self._process.sync()
+
+    def fault(self) -> None:
+        """Cause a fatal fault of the GPU; raises CudaError."""
+        with self._calling("cuCtxSynchronize"):
+            self._process.fault()
+
+    def leave(self) -> None:
+        """Say goodbye to the server, as the driver does at the end of a process that was not killed."""
+        self._process.leave()

@@ -272,6 +272,7 @@ def test_server_that_is_stopped(bench: GpuBench) -> None:
         bench.front_end(f"get_client_list {server}", seconds=0.3)
     with pytest.raises(subprocess.TimeoutExpired):
         bench.front_end("get_server_list", seconds=0.3)
+    assert client.process.stdout is not None
     assert not select.select([client.process.stdout], [], [], 0)[0]
     os.kill(server, signal.SIGCONT)
     assert wait_until(lambda: bench.ask("get_server_list"), what="the daemon to serve again") == [str(server)]

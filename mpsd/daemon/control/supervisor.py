@@ -231,8 +231,7 @@ class Supervisor:
     @property
     def trouble(self) -> str:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
-        stopped = [f"its server {each.pid} is stopped (SIGSTOP)" for each in self._stopped_servers.of_daemon]
-        return self.trouble_of_canary or self.client_end_late or "; ".join(stopped)
+        return self.trouble_of_canary or self.client_end_late or self._stopped_servers.trouble
 
     @property
     def trouble_of_canary(self) -> str:

@@ -18,6 +18,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.enforcement.lease_environment import TOKEN
+from mpsd.simulator.devices import set_outlives
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.helpers import event
 from tests.daemon.leases.line import Talk
@@ -174,6 +175,7 @@ def ends(node: Node) -> bool:
 
 def finds_orphans(node: Node) -> bool:
     """Return whether a new mpsd finds another user's server whose control daemon died together with the last mpsd."""
+    set_outlives(node.root / "run" / "simulated")
     with leased(node) as client:
         server = client.hello["server"]
         pid = node.daemons()["gpu0"]["pid"]
@@ -181,7 +183,7 @@ def finds_orphans(node: Node) -> bool:
         os.kill(pid, signal.SIGKILL)
         node.start(ready=False)
         node.wait_for_state("gpu0", "ready")
-        return bool(node.events("server_orphaned", server=server))
+        return bool(event(node, "server_orphaned", server=server))
 
 
 @pytest.mark.parametrize("look", [serves, knows_limits, bears, ends, finds_orphans])

@@ -182,6 +182,11 @@ class Observer:
         )
 
     @property
+    def identities(self) -> tuple[ProcessIdentity, ...]:
+        """The servers of this daemon."""
+        return (*self._servers,)
+
+    @property
     def clients(self) -> dict[ProcessIdentity, set[ProcessIdentity]]:
         """The clients of each server of this daemon, at its last answer."""
         return {identity: {*server.opened} for identity, server in self._servers.items()}

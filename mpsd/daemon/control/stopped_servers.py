@@ -41,13 +41,19 @@ class StoppedServers:
         """Those of the present control daemon."""
         return tuple(each for identity, each in self._found.items() if identity not in self._observer.survivors.all)
 
+    @property
+    def trouble(self) -> str:
+        """Why no client is served at this very moment; empty where no known server is stopped."""
+        pids = [f"{each.pid}" for each in self._observer.identities if proc.is_stopped(each.pid)]
+        return f"its server {', '.join(pids)} is stopped (SIGSTOP)" if pids else ""
+
     async def look(self, daemon: DaemonProcess | None, *, silent: bool) -> str:
         """Report the stopped servers, and end the unused ones; return why the control daemon has to be replaced.
 
         `silent` says whether the control daemon does not answer, so that it may have a server that it never named.
         """
         self._log.settle()
-        known = {*self._observer.clients, *self._observer.survivors.all, *self._found}
+        known = {*self._observer.identities, *self._observer.survivors.all, *self._found}
         if daemon is not None and silent and not any(map(_is_stopped, known)):
             known |= {*await asyncio.to_thread(process_table.in_sessions, [daemon.identity])}
         self._note(known)

@@ -249,8 +249,7 @@ class Supervisor:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
         faults = self._control_log.serving.faults
         fault = f"server {min(faults)} handles a fatal GPU fault" if faults else ""
-        stopped = [f"its server {each.pid} is stopped (SIGSTOP)" for each in self._stopped_servers.of_daemon]
-        return self.trouble_of_canary or self.client_end_late or fault or "; ".join(stopped)
+        return self.trouble_of_canary or self.client_end_late or fault or self._stopped_servers.trouble
 
     @property
     def trouble_of_canary(self) -> str:

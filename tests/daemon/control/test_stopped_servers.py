@@ -270,3 +270,17 @@ def test_real_daemons(make_node: Start, short_tmp: Path, real: RealDaemon) -> No
         assert event(node, "server_killed", server=server)["uid"] == os.geteuid()
         next_ready(node, "gpu0", before)
     assert node.events("daemon_death") == []
+
+
+def test_grant_before_it_is_noticed(node: Node) -> None:
+    """No lease is granted for a server that is stopped at that moment, although mpsd looks for that once a second."""
+    # The limits of a lease like this one are open already, so that a grant needs no question.
+    assert node.request("POST", "/v1/leases", {**REQUEST, "pid": os.getpid()}).status == 201
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen")
+        with stopped(server):
+            refused = node.request("POST", "/v1/leases", REQUEST)
+            assert (refused.status, refused.json["code"]) == (409, "daemon_not_ready")
+        granted = node.request("POST", "/v1/leases", {**REQUEST, "wait": 20})
+        assert granted.status == 201

@@ -61,6 +61,18 @@ def origin() -> str:
     return f"control program carried along: {os.environ[CARRIED]}" if os.environ.get(CARRIED) else ""
 
 
+_LONGEST: Final = 40
+"""Characters of a directory below which the path of a control daemon's socket is short enough (107)."""
+
+
+def private_directory(prefix: str) -> Path:
+    """Make a directory with a short path, which other users may traverse: clients may be theirs."""
+    usual = tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=usual if len(usual) < _LONGEST else "/tmp"))
+    path.chmod(0o711)
+    return path
+
+
 @cache
 def missing() -> str | None:
     """Return what is missing here for the tests of a real GPU, or None when everything is there."""
@@ -98,6 +110,11 @@ class Client(DrivenProgram):
 
     Its first line has `gpu`, `cuda`, `multiprocessors`, `free`, `total` and `mps`; or the reason why it has no context.
     """
+
+    def first(self, seconds: float) -> dict[str, Any]:
+        """Return its first line, for which it has so long."""
+        self._hello = self._hello or self.answer(seconds)
+        return self._hello
 
     def busy(self, seconds: float) -> float:
         """Work for so many seconds, and return the rate."""

@@ -1,9 +1,13 @@
 """Facts about MPS that NVIDIA does not document, measured on this machine's first GPU: `python -m tests.gpu.questions`.
 
-NVIDIA's own control daemon answers, without mpsd, and no result is judged: each is a row of a table for docs/gpu.md.
-The questions of which least is known come first; arguments select some by name. A question may leave MPS wedged, so
-each has its own control daemon, which is ended by `quit -t` and then by force. With `--quick` all work takes a tenth of
-the time: enough to try this program, not the GPU.
+NVIDIA's own control daemon answers, without mpsd, and no result is judged: each is a row of a table for docs/gpu.md. A
+result of a process that is no client of MPS says OUTSIDE MPS: its limits mean nothing. The questions of which least is
+known come first, and what may leave MPS wedged comes last; each question has its own control daemon, which is ended by
+`quit -t` and then by force. Arguments select some by name. Signals in mid-kernel, which may leave more than that, are
+asked with `--kills` alone, or by name.
+
+With `--quick` all work takes a tenth of the time: enough to try this program, not the GPU. So it does with
+MPSD_GPU_SIMULATED=1, where the simulator's control daemon answers.
 """
 
 import contextlib
@@ -11,18 +15,19 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from mpsd.simulator.control import program as simulator
+from mpsd.simulator.devices import VARIABLE, Device
 from tests.daemon.helpers import GIB, MIB, is_running
 from tests.gpu import machine
 from tests.gpu.machine import PROGRAM, Client
-from tests.gpu.report import Row, said
+from tests.gpu.table import Row, print_table, said
 from tests.harness import remove_tree, wait_until
 
 LATE: Final = (*PROGRAM, "--late")
@@ -32,47 +37,63 @@ PART: Final = ("30", "4096M")
 CLOSED: Final = ("0.1", "1M")
 """Limits in the front-end's syntax: much of the GPU, a part of it, and the least that reads back."""
 
-PACE: Final = 0.1 if "--quick" in sys.argv else 1.0
+PACE: Final = 0.1 if "--quick" in sys.argv or machine.simulated() else 1.0
 """The factor for the durations written below."""
 
 LONG: Final = 10.0
 """Seconds without an answer after which a client, or a front-end, counts as hanging."""
+
+SHORT: Final = 3.0
+"""The same where it is expected to hang."""
 
 KERNEL: Final = 12.0 * PACE
 """Seconds of the one kernel in whose middle a client is ended. A call that waits for it may take as much longer."""
 
 Limits = tuple[str, str]
 
+_UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
+"""The UUID of the simulated GPU."""
+
 
 class Mps:
-    """One of NVIDIA's own control daemons for the first GPU, in a private directory."""
+    """One of NVIDIA's own control daemons for the first GPU, in a private directory; or the simulator's."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *options: str) -> None:
         root.mkdir()
+        self.root, self._options = root, options
         self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(root), "CUDA_VISIBLE_DEVICES": "0"}
         self._environment = {**os.environ, **self.variables, "CUDA_MPS_LOG_DIRECTORY": str(root)}
-        self._log = (root / "out").open("wb")
-        self._socket = root / "control"
+        if machine.simulated():
+            self.variables[VARIABLE] = str(root / "gpus")
+            Device(root / "gpus", _UUID).create()
+            self._program = [*simulator(gpus=str(root / "gpus"))]
+        else:
+            self._program = [str(machine.control())]
+        self._log = (root / "out").open("ab")
 
     def __enter__(self) -> Self:
         """Start it."""
-        self._process = subprocess.Popen(
-            [machine.control(), "-f"],
+        self.process = subprocess.Popen(
+            [*self._program, "-f", *self._options],
             env=self._environment,
             stdout=self._log,
             stderr=self._log,
             stdin=subprocess.DEVNULL,
         )
-        wait_until(self._socket.exists, what="the control daemon to listen")
-        wait_until(
-            lambda: "100" in self.ask("get_default_active_thread_percentage"), what="the control daemon to answer"
-        )
+
+        def answers() -> bool:
+            if (status := self.process.poll()) is not None:
+                said = (self.root / "out").read_text(errors="replace")[-300:]
+                raise OSError(f"the control daemon ended with {status}: {said}")
+            return "100" in self.ask("get_default_active_thread_percentage")
+
+        wait_until(answers, what="the control daemon to answer")
         return self
 
     def ask(self, text: str, seconds: float = LONG) -> str:
         """Send a command by NVIDIA's front-end, and return the answer. Raises TimeoutExpired after so many seconds."""
         done = subprocess.run(
-            [machine.control()],
+            self._program,
             env=self._environment,
             input=f"{text}\n",
             capture_output=True,
@@ -82,40 +103,83 @@ class Mps:
         )
         return done.stdout.strip()
 
+    def asked(self, text: str) -> str:
+        """Return the answer as a result: that of a front-end that hangs is one, too."""
+        try:
+            return repr(self.ask(text, SHORT))
+        except subprocess.TimeoutExpired:
+            return f"no answer within {SHORT:g} s"
+
     @property
     def servers(self) -> list[int]:
         """The pids of its servers."""
         return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
 
-    def set(self, limits: Limits) -> None:
-        """Set the limits of the next client to at most these."""
-        threads, memory = limits
-        lines = [f"set_default_active_thread_percentage {threads}", f"set_default_device_pinned_mem_limit 0 {memory}"]
-        for server in self.servers:
-            lines.append(f"set_active_thread_percentage {server} {threads}")
-            lines.append(f"set_device_pinned_mem_limit {server} 0 {memory}")
-        self.ask("\n".join(lines))
+    def set(self, limits: Limits) -> str:
+        """Set the limits of the next client to at most these, and return what was read back: of a busy server nothing.
 
-    def client(self, **variables: str) -> Client:
-        """Start a client that initialises CUDA on command."""
-        return Client(LATE, {**machine.ENVIRONMENT, **self.variables, **variables})
+        First the daemon's own limits, then those of each server.
+        """
+        threads, memory = limits
+        setters = {"active_thread_percentage": threads, "device_pinned_mem_limit 0": memory}
+        places = ["default_", *(f"{server} " for server in self.servers)]
+        lines, questions = list[str](), list[str]()
+        for place in places:
+            for setter, value in setters.items():
+                name, *device = setter.split()
+                words = [f"default_{name}"] if place == "default_" else [name, place.strip()]
+                lines.append(f"set_{' '.join([*words, *device, value])}")
+                questions.append(f"get_{' '.join([*words, *device])}")
+        self.ask("\n".join(lines))
+        return " ".join(self.ask("\n".join(questions)).split()) or "nothing"
+
+    def client(self, *, within: Sequence[str] = (), **variables: str) -> Client:
+        """Start a client that initialises CUDA on command; `within` is a command that starts or becomes it."""
+        return Client([*within, *LATE], {**machine.ENVIRONMENT, **self.variables, **variables})
+
+    def listed(self) -> list[int]:
+        """Return the clients of all servers."""
+        lists = [self.ask(f"get_client_list {server}").split() for server in self.servers]
+        return [int(each) for clients in lists for each in clients if each.isdigit()]
+
+    def doubt(self, client: Client, pid: int | None = None) -> str:
+        """Return what to say before a result of this client (see machine.doubt); `pid` is that of its process."""
+        return machine.doubt((pid or client.pid) in self.listed(), do(client, "info").get("mps"))
+
+    def begun(self, client: Client, *lines: str) -> str:
+        """Have a client carry out this, and describe the resulting context, or the error."""
+        answer = do(client, *lines)
+        return self.context(client) if answer["ok"] else said(answer)
+
+    def context(self, client: Client) -> str:
+        """Describe the current context: multiprocessors, by CUDA and by measurement, and memory."""
+        info, work = do(client, "info"), do(client, f"busy {0.3 * PACE}")
+        held = do(client, "alloc-until-refused", seconds=60)
+        do(client, "free")
+        if not (info["ok"] and work["ok"] and held["ok"]):
+            return said(next(each for each in (info, work, held) if not each["ok"]))
+        free, total = info["free"] / GIB, info["total"] / GIB
+        ran = f"{work['multiprocessors']} multiprocessors ran (CUDA says {info['multiprocessors']})"
+        memory = f"{held['held'] // MIB} MiB, then {held['refused']} (CUDA says {free:.1f} of {total:.1f} GiB free)"
+        return f"{self.doubt(client)}{ran}; {memory}"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it and its servers: as NVIDIA specifies, and by force where that fails."""
+        """End it and its servers, as NVIDIA specifies, and by force where that fails; keep its logs."""
         servers: list[int] = []
         with contextlib.suppress(subprocess.TimeoutExpired):
             servers = self.servers
             self.ask("quit -t 5")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LONG)
-        self._process.kill()
-        self._process.wait()
+            self.process.wait(LONG)
+        self.process.kill()
+        self.process.wait()
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(server, signal.SIGKILL)
         self._log.close()
+        machine.keep(self.root, f"question-{self.root.name}", "out", "*.log")
         wait_until(lambda: not any(is_running(each) for each in servers), what="the servers to be gone", deadline=LONG)
 
 
@@ -123,32 +187,14 @@ def do(client: Client, *lines: str, seconds: float = LONG) -> dict[str, Any]:
     """Have a client carry out this, and return its last answer, or the first error; a hang is an answer, too."""
     answer: dict[str, Any] = {"ok": True}
     for line in lines:
-        client.tell(line)
         try:
+            client.tell(line)
             answer = client.answer(seconds)
-        except AssertionError as error:
+        except (AssertionError, BrokenPipeError) as error:
             return {"ok": False, "error": str(error), "call": line}
         if not answer["ok"]:
             return answer
     return answer
-
-
-def context(client: Client) -> str:
-    """Describe the current context: multiprocessors, by CUDA and by measurement, and memory."""
-    info, work = do(client, "info"), do(client, "busy 0.3")
-    held = do(client, "alloc-until-refused", seconds=60)
-    do(client, "free")
-    if not (info["ok"] and work["ok"] and held["ok"]):
-        return said(next(each for each in (info, work, held) if not each["ok"]))
-    free, total = info["free"] / GIB, info["total"] / GIB
-    ran = f"{work['multiprocessors']} multiprocessors ran (CUDA says {info['multiprocessors']})"
-    return f"{ran}; {held['held'] // MIB} MiB, then {held['refused']} (CUDA says {free:.1f} of {total:.1f} GiB free)"
-
-
-def begun(client: Client, *lines: str) -> str:
-    """Have a client carry out this, and describe the resulting context, or the error."""
-    answer = do(client, *lines)
-    return context(client) if answer["ok"] else said(answer)
 
 
 # -- when limits bind -------------------------------------------------------------------------------------------------
@@ -158,7 +204,7 @@ def binding(mps: Mps) -> Iterator[Row]:
     """Measure whether limits bind a client at connection or at context creation: closed, open and changed limits."""
     mps.set(OPEN)
     with mps.client() as client:
-        yield "opened: a client that makes its context at once", begun(client, "init", "create")
+        yield "opened: a client that makes its context at once", mps.begun(client, "init", "create")
     changes = [
         ("opened, then closed", OPEN, CLOSED),
         ("closed, then opened", CLOSED, OPEN),
@@ -170,7 +216,7 @@ def binding(mps: Mps) -> Iterator[Row]:
             answer = do(client, "init")
             time.sleep(5 * PACE)
             mps.set(after)
-            first = begun(client, "create") if answer["ok"] else said(answer)
+            first = mps.begun(client, "create") if answer["ok"] else said(answer)
             yield f"{what}: cuInit before, the context 5 s later", first
 
 
@@ -178,16 +224,16 @@ def contexts(mps: Mps) -> Iterator[Row]:
     """Measure whether a second context, or a primary context after a reset, has the limits of its creation."""
     mps.set(OPEN)
     with mps.client() as client:
-        yield "opened: the first context", begun(client, "init", "create")
+        yield "opened: the first context", mps.begun(client, "init", "create")
         mps.set(PART)
-        yield "part, since then: the same context", context(client)
-        yield "part: a second context of the process", begun(client, "create")
-        yield "and the first again", begun(client, "destroy")
+        yield "part, since then: the same context", mps.context(client)
+        yield "part: a second context of the process", mps.begun(client, "create")
+        yield "and the first again", mps.begun(client, "destroy")
     mps.set(OPEN)
     with mps.client() as client:
-        yield "opened: the primary context", begun(client, "init", "primary")
+        yield "opened: the primary context", mps.begun(client, "init", "primary")
         mps.set(PART)
-        yield "part, since then: it is reset", begun(client, "reset")
+        yield "part, since then: it is reset", mps.begun(client, "reset")
 
 
 def successors(mps: Mps) -> Iterator[Row]:
@@ -201,15 +247,16 @@ def successors(mps: Mps) -> Iterator[Row]:
         mps.set(PART)
         yield "limits of a server changed by the front-end in", f"{(time.monotonic() - begin) * 1000:.1f} ms"
     with mps.client() as client:
-        yield "part: a successor that connects at once", begun(client, "init", "create")
+        yield "part: a successor that connects at once", mps.begun(client, "init", "create")
 
 
 def least(mps: Mps) -> Iterator[Row]:
     """Measure what can run with 0.1 % and 1 MiB, and with each alone."""
     for what, limits in (("0.1 % and 1 MiB", CLOSED), ("0.1 %", ("0.1", "16384M")), ("1 MiB", ("100", "1M"))):
-        mps.set(limits)
+        held = mps.set(limits)
         with mps.client() as client:
-            yield f"{what}: a context", begun(client, "init", "create")
+            yield f"{what}: a context", f"{mps.begun(client, 'init', 'create')}; read back before: {held}"
+            yield f"{what}: the server's state", f"{[mps.ask(f'get_server_status {each}') for each in mps.servers]}"
 
 
 def variables(mps: Mps) -> Iterator[Row]:
@@ -224,22 +271,99 @@ def variables(mps: Mps) -> Iterator[Row]:
     }
     for what, own in cases.items():
         with mps.client(**own) as client:
-            yield f"part: a client with {what}", begun(client, "init", "create")
+            yield f"part: a client with {what}", mps.begun(client, "init", "create")
+
+
+# -- what a client may be --------------------------------------------------------------------------------------------
+
+
+def fork(mps: Mps) -> Iterator[Row]:
+    """Measure whether a child that a client forks has CUDA, and whether its parent still has it."""
+    with mps.client() as client:
+        doubt = "" if not do(client, "init", "create")["ok"] else mps.doubt(client)
+        answer = do(client, "fork")
+        child = answer["child"] if answer["ok"] else said(answer)
+        yield "a forked child: cuInit, and a new context", f"{doubt}{child}"
+        yield "and its parent", f"{doubt}{said(do(client, f'busy {0.2 * PACE}'))}"
+
+
+def namespaces(mps: Mps) -> Iterator[Row]:
+    """Measure under which pid MPS lists a client in a pid namespace of its own."""
+    with mps.client(within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as client:
+        begin = do(client, "init", "create")
+        children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+        doubt = mps.doubt(client, int(children[0])) if begin["ok"] and children else ""
+        numbers = f"its pid is {client.hello['pid']} inside, and {' '.join(children)} outside; listed: {mps.listed()}"
+        yield "a client in its own pid namespace", f"{doubt}{said(begin)}; {numbers}"
+
+
+USERS: Final = (1001, 1002)
+
+
+def users(mps: Mps) -> Iterator[Row]:
+    """Measure whether clients of two users are served at once, with -multiuser-server and without."""
+
+    def both(daemon: Mps) -> Iterator[str]:
+        with contextlib.ExitStack() as stack:
+            for uid in USERS:
+                become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
+                client = stack.enter_context(daemon.client(within=become))
+                begin = do(client, "init", "create", seconds=SHORT)
+                yield f"{daemon.doubt(client) if begin['ok'] else ''}{said(begin)}"
+
+    yield "two users at once", " and ".join(both(mps))
+    with Mps(mps.root / "many", "-multiuser-server") as many:
+        yield "two users at once, with -multiuser-server", " and ".join(both(many))
+        owners = [Path(f"/proc/{each}").stat().st_uid for each in many.servers]
+        yield "and the uids of its servers", f"{owners}"
+
+
+def connections(mps: Mps) -> Iterator[Row]:
+    """Measure how many clients fit, by CUDA_DEVICE_MAX_CONNECTIONS."""
+    for value, most in (("", 50), ("8", 20), ("32", 8)):
+        own = {"CUDA_DEVICE_MAX_CONNECTIONS": value} if value else {}
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(mps.client(**own)) for _ in range(max(3, int(most * PACE)))]
+            fit, refusal = 0, "no refusal"
+            for client in clients:
+                answer = do(client, "init", "create")
+                if not answer["ok"]:
+                    refusal = said(answer)
+                    break
+                fit += 1
+            doubt = mps.doubt(clients[0])
+            yield (
+                f"CUDA_DEVICE_MAX_CONNECTIONS={value or 'unset'}: clients that fit",
+                f"{doubt}{fit} of {len(clients)}, then {refusal}",
+            )
 
 
 # -- how clients end --------------------------------------------------------------------------------------------------
 
 
-def launched(*clients: Client) -> None:
-    """Have clients make a context and work for a moment, and the last one launch the kernel in whose middle it ends."""
+def launched(mps: Mps, *clients: Client) -> str:
+    """Have clients make a context and work, and the last one launch the kernel in whose middle it ends.
+
+    Return what to say before their results.
+    """
     for client in clients:
-        begin = do(client, "init", "create", "busy 0.2")
+        begin = do(client, "init", "create", f"busy {0.2 * PACE}")
         assert begin["ok"], begin
+    doubt = max(mps.doubt(client) for client in clients)
+    for client in clients[:-1]:
+        client.begin()
     answer = do(clients[-1], f"launch {KERNEL}")
     assert answer["ok"], answer
-    for client in clients[:-1]:
-        client.tell(f"busy {6 * PACE}")
     time.sleep(2 * PACE)
+    return doubt
+
+
+def finished(client: Client) -> str:
+    """Describe the end of a client's work; a hang, or its end, is an answer, too."""
+    try:
+        return said(client.finish())
+    except (AssertionError, BrokenPipeError) as error:
+        return str(error)
 
 
 def answered(client: Client, seconds: float = LONG) -> str:
@@ -255,97 +379,194 @@ def where(client: Client) -> str:
     return "after its kernel" if client.has_answered else "in mid-kernel"
 
 
-def ending(mps: Mps, number: signal.Signals) -> Iterator[Row]:
-    """Measure the effect of a client's end in mid-kernel on another client of the same server."""
-    with mps.client() as neighbour, mps.client() as victim:
-        launched(neighbour, victim)
-        what = f"{number.name} of a client {where(victim)}"
-        victim.kill(number)
-        yield f"{what}: its neighbour, in its work", answered(neighbour, LONG + 6 * PACE)
-        yield f"{what}: its neighbour, a moment later", said(do(neighbour, "busy 0.2"))
-        yield f"{what}: one that comes then", after(mps)
-
-
 def terminating(mps: Mps) -> Iterator[Row]:
     """Measure the answer of `terminate_client`, its time, and its effect on the client and its neighbour."""
     with mps.client() as neighbour, mps.client() as victim:
-        launched(neighbour, victim)
+        doubt = launched(mps, neighbour, victim)
         what = f"terminate_client of a client {where(victim)}"
-        begin = time.monotonic()
-        answer = mps.ask(f"terminate_client {mps.servers[0]} {victim.pid}", seconds=KERNEL + LONG)
-        took = time.monotonic() - begin
-        yield what, f"{answer!r} after {took:.2f} s, of a kernel of {KERNEL:g} s"
-        yield f"{what}: the client, in its kernel", answered(victim, KERNEL + LONG)
-        yield f"{what}: its neighbour, in its work", answered(neighbour)
+        yield what, f"{doubt}{terminated(mps, victim)}, of a kernel of {KERNEL:g} s"
+        yield f"{what}: the client, in its kernel", f"{doubt}{answered(victim, KERNEL + LONG)}"
         victim.kill(signal.SIGKILL)
-        yield f"{what}: its neighbour, once the client was killed", said(do(neighbour, "busy 0.2"))
+        yield f"{what}: its neighbour, in its work, once the client was killed", f"{doubt}{finished(neighbour)}"
         yield f"{what}: one that comes then", after(mps)
 
 
-def wedge(mps: Mps, number: signal.Signals) -> Iterator[Row]:
-    """Measure whether a client killed in mid-kernel, alone on its server, leaves a server that serves no client."""
+def terminating_idle(mps: Mps) -> Iterator[Row]:
+    """Measure the effect of `terminate_client` on a client that does nothing."""
     with mps.client() as client:
-        launched(client)
-        what = f"{number.name} of a client {where(client)}, alone"
-        client.kill(number)
-    time.sleep(PACE)
+        begin = do(client, "init", "create")
+        assert begin["ok"], begin
+        what, doubt = "terminate_client of an idle client", mps.doubt(client)
+        yield what, f"{doubt}{terminated(mps, client)}"
+        yield f"{what}: its next call", f"{doubt}{said(do(client, 'sync'))}"
+        yield f"{what}: one that comes then", after(mps)
+
+
+def terminated(mps: Mps, client: Client) -> str:
+    """End the contexts of a client, and return the answer."""
     servers = mps.servers
-    states = [mps.ask(f"get_server_status {each}") for each in servers]
-    listed = [mps.ask(f"get_client_list {each}") or "nobody" for each in servers]
-    yield f"{what}: its server", f"{states}, and lists {listed}"
-    yield f"{what}: one that comes then", after(mps)
+    begin = time.monotonic()
+    # Without a server there is none to ask; the answer to a command that names none is a result, too.
+    answer = mps.ask(f"terminate_client {servers[0] if servers else 0} {client.pid}", seconds=KERNEL + LONG)
+    return f"{answer!r} after {time.monotonic() - begin:.2f} s"
 
 
 def after(mps: Mps) -> str:
     """Describe the result of a client that starts now; it may wait for the end of a kernel."""
     with mps.client() as client:
         begin = time.monotonic()
-        answer = do(client, "init", "create", "busy 0.2", seconds=KERNEL + LONG)
+        answer = do(client, "init", "create", f"busy {0.2 * PACE}", seconds=KERNEL + LONG)
         took = time.monotonic() - begin
+        doubt = mps.doubt(client) if answer["ok"] else ""
         if answer["ok"]:
             client.end()
-        return f"{said(answer)}, after {took:.1f} s"
+        return f"{doubt}{said(answer)}, after {took:.1f} s"
 
 
-QUESTIONS: Final[dict[str, Callable[[Mps], Iterator[Row]]]] = {
+# -- how daemons and servers fail --------------------------------------------------------------------------------------
+
+
+def death(mps: Mps) -> Iterator[Row]:
+    """Measure the effect of a control daemon's death on its server, its client, and the next daemon."""
+    with mps.client() as client:
+        begin = do(client, "init", "create")
+        assert begin["ok"], begin
+        doubt, servers = mps.doubt(client), mps.servers
+        client.begin()
+        mps.process.kill()
+        mps.process.wait()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not any(map(is_running, servers)), what="its end", deadline=SHORT)
+        left = [each for each in servers if is_running(each)]
+        yield "SIGKILL of a control daemon: its servers", f"{doubt}{'still there' if left else 'gone'}"
+        yield "SIGKILL of a control daemon: its client, in its work", f"{doubt}{finished(client)}"
+        yield "SIGKILL of a control daemon: its next context", f"{doubt}{said(do(client, 'create'))}"
+        with mps:
+            yield "the next daemon in the same directory: a client", after(mps)
+        for each in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+
+
+def faults(mps: Mps) -> Iterator[Row]:
+    """Measure which clients a fatal fault hits, what the server says, and until when others are refused."""
+    with mps.client() as guilty, mps.client() as victim:
+        for client in (guilty, victim):
+            begin = do(client, "init", "create")
+            assert begin["ok"], begin
+        doubt, servers = mps.doubt(guilty) or mps.doubt(victim), mps.servers
+        victim.begin()
+        yield "a fatal fault: who caused it", f"{doubt}{said(do(guilty, 'fault'))}"
+        yield "a fatal fault: another client, in its work", f"{doubt}{finished(victim)}"
+        states = [mps.asked(f"get_server_status {each}") for each in servers]
+        yield "a fatal fault: the server says", f"{states}, and lists {mps.listed()}"
+        yield "a fatal fault: one that comes then", after(mps)
+        guilty.end()
+        yield "a fatal fault: one that comes when only who caused it is gone", after(mps)
+        victim.end()
+    yield "a fatal fault: one that comes when both are gone", after(mps)
+
+
+def stopped(mps: Mps) -> Iterator[Row]:
+    """Measure the effect of SIGSTOP to a server, which its own user can send."""
+    with mps.client() as client, mps.client() as new:
+        begin = do(client, "init", "create")
+        assert begin["ok"], begin
+        doubt, servers = mps.doubt(client), mps.servers
+        for each in servers:
+            os.kill(each, signal.SIGSTOP)
+        try:
+            for question in ("get_server_list", *(f"get_server_status {each}" for each in servers)):
+                yield f"a stopped server: {question.split()[0]}", mps.asked(question)
+            yield "a stopped server: one that comes then", f"{doubt}{said(do(new, 'init', seconds=SHORT))}"
+        finally:
+            for each in servers:
+                os.kill(each, signal.SIGCONT)
+        yield "after SIGCONT: its client", f"{doubt}{said(do(client, f'busy {0.2 * PACE}'))}"
+        yield "after SIGCONT: one that came meanwhile", answered(new)
+    yield "after SIGCONT: one that comes then", after(mps)
+
+
+# -- signals in mid-kernel --------------------------------------------------------------------------------------------
+
+
+def ending(mps: Mps, number: signal.Signals) -> Iterator[Row]:
+    """Measure the effect of a client's end in mid-kernel on another client of the same server."""
+    with mps.client() as neighbour, mps.client() as victim:
+        doubt = launched(mps, neighbour, victim)
+        what = f"{number.name} of a client {where(victim)}"
+        victim.kill(number)
+        time.sleep(PACE)
+        yield f"{what}: its neighbour, in its work", f"{doubt}{finished(neighbour)}"
+        yield f"{what}: its neighbour, a moment later", f"{doubt}{said(do(neighbour, f'busy {0.2 * PACE}'))}"
+        yield f"{what}: one that comes then", after(mps)
+    yield f"{what}: one that comes when its neighbour is gone", after(mps)
+
+
+def wedge(mps: Mps, number: signal.Signals) -> Iterator[Row]:
+    """Measure whether a client killed in mid-kernel, alone on its server, leaves a server that serves no client."""
+    with mps.client() as client:
+        doubt = launched(mps, client)
+        what = f"{number.name} of a client {where(client)}, alone"
+        client.kill(number)
+    time.sleep(PACE)
+    states = [mps.asked(f"get_server_status {each}") for each in mps.servers]
+    yield f"{what}: its server", f"{doubt}{states}, and lists {mps.listed()}"
+    yield f"{what}: one that comes then", after(mps)
+    yield f"{what}: and the one after that", after(mps)
+
+
+Question = Callable[[Mps], Iterator[Row]]
+
+QUESTIONS: Final[Mapping[str, Question]] = {
+    "least": least,
     "binding": binding,
     "contexts": contexts,
-    "ending-by-SIGTERM": partial(ending, number=signal.SIGTERM),
-    "ending-by-SIGKILL": partial(ending, number=signal.SIGKILL),
-    "terminating": terminating,
-    "wedge-by-SIGTERM": partial(wedge, number=signal.SIGTERM),
-    "wedge-by-SIGKILL": partial(wedge, number=signal.SIGKILL),
     "successors": successors,
     "variables": variables,
-    "least": least,
+    "fork": fork,
+    "namespaces": namespaces,
+    "users": users,
+    "connections": connections,
+    "terminating": terminating,
+    "terminating-idle": terminating_idle,
+    "death": death,
+    "faults": faults,
+    "stopped": stopped,
+}
+KILLS: Final[Mapping[str, Question]] = {
+    "ending-by-SIGTERM": partial(ending, number=signal.SIGTERM),
+    "ending-by-SIGKILL": partial(ending, number=signal.SIGKILL),
+    "wedge-by-SIGTERM": partial(wedge, number=signal.SIGTERM),
+    "wedge-by-SIGKILL": partial(wedge, number=signal.SIGKILL),
 }
 """By name; where the time runs out, the last ones are lost."""
 
 
 def answers(root: Path, names: Sequence[str]) -> Iterator[Row]:
     """Answer each of these questions with its own control daemon; one that cannot be completed says why."""
+    yield "control program", "simulated" if machine.simulated() else f"{machine.control()}"
     for name in names:
         try:
             with Mps(root / name) as mps:
-                yield from QUESTIONS[name](mps)
-        except (AssertionError, OSError, IndexError, subprocess.TimeoutExpired) as error:
-            yield f"{name}: could not be asked to its end", " ".join(str(error).split())
+                yield from {**QUESTIONS, **KILLS}[name](mps)
+        except (AssertionError, OSError, IndexError, KeyError, ValueError, subprocess.SubprocessError) as error:
+            yield f"{name}: could not be asked to its end", f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
     """Print the table, row by row as it is measured."""
-    names = [each for each in sys.argv[1:] if each != "--quick"] or [*QUESTIONS]
-    if unknown := [each for each in names if each not in QUESTIONS]:
-        print(f"no question {unknown[0]}: there are {', '.join(QUESTIONS)}", file=sys.stderr)
+    names = [each for each in sys.argv[1:] if not each.startswith("--")]
+    names = names or [*(KILLS if "--kills" in sys.argv else QUESTIONS)]
+    if unknown := [each for each in names if each not in {**QUESTIONS, **KILLS}]:
+        print(f"no question {unknown[0]}: there are {', '.join([*QUESTIONS, *KILLS])}", file=sys.stderr)
         return 2
     if (missing := machine.missing()) is not None:
         print(f"nothing to ask: {missing}", file=sys.stderr)
         return 1
-    root = Path(tempfile.mkdtemp(prefix="mq-", dir="/tmp"))
+    root = machine.private_directory("mq-")
     try:
-        print("| what | answer |\n|---|---|")
-        for what, answer in answers(root, names):
-            print(f"| {what} | {answer} |", flush=True)
+        print_table("answer", answers(root, names))
     finally:
         remove_tree(root)
     return 0

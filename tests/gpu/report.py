@@ -1,152 +1,362 @@
-"""The behaviour of MPS on this machine's first GPU, in figures: `python -m tests.gpu.report`, a table for docs/gpu.md.
+"""The behaviour of MPS under mpsd on this machine's first GPU, in figures: `python -m tests.gpu.report`.
 
-It judges nothing: a failure is a figure too. It needs what the tests need, and a GPU without other users.
+It prints a table for docs/gpu.md, and judges nothing: a failure is a figure too. Each part has its own node, since some
+damage theirs; arguments select some by name. A result of a process that is no client of MPS says OUTSIDE MPS. The last
+rows are the lines of the logs that mpsd does not know. It needs what the tests need, and a GPU without other users;
+with MPSD_GPU_SIMULATED=1 it runs on a simulated one.
 """
 
+import contextlib
+import re
+import signal
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
 from tests.daemon.helpers import GIB, MIB, is_running, kill, next_ready, undone
 from tests.gpu import machine
 from tests.gpu.machine import Client, leased, outside, unadmitted
+from tests.gpu.table import Row, print_table, said
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
 PERCENTAGES: Final = (100, 75, 50, 25, 10, 1)
-SECONDS: Final = 2.0
+SECONDS: Final = 0.1 if machine.simulated() else 2.0
+"""How long a rate is measured; that of a simulated GPU needs no long time."""
 
-Row = tuple[str, str]
-"""The measurement, and its result."""
+FAILURES: Final = (AssertionError, KeyError, IndexError, ValueError, OSError, HTTPException, subprocess.SubprocessError)
+"""The errors of a part that cannot be measured: a figure, and not the end of the report."""
+
+OTHERS: Final = (1001, 1002)
+"""Uids of two ordinary users."""
+
+SMALL: Final[Mapping[str, Any]] = {"threads": 25, "memory": "2GiB"}
 
 
-def said(answer: dict[str, Any]) -> str:
-    """Put an answer into words: `works`, or the error and the failed call."""
-    return "works" if answer["ok"] else f"{answer['error']} from {answer['call']}"
+def seen_by(node: Node, client: Client) -> str:
+    """Wait until mpsd has attributed a client to its lease; return what to say before its results.
 
-
-def seen_by(node: Node, client: Client) -> None:
-    """Wait until mpsd has attributed a client to its lease."""
+    That is nothing for a client of MPS.
+    """
     assert client.hello["ok"], client.hello
-    wait_until(lambda: node.events("client_attributed", client=client.pid), what=f"client {client.pid} to be seen")
+    pid = client.hello["pid"]
+    with contextlib.suppress(AssertionError):  # the doubt says it
+        wait_until(lambda: node.events("client_attributed", client=client.pid), what=f"{pid} to be seen", deadline=3)
+    return machine.doubt_about(node, client)
 
 
-def threads(node: Node) -> Iterator[Row]:
+def milliseconds(begin: float) -> str:
+    """Return the time since then."""
+    return f"{(time.monotonic() - begin) * 1000:.0f} ms"
+
+
+def told(node: Node, since: int) -> str:
+    """Return the names of the warnings and errors in mpsd's log since it had so many lines."""
+    names = [line["event"] for line in node.log()[since:] if line["level"] in {"warning", "error"}]
+    return ", ".join(dict.fromkeys(names)) or "nothing"
+
+
+def first_of(client: Client, seconds: float = 30.0) -> str:
+    """Describe the beginning of a client; the refusal of its lease, and a hang, are figures, too."""
+    try:
+        return said(client.first(seconds))
+    except AssertionError as error:
+        return str(error)
+
+
+def whole_gpu(node: Node) -> Iterator[Row]:
     """Measure the rate of a lease by its percentage, relative to the whole GPU outside MPS."""
     with outside(node) as client:
         whole = client.do(f"busy {SECONDS}")
-        yield "outside MPS, the whole GPU", f"{whole['multiprocessors']} multiprocessors ran it; its rate is 1"
+        place = {None: "unknown", False: "0", True: "1"}[client.hello["mps"]]
+        ran = f"{whole['multiprocessors']} multiprocessors ran it; its rate is 1; attribute 133 is {place}"
+        yield "a process meant to be outside MPS, the whole GPU", ran
         client.end()
     for percentage in PERCENTAGES:
         with leased(node, threads=percentage, memory="2GiB") as client:
-            told, work = client.hello["multiprocessors"], client.do(f"busy {SECONDS}")
-            ran = f"{work['multiprocessors']} multiprocessors ran it, CUDA tells of {told}"
-            yield f"a lease of {percentage} %", f"{work['rate'] / whole['rate']:.3f}; {ran}"
+            doubt = seen_by(node, client)
+            work = client.do(f"busy {SECONDS}")
+            ran = f"{work['multiprocessors']} multiprocessors ran it, CUDA tells of {client.hello['multiprocessors']}"
+            yield f"a lease of {percentage} %", f"{doubt}{work['rate'] / whole['rate']:.3f}; {ran}"
             client.end()
 
 
 def memory(node: Node) -> Iterator[Row]:
     """Measure how much a client can allocate with a lease, and without one."""
     with leased(node, threads=50, memory="4GiB") as client:
+        doubt = seen_by(node, client)
         free, total = client.hello["free"] / GIB, client.hello["total"] / GIB
         held = client.do("alloc-until-refused")
-        yield "a lease of 4 GiB allocates", f"{held['held'] // MIB} MiB, then {held['refused']}"
-        yield "and cuMemGetInfo tells it", f"{free:.1f} GiB free of {total:.1f} GiB"
+        yield "a lease of 4 GiB allocates", f"{doubt}{held['held'] // MIB} MiB, then {held['refused']}"
+        yield "and cuMemGetInfo tells it", f"{doubt}{free:.1f} GiB free of {total:.1f} GiB"
         client.end()
-    wait_until(lambda: node.daemons()["gpu0"]["limits"]["active_thread_percentage"] == 0.1, what="closing", deadline=90)
+    wait_until(lambda: node.daemons()["gpu0"]["limits"]["active_thread_percentage"] == 0.1, what="closing", deadline=30)
     with unadmitted(node) as client:
-        yield "a client without a lease gets", said(client.do("alloc 64MiB") if client.hello["ok"] else client.hello)
+        got = said(client.do("alloc 64MiB")) if client.hello["ok"] else said(client.hello)
+        doubt = machine.doubt_about(node, client) if client.hello["ok"] else ""
+        yield "a client without a lease gets", f"{doubt}{got}"
 
 
 def side_by_side(node: Node) -> Iterator[Row]:
     """Measure two concurrent leases of half a GPU, relative to one of them alone."""
     with leased(node, threads=50, memory="2GiB") as one, leased(node, threads=50, memory="2GiB") as other:
+        doubt = "".join(seen_by(node, client) for client in (one, other))
         alone = one.busy(SECONDS)
         for client in (one, other):
-            seen_by(node, client)
             client.tell(f"busy {SECONDS}")
         rates = [f"{client.answer()['rate'] / alone:.2f}" for client in (one, other)]
-        yield "two leases of 50 % at once, each against one of them alone", " and ".join(rates)
+        yield "two leases of 50 % at once, each against one of them alone", f"{doubt}{' and '.join(rates)}"
         for client in (one, other):
             client.end()
+
+
+def strict(node: Node) -> Iterator[Row]:
+    """Measure how long three leases that are requested at once take to attach, one after the other."""
+    begin = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(leased(node, "--wait", "30", **SMALL)) for _ in range(3)]
+        began = [first_of(client) for client in clients]
+        yield "three leases at once under attach = strict, begun after", f"{milliseconds(begin)}: {', '.join(began)}"
+        for client in clients:
+            yield "one of them", f"{seen_by(node, client)}{client.hello['multiprocessors']} multiprocessors"
 
 
 def drift(node: Node) -> Iterator[Row]:
     """Measure how long a stranger's percentage lasts while a client works."""
     with leased(node, threads=50, memory="2GiB") as client:
-        seen_by(node, client)
-        client.tell("busy 8")
+        doubt = seen_by(node, client)
+        client.begin()
         node.ask("gpu0", "set_default_active_thread_percentage 77")
         begin = time.monotonic()
         undone(node, "gpu0", "active_thread_percentage", server=None)
-        yield "a stranger's percentage, put back under load after", f"{(time.monotonic() - begin) * 1000:.0f} ms"
-        yield "and the client", said(client.answer())
+        yield "a stranger's percentage, put back under load after", milliseconds(begin)
+        yield "and the client", f"{doubt}{said(client.finish())}"
         client.end()
+
+
+def canary(node: Node) -> Iterator[Row]:
+    """Measure whether mpsd's own canary gets a context, also beside a client that works."""
+    with leased(node, **SMALL) as client:
+        doubt = seen_by(node, client)
+        for what in ("verify --canary says", "verify --canary beside a client that works says"):
+            begin = time.monotonic()
+            answer = node.mpsctl("verify", "--canary", "gpu0")
+            yield what, f"{answer.stdout or answer.stderr} (status {answer.returncode}, {milliseconds(begin)})"
+            client.begin()
+        yield "and the client", f"{doubt}{said(client.finish())}"
+        client.end()
+
+
+def namespaces(node: Node) -> Iterator[Row]:
+    """Measure whether mpsd sees a client in a pid namespace of its own."""
+    within = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    with leased(node, "--name", "spaced", within=within, **SMALL) as client:
+        yield "a client in its own pid namespace", first_of(client)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen", deadline=3)
+        yield "verify says", node.mpsctl("verify", "spaced").stdout
+
+
+def users(node: Node) -> Iterator[Row]:
+    """Measure two users at once, under daemon.users = "many", which takes a driver with -multiuser-server."""
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(leased(node, "--user", f"{uid}:{uid}", **SMALL)) for uid in OTHERS]
+        began = [first_of(client) for client in clients]
+        yield "two users at once under daemon.users = many", " and ".join(began)
+        owners = [Path(f"/proc/{each['pid']}").stat().st_uid for each in node.daemons()["gpu0"]["servers"]]
+        yield "the uids of their servers", f"{owners}"
+        for client in clients:
+            if client.hello["ok"]:
+                doubt = seen_by(node, client)
+                yield (
+                    "one of them",
+                    f"{doubt}{client.hello['multiprocessors']} multiprocessors; {said(client.do('sync'))}",
+                )
+
+
+LIAR: Final = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "7=1G"}
+"""A limit for a GPU that the client does not see: MPS then drops every memory limit (measured on 580)."""
+
+
+def liar(node: Node) -> Iterator[Row]:
+    """Measure what mpsd does about a client that escapes its memory limit, where it may end it."""
+    since = len(node.log())
+    with leased(node, **SMALL) as honest, leased(node, variables=LIAR, **SMALL) as client:
+        doubt = "".join(seen_by(node, each) for each in (honest, client))
+        honest.begin()
+        begin = time.monotonic()
+        yield "a liar about its memory limit of 2 GiB is told of", f"{doubt}{client.hello['free'] / GIB:.1f} GiB free"
+        yield "and allocates 4 GiB", said(client.do("alloc 4GiB"))
+        wait_until(lambda: node.events("violation"), what="mpsd to name it")
+        yield "mpsd names it", f"{node.events('violation')[0]['kind']}, {milliseconds(begin)} later"
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not is_running(client.pid), what="its end", deadline=20)
+        yield "and ends it", f"{'not' if is_running(client.pid) else 'it is gone'} after {milliseconds(begin)}"
+        yield "its honest neighbour", said(honest.finish())
+        yield "mpsd tells", told(node, since)
+        honest.end()
+
+
+def ends(node: Node) -> Iterator[Row]:
+    """Measure the end of a client in mid-kernel by mpsd, which asks the server first, beside a neighbour."""
+    seconds = 1.0 if machine.simulated() else 6.0
+    with leased(node, "--name", "ended", **SMALL) as client, leased(node, **SMALL) as neighbour:
+        doubt = "".join(seen_by(node, each) for each in (client, neighbour))
+        neighbour.begin()
+        client.do(f"launch {seconds}")
+        begin = time.monotonic()
+        answer = node.mpsctl("release", "ended", "--end-clients")
+        what = "release --end-clients of a client in mid-kernel"
+        yield what, f"{doubt}status {answer.returncode} after {milliseconds(begin)}, of a kernel of {seconds:g} s"
+        yield "its neighbour", said(neighbour.finish())
+        neighbour.end()
+
+
+def stopped(node: Node) -> Iterator[Row]:
+    """Measure what mpsd says of a server that is stopped, and whether others are served again without it."""
+    since = len(node.log())
+    with leased(node, **SMALL) as client:
+        doubt = seen_by(node, client)
+        server = node.daemons()["gpu0"]["servers"][0]["pid"]
+        kill(server, signal.SIGSTOP)
+        try:
+            with leased(node, "--wait", "3", **SMALL) as new:
+                yield "SIGSTOP of a server: one that comes then", f"{doubt}{first_of(new, 8)}"
+            reasons = [each["because"] for each in node.get("/v1/status").json["reasons"]]
+            yield "and status says", "; ".join(reasons) or "nothing"
+            client.kill()
+            begin = time.monotonic()
+            with leased(node, "--wait", "15", **SMALL) as new:
+                yield (
+                    "once its client is gone: one that comes then",
+                    f"{first_of(new, 20)}, {milliseconds(begin)} later",
+                )
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                kill(server, signal.SIGCONT)
+    begin = time.monotonic()
+    with leased(node, "--wait", "15", **SMALL) as new:
+        yield "after SIGCONT: one that comes then", f"{first_of(new, 20)}, {milliseconds(begin)} later"
+    yield "mpsd tells", told(node, since)
 
 
 def fault(node: Node) -> Iterator[Row]:
-    """Measure which clients a fault hits, and how long the GPU takes to recover."""
-    with leased(node, threads=25, memory="2GiB") as guilty, leased(node, threads=25, memory="2GiB") as other:
-        for client in (guilty, other):
-            seen_by(node, client)
-        yield "a fault, to who caused it", said(guilty.do("fault"))
-        yield "to another client of the GPU", said(other.do("busy 0.5"))
+    """Measure which clients a fault hits, when mpsd tells of it, and how long the GPU takes to recover."""
+    since = len(node.log())
+    with leased(node, **SMALL) as guilty, leased(node, **SMALL) as other:
+        doubt = "".join(seen_by(node, client) for client in (guilty, other))
+        other.begin()
+        answer, begin = guilty.do("fault"), time.monotonic()
+        with leased(node, **SMALL) as early:
+            yield "a client that asks for a lease at once after a fault", first_of(early)
+        yield "the fault, to who caused it", f"{doubt}{said(answer)}"
+        yield "to another client of the GPU, in its work", f"{doubt}{said(other.finish())}"
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: node.events("leases_faulted"), what="the fault to be told", deadline=5)
+        when = "is told" if node.events("leases_faulted") else "is not told"
+        yield f"leases_faulted {when} after at most", milliseconds(begin)
         for client in (guilty, other):
             client.end()
     begin = time.monotonic()
-    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready", deadline=60)
-    yield "ready after both are gone", f"{(time.monotonic() - begin) * 1000:.0f} ms"
+    wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready", deadline=30)
+    yield "ready after both are gone", milliseconds(begin)
+    with leased(node, "--wait", "10", **SMALL) as new:
+        yield "one that comes then", first_of(new)
+    yield "mpsd tells", told(node, since)
 
 
 def death(node: Node) -> Iterator[Row]:
-    """Measure the effect of a control daemon's death on a client, and the time until there is a new one."""
-    with leased(node, threads=25, memory="2GiB") as client:
-        seen_by(node, client)
+    """Measure the effect of a control daemon's death on its server and its client, and the time to the next one."""
+    since = len(node.log())
+    with leased(node, **SMALL) as client:
+        doubt = seen_by(node, client)
         before = node.daemons()["gpu0"]["pid"]
         server = node.daemons()["gpu0"]["servers"][0]["pid"]
-        client.tell("busy 4")
+        client.begin()
         begin = time.monotonic()
         kill(before)
         next_ready(node, "gpu0", before)
-        yield (
-            "SIGKILL of the control daemon under load, to the next ready",
-            f"{(time.monotonic() - begin) * 1000:.0f} ms",
-        )
-        yield "its client, in its work", said(client.answer())
-        yield "and when it allocates afterwards", said(client.do("alloc 64MiB"))
+        yield "SIGKILL of the control daemon under load, to the next ready", milliseconds(begin)
+        with leased(node, "--wait", "10", **SMALL) as new:
+            yield "a new client then", f"{first_of(new)}, {milliseconds(begin)} after the death"
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not is_running(server), what="its end", deadline=5)
+        yield "its server", f"{'still there' if is_running(server) else 'gone'} after at most {milliseconds(begin)}"
+        yield "its client, in its work", f"{doubt}{said(client.finish())}"
+        yield "and when it makes a new context", said(client.do("create"))
         client.end()
-    begin = time.monotonic()
-    wait_until(lambda: not is_running(server) or time.monotonic() - begin > 10, what="10 s", deadline=20)
-    yield "the orphaned server, 10 s after its client", "still there" if is_running(server) else "gone"
+    yield "mpsd tells", told(node, since)
 
 
-def measured(root: Path) -> Iterator[Row]:
-    """Start a node for each measurement, since some damage theirs, and yield all rows."""
-    for number, part in enumerate((threads, memory, side_by_side, drift, fault, death)):
-        place = root / f"{number}"
+STRICT: Final = '[enforcement]\nattach = "strict"\n'
+MANY: Final = '[daemon]\nusers = "many"\n'
+ENDS_LIARS: Final = '[enforcement]\non_violation = "terminate"\ngrace = 1.0\n[violations]\nmemory = "terminate"\n'
+
+PARTS: Final[Mapping[str, tuple[str, Callable[[Node], Iterator[Row]]]]] = {
+    "threads": ("", whole_gpu),
+    "memory": ("", memory),
+    "side-by-side": ("", side_by_side),
+    "strict": (STRICT, strict),
+    "drift": ("", drift),
+    "canary": ("", canary),
+    "namespaces": ("", namespaces),
+    "users": (MANY, users),
+    "liar": (ENDS_LIARS, liar),
+    "ends": ("", ends),
+    "death": ("", death),
+    "fault": ("", fault),
+    "stopped": ("", stopped),
+}
+"""By name: the configuration of its node, and what is measured on it. What may damage a GPU comes last."""
+
+
+def measured(root: Path, names: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of these parts, each with its own node; one that cannot be measured says why."""
+    yield "control program", "simulated" if machine.simulated() else f"{machine.control()}"
+    unknown = Counter[str]()
+    for name in names:
+        config, part = PARTS[name]
+        place = root / name
         place.mkdir()
-        with machine.running(place) as node:
-            if part is threads:
-                gpu, daemon = machine.first_gpu(node), node.daemons()["gpu0"]
-                yield "GPU, driver", f"{gpu['name']}, {daemon['version']}"
-            yield from part(node)
+        try:
+            with machine.running(place, config) as node:
+                if name == names[0]:
+                    yield "GPU, driver", f"{machine.first_gpu(node)['name']}, {node.daemons()['gpu0']['version']}"
+                try:
+                    yield from part(node)
+                finally:
+                    unknown.update(unknown_lines(node))
+        except FAILURES as error:
+            yield f"{name}: could not be measured to its end", f"{type(error).__name__}: {error}"
+    if not unknown:
+        yield "lines of the logs that mpsd does not know", "none"
+    for line, count in unknown.most_common():
+        yield "a line of the logs that mpsd does not know", f"{count} times: {line}"
+
+
+def unknown_lines(node: Node) -> Iterator[str]:
+    """Yield the latest lines of the first GPU's logs that mpsd does not know, without their numbers."""
+    for line in node.daemons()["gpu0"]["latest_unknown_lines"]:
+        yield re.sub(r"-?\d+", "N", re.sub(r"^\[[^\]]*\] ", "", line))
 
 
 def main() -> int:
     """Print the table, row by row as it is measured."""
-    missing = machine.missing()
-    if missing is not None:
+    names = sys.argv[1:] or [*PARTS]
+    if unknown := [each for each in names if each not in PARTS]:
+        print(f"no part {unknown[0]}: there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    if (missing := machine.missing()) is not None:
         print(f"nothing to report: {missing}", file=sys.stderr)
         return 1
-    root = Path(tempfile.mkdtemp(prefix="mg-", dir="/tmp"))
-    root.chmod(0o711)
+    root = machine.private_directory("mr-")
     try:
-        print("| what | figure |\n|---|---|")
-        for what, figure in measured(root):
-            print(f"| {what} | {figure} |", flush=True)
+        print_table("figure", measured(root, names))
     finally:
         remove_tree(root)
     return 0

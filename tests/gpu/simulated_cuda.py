@@ -27,7 +27,7 @@ _NOT_INITIALIZED: Final = 3
 
 
 class SimulatedCuda:
-    """The contexts of a process on the first simulated GPU that it sees. Methods raise CudaError as those of Cuda do."""
+    """The contexts of a process on the first simulated GPU that it sees. They raise CudaError as those of Cuda do."""
 
     name = "Simulated GPU"
     driver = "simulated"

@@ -16,9 +16,9 @@ import contextlib
 import importlib.util
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -65,9 +65,7 @@ GRACE: Final = 60.0
 """Seconds after its time after which a part is ended."""
 
 
-def compared(
-    root: Path, parts: Mapping[str, Part], engine: str, timer: Timer, grace: float = GRACE
-) -> Generator[Row]:
+def compared(root: Path, parts: Mapping[str, Part], engine: str, timer: Timer, grace: float = GRACE) -> Generator[Row]:
     """Carry out these parts within the time, each with its own mpsd, and yield their rows."""
     (root / "head").mkdir()
     with machine.running(root / "head") as node:
@@ -118,6 +116,11 @@ def _sampled(sampler: Sampler, engine: str) -> Iterator[Row]:
         yield Row(f"{name} during the blocks, {len(values)} readings", text, "NVML", values={name: values})
 
 
+def _remarked(row: Row) -> Row:
+    """Return a row that says that the control program is not the driver's own."""
+    return replace(row, by=f"{row.by}; {machine.origin()}")
+
+
 def _engine() -> str:
     if machine.simulated():
         return "simulated"
@@ -139,15 +142,14 @@ def main() -> int:
     parts = {name: part for name, part in PARTS.items() if name in given.names or not given.names}
     INTERRUPTS.install()
     rows: list[Row] = []
-    root = Path(tempfile.mkdtemp(prefix="mc-"))
-    root.chmod(0o711)
+    root = machine.private_directory("mc-")
     status = 0
     try:
         print(HEAD, flush=True)
         with contextlib.closing(compared(root, parts, _engine(), Timer(given.seconds))) as found:
             for row in found:
-                rows.append(row)
-                print(row, flush=True)
+                rows.append(row if machine.simulated() or not machine.origin() else _remarked(row))
+                print(rows[-1], flush=True)
         status = int(any(row.failed for row in rows))
     except KeyboardInterrupt:
         status = 130

@@ -1,5 +1,6 @@
 """`python -m tests.gpu.compare` on a simulated GPU: every part of it runs, and whatever fails is a row."""
 
+import contextlib
 import json
 import os
 import signal
@@ -99,24 +100,33 @@ def test_interrupted(tmp_path: Path, simulated: dict[str, str], name: str) -> No
     )
     with program:
         wait_until(lambda: _clients_of(program.pid), what="clients", deadline=30)
+        # Clients end before these do, so a signal of the terminal must not reach them.
+        assert not [each for each in _in_session(program.pid).values() if b"\0run\0--root" in each or b"\0-f" in each]
         for _ in range(2):
             os.killpg(program.pid, signal.SIGINT)
         assert program.wait(50) == 130
     assert next(row["what"] for row in json.loads(file.read_text(encoding="utf-8"))["rows"]) == "GPU"
 
 
-def _clients_of(session: int) -> list[int]:
-    """Return the clients of this session that have a context: those that ignore SIGINT."""
-    found = []
+def _in_session(session: int) -> dict[int, bytes]:
+    """Return the processes of a session, with their command lines."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(path.name)) == session and b"comparing.worker" in (path / "cmdline").read_bytes():
-                ignored = next(
-                    line for line in (path / "status").read_text(encoding="utf-8").splitlines() if "SigIgn" in line
-                )
-                found += [int(path.name)] * (int(ignored.split()[1], 16) >> (signal.SIGINT - 1) & 1)
-        except (OSError, StopIteration):
-            continue
+        with contextlib.suppress(OSError):
+            if os.getsid(int(path.name)) == session:
+                found[int(path.name)] = (path / "cmdline").read_bytes()
+    return found
+
+
+def _clients_of(session: int) -> list[int]:
+    """Return the clients of a session that have begun, and so ignore SIGINT."""
+    found = []
+    for pid, command in _in_session(session).items():
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+            ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+            if b"comparing.worker" in command and ignored >> (signal.SIGINT - 1) & 1:
+                found.append(pid)
     return found
 
 
@@ -168,6 +178,9 @@ def test_a_client_that_misses_mps(short_tmp: Path) -> None:
             assert [rate > 0 for rate in side.rates[0]] == [True] * 3
             with pytest.raises(WrongError, match="no work 'matmul' without torch"):
                 workers[0].perform("prepare matmul")
+        with site.clients([Wanted(Mode.MPSD, 50)], 1024) as (worker,):
+            worker.tell("run integer 0.5")
+        assert worker.process.returncode == 0, "it was ended in mid-kernel"
         with pytest.raises(WrongError, match=r"mpsctl: .* memory"), site.clients([Wanted(Mode.MPSD, 50)], 1 << 20):
             pass
 

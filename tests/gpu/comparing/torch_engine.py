@@ -69,7 +69,7 @@ class Decoder:
         ]
         self._output = self._random(shape.hidden, shape.vocabulary)
         self._input = self._random(requests, shape.hidden)
-        self.step: Callable[[], object] = self._forward
+        self.step: Callable[[], Any] = self._forward
         if device.type == "cuda":
             self.step = self._captured()
 
@@ -108,10 +108,10 @@ class TorchEngine:
     def __init__(self, shape: Shape = QWEN3_4B, device: str = "cuda") -> None:
         """Make the context. Raises FailedError."""
         self.by = f"torch {torch.__version__}"
-        self._shape, self._device = shape, torch.device(device)
+        self._shape, self.device = shape, torch.device(device)
         self._work: dict[str, Callable[[], float]] = {}
         torch.set_grad_enabled(False)
-        self._do(lambda: torch.zeros(1, device=self._device))
+        self._do(lambda: torch.zeros(1, device=self.device))
 
     def _do(self, what: Callable[[], Any]) -> Any:
         try:
@@ -134,7 +134,7 @@ class TorchEngine:
             self.submit(work).wait()
 
     def _made(self, work: str) -> Callable[[], float]:
-        shape, device = self._shape, self._device
+        shape, device = self._shape, self.device
         kind, _, requests = work.partition(":")
         match kind:
             case "matmul":
@@ -162,14 +162,14 @@ class TorchEngine:
         """Free what was made for all work."""
         self._work.clear()
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._do(torch.cuda.synchronize)
             torch.cuda.empty_cache()
 
     def submit(self, work: str) -> Submitted:
         """Begin a step of this work."""
         amount = self._do(self._work[work])
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return Submitted(amount, lambda: None)
         event = torch.cuda.Event()
         event.record()

@@ -28,7 +28,7 @@ from tests.gpu.comparing.interrupts import INTERRUPTS
 from tests.gpu.comparing.latency import beside, latency, start
 from tests.gpu.comparing.lives import churn, ends
 from tests.gpu.comparing.rows import HEAD, Row, number
-from tests.gpu.comparing.site import CROWDED, Site, Timer, opened
+from tests.gpu.comparing.site import CROWDED, Site, Timer, WrongError, opened
 from tests.gpu.comparing.throughput import decoders, jobs, throughput
 from tests.harness import remove_tree
 from tests.node import Node
@@ -85,9 +85,9 @@ def compared(root: Path, parts: Mapping[str, Part], engine: str, timer: Timer, g
                 with opened(root / name, part.config, engine, sampler) as site, INTERRUPTS.within(own.left + grace):
                     yield from part.measure(site, own)
             except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
-                what = f"{type(error).__name__}: {error}"
+                what = str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
                 yield Row(f"{name}, after {time.monotonic() - begin:.0f} s", what, engine, failed=True)
-        yield from _sampled(sampler, engine)
+        yield from sampled(sampler, engine)
 
 
 def _nothing() -> None:
@@ -103,7 +103,7 @@ def _head(node: Node, gpu: dict[str, Any]) -> Iterator[Row]:
     yield Row("driver, control daemon", f"{node.daemons()['gpu0']['version']}, binary version {version}", by)
 
 
-def _sampled(sampler: Sampler, engine: str) -> Iterator[Row]:
+def sampled(sampler: Sampler, engine: str) -> Iterator[Row]:
     """Yield what the GPU's clock, temperature and power were."""
     readings = [reading for during, reading in sampler.readings if during]
     if not readings:

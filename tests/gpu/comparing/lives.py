@@ -91,6 +91,7 @@ def _living(tally: Tally, *groups: tuple[int, Callable[[random.Random], None]]) 
                 life(picks)
             except (AssertionError, OSError, WrongError, subprocess.TimeoutExpired) as error:
                 tally.fail(str(error))
+                ended.wait(1)
 
         return one
 

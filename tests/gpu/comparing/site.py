@@ -76,8 +76,8 @@ class Worker(DrivenProgram):
         if self._hello is None:
             self._hello = self.result(STARTS - ANSWERS)
         if self._hello["mps"] is not (self.mode is not Mode.OUTSIDE):
-            inside = {None: "that says nothing about MPS", True: "inside MPS", False: "OUTSIDE MPS"}
-            raise WrongError(f"a client of {self.mode} is {inside[self._hello['mps']]}")
+            inside = {None: "not known to be inside MPS or outside", True: "INSIDE MPS", False: "OUTSIDE MPS"}
+            raise WrongError(f"a client of {self.mode} is {inside[self._hello['mps']]} (attribute 133)")
         return self._hello
 
     def result(self, seconds: float = 0.0) -> dict[str, Any]:

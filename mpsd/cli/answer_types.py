@@ -93,6 +93,7 @@ class Lease(TypedDict):
     wait: Wait | None
     violations: "list[Violation]"
     unknown: list[str]
+    lost: list[int]
     keepers: list[Keeper]
 
 
@@ -133,12 +134,13 @@ class Drift(TypedDict):
 
 
 class Server(TypedDict):
-    """An MPS server; an orphan's control daemon is dead."""
+    """An MPS server; an orphan's control daemon is dead, and that of a dying one died just now."""
 
     pid: int
     status: str | None
     clients: list[int]
     orphan: bool
+    dying: bool
     limits: Limits
 
 

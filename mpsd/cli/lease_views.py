@@ -267,6 +267,7 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
         ("memory", memory + exactly if len(shares) < _SEVERAL else memory),
         ("holder", holders(answer)),
         ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
+        *_lost(answer),
         *_what_keeps(answer),
         ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
         *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
@@ -278,8 +279,16 @@ def lease(answer: "answer_types.Lease", now: datetime) -> str:
     return columns((label, as_here(text) if label in _SENTENCES else text) for label, text in rows)
 
 
-_SENTENCES: Final = frozenset({"state", "waits", "holder", "created", "expires", "ended", "violation", "unknown"})
+_SENTENCES: Final = frozenset(
+    {"state", "waits", "holder", "lost", "created", "expires", "ended", "violation", "unknown"}
+)
 """The fields of a lease with sentences of mpsd, not of its user."""
+
+
+def _lost(lease: "answer_types.Lease") -> list[tuple[str, str]]:
+    """Show the clients whose work ended with their control daemon."""
+    pids = " ".join(map(str, lease.get("lost", ())))
+    return [("lost", f"{pids}: their work ended with their control daemon, and all their calls fail")] if pids else []
 
 
 def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:

@@ -213,7 +213,11 @@ def _limits(daemon: "answer_types.Daemon") -> tuple[str, str]:
 
 
 def _servers(daemon: "answer_types.Daemon") -> str:
-    return ", ".join(f"{server['pid']}{' (orphan)' if server['orphan'] else ''}" for server in daemon["servers"]) or "-"
+    return ", ".join(f"{each['pid']}{_kind(each)}" for each in daemon["servers"]) or "-"
+
+
+def _kind(server: "answer_types.Server") -> str:
+    return " (orphan)" if server["orphan"] else " (ending)" if server.get("dying") else ""
 
 
 # -- settings and operations -------------------------------------------------------------------------------------------

@@ -14,12 +14,15 @@ from msgspec import Struct
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
-from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, QuarantinedUid, Server, Suspect
+from mpsd.core.model import Daemon, Drift, GpuView, Health, Known, Lease, QuarantinedUid, Server, Suspect
 from mpsd.core.reload import RELOAD
 from mpsd.core.units import format_size
 
 _MOST_SUSPECTS: Final = 16
 """The maximum number of reported suspects: those that had pipe access during most crashes."""
+
+_MOST_LOST: Final = 3
+"""The maximum number of leases that a sentence about lost clients lists."""
 
 _MOST_VIOLATIONS: Final = 3
 """The maximum number of violations that the headline lists."""
@@ -76,6 +79,9 @@ class Kind(StrEnum):
     """A server is ending the contexts of a client, and grants on its GPU wait. The node stays healthy."""
     NOT_CLOSED = "not_closed"
     """The compute mode of the GPU gives the whole GPU to a program that misses MPS. The node stays healthy."""
+    CLIENTS_LOST = "clients_lost"
+    """The contexts of a lease's clients ended with their control daemon, and the clients live. The node stays
+    healthy."""
     SUSPECT = "suspect"
     """A uid had pipe access when control daemons crashed. Whether it caused the crashes is unknown."""
 
@@ -84,7 +90,7 @@ _ORDER: Final = {kind: place for place, kind in enumerate(Kind)}
 
 _WARNINGS: Final = frozenset(
     {Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED, Kind.QUARANTINE, Kind.NOT_CLOSED, Kind.SUSPECT}
-    | {Kind.CLIENT_END_LATE, Kind.CLIENT_END}
+    | {Kind.CLIENT_END_LATE, Kind.CLIENT_END, Kind.CLIENTS_LOST}
 )
 """The kinds that leave the node healthy."""
 
@@ -111,8 +117,8 @@ _USER_HINTS: Final = {
 }
 """The hints for users, for the kinds that have a remedy for a user."""
 
-_HINTS_FOR_ALL: Final = frozenset({Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU})
-"""The kinds whose hint is to wait, or to read something that all users may read."""
+_HINTS_FOR_ALL: Final = frozenset({Kind.CLIENT_END, Kind.CLIENTS_LOST, Kind.SUSPECT, Kind.NO_GPU})
+"""The kinds whose hint is to wait, or to do or read something that all users may."""
 
 
 class Reason(Struct, frozen=True):
@@ -189,17 +195,19 @@ def of_node(
     suspects: Iterable[Suspect] = (),
     violations: Iterable[str] = (),
     limited: bool = False,
+    lost: Iterable[Lease] = (),
 ) -> NodeHealth:
     """Judge a node.
 
     `store` is the reason why no lease can be stored, or empty. `limited` says whether a program without a lease must
-    get less than a whole GPU.
+    get less than a whole GPU. `lost` are the leases with clients whose contexts ended with their control daemon.
     """
     gpus, daemons = tuple(gpus), tuple(daemons)
     found = [reason for view in gpus for reason in of_gpu(view)]
     found += [reason for daemon in daemons for reason in of_daemon(daemon)]
     found += [_quarantined(each) for each in quarantined]
     found += [_suspect(each) for each in islice(suspects, _MOST_SUSPECTS)]
+    found += _lost(lost)
     if limited and daemons:
         found += not_closed(gpus)
     if store:
@@ -296,7 +304,7 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
         if server.faulted is not None:
             hint = f"end the clients that remain on {name}; list them: mpsctl clients"
             yield Reason(Kind.SERVER_FAULT, name, _faulted(name, server, server.faulted), hint)
-        if server.orphan:
+        if server.orphan and not server.dying:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
             yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")
     if daemon.unserved is not None:
@@ -332,6 +340,21 @@ def _of_leases(daemon: Daemon) -> Iterator[Reason]:
     for unrestored in daemon.unrestored:
         hint = f"when nothing of that lease uses the GPU any more: mpsctl resume {name}"
         yield Reason(Kind.UNRESTORED, name, f"{name}: {unrestored}", hint)
+
+
+def _lost(leases: Iterable[Lease]) -> Iterator[Reason]:
+    """Yield, for each control daemon, which leases have clients that ended with an earlier one."""
+    by_daemon: dict[str, list[str]] = {}
+    for lease in leases:
+        pids = ", ".join(str(each.pid) for each in lease.lost)
+        by_daemon.setdefault(lease.shares[0].daemon, []).append(f"{lease.id} (pid {pids})")
+    for name, words in by_daemon.items():
+        more = f", and {len(words) - _MOST_LOST} more" if len(words) > _MOST_LOST else ""
+        because = (
+            f"{name}: clients of {', '.join(words[:_MOST_LOST])}{more} live on although their work ended with their"
+            " control daemon: all their calls of CUDA fail (errors 806, 805)"
+        )
+        yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again in the same lease")
 
 
 def _quarantined(each: QuarantinedUid) -> Reason:

@@ -268,6 +268,8 @@ class Server:
     canaries: tuple[int, ...] = ()
     """The pids of mpsd's own clients, which are not among the others."""
     orphan: bool = False
+    dying: bool = False
+    """Whether it is an orphan of the last moments, and probably about to end: see `mps_facts.SERVER_END`."""
     faulted: datetime | None = None
     """Since when it has been handling a fatal fault, during which it accepts no client."""
     limits: ReadBack | None = None
@@ -450,6 +452,8 @@ class Lease(Struct, frozen=True, gc=False):
     bearers: tuple[ProcessIdentity, ...] = ()
     """Living processes that belong to it by its token alone, clients or not: they keep it alive, and it ends none of
     them."""
+    lost: tuple[ProcessIdentity, ...] = ()
+    """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
     token: str = ""
     """The secret in the environment of its processes; empty for a lease of an mpsd that gave none."""
     until: float | None = None

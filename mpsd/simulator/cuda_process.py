@@ -76,6 +76,8 @@ class CudaProcess:
     def context(self) -> Context:
         """Make a context, which becomes the current one."""
         self.init()
+        if self._error is CudaError.MPS_RPC_FAILURE:  # its server is gone (measured on 580)
+            raise FailedError(CudaError.MPS_CONNECTION_FAILED)
         self.sync()
         device = self._device
         assert device is not None  # noqa: S101 - CUDA is initialised

@@ -5,8 +5,8 @@ context there, and files for the GPU's faults. As with a real driver, the memory
 
 The same directory has the settings of the simulated driver, each in a file, which a server reads when it starts. The
 file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`.
-The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). For a node, the path of
-the directory is <runtime_dir>/simulated.
+The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). The file `outlives`
+lets servers outlive their control daemon. For a node, the path of the directory is <runtime_dir>/simulated.
 """
 
 import contextlib
@@ -35,6 +35,8 @@ _BINDS: Final = "binds"
 """The file with the moment in which the limits of this node's servers bind: `connect` or `context`."""
 
 _CONTEXT_MEMORY: Final = "context_memory"
+
+_OUTLIVES: Final = "outlives"
 
 _COMPUTE_MODE: Final = "compute_mode"
 """The file of a GPU with its compute mode, if that was ever set."""
@@ -193,6 +195,19 @@ def context_memory(directory: Path) -> int:
 def set_context_memory(directory: Path, size: int) -> None:
     """Set the bytes that a context of servers that start from now on takes of its memory limit."""
     _set(directory, _CONTEXT_MEMORY, str(size))
+
+
+def outlives(directory: Path) -> bool:
+    """Tell whether a server that starts now serves its clients to their end when its control daemon dies.
+
+    By default it ends within a moment, and its clients' contexts with it: measured on 580, other drivers are unknown.
+    """
+    return bool(_setting(directory, _OUTLIVES))
+
+
+def set_outlives(directory: Path) -> None:
+    """Let servers that start from now on outlive their control daemon."""
+    _set(directory, _OUTLIVES, "yes")
 
 
 def _setting(directory: Path, name: str) -> str:

@@ -1,8 +1,8 @@
 """The simulator's server: `server_state` with its clients' connections and the link to its control daemon.
 
 The simulated control daemon starts it, as NVIDIA's starts `nvidia-cuda-mps-server`: its stdin is the link, its stdout
-server.log. When the daemon dies, it continues to serve its present clients, as NVIDIA's does (measured, as far as a
-server works without a GPU).
+server.log. When the daemon dies, it ends, and its clients' contexts with it (measured on 580), unless it is set to
+outlive it (`devices.set_outlives`): then it continues to serve its present clients.
 
 The link carries JSON, one packet per message. From the daemon: `start`, first; `ask` with a `number`, which is answered
 with the same number, at once or later; `client`, with the connection of one; `leave`. To the daemon: `ready`, once, and
@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn
 
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.devices import Device, Kind, binds, context_memory
+from mpsd.simulator.devices import Device, Kind, binds, context_memory, outlives
 from mpsd.simulator.server_state import Answer, Context, Server, Start
 
 PACKET: Final = 1 << 18
@@ -59,10 +59,13 @@ class _Service:
         self._later: dict[int, int] = {}
         """The client whose work must end before a command is answered, by the command's number."""
         self._leaving = False
+        self._ended = False
+        """Whether its control daemon is gone, and it goes too."""
         self._pid = os.getpid()
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
         settings = binds(Path(self._gpus)), context_memory(Path(self._gpus))
+        self._outlives = outlives(Path(self._gpus))
         start = Start(tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings)
         self._server = Server(self._pid, start, self._log)
         self._log("Startup")
@@ -84,11 +87,11 @@ class _Service:
             os.write(1, f"[{date}.{int(now * 1000) % 1000:03d} Server {self._pid:5d}] {text}\n".encode())
 
     def serve(self) -> int:
-        """Serve until `leave` arrives and the last client has left; return the exit status.
+        """Serve until `leave` arrives and the last client has left, or the daemon is gone; return the exit status.
 
-        A wedged server never leaves.
+        A wedged server never leaves by itself.
         """
-        while not (self._leaving and not self._connections and not self._server.wedged):
+        while not (self._ended or (self._leaving and not self._connections and not self._server.wedged)):
             for key, _ in self._events.select():
                 key.data()
                 self._answer_later()
@@ -104,13 +107,14 @@ class _Service:
     # -- the control daemon --
 
     def _receive_message(self) -> None:
-        """Handle a message of the control daemon; after its end, the server only gets no more clients."""
+        """Handle a message of the control daemon, or its end, after which the server gets no more clients."""
         try:
             packet, descriptors, _, _ = socket.recv_fds(self._link, PACKET, 1)
         except ConnectionError:
             packet, descriptors = b"", []
         if not packet:
             self._events.unregister(self._link)
+            self._ended = not self._outlives
             return
         said = json.loads(packet)
         if "ask" in said:

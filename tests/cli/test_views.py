@@ -360,12 +360,13 @@ def test_what_is_unknown() -> None:
 
 
 def test_servers() -> None:
-    """Servers are listed by pid, and an orphan is marked as such."""
+    """Servers are listed by pid, and an orphan, or one that is ending, is marked as such."""
     servers = [
         {"pid": 11, "status": "ACTIVE", "clients": [], "orphan": False},
         {"pid": 12, "status": None, "clients": [], "orphan": True},
+        {"pid": 13, "status": None, "clients": [], "orphan": False, "dying": True},
     ]
-    assert "11, 12 (orphan)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW, PLAIN)
+    assert "11, 12 (orphan), 13 (ending)" in views.daemons({"daemons": [daemon(servers=servers)]}, NOW, PLAIN)
 
 
 def test_troubles() -> None:

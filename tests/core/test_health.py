@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import pytest
+from msgspec import structs
 
 from mpsd.core import health
 from mpsd.core.compute_mode import ComputeMode
@@ -25,6 +26,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.quantities import ActiveThreadPercentage
 from mpsd.core.units import GIB
+from tests.core.enforcement.test_violations import HOLDER, lease
 
 NOW: Final = datetime(2026, 11, 22, 3, 0, 0, 500_000, tzinfo=UTC)
 
@@ -203,6 +205,7 @@ def test_every_kind_has_a_case() -> None:
         Kind.QUARANTINE,
         Kind.NOT_CLOSED,
         Kind.SUSPECT,
+        Kind.CLIENTS_LOST,
     }
 
 
@@ -248,6 +251,28 @@ def test_warnings_leave_a_node_healthy() -> None:
     node = health.of_node(found, [DAEMON])
     assert (node.healthy, node.because) == (True, WELL)
     assert [each.kind for each in node.warnings] == [Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED]
+
+
+def test_clients_that_are_lost() -> None:
+    """The leases whose clients ended with a control daemon are named by GPU, at most three, and the node is healthy."""
+    leases = [
+        structs.replace(lease(number), shares=(structs.replace(lease().shares[0], daemon=name),), lost=(HOLDER,))
+        for number, name in ((1, "gpu0"), (2, "gpu1"), (3, "gpu0"), (4, "gpu0"), (5, "gpu0"))
+    ]
+    node = health.of_node([GPU], [DAEMON], lost=leases)
+    assert node.healthy
+    assert [(each.kind, each.subject) for each in node.warnings] == [
+        (Kind.CLIENTS_LOST, "gpu0"),
+        (Kind.CLIENTS_LOST, "gpu1"),
+    ]
+    assert [each.id in node.warnings[0].because for each in leases] == [True, False, True, True, False]
+    assert f"lease-1 (pid {HOLDER.pid})" in node.warnings[0].because
+    assert "and 1 more" in node.warnings[0].because
+
+
+def test_a_server_that_is_about_to_end() -> None:
+    """A server whose control daemon died just now is no orphan yet, and no reason proposes to kill it."""
+    assert [*health.of_daemon(daemon(servers=(Server(42, orphan=True, dying=True),)))] == []
 
 
 def test_the_gravest_reason_comes_first() -> None:
@@ -307,6 +332,7 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
     [
         (gpu(Health.OK), DAEMON),
         (GPU, daemon(servers=(Server(42, orphan=True), Server(43)))),
+        (GPU, daemon(servers=(Server(42, orphan=True, dying=True),))),
         (GPU, daemon(state=State.STOPPING, renewing=True)),
         (GPU, daemon(log_silent_since=datetime(2026, 11, 22, tzinfo=UTC))),
     ],
@@ -366,6 +392,6 @@ def test_hints_for_users(kind: Kind) -> None:
     """An operator reads a command, another user what it can do itself, unless the hint is to wait or to read."""
     reason = Reason(kind, "gpu0", "gpu0 is not well", "mpsctl restart gpu0")
     assert reason.hint_for(operator=True) == reason.hint
-    is_for_all = kind in {Kind.CLIENT_END, Kind.SUSPECT, Kind.NO_GPU}
+    is_for_all = kind in {Kind.CLIENT_END, Kind.CLIENTS_LOST, Kind.SUSPECT, Kind.NO_GPU}
     assert (reason.hint_for(operator=False) == reason.hint) is is_for_all
     assert ("(--wait)" in reason.hint_for(operator=False)) is bool(reason.limit)

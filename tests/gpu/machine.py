@@ -190,10 +190,20 @@ def doubt(listed: bool, inside: bool | None) -> str:  # noqa: FBT001 - the two k
     return f"OUTSIDE MPS (get_client_list {'has' if listed else 'lacks'} it, attribute 133 is {attribute}): "
 
 
-def doubt_about(node: Node, client: Client) -> str:
-    """Return what to say before a result of a client of this node's first GPU (see `doubt`)."""
-    lists = [node.ask("gpu0", f"get_client_list {each['pid']}") for each in node.daemons()["gpu0"]["servers"]]
-    return doubt(any(str(client.hello["pid"]) in each for each in lists), client.hello["mps"])
+def doubt_about(node: Node, client: Client, pid: int | None = None) -> str:
+    """Return what to say before a result of a client of this node's first GPU (see `doubt`).
+
+    `pid` is that of its process, if it is not the program that was started. A client with a context is listed.
+    """
+    servers = [each for each in node.ask("gpu0", "get_server_list") if each.isdecimal()]
+    listed = [pid for each in servers for pid in node.ask("gpu0", f"get_client_list {each}")]
+    return doubt(str(pid or client.pid) in listed, client.hello["mps"])
+
+
+def child(client: Client) -> int:
+    """Return the process that the started program has started."""
+    children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text(encoding="ascii").split()
+    return int(children[0])
 
 
 def first_gpu(node: Node) -> dict[str, Any]:

@@ -5,6 +5,7 @@ and says so where a program is missing. With MPSD_GPU_SIMULATED=1 the simulator'
 """
 
 import contextlib
+import importlib.metadata
 import os
 import shutil
 import struct
@@ -67,8 +68,10 @@ def programs() -> Iterator[Row]:
         yield f"{machine.CONTROL} -v", shown(f"{machine.CONTROL} -v")
     yield "Python", f"{sys.version.split()[0]}, {sys.executable}"
     for module in MODULES:
-        program = f"import {module}; print(getattr({module}, '__version__', 'there'))"
-        yield f"import {module}", shown(f'{sys.executable} -c "{program}"').splitlines()[-1]
+        try:
+            yield f"module {module}", importlib.metadata.version(module)
+        except importlib.metadata.PackageNotFoundError:
+            yield f"module {module}", "not here"
     yield f"POSIX ACLs in {tempfile.gettempdir()}", acl()
 
 

@@ -38,16 +38,25 @@ OTHERS: Final = (1001, 1002)
 SMALL: Final[Mapping[str, Any]] = {"threads": 25, "memory": "2GiB"}
 
 
-def seen_by(node: Node, client: Client) -> str:
-    """Wait until mpsd has attributed a client to its lease; return what to say before its results.
+def seen_by(node: Node, *clients: Client) -> str:
+    """Wait until mpsd has attributed clients to their leases; return what to say before their results.
 
-    That is nothing for a client of MPS.
+    That is nothing for clients of MPS.
     """
-    assert client.hello["ok"], client.hello
-    pid = client.hello["pid"]
-    with contextlib.suppress(AssertionError):  # the doubt says it
-        wait_until(lambda: node.events("client_attributed", client=client.pid), what=f"{pid} to be seen", deadline=3)
-    return machine.doubt_about(node, client)
+    for client in clients:
+        assert client.hello["ok"], client.hello
+    doubts = {doubt: None for client in clients if (doubt := machine.doubt_about(node, client))}
+    for client in () if doubts else clients:
+        wait_until(lambda: node.events("client_attributed", client=client.pid), what=f"client {client.pid} to be seen")  # noqa: B023 - it is called at once
+    return "".join(doubts)
+
+
+def server_of(node: Node, client: Client) -> int:
+    """Wait until mpsd has attributed a client, and return its server; without one there is nothing to measure."""
+    doubt = seen_by(node, client)
+    assert not doubt, doubt
+    server: int = node.daemons()["gpu0"]["servers"][0]["pid"]
+    return server
 
 
 def milliseconds(begin: float) -> str:
@@ -61,12 +70,13 @@ def told(node: Node, since: int) -> str:
     return ", ".join(dict.fromkeys(names)) or "nothing"
 
 
-def first_of(client: Client, seconds: float = 30.0) -> str:
+def begun(node: Node, client: Client, seconds: float = 20.0) -> str:
     """Describe the beginning of a client; the refusal of its lease, and a hang, are figures, too."""
     try:
-        return said(client.first(seconds))
+        answer = client.first(seconds)
     except AssertionError as error:
         return str(error)
+    return f"{machine.doubt_about(node, client) if answer['ok'] else ''}{said(answer)}"
 
 
 def whole_gpu(node: Node) -> Iterator[Row]:
@@ -105,7 +115,7 @@ def memory(node: Node) -> Iterator[Row]:
 def side_by_side(node: Node) -> Iterator[Row]:
     """Measure two concurrent leases of half a GPU, relative to one of them alone."""
     with leased(node, threads=50, memory="2GiB") as one, leased(node, threads=50, memory="2GiB") as other:
-        doubt = "".join(seen_by(node, client) for client in (one, other))
+        doubt = seen_by(node, one, other)
         alone = one.busy(SECONDS)
         for client in (one, other):
             client.tell(f"busy {SECONDS}")
@@ -120,10 +130,8 @@ def strict(node: Node) -> Iterator[Row]:
     begin = time.monotonic()
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(leased(node, "--wait", "30", **SMALL)) for _ in range(3)]
-        began = [first_of(client) for client in clients]
+        began = [begun(node, client) for client in clients]
         yield "three leases at once under attach = strict, begun after", f"{milliseconds(begin)}: {', '.join(began)}"
-        for client in clients:
-            yield "one of them", f"{seen_by(node, client)}{client.hello['multiprocessors']} multiprocessors"
 
 
 def drift(node: Node) -> Iterator[Row]:
@@ -156,7 +164,9 @@ def namespaces(node: Node) -> Iterator[Row]:
     """Measure whether mpsd sees a client in a pid namespace of its own."""
     within = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
     with leased(node, "--name", "spaced", within=within, **SMALL) as client:
-        yield "a client in its own pid namespace", first_of(client)
+        answer = client.first(20)
+        doubt = machine.doubt_about(node, client, machine.child(client)) if answer["ok"] else ""
+        yield "a client in its own pid namespace", f"{doubt}{said(answer)}"
         with contextlib.suppress(AssertionError):
             wait_until(lambda: node.get("/v1/clients").json["clients"], what="it to be seen", deadline=3)
         yield "verify says", node.mpsctl("verify", "spaced").stdout
@@ -166,7 +176,7 @@ def users(node: Node) -> Iterator[Row]:
     """Measure two users at once, under daemon.users = "many", which takes a driver with -multiuser-server."""
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(leased(node, "--user", f"{uid}:{uid}", **SMALL)) for uid in OTHERS]
-        began = [first_of(client) for client in clients]
+        began = [begun(node, client) for client in clients]
         yield "two users at once under daemon.users = many", " and ".join(began)
         owners = [Path(f"/proc/{each['pid']}").stat().st_uid for each in node.daemons()["gpu0"]["servers"]]
         yield "the uids of their servers", f"{owners}"
@@ -187,7 +197,7 @@ def liar(node: Node) -> Iterator[Row]:
     """Measure what mpsd does about a client that escapes its memory limit, where it may end it."""
     since = len(node.log())
     with leased(node, **SMALL) as honest, leased(node, variables=LIAR, **SMALL) as client:
-        doubt = "".join(seen_by(node, each) for each in (honest, client))
+        doubt = seen_by(node, honest, client)
         honest.begin()
         begin = time.monotonic()
         yield "a liar about its memory limit of 2 GiB is told of", f"{doubt}{client.hello['free'] / GIB:.1f} GiB free"
@@ -206,7 +216,7 @@ def ends(node: Node) -> Iterator[Row]:
     """Measure the end of a client in mid-kernel by mpsd, which asks the server first, beside a neighbour."""
     seconds = 1.0 if machine.simulated() else 6.0
     with leased(node, "--name", "ended", **SMALL) as client, leased(node, **SMALL) as neighbour:
-        doubt = "".join(seen_by(node, each) for each in (client, neighbour))
+        doubt = seen_by(node, client, neighbour)
         neighbour.begin()
         client.do(f"launch {seconds}")
         begin = time.monotonic()
@@ -221,12 +231,11 @@ def stopped(node: Node) -> Iterator[Row]:
     """Measure what mpsd says of a server that is stopped, and whether others are served again without it."""
     since = len(node.log())
     with leased(node, **SMALL) as client:
-        doubt = seen_by(node, client)
-        server = node.daemons()["gpu0"]["servers"][0]["pid"]
+        server = server_of(node, client)
         kill(server, signal.SIGSTOP)
         try:
             with leased(node, "--wait", "3", **SMALL) as new:
-                yield "SIGSTOP of a server: one that comes then", f"{doubt}{first_of(new, 8)}"
+                yield "SIGSTOP of a server: one that comes then", begun(node, new, 8)
             reasons = [each["because"] for each in node.get("/v1/status").json["reasons"]]
             yield "and status says", "; ".join(reasons) or "nothing"
             client.kill()
@@ -234,14 +243,14 @@ def stopped(node: Node) -> Iterator[Row]:
             with leased(node, "--wait", "15", **SMALL) as new:
                 yield (
                     "once its client is gone: one that comes then",
-                    f"{first_of(new, 20)}, {milliseconds(begin)} later",
+                    f"{begun(node, new, 20)}, {milliseconds(begin)} later",
                 )
         finally:
             with contextlib.suppress(ProcessLookupError):
                 kill(server, signal.SIGCONT)
     begin = time.monotonic()
     with leased(node, "--wait", "15", **SMALL) as new:
-        yield "after SIGCONT: one that comes then", f"{first_of(new, 20)}, {milliseconds(begin)} later"
+        yield "after SIGCONT: one that comes then", f"{begun(node, new, 20)}, {milliseconds(begin)} later"
     yield "mpsd tells", told(node, since)
 
 
@@ -249,11 +258,11 @@ def fault(node: Node) -> Iterator[Row]:
     """Measure which clients a fault hits, when mpsd tells of it, and how long the GPU takes to recover."""
     since = len(node.log())
     with leased(node, **SMALL) as guilty, leased(node, **SMALL) as other:
-        doubt = "".join(seen_by(node, client) for client in (guilty, other))
+        doubt = seen_by(node, guilty, other)
         other.begin()
         answer, begin = guilty.do("fault"), time.monotonic()
         with leased(node, **SMALL) as early:
-            yield "a client that asks for a lease at once after a fault", first_of(early)
+            yield "a client that asks for a lease at once after a fault", begun(node, early)
         yield "the fault, to who caused it", f"{doubt}{said(answer)}"
         yield "to another client of the GPU, in its work", f"{doubt}{said(other.finish())}"
         with contextlib.suppress(AssertionError):
@@ -266,7 +275,7 @@ def fault(node: Node) -> Iterator[Row]:
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready", deadline=30)
     yield "ready after both are gone", milliseconds(begin)
     with leased(node, "--wait", "10", **SMALL) as new:
-        yield "one that comes then", first_of(new)
+        yield "one that comes then", begun(node, new)
     yield "mpsd tells", told(node, since)
 
 
@@ -274,20 +283,18 @@ def death(node: Node) -> Iterator[Row]:
     """Measure the effect of a control daemon's death on its server and its client, and the time to the next one."""
     since = len(node.log())
     with leased(node, **SMALL) as client:
-        doubt = seen_by(node, client)
-        before = node.daemons()["gpu0"]["pid"]
-        server = node.daemons()["gpu0"]["servers"][0]["pid"]
+        server, before = server_of(node, client), node.daemons()["gpu0"]["pid"]
         client.begin()
         begin = time.monotonic()
         kill(before)
         next_ready(node, "gpu0", before)
         yield "SIGKILL of the control daemon under load, to the next ready", milliseconds(begin)
         with leased(node, "--wait", "10", **SMALL) as new:
-            yield "a new client then", f"{first_of(new)}, {milliseconds(begin)} after the death"
+            yield "a new client then", f"{begun(node, new)}, {milliseconds(begin)} after the death"
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not is_running(server), what="its end", deadline=5)
         yield "its server", f"{'still there' if is_running(server) else 'gone'} after at most {milliseconds(begin)}"
-        yield "its client, in its work", f"{doubt}{said(client.finish())}"
+        yield "its client, in its work", said(client.finish())
         yield "and when it makes a new context", said(client.do("create"))
         client.end()
     yield "mpsd tells", told(node, since)

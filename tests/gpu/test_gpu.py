@@ -13,7 +13,7 @@ import pytest
 
 from tests.daemon.helpers import GIB, is_running, kill, next_ready, undone
 from tests.gpu.client import PIECE
-from tests.gpu.machine import Client, leased, unadmitted
+from tests.gpu.machine import Client, doubt_about, leased, unadmitted
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -23,6 +23,13 @@ CLOSED: Final = {"active_thread_percentage": 0.1, "pinned_device_mem_limit": 1 <
 """The limits of a client without a lease (docs/enforcement.md)."""
 
 
+def proven(node: Node, client: Client) -> None:
+    """Check that a client has a context, and is a client of MPS, whose limits mean something."""
+    assert client.hello["ok"], client.hello
+    doubt = doubt_about(node, client)
+    assert not doubt, doubt
+
+
 def attached(node: Node, client: Client) -> Any:
     """Wait until mpsd has attributed a client to a lease, and return it."""
 
@@ -30,7 +37,7 @@ def attached(node: Node, client: Client) -> Any:
         clients = node.get("/v1/clients").json["clients"]
         return next((each for each in clients if each["pid"] == client.pid and each["lease"] is not None), None)
 
-    assert client.hello["ok"], client.hello
+    proven(node, client)
     return wait_until(look, what=f"client {client.pid} to be that of a lease; the log is {node.stderr}")
 
 
@@ -91,7 +98,7 @@ def test_memory_ceiling_without_its_variable(node: Node) -> None:
     lease = node.request("POST", "/v1/leases", {"threads": 25, "memory": "4GiB", "gpu": "0"})
     assert lease.status == 201, lease.body
     with unadmitted(node) as client:
-        assert client.hello["ok"], client.hello
+        proven(node, client)
         answer = client.do("alloc-until-refused")
         assert answer["refused"] == "CUDA_ERROR_OUT_OF_MEMORY"
         assert answer["held"] <= 4 * GIB
@@ -106,6 +113,7 @@ def test_closed_ceiling(strict_node: Node) -> None:
         wait_until(lambda: is_closed(node), what="the ceiling to be closed", deadline=30)
         with unadmitted(node) as client:
             if client.hello["ok"]:
+                proven(node, client)
                 refused = client.do(f"alloc {PIECE >> 20}MiB")
                 assert refused["error"] == "CUDA_ERROR_OUT_OF_MEMORY", refused
             else:

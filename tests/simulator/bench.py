@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.simulator.control import program
 from mpsd.simulator.cuda import Binds
-from mpsd.simulator.devices import VARIABLE, Device, set_binds
+from mpsd.simulator.devices import VARIABLE, Device, set_binds, set_outlives
 from tests.contract.subjects import Bench, Subject
 from tests.harness import wait_until
 from tests.simulated_clients import SimulatedClient
@@ -41,6 +41,10 @@ class GpuBench(Bench):
     def binds(self, moment: Binds) -> None:
         """Make the limits of servers that start from now on bind at this moment."""
         set_binds(self.root / "g", moment)
+
+    def outlives(self) -> None:
+        """Let servers that start from now on outlive their control daemon."""
+        set_outlives(self.root / "g")
 
     def server(self) -> int:
         """Start a server for the user of the tests, and return its pid when it is ready."""

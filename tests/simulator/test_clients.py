@@ -333,7 +333,21 @@ def test_invisible_gpu(bench: GpuBench) -> None:
 
 
 def test_death_of_the_daemon(bench: GpuBench) -> None:
-    """Clients and server of a killed daemon keep running; new clients run without MPS, or on another server."""
+    """The server of a killed daemon ends, and its clients' work with it, while their processes live on."""
+    client = bench.client()
+    client.loop(0.05)
+    bench.kill()
+    wait_until(lambda: look_at(client.hello["server"]) is None, what="the end of the server")
+    assert client.answer() == error("MPS_RPC_FAILURE", 806)
+    assert client.context() == error("MPS_CONNECTION_FAILED", 805)
+    bench.start()
+    assert client.context() == error("MPS_CONNECTION_FAILED", 805)
+    assert bench.client().hello["mps"]
+
+
+def test_server_that_outlives_its_daemon(bench: GpuBench) -> None:
+    """By a setting, clients and server of a killed daemon keep running; new clients get another server."""
+    bench.outlives()
     client = bench.client()
     server = client.hello["server"]
     bench.kill()

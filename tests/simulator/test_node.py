@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.simulator.devices import Held, Kind
+from mpsd.simulator.devices import Held, Kind, set_outlives
 from tests.daemon.helpers import kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node, running
@@ -68,10 +68,11 @@ def test_front_end(node: Node) -> None:
 
 
 def test_server_is_known_by_evidence(node: Node) -> None:
-    """When its control daemon dies, a simulated server is an orphan to mpsd and to the next mpsd, like NVIDIA's.
+    """A simulated server that outlives its control daemon is an orphan to mpsd and to the next mpsd.
 
     Its clients keep running; the next client has the new control daemon start another server.
     """
+    set_outlives(node.root / "run" / "simulated")
     with SimulatedClient(variables(node)) as client:
         server = client.hello["server"]
         wait_until(lambda: [each["pid"] for each in servers(node, "gpu0")] == [server], what="the server to be seen")
@@ -82,7 +83,8 @@ def test_server_is_known_by_evidence(node: Node) -> None:
         node.end()
         node.start(ready=False)
         node.wait_for_state("gpu0", "ready")
-        assert [(each["pid"], each["orphan"]) for each in servers(node, "gpu0")] == [(server, True)]
+        wait_until(lambda: [each["orphan"] for each in servers(node, "gpu0")] == [True], what="it to be an orphan")
+        assert [each["pid"] for each in servers(node, "gpu0")] == [server]
         assert client.sync()["ok"]
         with SimulatedClient(variables(node)) as other:
             assert other.hello["mps"]

@@ -105,6 +105,7 @@ SENTENCES: Final = {
     "lease_handed_over": _OF_LEASE,
     "lease_closing": "{lease}: mpsd is ending its clients: {because}",
     "lease_borne": "{lease}: {because}",
+    "lease_clients_lost": "{lease}: the work of its clients (pid {pids}) on {daemon} has ended: {because}",
     "lease_user_changed": _OF_LEASE,
     "lease_expiring": "{lease} expires soon: {because}",
     "lease_expired": _OF_LEASE,

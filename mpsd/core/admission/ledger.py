@@ -227,11 +227,19 @@ class Ledger:
         """Note the clients of a lease, which may take places on its GPUs, and the processes that have its token."""
         state = LeaseState.ACTIVE if attached else LeaseState.GRANTED
         before = self.leases[lease_id]
-        lease = self.leases[lease_id] = structs.replace(before, attached=attached, bearers=bearers, state=state)
+        lease = structs.replace(before, attached=attached, bearers=bearers, state=state)
+        if lease.lost:
+            lease = structs.replace(lease, lost=tuple(each for each in lease.lost if each in lease.clients))
+        self.leases[lease_id] = lease
         if lease.request.processes is None:
             uid, has = lease.owner.uid, self._users[lease.owner.uid]
             holds = has.holds + self._room.enter_lease(lease) - self._room.leave_lease(before)
             self._users[uid] = UserTotals(has.leases, holds, has.awaits)
+        return lease
+
+    def lose(self, lease_id: str, lost: tuple[ProcessIdentity, ...]) -> Lease:
+        """Note the clients of a lease whose contexts ended with their server; they keep their places until they end."""
+        lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], lost=lost)
         return lease
 
     def hold(self, lease_id: str, holders: tuple[Holder, ...]) -> Lease:

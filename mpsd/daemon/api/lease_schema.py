@@ -272,6 +272,8 @@ class LeaseOut(Struct):
     """The open violations of its processes."""
     unknown: list[str] = []
     """The unknown facts about the limits of its processes; they are no violation."""
+    lost: list[int] = []
+    """Those of its clients whose work ended with their control daemon: all their calls of CUDA fail."""
     keepers: list[KeeperOut] = []
     """Where all of its holders are gone: the processes that keep it."""
 
@@ -308,6 +310,7 @@ class LeaseOut(Struct):
             expires=expires,
             request_id=request.request_id,
             wait=WaitOut(place.position, place.waits_for.limit, place.waits_for.because) if place else None,
+            lost=[*map(_PID_OF, lease.lost)],
         )
 
 

@@ -83,19 +83,24 @@ class DriftOut(Struct):
 
 
 class ServerOut(Struct):
-    """An MPS server; the control daemon of an orphan is dead."""
+    """An MPS server; the control daemon of an orphan is dead.
+
+    That of a server that is `dying` died just now: such a server ends within a moment, or is an orphan then.
+    """
 
     pid: int
     status: str | None
     clients: list[int]
     orphan: bool
+    dying: bool
     limits: LimitsOut
     """The limits of its next client; nulls while the server does not report them."""
 
     @classmethod
     def of(cls, server: Server) -> "ServerOut":
         """Make it from the value."""
-        return cls(server.pid, server.status, list(server.clients), server.orphan, LimitsOut.of(server.limits))
+        is_orphan, limits = server.orphan and not server.dying, LimitsOut.of(server.limits)
+        return cls(server.pid, server.status, list(server.clients), is_orphan, server.dying, limits)
 
 
 class DaemonOut(Struct):

@@ -52,6 +52,8 @@ class DaemonLeases:
     """By the UUID of a GPU, why it is held for leases of an earlier mpsd that could not be restored."""
     stop: Callable[[ProcessIdentity], Stop]
     """How a client is ended, as its lease requests."""
+    lose: Callable[[str, Collection[ProcessIdentity], str], None]
+    """Notes, for a reason, the clients of a control daemon whose contexts have ended with their server."""
 
 
 class Drainer:
@@ -327,8 +329,13 @@ class Drainer:
         tried = are_tried and leases <= self._tried and not self._is_ending
         return drain.next_step(self.desired, ObservedState(there, answers.proved, self._blockers, tried, now))
 
+    @property
+    def is_late(self) -> bool:
+        """Whether what is left has to be ended."""
+        return self.desired.is_late(clock.since_boot())
+
     def is_clear(self, orphans: Collection[ProcessIdentity]) -> bool:
-        """Tell whether a successor may start: no server of the daemon that is quitting is left.
+        """Tell whether a successor may start: no server of the daemon that is quitting is left that has to end first.
 
         Servers that are late are ended.
         """
@@ -336,7 +343,7 @@ class Drainer:
         if not (desired.intent is Intent.RESTART and desired.quitting and orphans):
             return True
         self._observe(dict.fromkeys(orphans))
-        if desired.is_late(clock.since_boot()):
+        if self.is_late:
             self._end_all()
         return False
 

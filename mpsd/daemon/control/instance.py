@@ -95,7 +95,7 @@ class Instance:
         if self._looked:
             return
         self._looked = True
-        self._observer.found_orphans(await self._launcher.orphans())
+        self._observer.survivors.add(await self._launcher.orphans())
 
     async def listens_by(self, moment: float) -> bool:
         """Wait until a started daemon listens, until it is dead, or until `moment`; tell whether it listens."""

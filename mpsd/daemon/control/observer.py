@@ -1,4 +1,4 @@
-"""The knowledge about one control daemon from its answers and its log: limits, drift, servers, orphans."""
+"""The knowledge about one control daemon from its answers and its log: limits, drift, servers."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -30,6 +30,7 @@ from mpsd.core.quantities import Bounds, Opened
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.control.pipe_access import connected_to, named
+from mpsd.daemon.control.survivors import Survivors
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc
@@ -87,10 +88,18 @@ class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
     def __init__(
-        self, paths: DaemonPaths, control_log: ControlLog, pipe: ControlPipe, let_in: LetInRecord, log: Logger
+        self,
+        paths: DaemonPaths,
+        control_log: ControlLog,
+        pipe: ControlPipe,
+        let_in: LetInRecord,
+        *,
+        survivors: Survivors,
+        log: Logger,
     ) -> None:
         self.control_log = control_log
         self.pipe = pipe
+        self.survivors = survivors
         self.read_back: ReadBack | None = None
         self.drift: tuple[Drift, ...] = ()
         """The limits that others changed and that are not restored yet."""
@@ -108,7 +117,6 @@ class Observer:
         self._bounded = BoundedLog(log)
         """For entries that a lease holder can cause in a loop."""
         self._servers: dict[ProcessIdentity, Server] = {}
-        self._orphans: tuple[ProcessIdentity, ...] = ()
         self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
         """By server, also one that does not answer for a while, the limits that were open to each of its clients."""
         self._given: dict[ProcessIdentity, Bounds | None] = {}
@@ -129,17 +137,23 @@ class Observer:
         faults = self.control_log.serving.faults
         return (
             *(replace(each, faulted=faults.get(each.pid)) for each in self._servers.values()),
-            *(Server(each.pid, orphan=True) for each in self._orphans),
+            *self.survivors.servers,
         )
+
+    @property
+    def clients(self) -> dict[ProcessIdentity, set[ProcessIdentity]]:
+        """The clients of each server of this daemon, at its last answer."""
+        return {identity: {*server.opened} for identity, server in self._servers.items()}
 
     @property
     def present(self) -> dict[ProcessIdentity, int | None]:
         """The processes that use the GPU through MPS: each client, with its server; each orphaned server, with None.
 
-        An orphaned server cannot be asked for its clients, so it counts as having some.
+        An orphaned server cannot be asked for its clients, so it counts as having some unless NVML shows that it has
+        none.
         """
         clients = {client: server.pid for server in self._servers.values() for client in server.opened}
-        return {**clients, **dict.fromkeys(self._orphans)}
+        return {**clients, **dict.fromkeys(self.survivors.used)}
 
     @property
     def cannot_start(self) -> str | None:
@@ -359,28 +373,16 @@ class Observer:
 
         `awake` tells that the daemon is not stopped.
         """
-        self.forget_dead_orphans()
+        self.survivors.look()
         self._bounded.settle()
         return self.control_log.check(awake=awake)
 
     def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
         """Note that the daemon is gone: its answers no longer hold, and its living servers are orphans."""
-        self.found_orphans((*self._servers, *found))
+        self.survivors.add((*self._servers, *found))
         self.read_back, self.drift, self._servers, self._priority = None, (), {}, None
         self.control_log.forget()
         self._held_since = 0.0
-
-    def found_orphans(self, found: tuple[ProcessIdentity, ...]) -> None:
-        """Add living servers whose control daemon is dead, and log each once."""
-        for each in {*found} - {*self._orphans}:
-            if proc.start_ticks(each.pid) == each.start_ticks:
-                self._orphans += (each,)
-                self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
-
-    def forget_dead_orphans(self) -> bool:
-        """Remove the orphans that are gone; tell whether any is left."""
-        self._orphans = tuple(each for each in self._orphans if proc.start_ticks(each.pid) == each.start_ticks)
-        return bool(self._orphans)
 
 
 def _living(server: Server) -> Iterator[int]:

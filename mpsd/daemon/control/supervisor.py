@@ -6,13 +6,13 @@ are noted and wake the loop. The state has one writer, `_move`, which stamps it,
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
-from mpsd.core.model import Daemon, Gpu, Limits, ProcessIdentity, Server
+from mpsd.core.model import Daemon, Gpu, GpuUsage, Limits, ProcessIdentity, Reading, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.core.supervision.drain import Answers, Intent, OperatorCommand
@@ -27,6 +27,7 @@ from mpsd.daemon.control.own_limits import OwnLimits
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.renewal import Renewal
 from mpsd.daemon.control.state import Heartbeat, Lifecycle, longest_round
+from mpsd.daemon.control.survivors import Survivors
 from mpsd.daemon.control.wanted_limits import Prober, WantedLimits
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
@@ -58,14 +59,15 @@ class Supervisor:
         leases: DaemonLeases,
         endings: Endings,
         settings: LiveSettings,
+        usage: Callable[[], Awaitable[Reading[GpuUsage]]],
         log: Logger,
         changed: Callable[[], None],
     ) -> None:
-        """Take the parts; `changed` is called whenever a snapshot might differ."""
+        """Take the parts; `usage` reads the GPU, and `changed` is called whenever a snapshot might differ."""
         self.name = name
         self.gpu = gpu
         self._pipe_access = pipe_access
-        self._settings, self._leases, self._endings = settings, leases, endings
+        self._settings, self._leases, self._endings, self._usage = settings, leases, endings, usage
         self._log = log.bind(daemon=name)
         self._death_tally = DeathTally(pipe_access.paths.death_tally, pipe_access.let_in, self._log)
         self._launcher = Launcher(gpu, program, pipe_access, self._log)
@@ -81,7 +83,10 @@ class Supervisor:
             suspects=lambda: pipe_access.let_in.let_in,
         )
         self.pipe = self._launcher.pipe(daemon.answer_deadline, self._control_log.key)
-        self._observer = Observer(paths, self._control_log, self.pipe, pipe_access.let_in, self._log)
+        self._survivors = Survivors(self._log, partial(leases.lose, name))
+        self._observer = Observer(
+            paths, self._control_log, self.pipe, pipe_access.let_in, survivors=self._survivors, log=self._log
+        )
         self._instance = Instance(self._launcher, self._observer, self._log, self._wake.set)
         self._wanted_limits = WantedLimits(self._observer, OwnLimits(paths, self._log), settings.current, self._log)
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
@@ -100,6 +105,8 @@ class Supervisor:
             leases=leases,
         )
         self._wanted = True  # whether the daemon must run at all
+        self._is_new = True
+        """Whether it has not looked yet for what an earlier mpsd left."""
         self._down = asyncio.Event()
         self.heartbeat = Heartbeat()
         self._due = 0.0
@@ -304,6 +311,7 @@ class Supervisor:
                 self.heartbeat.back_in(longest_round(self._settings.current.daemon))
                 try:
                     self._handle_exit()
+                    await self._look_at_survivors()
                     await self._one_round()
                 except OSError as error:
                     await self._wait_for_resources(error)
@@ -317,6 +325,12 @@ class Supervisor:
             self._control_log.close()
             self._instance.close()
 
+    async def _look_at_survivors(self) -> None:
+        """Look at the servers of dead control daemons; NVML shows whether orphans have clients."""
+        self._survivors.look()
+        if self._survivors.is_count_due:
+            self._survivors.count_clients(await self._usage())
+
     async def _one_round(self) -> None:
         match self._lifecycle.state:
             case State.DOWN if self._death_tally.failed is not None:
@@ -328,7 +342,7 @@ class Supervisor:
                 if self._wanted and self._lifecycle.state is State.FAILED:
                     self.drainer.fail(self._lifecycle.because)
                 # Nothing happens here by itself, except that orphans exit.
-                await self._sleep(_TICK if self._observer.forget_dead_orphans() else None)
+                await self._sleep(_TICK if self._survivors.look() else None)
             case State.STARTING:
                 await self._prove()
             case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
@@ -336,7 +350,7 @@ class Supervisor:
             case State.STOPPING:
                 await self._quit_or_force()
             case State.COOLING if clock.monotonic() < self._due:
-                await self._sleep(self._due - clock.monotonic())
+                await self._sleep(min(self._due - clock.monotonic(), _TICK))
             case State.COOLING:
                 self._move(Event.COOLED, "the delay after its death has elapsed")
 
@@ -382,11 +396,16 @@ class Supervisor:
         except (ConfigurationError, ForeignDaemonError) as error:
             self._move(Event.REFUSED, error.detail, error.hint)
             return
+        is_new, self._is_new = self._is_new, False
         if self._instance.process is not None:
             self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
             self._wanted_limits.forget()
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was already running, and was adopted")
-        elif self.drainer.is_clear(found.orphans):
+            return
+        if is_new:
+            clients = {each for lease in self._leases.on(self.name) for each in lease.clients_on(self.gpu.uuid)}
+            self._survivors.await_end(found.orphans, clients, "its control daemon ended while mpsd did not run")
+        if self.drainer.is_clear(self._survivors.all if self.drainer.is_late else self._survivors.used):
             if self.drainer.desired.intent is Intent.RESTART:
                 self._control_log.remove_leftovers(self._launcher.remove_leftovers)
             self._start()
@@ -502,8 +521,10 @@ class Supervisor:
             state in ANSWERED and self._wanted_limits.proved, self._lifecycle.is_silent, self._lifecycle.steady
         )
         servers = self._observer.servers
+        # Servers without clients are not waited for, and what is late is ended.
+        present = self._observer.present | (dict.fromkeys(self._survivors.all) if self.drainer.is_late else {})
         quits = self.drainer.advance(
-            self._observer.present,
+            present,
             self._instance.identity,
             answers,
             unidentified=sum(server.clients.count(0) for server in servers),
@@ -531,6 +552,7 @@ class Supervisor:
 
     def _handle_exit(self) -> None:
         """Handle the end of a process, as the kernel reported it."""
+        clients = self._observer.clients
         if (ended := self._instance.take_exit()) is None:
             return
         if self._lifecycle.state is State.STOPPING:
@@ -540,10 +562,14 @@ class Supervisor:
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:
-            self._record_death(ended)
+            self._record_death(ended, clients)
 
-    def _record_death(self, ended: Ended) -> None:
-        """Note a death, and carry out the tally's decision."""
+    def _record_death(
+        self, ended: Ended, clients: Mapping[ProcessIdentity, Collection[ProcessIdentity]] | None = None
+    ) -> None:
+        """Note a death with the clients of each server, and carry out the tally's decision."""
+        for server, its in (clients or {}).items():
+            self._survivors.await_end({server}, its, f"its control daemon died: {ended.how}")
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)

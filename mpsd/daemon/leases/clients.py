@@ -44,6 +44,15 @@ class Clients:
         """Remove a process that has exited, if it was a client or a bearer."""
         self._keep(lease, lambda each: each != gone)
 
+    def lose(self, daemon: str, gone: Collection[ProcessIdentity], because: str) -> None:
+        """Note that the contexts of these clients of a control daemon have ended, although their processes may live."""
+        for lease in self._ledger.on(daemon):
+            lost = [each for each in lease.clients if each in gone and each not in lease.lost]
+            if lost:
+                facts = {"daemon": daemon, "pids": [each.pid for each in lost], "because": because}
+                after = self._ledger.lose(lease.id, (*lease.lost, *lost))
+                self._group_commit.change(after, EventName.LEASE_CLIENTS_LOST, **facts)
+
     def leave_to(self, lease: Lease, bearers: tuple[ProcessIdentity, ...]) -> None:
         """Note that only these processes of a lease are left, which carry its token."""
         attached = tuple(each for each in lease.attached if each.process in bearers)

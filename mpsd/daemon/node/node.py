@@ -5,6 +5,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from msgspec import structs
 
@@ -15,7 +16,19 @@ from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED, State
-from mpsd.core.model import Daemon, Holder, Inventory, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
+from mpsd.core.model import (
+    Daemon,
+    GpuUsage,
+    Holder,
+    Inventory,
+    Lease,
+    LeaseRequest,
+    LeaseState,
+    Owner,
+    Reading,
+    Unknown,
+    ViolationKind,
+)
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
@@ -95,7 +108,9 @@ class Node:
         record = ClientRecord(run_dir.clients, log)
         self.unleased = UnleasedClients(record)
         self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
-        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
+        self._daemon_leases = DaemonLeases(
+            leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop, leases.clients.lose
+        )
         self._endings = endings
         endings.suspect, endings.changed = server_watches.suspect, self._look
         parts = (leases.clients, leases.ledger.find, settings, endings)
@@ -240,6 +255,7 @@ class Node:
                     leases=self._daemon_leases,
                     endings=self._endings,
                     settings=self.settings,
+                    usage=partial(self._read_gpu, gpu.uuid),
                     log=self._log,
                     changed=self._look,
                 )
@@ -249,6 +265,11 @@ class Node:
                 self._group.create_task(supervisor.run())
                 self._group.create_task(self.server_watches.add(supervisor, self.gpus, self._look).run())
                 self._is_offered = False
+
+    async def _read_gpu(self, uuid: str) -> Reading[GpuUsage]:
+        """Read the GPUs now, and return the usage of one."""
+        await self.gpus.read()
+        return self.gpus.usages.get(uuid, Unknown("it was not read yet"))
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 
@@ -281,6 +302,7 @@ class Node:
             suspects=self.quarantine.suspects,
             violations=[each.because for each in self.violation_monitor.violations],
             limited=self.settings.current.limits_strangers,
+            lost=[each for each in self.leases.ledger.leases.values() if each.lost],
         )
 
     def heartbeats(self) -> dict[str, Heartbeat]:

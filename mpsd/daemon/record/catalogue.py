@@ -235,6 +235,10 @@ CATALOGUE: Final = {
     EventName.LEASE_HANDED_OVER: _of_lease(f"{_GROUP} because", "A lease has another holder instead of its first."),
     EventName.LEASE_CLOSING: _of_lease("because", "mpsd ends the clients of a lease, and then the lease."),
     EventName.LEASE_BORNE: _of_lease("pids because", "A lease whose holders are gone lives on for its processes."),
+    EventName.LEASE_CLIENTS_LOST: _of_lease(
+        "daemon pids because",
+        "The work of clients of a lease has ended with their control daemon; the processes may live on.",
+    ),
     EventName.LEASE_USER_CHANGED: _of_lease(
         "pids because hint", "A process of a lease of root runs as another user, and so does not reach MPS."
     ),

@@ -94,6 +94,7 @@ class EventName(StrEnum):
     LEASE_HANDED_OVER = "lease_handed_over"
     LEASE_CLOSING = "lease_closing"
     LEASE_BORNE = "lease_borne"
+    LEASE_CLIENTS_LOST = "lease_clients_lost"
     LEASE_USER_CHANGED = "lease_user_changed"
     LEASE_EXPIRING = "lease_expiring"
     LEASE_EXPIRED = "lease_expired"

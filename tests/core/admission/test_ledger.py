@@ -907,6 +907,19 @@ class TestAnyNumber:
         assert lease.shares[0].env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2G"
         assert desk.ledger.taken(gpu(0)) == Amount(250, 2 * GIB, 1)
 
+    def test_lost(self) -> None:
+        """Clients whose work has ended keep their places until their processes end."""
+        desk = Desk(offer())
+        lease = desk.ask(25, 2, processes=2)
+        one, other = clients = on(gpu(0), 7, 8)
+        desk.ledger.attach(lease.id, clients)
+        lease = desk.ledger.lose(lease.id, (one.process, other.process))
+        assert lease.clients == lease.lost
+        assert not desk.ledger.has_room(lease, gpu(0))
+        lease = desk.ledger.attach(lease.id, (other,))
+        assert (lease.lost, desk.ledger.has_room(lease, gpu(0))) == ((other.process,), True)
+        assert desk.ledger.attach(lease.id, ()).lost == ()
+
     def test_places(self) -> None:
         """Each client takes a place, as long as no other lease has been granted it, and frees it when it ends."""
         desk = Desk(offer(clients=4))

@@ -17,10 +17,10 @@ DOCUMENTS: Final = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*
 OPERATOR: Final = ROOT / "docs/guide/operator.md"
 
 STABLE: Final = {
-    "client-end", "daemon-failed", "drift", "error-46", "few-descriptors", "gpu", "hangs", "held", "lease-does-not-end",
-    "leases-incomplete", "log-lost", "maintenance", "metrics", "mps-errors", "node-not-ready", "not-closed",
-    "not-healthy", "orphan", "out-of-memory", "quarantine", "server-fault", "servers-cannot-start", "short",
-    "slow-grants", "store", "violations", "waiting", "web", "wedged",
+    "client-end", "clients-lost", "daemon-failed", "drift", "error-46", "few-descriptors", "gpu", "hangs", "held",
+    "lease-does-not-end", "leases-incomplete", "log-lost", "maintenance", "metrics", "mps-errors", "node-not-ready",
+    "not-closed", "not-healthy", "orphan", "out-of-memory", "quarantine", "server-fault", "servers-cannot-start",
+    "short", "slow-grants", "store", "violations", "waiting", "web", "wedged",
 }  # fmt: skip
 """Anchors of the operator's guide that alerts and other programs link to; they must stay."""
 

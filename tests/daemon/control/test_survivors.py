@@ -1,0 +1,176 @@
+"""The death of a control daemon under clients: its server ends within a moment, or lives on as an orphan."""
+
+import signal
+from typing import Any, Final
+
+import pytest
+
+from mpsd.simulator.devices import set_outlives
+from tests.daemon.conftest import Start
+from tests.daemon.control.operations import begin, ended, waiting
+from tests.daemon.helpers import BRISK, event, is_running, kill, next_ready
+from tests.harness import wait_until
+from tests.node import Node
+from tests.simulated_clients import SimulatedClient, gpus, leased, variables
+
+pytestmark = [pytest.mark.enforcement, pytest.mark.slow]
+
+SHARE: Final = ("--threads", "10", "--memory", "1GiB")
+LOST: Final = "clients_lost"
+
+
+@pytest.fixture
+def node(make_node: Start) -> Node:
+    """Start a node of simulated parts, whose servers end with their control daemons."""
+    return make_node(simulate=2, control=None, config=BRISK).start()
+
+
+def attached(node: Node, client: SimulatedClient) -> str:
+    """Wait until a client belongs to its lease, and return the lease."""
+    lease: str = event(node, "client_attributed", client=client.pid)["lease"]
+    return lease
+
+
+def warnings(node: Node) -> list[dict[str, Any]]:
+    """Return the warnings about lost clients."""
+    found: list[dict[str, Any]] = node.get("/v1/status").json["warnings"]
+    return [each for each in found if each["kind"] == LOST]
+
+
+def lost(node: Node, lease: str) -> list[int]:
+    """Return the lost clients of a lease."""
+    pids: list[int] = node.get(f"/v1/leases/{lease}").json["lost"]
+    return pids
+
+
+def test_clients_that_end_with_their_daemon(node: Node) -> None:
+    """The leases that lost their clients are named, with the cause, until these have ended; the others are not."""
+    with leased(node, *SHARE, "--gpu", "0") as near, leased(node, *SHARE, "--gpu", "1") as far:
+        lease, other = attached(node, near), attached(node, far)
+        before = node.daemons()["gpu0"]["pid"]
+        kill(before)
+        told = event(node, "lease_clients_lost", lease=lease)
+        assert (told["daemon"], told["pids"]) == ("gpu0", [near.pid])
+        assert f"pid {before} killed by SIGKILL" in told["because"]
+        assert near.sync()["code"] == 806
+        (warning,) = warnings(node)
+        assert warning["subject"] == "gpu0"
+        assert f"{lease} (pid {near.pid})" in warning["because"]
+        wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy with the next daemon")
+        assert (lost(node, lease), lost(node, other)) == ([near.pid], [])
+        for command in ("explain", "show"):
+            shown = node.mpsctl(command, lease).stdout
+            assert f"{near.pid}" in shown
+            assert "ended with their control daemon" in shown
+        assert f"the work of its clients (pid {near.pid}) on gpu0 has ended" in node.mpsctl("events").stdout
+
+        # The next mpsd knows it, and does not say it again.
+        node.end(signal.SIGKILL)
+        node.start()
+        assert lost(node, lease) == [near.pid]
+        assert len(node.events("lease_clients_lost")) == 1
+        assert far.compute(0.01)["ok"]
+        near.kill()
+        wait_until(lambda: warnings(node) == [], what="the warning to end with its client")
+    assert node.events("server_orphaned") == []
+
+
+def test_death_while_mpsd_does_not_run(node: Node) -> None:
+    """The next mpsd names the leases whose clients ended with a control daemon meanwhile."""
+    with leased(node, *SHARE, "--gpu", "0") as client:
+        lease = attached(node, client)
+        before = node.daemons()["gpu0"]["pid"]
+        node.end(signal.SIGKILL)
+        kill(before)
+        wait_until(lambda: not is_running(client.hello["server"]), what="the server to end")
+        node.start()
+        assert event(node, "lease_clients_lost", lease=lease)["pids"] == [client.pid]
+        assert lost(node, lease) == [client.pid]
+        # The lease has stored it, so the next death of the daemon causes no second event about this client.
+        after = node.daemons()["gpu0"]["pid"]
+        node.end(signal.SIGKILL)
+        kill(after)
+        node.start()
+        with leased(node, *SHARE, "--gpu", "0") as later:
+            attached(node, later)
+        assert len(node.events("lease_clients_lost")) == 1
+
+
+def test_server_that_is_about_to_end(make_node: Start) -> None:
+    """A server whose control daemon has just died is no orphan, and no reason proposes to kill it."""
+    node = make_node(simulate=1, control=None, config=BRISK).start()
+    set_outlives(node.root / "run" / "simulated")
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        wait_until(lambda: node.daemons()["gpu0"]["servers"], what="the server to be seen")
+        before = node.daemons()["gpu0"]["pid"]
+        kill(before)
+        next_ready(node, "gpu0", before)
+        (found,) = [each for each in node.daemons()["gpu0"]["servers"] if each["pid"] == server]
+        assert (found["orphan"], found["dying"]) == (False, True)
+        status = node.get("/v1/status").json
+        assert [each for each in status["reasons"] if each["kind"] == "orphan"] == []
+        assert node.events("server_orphaned") == []
+
+        event(node, "server_orphaned", server=server)
+        (found,) = [each for each in node.daemons()["gpu0"]["servers"] if each["pid"] == server]
+        assert (found["orphan"], found["dying"]) == (True, False)
+        (reason,) = [each for each in node.get("/v1/status").json["reasons"] if each["kind"] == "orphan"]
+        assert reason["hint"].endswith(f"kill {server}")
+        kill(server)
+        wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
+        assert client.sync()["code"] == 806
+
+
+@pytest.mark.parametrize("verb", ["drain", "restart"])
+def test_orphan_without_clients(make_node: Start, verb: str) -> None:
+    """A drain does not wait for an orphan for which NVML shows no client, and leaves it alone."""
+    node = make_node(simulate=1, control=None, config=BRISK).start()
+    set_outlives(node.root / "run" / "simulated")
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        before = node.daemons()["gpu0"]["pid"]
+        kill(before)
+        next_ready(node, "gpu0", before)
+        event(node, "server_orphaned", server=server)
+        operation = begin(node, verb)
+        assert [each["pid"] for each in waiting(node, operation)] == [server]
+        assert client.compute(0.01)["ok"]
+    ended(node, operation)
+    assert is_running(server)
+    kill(server)
+
+
+def test_orphan_on_a_gpu_that_does_not_answer(make_node: Start) -> None:
+    """Where NVML does not show the processes, an orphan counts as having clients."""
+    node = make_node(simulate=1, control=None, config=BRISK).start()
+    set_outlives(node.root / "run" / "simulated")
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        before = node.daemons()["gpu0"]["pid"]
+        kill(before)
+        next_ready(node, "gpu0", before)
+        event(node, "server_orphaned", server=server)
+    (gpu,) = gpus(node)
+    gpu.lose()
+    event(node, "gpu_health", health="unknown")
+    operation = begin(node, "drain")
+    assert [each["pid"] for each in waiting(node, operation)] == [server]
+    gpu.recover()
+    ended(node, operation)
+    kill(server)
+
+
+def test_stop_with_an_orphan_without_clients(make_node: Start) -> None:
+    """`--stop-daemons-on-exit` does not wait for an orphan without clients."""
+    node = make_node(simulate=1, control=None, config=BRISK, arguments=("--stop-daemons-on-exit",)).start()
+    set_outlives(node.root / "run" / "simulated")
+    with SimulatedClient(variables(node)) as client:
+        server = client.hello["server"]
+        before = node.daemons()["gpu0"]["pid"]
+        kill(before)
+        next_ready(node, "gpu0", before)
+        event(node, "server_orphaned", server=server)
+    assert node.end() == 0
+    assert is_running(server)
+    kill(server)

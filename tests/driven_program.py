@@ -32,7 +32,7 @@ class DrivenProgram:
     ) -> None:
         """Start it, with no CUDA_* variable except those of `environment`; with `mpsctl`, as `mpsctl COMMAND`.
 
-        What it writes to stderr goes to `stderr`, by default to that of this process.
+        Its stderr is `stderr`, by default that of this process.
         """
         bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
         variables = {**bare, **environment}

@@ -1,4 +1,4 @@
-"""The rows of the comparison, as a table for people and as JSON for programs."""
+"""The rows of the comparison, as a table for readers and as JSON for programs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,10 +16,10 @@ class Row:
     what: str
     result: str
     by: str
-    """What the clients worked with: `torch 2.11.0`, `libcuda` or `simulated`."""
+    """The engine of the clients: `torch 2.11.0`, `libcuda` or `simulated`."""
     estimate: Estimate | None = None
     values: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """The single measurements by their name, for those who want to judge them otherwise."""
+    """The single measurements by name, for other statistics."""
     failed: bool = False
     """Whether something was not measured, or was found to be wrong."""
 

@@ -44,7 +44,7 @@ class Mode(StrEnum):
     MPSD = "mpsd"
     """By `mpsctl run`."""
     BARE = "bare MPS"
-    """Through a control daemon that nobody supervises, with the limits in its own environment."""
+    """Through an unsupervised control daemon, with the limits in its own environment."""
     OUTSIDE = "outside MPS"
     """Without MPS: the driver gives each such process the whole GPU in turn."""
 
@@ -126,7 +126,7 @@ class Site:
     bare: Mapping[str, str]
     """The variables of the bare control daemon's clients."""
     engine: str
-    """What clients work with: `torch`, `libcuda` or `simulated`."""
+    """The engine of the clients: `torch`, `libcuda` or `simulated`."""
     sampler: Sampler
 
     @property

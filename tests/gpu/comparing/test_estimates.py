@@ -113,7 +113,7 @@ def test_rows() -> None:
 
 @pytest.mark.parametrize(("threads", "ran"), [(100, 132), (75, 98), (50, 66), (25, 32), (10, 12), (5, 8), (1, 8)])
 def test_what_a_lease_gives(threads: float, ran: int) -> None:
-    """What 580 gave on 132 multiprocessors fits its lease; more than that does not, nor does much less."""
+    """The multiprocessors that 580 gave fit their lease; more of them do not, nor do far fewer."""
     hello = {"multiprocessors": ran, "free": 3951 * MIB}
     assert fits(hello, 132, threads, 4096)
     assert not fits(hello, 132, threads, 2048)

@@ -49,8 +49,8 @@ QWEN3_4B: Final = Shape()
 class Decoder:
     """The step of a decoder that gives each of its requests one more token, as a CUDA graph where there is a GPU.
 
-    What it computes is what such a step reads and multiplies; rotations and the normalisation of queries, which cost
-    next to nothing, are left out, and the position of a token stays the same.
+    It reads and multiplies all that such a step does. Rotations and the normalisation of queries, which cost next to
+    nothing, are left out, and the position of a token stays the same.
     """
 
     def __init__(self, shape: Shape, device: Any, requests: int) -> None:

@@ -1,6 +1,7 @@
 """How long things take: a kernel's launch, a step beside other work, and the start of a client."""
 
 import contextlib
+import itertools
 import os
 import subprocess
 import threading
@@ -17,6 +18,9 @@ from tests.harness import wait_until
 
 LAUNCHES: Final = 4000
 """Launches of a block at most; 4 of them are above its 99.9th percentile."""
+
+FEWEST: Final = 100
+"""Launches of a block at least; as many tell how long a launch takes."""
 
 QUANTILES: Final = ("p50", "p99", "p99.9")
 
@@ -42,7 +46,7 @@ def latency(site: Site, timer: Timer) -> Iterator[Row]:
         by = workers[0].checked()["by"] + ("" if pinned else ", not pinned")
         named = dict(zip(kinds, workers, strict=True))
         rounds = 2 * COARSE
-        count = _launches(workers[0], timer.part(1, 2).left / (rounds * len(named)))
+        count = _launches(workers, timer.left / (2 * rounds * len(named)))
         blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in named}
         for first in order(rounds):
             for name in [*named][:: 1 if first else -1]:
@@ -65,10 +69,13 @@ def _pin(workers: Sequence[Worker]) -> bool:
     return True
 
 
-def _launches(worker: Worker, seconds: float) -> int:
-    """Return how many launches fit into these seconds."""
-    one = worker.perform("latency 100")["p50"] / 1000
-    return min(max(int(seconds / one), 100), LAUNCHES)
+def _launches(workers: Sequence[Worker], seconds: float) -> int:
+    """Return how many launches each of these clients can have in these seconds, one client after the other."""
+    begin = time.perf_counter()
+    for worker in workers:
+        worker.perform(f"latency {FEWEST}")
+    one = (time.perf_counter() - begin) / (FEWEST * len(workers))
+    return min(max(int(seconds / one), FEWEST), LAUNCHES)
 
 
 def _disturbed(site: Site, worker: Worker, by: str, count: int) -> Iterator[Row]:
@@ -101,13 +108,14 @@ def _at_work(site: Site, lease: str) -> Iterator[list[int]]:
     ended, answers = threading.Event(), list[int]()
 
     def work() -> None:
-        while not ended.is_set():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                site.node.front_end("gpu0", "set_default_active_thread_percentage 77\n")
-            for _ in range(10):
-                answers.extend(
-                    each for each in [site.node.get(f"/v1/leases/{lease}/verify").status] if each == HTTPStatus.OK
-                )
+        for done in itertools.count():
+            if done % 10 == 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    site.node.front_end("gpu0", "set_default_active_thread_percentage 77\n")
+            status = site.node.get(f"/v1/leases/{lease}/verify").status
+            answers.extend([status] if status == HTTPStatus.OK else [])
+            if ended.is_set():
+                return
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -23,7 +23,10 @@ MEMORY: Final = (1024, 2048, 4096, 8192)
 """The leases of clients that come and go: percent and MiB."""
 
 KILLS: Final = 4
-"""How often mpsd is killed and started again meanwhile."""
+"""How often mpsd is killed and started again meanwhile, where the time suffices."""
+
+KILL_INTERVAL: Final = 3.0
+"""Seconds between two of these kills at least, so that clients get leases in between."""
 
 KILLED: Final = 0.2
 """The part of the clients that SIGKILL ends, while they are idle."""
@@ -127,19 +130,21 @@ def churn(site: Site, timer: Timer) -> Iterator[Row]:
                 tally.add("killed")
 
     over = looks = kills = 0
-    lasts = timer.left
+    interval = max(timer.left / (KILLS + 1), KILL_INTERVAL)
+    until_kill = Timer(interval)
     with _living(tally, (site.at_once, life)) as ended:
         while timer.left > 0:
-            ended.wait(min(1.0, lasts / (2 * KILLS)))
+            ended.wait(min(1.0, interval / 2))
             with contextlib.suppress(OSError, HTTPException):
                 over += _overcommitted(site)
                 looks += 1
-            if kills < KILLS and timer.left < lasts * (1 - (kills + 1) / (KILLS + 1)):
+            if kills < KILLS and until_kill.left < 0:
                 serves.clear()
                 site.node.end(signal.SIGKILL)
                 site.node.start()
                 serves.set()
                 kills += 1
+                until_kill = Timer(interval)
     counts = tally.counts
     text = (
         f"{counts['clients']} clients, {site.at_once} at a time, {counts['killed']} of them killed while idle, "

@@ -63,7 +63,7 @@ PARTS: Final = (
     ("what NVIDIA does not document", ("-m", "tests.gpu.questions"), 140),
     ("signals in mid-kernel", ("-m", "tests.gpu.questions", "--kills"), 90),
 )
-"""The programs to run, as arguments of Python, with the seconds for each; what may damage a GPU comes last."""
+"""The programs to run, as arguments of Python, with the seconds for each; the most dangerous one is the last."""
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 """From linux/prctl.h: processes whose parents are gone become children of this one."""
@@ -158,8 +158,8 @@ def carry(directory: Path, environment: dict[str, str]) -> None:
 def make_python(directory: Path, wheels: Path) -> Path:
     """Make a virtual environment with the wheels and this checkout, and return its Python.
 
-    What the running Python has (torch, in a virtual environment of its own perhaps) comes last. mpsd starts its canary
-    with `python -I`, which ignores PYTHONPATH.
+    The modules of the running Python, such as torch in a virtual environment of its own, come last. mpsd starts its
+    canary with `python -I`, which ignores PYTHONPATH.
     """
     venv.create(directory, symlinks=True)
     packages = next(directory.glob("lib/python3*/site-packages"))

@@ -1,7 +1,7 @@
 """The machine for the tests of a real GPU: whether it has everything they need, its clients, and a node on it.
 
 A simulated GPU can take the place of the real one: for a node that is simulated, and, with MPSD_GPU_SIMULATED=1, for
-the programs of this folder. What they print says so.
+the programs of this folder. Their output says so.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ PROGRAM: Final = (sys.executable, "-m", "tests.gpu.client")
 """The command that starts a client, with this repository on PYTHONPATH."""
 
 ENVIRONMENT: Final = {
-    # What was there comes after it: mpsctl, which starts the clients, needs libraries.
+    # Its value before comes after it: mpsctl, which starts the clients, needs libraries.
     "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
     "CUDA_CACHE_DISABLE": "1",  # otherwise the driver's compiled code would stay behind in the home directory
 }

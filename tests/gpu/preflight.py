@@ -1,7 +1,8 @@
 """A look at a machine with a GPU, in a minute: `python -m tests.gpu.preflight`.
 
-What is there, and the raw answers of its control daemon: under 0.1 % and 1 MiB, and with a client. It changes nothing,
-and says so where a program is missing. With MPSD_GPU_SIMULATED=1 the simulator's control daemon answers.
+It prints the machine's programs, modules and rights, and the raw answers of its control daemon: under 0.1 % and 1 MiB,
+and with a client. It changes nothing, and names a program that is missing. With MPSD_GPU_SIMULATED=1 the simulator's
+control daemon answers.
 """
 
 import contextlib

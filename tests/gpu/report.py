@@ -180,13 +180,6 @@ def users(node: Node) -> Iterator[Row]:
         yield "two users at once under daemon.users = many", " and ".join(began)
         owners = [Path(f"/proc/{each['pid']}").stat().st_uid for each in node.daemons()["gpu0"]["servers"]]
         yield "the uids of their servers", f"{owners}"
-        for client in clients:
-            if client.hello["ok"]:
-                doubt = seen_by(node, client)
-                yield (
-                    "one of them",
-                    f"{doubt}{client.hello['multiprocessors']} multiprocessors; {said(client.do('sync'))}",
-                )
 
 
 LIAR: Final = {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "7=1G"}
@@ -319,7 +312,7 @@ PARTS: Final[Mapping[str, tuple[str, Callable[[Node], Iterator[Row]]]]] = {
     "fault": ("", fault),
     "stopped": ("", stopped),
 }
-"""By name: the configuration of its node, and what is measured on it. What may damage a GPU comes last."""
+"""By name: the configuration of its node, and what is measured on it. The parts that may damage a GPU come last."""
 
 
 def measured(root: Path, names: Sequence[str]) -> Iterator[Row]:

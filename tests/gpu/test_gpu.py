@@ -167,7 +167,7 @@ def test_two_leases_side_by_side(node: Node) -> None:
 
 
 def test_blast_radius_of_a_fault(node: Node) -> None:
-    """A fault of one client hits every client of its GPU; nobody is admitted until the last one has ended."""
+    """A fault of one client hits every client of its GPU; no client is admitted until the last one has ended."""
     daemon = node.daemons()["gpu0"]["pid"]
     with (
         leased(node, threads=25, memory="2GiB") as guilty,
@@ -224,8 +224,7 @@ def test_control_daemon_killed_with_a_client_running(node: Node) -> None:
         wait_until(lambda: not is_running(known["server"]), what="the server to be gone")
         next_ready(node, "gpu0", before)
         assert rate_of(node, 50)[0] > 0
-        (lease,) = node.get("/v1/leases").json["leases"]
-        assert lease["id"] == known["lease"]
+        assert known["lease"] in {each["id"] for each in node.get("/v1/leases").json["leases"]}
         client.end()
     wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
-    assert node.get("/v1/leases").json["leases"] == []
+    wait_until(lambda: not node.get("/v1/leases").json["leases"], what="the lease to end with its client")

@@ -1,18 +1,26 @@
 """The programs that measure a real GPU, run without one: they run to their end, and say what is missing."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.daemon.helpers import is_running
+from tests.gpu import everything
 from tests.gpu.cuda import LIBRARY
 from tests.gpu.everything import PARTS
+from tests.gpu.questions import KILLS, QUESTIONS
 from tests.real import real_daemons
+from tests.system import fake_nvml
+from tests.system.fake_nvml import FakeNvml
 from tests.tools import compiler
 
 MIB: Final = 1 << 20
@@ -36,32 +44,74 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
+OUTSIDE: Final = "OUTSIDE MPS (get_client_list lacks it, attribute 133 is unknown): "
+
+
+def rows(table: str) -> list[tuple[str, str]]:
+    """Return the rows of a program's tables."""
+    found = [tuple(line.strip("| ").split(" | ")) for line in table.splitlines() if line.startswith("| ")]
+    assert all(len(row) == 2 for row in found), table
+    return [(what, answer) for what, answer in found if what != "what"]
+
+
+def run(environment: dict[str, str], program: str, *arguments: str) -> list[tuple[str, str]]:
+    """Run a program that prints a table, and return the rows."""
+    command = [sys.executable, "-m", f"tests.gpu.{program}", *arguments]
+    done = subprocess.run(
+        command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, text=True, timeout=180, check=True
+    )
+    return rows(done.stdout)
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.real_daemon(535)
 def test_questions(environment: dict[str, str]) -> None:
-    """Every question has an answer, from NVIDIA's own control daemon and clients without a server."""
-    command = [sys.executable, "-m", "tests.gpu.questions", "--quick"]
-    done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=True)
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
-    assert all(len(row) == 2 for row in rows)
-    answers = dict(rows)
+    """Every question has an answer by NVIDIA's own control daemon; clients without a server are OUTSIDE MPS."""
+    answers = run(environment, "questions", "--quick")
+    found = dict(answers)
     context = (
         "8 multiprocessors ran (CUDA says 8); 256 MiB, then CUDA_ERROR_OUT_OF_MEMORY (CUDA says 0.3 of 0.3 GiB free)"
     )
-    assert answers["opened, then closed: cuInit before, the context 5 s later"] == context
-    assert answers["part, since then: it is reset"] == context
-    assert answers["SIGKILL of a client in mid-kernel: its neighbour, in its work"] == "works"
-    assert answers["SIGTERM of a client in mid-kernel: its neighbour, in its work"] == "works"
-    # The clients belong to no server that could be queried.
-    assert [what for what, _ in rows if "could not be asked" in what] == ["terminating: could not be asked to its end"]
-    assert answers["SIGKILL of a client in mid-kernel, alone: its server"] == "[], and lists []"
-    assert len(answers) == len(rows)
-    order = [next(number for number, (what, _) in enumerate(rows) if each in what) for each in FIRST]
-    assert order == sorted(order)
+    assert found["opened, then closed: cuInit before, the context 5 s later"] == f"{OUTSIDE}{context}"
+    assert found["part, since then: it is reset"] == f"{OUTSIDE}{context}"
+    assert found["1 MiB: a context"] == f"{OUTSIDE}{context}; read back before: 100.0 1M"
+    assert found["two users at once, with -multiuser-server"].startswith("the control daemon ended with 1")
+    assert not [what for what, _ in answers if "could not be asked" in what]
+    # Each result of a client says so.
+    assert not [what for what, answer in answers if "works" in answer and OUTSIDE not in answer and "user" not in what]
 
 
-FIRST: Final = ("cuInit before", "second context", "SIGTERM of", "SIGKILL of", "terminating", "alone", "successor")
-"""Parts of the questions, in the order of the issue that asks them: the ones of which least is known come first."""
+def test_order() -> None:
+    """The questions that may leave MPS wedged come last, and signals in mid-kernel are asked alone."""
+    assert [*QUESTIONS][-3:] == ["death", "faults", "stopped"]
+    assert [*QUESTIONS][:2] == ["least", "binding"]
+    assert all("SIG" in each for each in KILLS)
+
+
+@pytest.fixture
+def driver(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a machine with libraries of a driver, and no control program."""
+    fake_nvml.build(tmp_path)
+    nvml = FakeNvml(tmp_path, tmp_path)
+    nvml.show(
+        "driver 555.58.02", "cuda 12050", "gpu GPU-11111111-1111-4111-8111-111111111111 9.0 0 85899345920 0 0 Fake"
+    )
+    return {**environment, **nvml.variables, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.real_daemon(555)
+def test_a_failed_part(driver: dict[str, str]) -> None:
+    """A part of the report that fails is a row, and the parts after it are measured."""
+    control = real_daemons()[555].parent
+    figures = dict(run({**driver, "PATH": f"{control}:{driver['PATH']}"}, "report", "memory", "death", "canary"))
+    assert figures["death: could not be measured to its end"] == f"AssertionError: {OUTSIDE}".strip()
+    assert figures["a lease of 4 GiB allocates"] == f"{OUTSIDE}256 MiB, then CUDA_ERROR_OUT_OF_MEMORY"
+    assert "it used CUDA without MPS" in figures["verify --canary says"]
+    assert figures["lines of the logs that mpsd does not know"]
+
 
 _CONTROL: Final = """#!/bin/sh
 [ $# -eq 0 ] || exec {real} "$@"
@@ -88,7 +138,7 @@ def test_an_end_that_waits_for_the_kernel(tmp_path: Path, environment: dict[str,
         done = subprocess.run(
             command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=True
         )
-        assert "| terminate_client of a client in mid-kernel | '0' after 3." in done.stdout
+        assert f"| terminate_client of a client in mid-kernel | {OUTSIDE}'0' after 3." in done.stdout
         assert "s, of a kernel of 1.2 s |" in done.stdout
         assert "could not be asked" not in done.stdout
     assert server.returncode == -signal.SIGKILL  # the program ends the servers that quit left
@@ -99,7 +149,7 @@ def test_unknown_question() -> None:
     command = [sys.executable, "-m", "tests.gpu.questions", "nothing"]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no question nothing: there are binding, contexts, ending-by-SIGTERM, " in done.stderr
+    assert "no question nothing: there are least, binding, contexts, " in done.stderr
 
 
 _PART: Final = """
@@ -117,41 +167,102 @@ time.sleep(600)
 _RUN: Final = """
 import sys
 from tests.gpu import everything
-print(everything.run_part([sys.executable, "-c", sys.argv[1]], {}, 3))
+everything._GRACE = 3.0
+with open(sys.argv[2], "wb") as copy:
+    print(everything.run_part([sys.executable, "-c", sys.argv[1]], {}, 3, copy))
 print([*everything.descendants(everything.os.getpid())])
 """
 
 
+def run_part(part: str, copy: Path) -> list[str]:
+    """Run a part for three seconds, and return what is printed: by the part, about it, and what is left of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, part, copy], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("first", "expected"),
-    [("time.sleep(600)", "not done after 3 s"), ("while not os.path.exists(started): pass", "status 3")],
+    [
+        ("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)", "not done after 3 s"),
+        ("while not os.path.exists(started): pass", "status 3"),
+    ],
 )
 def test_nothing_outlives_a_part(tmp_path: Path, first: str, expected: str) -> None:
-    """The processes of a part end with it, its daemons too, whether the part ends in time or not."""
+    """The processes of a part end with it, its daemons too, whether the part ends in time or not, or not at all."""
     started = tmp_path / "started"
     part = _PART.format(first=first, started=str(started))
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, part], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.splitlines() == [expected, "[]"]
+    assert run_part(part, tmp_path / "copy") == [expected, "[]"]
     assert not is_running(int(started.read_text()))
 
 
+def test_a_part_that_takes_too_long(tmp_path: Path) -> None:
+    """A part that takes too long is interrupted, and what it then says is printed and kept."""
+    part = """
+import time
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("as far as I got")
+"""
+    assert run_part(part, tmp_path / "copy") == ["as far as I got", "not done after 3 s", "[]"]
+    assert (tmp_path / "copy").read_text() == "as far as I got\n"
+
+
 def test_time_of_all_parts() -> None:
-    """All parts together have less than eight minutes, and the questions come first."""
-    assert sum(seconds for _, _, seconds in PARTS) + 30 <= 480
-    assert "tests.gpu.questions" in PARTS[0][1]
+    """All parts, and the end of one that hangs, take less than ten minutes; signals in mid-kernel come last."""
+    assert sum(seconds for _, _, seconds in PARTS) + everything._GRACE + everything._LEAVE < 590
+    assert "--kills" in PARTS[-1][1]
+
+
+@pytest.mark.parametrize(("release", "reasons"), [("4.4.0", 1), ("4.4.0-210-generic", 0), ("6.1.0", 0)])
+def test_gvisor(release: str, reasons: int) -> None:
+    """A machine on which no server can start is refused."""
+    assert len([each for each in everything.impossible(release) if "gVisor" in each]) == reasons
+
+
+def test_carried(tmp_path: Path) -> None:
+    """A control program that was carried along is used only where the driver has none."""
+    carried, own = tmp_path / "550.163.01", tmp_path / "own"
+    for program in (carried / "usr/bin" / everything.CONTROL, own / everything.CONTROL):
+        program.parent.mkdir(parents=True)
+        program.touch(mode=0o755)
+    without, with_one = {"PATH": "/nowhere"}, {"PATH": f"{own}"}
+    everything.carry(carried, without)
+    everything.carry(carried, with_one)
+    assert without["MPSD_GPU_CARRIED"] == "550.163.01"
+    assert shutil.which(everything.CONTROL, path=without["PATH"]) == str(carried / "usr/bin" / everything.CONTROL)
+    assert with_one == {"PATH": f"{own}"}
+
+
+def test_wheels() -> None:
+    """The wheels are those of mpsd and of all that its tests import at their start."""
+    names = {re.split(r"[<>=\[]", each)[0] for each in everything.requirements()}
+    assert {"click", "msgspec", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"} <= names
+
+
+def test_its_python(tmp_path: Path) -> None:
+    """The canary of a checkout starts in the virtual environment that everything.py makes."""
+    (tmp_path / "wheels").mkdir()
+    with zipfile.ZipFile(tmp_path / "wheels" / "one-0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("one_of_the_wheels.py", "")
+    python = everything.make_python(tmp_path / "venv", tmp_path / "wheels")
+    program = "import mpsd.system.canary, one_of_the_wheels, click; print(mpsd.system.canary.__file__)"
+    done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == str(_ROOT / "mpsd/system/canary.py")
 
 
 def test_what_a_machine_lacks(tmp_path: Path) -> None:
-    """Nothing runs on a machine that lacks something, and everything that it lacks is listed at once."""
-    (tmp_path / "mpsd-0-py3-none-any.whl").touch()
-    command = [sys.executable, str(_ROOT / "tests/gpu/everything.py"), "--wheels", str(tmp_path)]
-    environment = {"PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
+    """A machine that lacks something is looked at, and everything that it lacks is listed; nothing else is tried."""
+    wheels, logs = tmp_path / "wheels", tmp_path / "logs.tar.gz"
+    wheels.mkdir()
+    (wheels / "nothing-0-py3-none-any.whl").write_bytes(b"PK\5\6" + bytes(18))  # an empty archive
+    command = [sys.executable, str(_ROOT / "tests/gpu/everything.py"), "--wheels", str(wheels), "--logs", str(logs)]
+    environment = {"PATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    said = done.stdout.splitlines()
-    assert said[0] == "This machine lacks:"
+    assert done.returncode == 1, done.stderr
+    said = done.stdout[done.stdout.index("This machine lacks:") :].splitlines()
     for each in (
         "nvidia-cuda-mps-control in PATH",
         "nvidia-cuda-mps-server in PATH",
@@ -159,3 +270,57 @@ def test_what_a_machine_lacks(tmp_path: Path) -> None:
         "libnvidia-ml.so.1",
     ):
         assert any(line.startswith(f"- {each}") for line in said), each
+    assert "| nvidia-cuda-mps-control | not in PATH |" in done.stdout
+    with tarfile.open(logs) as tar:
+        assert [name for name in tar.getnames() if name.endswith(".txt")] == ["logs/0-a-look-at-the-machine.txt"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["logs.tar.gz", "wheels"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_everything_on_a_simulated_gpu(tmp_path: Path, short_tmp: Path) -> None:
+    """One command runs every part to its end, and its archive has the output and the logs of each."""
+    wheels, logs = tmp_path / "wheels", tmp_path / "logs.tar.gz"
+    wheels.mkdir()
+    (wheels / "nothing-0-py3-none-any.whl").write_bytes(b"PK\5\6" + bytes(18))  # this Python has all of them
+    command = [sys.executable, str(_ROOT / "tests/gpu/everything.py"), "--wheels", str(wheels), "--logs", str(logs)]
+    short_tmp.chmod(0o711)  # some clients are other users'
+    environment = {**os.environ, "TMPDIR": str(short_tmp)}
+    done = subprocess.run(
+        [*command, "--simulated"], env=environment, stdout=subprocess.PIPE, text=True, timeout=380, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    headings = [line for line in done.stdout.splitlines() if line.startswith("--- ")]
+    assert [each for each in headings if "(simulated)" in each] == headings[:-1]
+    assert len(headings) == len(PARTS) + 1
+    for what, answer in rows(done.stdout):
+        assert answer.endswith(" (simulated)"), what
+        assert "could not be" not in what, answer
+        assert "OUTSIDE" not in answer, what
+    found = {what: answer.removesuffix(" (simulated)") for what, answer in rows(done.stdout)}
+    for what, beginning in EXPECTED.items():
+        assert found[what].startswith(beginning), (what, found[what])
+    with tarfile.open(logs) as tar:
+        names = tar.getnames()
+    for number in range(len(PARTS)):
+        assert any(name.startswith(f"logs/{number}-") for name in names)
+    for node in ("test_memory_ceiling", "fault", "question-faults", "question-ending-by-SIGTERM"):
+        assert any(f"logs/{node}" in name and name.endswith("server.log") for name in names), names
+
+
+EXPECTED: Final = {
+    "30 % and 1044 MiB are set, and read back": "30.0 1G 30.0 1G",
+    "a lease of 25 %": "0.242; 32 multiprocessors ran it, CUDA tells of 32",
+    "verify --canary says": "gpu0: ok: canary ",
+    "its honest neighbour": "works",
+    "to another client of the GPU, in its work": "CUDA_ERROR_",
+    "its client, in its work": "CUDA_ERROR_MPS_RPC_FAILURE",
+    "0.1 % and 1 MiB: a context": "CUDA_ERROR_OUT_OF_MEMORY from cuCtxCreate_v2; read back before: 0.1 1M",
+    "part: a successor that connects at once": "38 multiprocessors ran (CUDA says 38); 3904 MiB",
+    "a forked child: cuInit, and a new context": "CUDA_ERROR_NOT_INITIALIZED and CUDA_ERROR_NOT_INITIALIZED",
+    "a fatal fault: one that comes when only who caused it is gone": "CUDA_ERROR_MPS_SERVER_NOT_READY from cuInit",
+    "a fatal fault: one that comes when both are gone": "works",
+    "a stopped server: get_server_status": "no answer within 3 s",
+    "SIGTERM of a client in mid-kernel: its neighbour, in its work": "CUDA_ERROR_ILLEGAL_ADDRESS",
+}
+"""The beginnings of some results of the simulated GPU."""

@@ -84,6 +84,7 @@ def test_each_part(tmp_path: Path, simulated: dict[str, str], name: str) -> None
         assert [len(values) for values in first["values"].values()] == [first["estimate"]["n"]] * 2 == [16, 16]
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["throughput", "ends"])
 def test_interrupted(tmp_path: Path, simulated: dict[str, str], name: str) -> None:
     """SIGINT to all of it, as from a terminal, and twice, ends it with its clients, daemons and files."""

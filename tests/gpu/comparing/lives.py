@@ -37,6 +37,9 @@ FEWEST: Final = 8
 KERNEL: Final = 6.0
 """Seconds of the kernel in whose middle a client is ended, where the time suffices."""
 
+NEIGHBOUR: Final = 8.0
+"""Seconds of a neighbour's work at most: all of it ends so long after a signal."""
+
 SHORTEST_KERNEL: Final = 1.5
 """Seconds of such a kernel at least: it has to outlast the start of mpsctl."""
 
@@ -98,8 +101,10 @@ def _living(tally: Tally, *groups: tuple[int, Callable[[random.Random], None]]) 
 
         return one
 
-    pools = [_each(count, counted(life), ended) for count, life in groups]
+    pools = list[ThreadPoolExecutor]()
     try:
+        for count, life in groups:
+            pools.append(_each(count, counted(life), ended))
         yield ended
     finally:
         ended.set()
@@ -208,7 +213,7 @@ def ends(site: Site, timer: Timer) -> Iterator[Row]:
     """Have `mpsctl release --end-clients` end clients in mid-kernel, and count the kernels of their neighbours."""
     tally, took, engines = Tally(), list[float](), list[str]()
     wanted, memory = Wanted(Mode.MPSD, 10), 1024
-    seconds, kernel = max(timer.left / 6, 0.3), min(max(timer.left / 8, SHORTEST_KERNEL), KERNEL)
+    seconds, kernel = min(max(timer.left / 6, 0.3), NEIGHBOUR), min(max(timer.left / 8, SHORTEST_KERNEL), KERNEL)
 
     def neighbour(_picks: random.Random) -> None:
         with site.start(wanted, memory, "--wait", WAIT, engine=site.plain) as client:

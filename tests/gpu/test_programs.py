@@ -286,6 +286,7 @@ def test_everything_on_a_simulated_gpu(tmp_path: Path, short_tmp: Path) -> None:
     command = [sys.executable, str(_ROOT / "tests/gpu/everything.py"), "--wheels", str(wheels), "--logs", str(logs)]
     short_tmp.chmod(0o711)  # some clients are other users'
     environment = {**os.environ, "TMPDIR": str(short_tmp)}
+    del environment["PYTEST_CURRENT_TEST"]  # logs would be kept under this name
     done = subprocess.run(
         [*command, "--simulated"], env=environment, stdout=subprocess.PIPE, text=True, timeout=380, check=False
     )

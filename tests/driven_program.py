@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from tests.fork_server import ForkServer, PipedChild
 
@@ -23,15 +23,25 @@ class DrivenProgram:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], *, mpsctl: ForkServer | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        mpsctl: ForkServer | None = None,
+        stderr: IO[bytes] | None = None,
     ) -> None:
-        """Start it, with no CUDA_* variable except those of `environment`; with `mpsctl`, as `mpsctl COMMAND`."""
+        """Start it, with no CUDA_* variable except those of `environment`; with `mpsctl`, as `mpsctl COMMAND`.
+
+        Its stderr is `stderr`, by default that of this process.
+        """
         bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
         variables = {**bare, **environment}
         self.process: subprocess.Popen[bytes] | PipedChild = (
             mpsctl.start_mpsctl(command, variables)
             if mpsctl is not None
-            else subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            else subprocess.Popen(
+                command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0
+            )
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None

@@ -96,6 +96,8 @@ class Node:
     arguments: Sequence[str] = ()
     rooted: bool = True
     """Whether mpsd gets its directory by `--root`; otherwise the configuration has to name it."""
+    own_session: bool = False
+    """Whether it has a session of its own, so that a SIGINT of the terminal ends the program that started it alone."""
     fork_server: ForkServer | None = None
     """The process that forks mpsd, in a tenth of the time; without one it is started as a program."""
     durations: Mapping[str, float] = field(default_factory=dict)
@@ -169,6 +171,7 @@ class Node:
                 stderr=log,
                 env=variables,
                 cwd=_ROOT,
+                start_new_session=self.own_session,
             )
 
     def start(self, *, ready: bool = True) -> "Node":

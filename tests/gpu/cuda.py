@@ -157,6 +157,8 @@ class Cuda:
         self._contexts: list[Context] = []
         """The existing contexts, the current one last."""
         self._device = c_int()
+        self._marks: c_uint64 | None = None
+        """The memory that `work` writes to."""
 
     def init(self) -> None:
         """Initialise CUDA: a process that finds MPS connects to it here."""
@@ -274,6 +276,12 @@ class Cuda:
             # After a fault nothing can be freed, and the error being raised says more than this one would.
             self._library.cuMemFree_v2(seen)
         return Work(rate, sum(map(bool, marks)))
+
+    def work(self) -> None:
+        """Run the kernel of `busy` once; its memory stays for the next call in the same context."""
+        if self._marks is None:
+            self._marks = self._allocated(4 * _MOST_MULTIPROCESSORS)
+        self._rounds(self._marks, lambda _: False)
 
     def hold(self, seconds: float, launched: Callable[[], None]) -> None:
         """Run a kernel that lasts so long, with a block on each multiprocessor; `launched` is called in its middle."""

@@ -219,7 +219,8 @@ def running(root: Path, config: str = "", *, simulate: bool | None = None) -> It
     End it with its control daemons and their servers, and keep its logs.
     """
     simulate = simulated() if simulate is None else simulate
-    node = Node(root=root, simulate=1 if simulate else None, control=None if simulate else control(), config=config)
+    gpus, program = (1, None) if simulate else (None, control())
+    node = Node(root=root, simulate=gpus, control=program, config=config, own_session=True)
     try:
         yield node.start()
     finally:

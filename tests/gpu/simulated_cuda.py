@@ -131,6 +131,11 @@ class SimulatedCuda:
                 first = False
         return Work(pinned.rate, pinned.multiprocessors)
 
+    def work(self) -> None:
+        """Run a kernel that takes as long as its limits make it."""
+        with self._calling("cuCtxSynchronize"):
+            self._process.compute(_KERNEL / 5)
+
     def hold(self, seconds: float, launched: Callable[[], None]) -> None:
         """Run one kernel that lasts so long; `launched` is called in its middle."""
         with self._calling("cuCtxSynchronize"):

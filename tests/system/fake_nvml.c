@@ -9,6 +9,7 @@
  *   process GPU Compute|MPSCompute PID BYTES                  BYTES: -1 for NVML_VALUE_NOT_AVAILABLE
  *   activity GPU PID SECONDS PERCENT                          a sample of SM utilization that was taken so long ago
  *   fault FUNCTION GPU|-1 RESULT                              RESULT: an nvmlReturn_t, or -1 to hang while it stands there
+ *   clock GPU MHZ CELSIUS MILLIWATTS                          of the multiprocessors, and what the GPU takes; 0 without it
  *   recovery GPU ACTION                                       an nvmlDeviceGpuRecoveryAction_t; without it, none is told
  *   xid GPU NUMBER                                            reported once, to who listens to this GPU; more come behind
  *
@@ -38,10 +39,14 @@ struct gpu {
 /* Persistence mode, uncorrected ECC errors, pending page retirements, pending row remappings, failed row remappings. */
 enum { PERSISTENCE, ECC, RETIREMENT, REMAPPING_PENDING, REMAPPING_FAILED, CONDITIONS };
 
+/* MHz, degrees Celsius, milliwatts. */
+enum { CLOCK, TEMPERATURE, POWER, CLOCKS };
+
 struct state {
     char driver[80];
     int gpus, processes, samples, faults, xids, cuda;
     int condition[GPUS][CONDITIONS], recovery[GPUS];
+    unsigned clock[GPUS][CLOCKS];
     struct gpu gpu[GPUS];
     struct { int gpu; char kind[16]; unsigned pid; unsigned long long bytes; } process[PROCESSES];
     struct { int gpu; unsigned pid, age, percent; } sample[PROCESSES];
@@ -73,8 +78,14 @@ static void read_state(struct state *s)
     while (fgets(line, sizeof line, file) != NULL) {
         struct gpu *g = &s->gpu[s->gpus];
         int p = s->processes, a = s->samples, f = s->faults, x = s->xids, of[1 + CONDITIONS];
+        unsigned c[CLOCKS];
         if (sscanf(line, "driver %79s", s->driver) == 1 || sscanf(line, "cuda %d", &s->cuda) == 1)
             continue;
+        if (sscanf(line, "clock %d %u %u %u", &of[0], &c[CLOCK], &c[TEMPERATURE], &c[POWER]) == 4 && of[0] >= 0 &&
+            of[0] < GPUS) {
+            memcpy(s->clock[of[0]], c, sizeof c);
+            continue;
+        }
         if (sscanf(line, "recovery %d %d", &of[0], &of[1]) == 2 && of[0] >= 0 && of[0] < GPUS) {
             s->recovery[of[0]] = of[1];
             continue;
@@ -276,6 +287,29 @@ int nvmlDeviceGetRemappedRows(void *handle, unsigned *corrected, unsigned *uncor
 struct memory {
     unsigned long long total, free, used;
 };
+
+int nvmlDeviceGetClockInfo(void *handle, unsigned type, unsigned *clock)
+{
+    ENTER(index_of(handle));
+    (void)type;
+    *clock = s.clock[index_of(handle)][CLOCK];
+    return SUCCESS;
+}
+
+int nvmlDeviceGetTemperature(void *handle, unsigned sensor, unsigned *temperature)
+{
+    ENTER(index_of(handle));
+    (void)sensor;
+    *temperature = s.clock[index_of(handle)][TEMPERATURE];
+    return SUCCESS;
+}
+
+int nvmlDeviceGetPowerUsage(void *handle, unsigned *power)
+{
+    ENTER(index_of(handle));
+    *power = s.clock[index_of(handle)][POWER];
+    return SUCCESS;
+}
 
 /* Version 1 counts the driver's reserve as used. */
 int nvmlDeviceGetMemoryInfo(void *handle, struct memory *memory)

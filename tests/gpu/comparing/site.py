@@ -1,0 +1,252 @@
+"""The machine under comparison: mpsd and a bare control daemon on one GPU, and clients of each and of none."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from mpsd.simulator.control import program as simulator
+from tests.driven_program import DrivenProgram
+from tests.gpu import machine
+from tests.gpu.comparing.clocks import Sampler
+from tests.gpu.comparing.interrupts import INTERRUPTS
+from tests.harness import wait_until
+from tests.node import Node
+
+STARTS: Final = 120.0
+"""Seconds within which a client has a context, with PyTorch's import from a cold disk."""
+
+ANSWERS: Final = 40.0
+"""Seconds for an answer, beside those of the work: clients that share a GPU wait for each other."""
+
+LEAVES: Final = 40.0
+"""Seconds within which a client has ended its work and itself."""
+
+CROWDED: Final = "[admission]\nthreads_oversubscription = 8\n"
+"""The configuration for several pairs of clients, of which one works at a time. It changes no client's percentage."""
+
+USABLE: Final = 0.9
+"""The part of the GPU's memory that is divided among clients: some is for contexts and servers."""
+
+
+class Mode(StrEnum):
+    """The ways of a client to its GPU."""
+
+    MPSD = "mpsd"
+    """By `mpsctl run`."""
+    BARE = "bare MPS"
+    """Through an unsupervised control daemon, with the limits in its own environment."""
+    OUTSIDE = "outside MPS"
+    """Without MPS: the driver gives each such process the whole GPU in turn."""
+
+
+class Wanted(NamedTuple):
+    """A client that is wanted: its way, and its percentage of the threads, which has no effect outside MPS."""
+
+    mode: Mode
+    threads: float = 100.0
+
+
+class WrongError(Exception):
+    """Something went wrong in a measurement; the text says what."""
+
+
+class Worker(DrivenProgram):
+    """A client that does timed work (tests.gpu.comparing.worker), or does not get a context."""
+
+    def __init__(self, wanted: Wanted, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed at its end
+        super().__init__(command, environment, stderr=self._stderr)
+        self.mode = wanted.mode
+
+    def checked(self) -> dict[str, Any]:
+        """Wait for its context, and return what it says about it.
+
+        Raises WrongError where it has none, or is not where it should be: clients that miss MPS say nothing.
+        """
+        if self._hello is None:
+            self._hello = self.result(STARTS - ANSWERS)
+        if self._hello["mps"] is not (self.mode is not Mode.OUTSIDE):
+            inside = {None: "not known to be inside MPS or outside", True: "INSIDE MPS", False: "OUTSIDE MPS"}
+            raise WrongError(f"a client of {self.mode} is {inside[self._hello['mps']]} (attribute 133)")
+        return self._hello
+
+    def result(self, seconds: float = 0.0) -> dict[str, Any]:
+        """Return its next answer, to a line that takes so long. Raises WrongError where it failed, or ended."""
+        try:
+            answer = self.answer(seconds + ANSWERS)
+        except AssertionError as error:
+            raise WrongError(f"{self.mode}: {error}; its stderr: {self._last_words() or 'empty'}") from error
+        if not answer["ok"]:
+            raise WrongError(f"a client of {self.mode} failed: {answer['error']}")
+        return answer
+
+    def _last_words(self) -> str:
+        """Return the end of what it wrote to stderr."""
+        written = os.pread(self._stderr.fileno(), 1 << 16, 0)
+        return " ".join(written.decode(errors="replace").split())[-300:]
+
+    def perform(self, line: str, seconds: float = 0.0) -> dict[str, Any]:
+        """Have it carry out a line, and return the answer. Raises WrongError where it failed."""
+        self.tell(line)
+        return self.result(seconds)
+
+    def leave(self) -> None:
+        """Have it end by itself, once its present work is done, without waiting."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for its end; a kill in the middle of a kernel would harm its neighbours."""
+        self.leave()
+        try:
+            self.process.wait(LEAVES)
+        except subprocess.TimeoutExpired:
+            sys.stderr.write(f"a client of {self.mode}, pid {self.pid}, does not end, and is killed\n")
+        self._stderr.close()
+        super().__exit__(kind, error, trace)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A GPU with mpsd and a bare control daemon."""
+
+    node: Node
+    bare: Mapping[str, str]
+    """The variables of the bare control daemon's clients."""
+    engine: str
+    """The engine of the clients: `torch`, `libcuda` or `simulated`."""
+    sampler: Sampler
+
+    @property
+    def plain(self) -> str:
+        """The engine for clients that come and go: without PyTorch, which takes seconds to start."""
+        return "simulated" if self.engine == "simulated" else "libcuda"
+
+    @property
+    def at_once(self) -> int:
+        """How many clients come and go at a time: each start needs a processor."""
+        return min(12, 2 * (os.cpu_count() or 1))
+
+    def memory(self, clients: int) -> int:
+        """Return the MiB of each of so many clients."""
+        return int(machine.first_gpu(self.node)["memory_total"] * USABLE / clients) >> 20
+
+    def start(self, wanted: Wanted, memory: int, *options: str, engine: str | None = None) -> Worker:
+        """Start a client with so many MiB, and do not wait for it; `options` are of `mpsctl run`."""
+        command = [sys.executable, "-m", "tests.gpu.comparing.worker", engine or self.engine]
+        variables = {**machine.ENVIRONMENT, **machine.gpus_of(self.node)}
+        match wanted.mode:
+            case Mode.MPSD:
+                limits = ("--threads", f"{wanted.threads:g}", "--memory", f"{memory}MiB")
+                command = [*machine.mpsctl(self.node, "run", "--gpu", "0", *limits, *options, "--"), *command]
+            case Mode.BARE:
+                variables |= self.bare
+                variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{wanted.threads:g}"
+                variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={memory}M"
+            case Mode.OUTSIDE:
+                gpu = machine.first_gpu(self.node)["uuid"]
+                variables |= {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent", "CUDA_VISIBLE_DEVICES": gpu}
+        return Worker(wanted, command, variables)
+
+    @contextlib.contextmanager
+    def clients(self, wanted: Sequence[Wanted], memory: int, *, engine: str | None = None) -> Iterator[list[Worker]]:
+        """Start clients, each with so many MiB, yield them with their contexts, and end them all. Raises WrongError."""
+        with INTERRUPTS.ending() as stack:
+            started = [stack.enter_context(self.start(each, memory, engine=engine)) for each in wanted]
+            stack.callback(_leave, started)  # first of all, so that they end at the same time
+            for worker in started:
+                worker.checked()
+            yield started
+
+
+def _leave(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.leave()
+
+
+@contextlib.contextmanager
+def opened(root: Path, config: str, engine: str, sampler: Sampler) -> Iterator[Site]:
+    """Start mpsd and a bare control daemon in directories below this one, and end both with their servers."""
+    for each in ("m", "b"):
+        (root / each).mkdir(parents=True)
+    with INTERRUPTS.ending() as stack:
+        node = stack.enter_context(machine.running(root / "m", config))
+        yield Site(node, stack.enter_context(_bare(root / "b", node)), engine, sampler)
+
+
+@contextlib.contextmanager
+def _bare(root: Path, node: Node) -> Iterator[dict[str, str]]:
+    """Start a control daemon for the node's first GPU, and yield the variables of its clients."""
+    devices = machine.gpus_of(node)
+    program = list(simulator(gpus=next(iter(devices.values())))) if devices else [str(machine.control())]
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(root)}
+    gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])
+    environment = {**os.environ, **variables, "CUDA_MPS_LOG_DIRECTORY": str(root), "CUDA_VISIBLE_DEVICES": gpu}
+
+    def command(text: str) -> str:
+        done = subprocess.run(
+            program, env=environment, input=f"{text}\n", capture_output=True, text=True, timeout=30, check=False
+        )
+        return done.stdout.strip()
+
+    with (root / "control.log").open("wb") as log:
+        # In a session of its own: it must not end with SIGINT, which a terminal sends to all, before its clients do.
+        daemon = subprocess.Popen(
+            [*program, "-f"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    servers: list[int] = []
+    try:
+        wait_until((root / "control").exists, what="the bare control daemon to listen")
+        wait_until(lambda: command("get_default_active_thread_percentage"), what="the bare control daemon to answer")
+        yield variables
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            servers = [int(each) for each in command("get_server_list").split() if each.isdigit()]
+            command("quit -t 10")
+            daemon.wait(15)
+        daemon.kill()
+        daemon.wait()
+        for server in servers:
+            _end(server)
+        machine.keep(root, "bare", "*.log")
+
+
+def _end(server: int) -> None:
+    """End a server that its control daemon left behind, if it still is one."""
+    with contextlib.suppress(OSError):
+        if b"mps-server" in Path(f"/proc/{server}/cmdline").read_bytes():
+            os.kill(server, signal.SIGKILL)
+
+
+class Timer:
+    """The time of a measurement."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begin."""
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left; below 0 afterwards."""
+        return self._end - time.monotonic()
+
+    def part(self, weight: float, of: float) -> "Timer":
+        """Return a timer for a part of what is left, of parts that have this weight together."""
+        return Timer(self.left * weight / of)

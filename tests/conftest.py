@@ -46,8 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
     return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-HEAVY: Final = ("machine", "container", "cluster", "clients", "chaos")
-"""Marks of the suites that boot or build something, or try random steps.
+HEAVY: Final = ("machine", "container", "cluster", "clients", "chaos", "measuring")
+"""Marks of the suites that boot or build something, try random steps, or measure.
 
 A run that names neither a path nor a mark leaves them out.
 """
@@ -189,7 +189,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.root(what))
                 item.add_marker(pytest.mark.slow)
-        if any(item.get_closest_marker(mark) is not None for mark in ("clients", "chaos")):
+        if any(item.get_closest_marker(mark) is not None for mark in ("clients", "chaos", "measuring")):
             item.add_marker(pytest.mark.slow)
         rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
         ranks[item.path] = min(rank, ranks.get(item.path, rank))

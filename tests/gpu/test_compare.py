@@ -57,7 +57,7 @@ def interrupts() -> Iterator[Interrupts]:
         signal.signal(number, handler)
 
 
-@pytest.mark.slow
+@pytest.mark.measuring
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", PARTS)
 def test_each_part(tmp_path: Path, simulated: dict[str, str], name: str) -> None:
@@ -84,6 +84,7 @@ def test_each_part(tmp_path: Path, simulated: dict[str, str], name: str) -> None
         assert [len(values) for values in first["values"].values()] == [first["estimate"]["n"]] * 2 == [16, 16]
 
 
+@pytest.mark.measuring
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["throughput", "ends"])
 def test_interrupted(tmp_path: Path, simulated: dict[str, str], name: str) -> None:

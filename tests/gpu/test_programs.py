@@ -63,7 +63,7 @@ def run(environment: dict[str, str], program: str, *arguments: str) -> list[tupl
     return rows(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.measuring
 @pytest.mark.timeout(200)
 @pytest.mark.real_daemon(535)
 def test_questions(environment: dict[str, str]) -> None:
@@ -100,7 +100,7 @@ def driver(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
     return {**environment, **nvml.variables, "PATH": "/usr/local/bin:/usr/bin:/bin"}
 
 
-@pytest.mark.slow
+@pytest.mark.measuring
 @pytest.mark.timeout(120)
 @pytest.mark.real_daemon(555)
 def test_a_failed_part(driver: dict[str, str]) -> None:
@@ -125,7 +125,7 @@ esac
 """A front-end whose control daemon has a server, which takes longer for a client than the client's kernel lasts."""
 
 
-@pytest.mark.slow
+@pytest.mark.measuring
 @pytest.mark.real_daemon(535)
 def test_an_end_that_waits_for_the_kernel(tmp_path: Path, environment: dict[str, str]) -> None:
     """The answer of `terminate_client` is awaited for as long as the kernel and its server take."""
@@ -276,7 +276,7 @@ def test_what_a_machine_lacks(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["logs.tar.gz", "wheels"]
 
 
-@pytest.mark.slow
+@pytest.mark.measuring
 @pytest.mark.timeout(400)
 def test_everything_on_a_simulated_gpu(tmp_path: Path, short_tmp: Path) -> None:
     """One command runs every part to its end, and its archive has the output and the logs of each."""

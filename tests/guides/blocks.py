@@ -25,7 +25,7 @@ DOCUMENTS: Final = sorted({*PAGES, *ROOT.glob("*.md"), ROOT / "tests/README.md"}
 """Every document with commands for a reader."""
 
 NEEDS: Final = {
-    "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests/gpu\b",
+    "a GPU": r"\bnvidia-smi\b|\bnvidia-cuda-mps-control\b|\btests[./]gpu\b",
     "a control group": r"--cgroup\b|--unit\b|--group\b",
     "an index of packages": r"^(?:pip|uv pip) ",
     "root": r"^(?:sudo|apt) ",

@@ -24,9 +24,9 @@ class Processes(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_gone(self) -> bool:
-        """Whether one of them is gone."""
+        """Whether one of them is gone; one that has ended serves no client, although it may not be reaped yet."""
         known = (each for each in (self.daemon, self.server) if each is not None)
-        return any(proc.start_ticks(each.pid) != each.start_ticks for each in known)
+        return any(proc.live_ticks(each.pid) != each.start_ticks for each in known)
 
 
 class Unserved(Struct, frozen=True, forbid_unknown_fields=True):

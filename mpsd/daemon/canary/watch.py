@@ -240,10 +240,8 @@ class ServerWatch:
 
     async def _clients_with_memory(self) -> set[int]:
         """Return the processes that have a context on the GPU through MPS, by a new reading of NVML."""
-        await self._gpus.read()
-        usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
-        processes = usage.value.processes if isinstance(usage, Known) else {}
-        return {pid for pid, each in processes.items() if each.mps and pid not in self._supervisor.canaries}
+        usage = await self._gpus.read_usage(self._supervisor.gpu.uuid)
+        return usage.value.clients - self._supervisor.canaries if isinstance(usage, Known) else set()
 
     def _settle(self, found: Examination, begun: float) -> None:
         """Draw the conclusions of an examination; its last canary, which decides, has begun at this time."""

@@ -279,7 +279,8 @@ class Observer:
         self._report_unforeseen()
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
-        gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
+        serving = self.control_log.serving
+        gone = {pid for pid in (*serving.faults, *serving.reported) if proc.start_ticks(pid) is None}
         self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle | gone)
         return found
 
@@ -433,11 +434,10 @@ class Observer:
         self._servers.pop(server, None)
 
     def check(self, *, awake: bool) -> bool:
-        """Check the log and the orphans; tell whether there is a reason to query the daemon at once.
+        """Check the log; tell whether there is a reason to query the daemon at once.
 
         `awake` tells that the daemon is not stopped.
         """
-        self.survivors.look()
         self._bounded.settle()
         return self.control_log.check(awake=awake)
 

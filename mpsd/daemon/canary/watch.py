@@ -180,7 +180,7 @@ class ServerWatch:
         there = [Listed(server.pid, pid) for server in servers for pid in server.clients if pid]
         for server in servers:
             for client in server.opened:
-                if proc.live_ticks(client.pid) == client.start_ticks:
+                if proc.lives(client):
                     self._listed.living(Listed(server.pid, client.pid), client, proc.real_uid(client.pid), now)
         self._listed.keep(there)
         answered = self._is_answered is not None and self._is_answered()

@@ -295,9 +295,7 @@ class Drainer:
         self._busy = {pid: self._busy.get(pid, new[pid]) for pid in busy}
         since = self._unidentified[:unidentified]
         self._unidentified = (*since, *[clock.now()] * (unidentified - len(since)))
-        self._present = {
-            each: server for each, server in present.items() if proc.live_ticks(each.pid) == each.start_ticks
-        }
+        self._present = {each: server for each, server in present.items() if proc.lives(each)}
         self._blockers = (
             *(
                 Blocker("lease", each.id, each.owner.pid or None, each.granted)

@@ -452,7 +452,7 @@ class Observer:
 def _living(server: Server) -> Iterator[int]:
     """Yield the pids of a server's clients that have not ended; those that mpsd cannot see count as living."""
     yield from (0 for _ in range(server.clients.count(0)))
-    yield from (each.pid for each in server.opened if proc.live_ticks(each.pid) == each.start_ticks)
+    yield from (each.pid for each in server.opened if proc.lives(each))
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:

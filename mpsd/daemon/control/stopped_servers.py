@@ -76,7 +76,7 @@ class StoppedServers:
                 self._found[each] = StoppedServer(each.pid, uid, clock.now(), clock.monotonic())
                 self._log.warning(EventName.SERVER_STOPPED, server=each.pid, uid=uid)
         for each in before.keys() - now:
-            if proc.live_ticks(each.pid) == each.start_ticks:
+            if proc.lives(each):
                 self._log.info(EventName.SERVER_CONTINUED, server=each.pid, uid=before[each].uid)
         if before.keys() != self._found.keys():
             self._changed()
@@ -121,7 +121,7 @@ class StoppedServers:
             if server.pid == identity.pid and 0 in server.clients:
                 yield 0
         for client in self._observer.clients.get(identity, ()):
-            if proc.live_ticks(client.pid) == client.start_ticks:
+            if proc.lives(client):
                 yield client.pid
 
 

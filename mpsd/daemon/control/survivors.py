@@ -59,7 +59,7 @@ class Survivors:
     def add(self, found: Iterable[ProcessIdentity]) -> None:
         """Add servers whose control daemon is dead, as far as they live."""
         for each in found:
-            if each not in self._servers and _lives(each):
+            if each not in self._servers and proc.lives(each):
                 self._servers[each] = clock.monotonic()
 
     def await_end(self, servers: Collection[ProcessIdentity], clients: Collection[ProcessIdentity], how: str) -> None:
@@ -70,14 +70,14 @@ class Survivors:
     def look(self) -> None:
         """Report the orphans, and the clients whose servers have ended."""
         now = clock.monotonic()
-        self._servers = {each: since for each, since in self._servers.items() if _lives(each)}
+        self._servers = {each: since for each, since in self._servers.items() if proc.lives(each)}
         self._orphans &= self._servers.keys()
         for each, since in self._servers.items():
             if each not in self._orphans and now - since >= SERVER_END:
                 self._orphans.add(each)
                 self._unused, self._count_due = False, 0.0
                 self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
-        for ended in [each for each in self._awaited if not any(map(_lives, each.servers))]:
+        for ended in [each for each in self._awaited if not any(map(proc.lives, each.servers))]:
             self._awaited.remove(ended)
             self._lost(ended.clients, f"{ended.how}, and its server ended with it")
 
@@ -95,7 +95,3 @@ class Survivors:
 def living_clients(usage: GpuUsage) -> set[int]:
     """Return the living clients of MPS on a GPU: NVML may list one that has ended."""
     return {pid for pid in usage.clients if proc.live_ticks(pid) is not None}
-
-
-def _lives(server: ProcessIdentity) -> bool:
-    return proc.live_ticks(server.pid) == server.start_ticks

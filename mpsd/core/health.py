@@ -320,7 +320,7 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     for stopped in daemon.stopped:
         because = (
-            f"{name}: server {stopped.pid} (uid {stopped.uid}) has been stopped (SIGSTOP) since"
+            f"{name}: server {stopped.pid} (uid {stopped.uid}) was found stopped (SIGSTOP) at"
             f" {_time(stopped.since)}, and no client of {name} is served until it continues or ends: {stopped.used_by}"
         )
         hint = f"continue it: kill -CONT {stopped.pid}; or end it with its clients: mpsctl restart {name} --timeout 0"

@@ -109,7 +109,7 @@ OF_DAEMONS: Final = [
     (
         daemon(stopped=(STOPPED,)),
         Kind.SERVER_STOPPED,
-        "gpu0: server 42 (uid 1001) has been stopped (SIGSTOP) since 2026-11-22T03:00:00Z, and no client of gpu0 is",
+        "gpu0: server 42 (uid 1001) was found stopped (SIGSTOP) at 2026-11-22T03:00:00Z, and no client of gpu0 is",
     ),
     (daemon(servers=(replace(FAULTED, clients=(7,)),)), Kind.SERVER_FAULT, "until its last client exits"),
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),

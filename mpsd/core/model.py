@@ -310,6 +310,7 @@ class StoppedServer:
     pid: int
     uid: int
     since: datetime
+    """When mpsd found it stopped."""
     at: float
     """The same, in seconds of the monotonic clock."""
     used_by: str = "its clients and leases are being looked for"

@@ -27,13 +27,10 @@ from mpsd.core.model import (
     UnforeseenAnswer,
 )
 from mpsd.core.reload import RELOAD
-from mpsd.core.units import format_size
+from mpsd.core.units import first_of, format_size
 
 _MOST_SUSPECTS: Final = 16
 """The maximum number of reported suspects: those that had pipe access during most crashes."""
-
-_MOST_LOST: Final = 3
-"""The maximum number of leases that a sentence about lost clients lists."""
 
 _MOST_VIOLATIONS: Final = 3
 """The maximum number of violations that the headline lists."""
@@ -291,7 +288,9 @@ def not_closed(views: Iterable[GpuView]) -> Iterator[Reason]:
 def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     """Yield the problems of a control daemon."""
     name = daemon.name
-    if daemon.state is not State.READY and not daemon.renewing:
+    # A daemon with a stopped server does not answer: that is one reason, and not two.
+    is_explained = daemon.state is State.UNRESPONSIVE and daemon.stopped and daemon.operation is None
+    if not (daemon.state is State.READY or daemon.renewing or is_explained):
         yield _not_ready(daemon)
     if daemon.client_end:
         hint = "wait: it takes enforcement.terminate_deadline at most; for its state: mpsctl daemons"
@@ -321,7 +320,7 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     for stopped in daemon.stopped:
         because = (
-            f"{name}: server {stopped.pid} (uid {stopped.uid}) has been stopped (SIGSTOP) since"
+            f"{name}: server {stopped.pid} (uid {stopped.uid}) was found stopped (SIGSTOP) at"
             f" {_time(stopped.since)}, and no client of {name} is served until it continues or ends: {stopped.used_by}"
         )
         hint = f"continue it: kill -CONT {stopped.pid}; or end it with its clients: mpsctl restart {name} --timeout 0"
@@ -335,12 +334,13 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
                 f"{name}: the log of server {server.pid} has reported a fatal GPU fault since"
                 f" {_time(server.fault_reported)}, and mpsd asks the server before it grants anything there"
             )
-            yield Reason(Kind.FAULT_REPORTED, name, because, "wait: the answer takes about a second; mpsctl status")
+            hint = "wait: the answer takes about a second; for its state: mpsctl daemons"
+            yield Reason(Kind.FAULT_REPORTED, name, because, hint)
         if server.unforeseen is not None:
             because = f"{name}: {unforeseen(server.pid, server.unforeseen)}"
             hint = (
-                "report that answer with the version of the driver; mpsd asks again each second; when the clients of"
-                f" {name} have exited, this replaces the server: mpsctl restart {name}"
+                "report that answer with the version of the driver; mpsd asks again each second; when its clients have"
+                f" exited: mpsctl restart {name}"
             )
             yield Reason(Kind.ANSWER_UNFORESEEN, name, because, hint)
         if server.orphan and not server.dying:
@@ -393,10 +393,9 @@ def _lost(leases: Iterable[Lease]) -> Iterator[Reason]:
         pids = ", ".join(str(each.pid) for each in lease.lost)
         by_daemon.setdefault(lease.shares[0].daemon, []).append(f"{lease.id} (pid {pids})")
     for name, words in by_daemon.items():
-        more = f", and {len(words) - _MOST_LOST} more" if len(words) > _MOST_LOST else ""
         because = (
-            f"{name}: clients of {', '.join(words[:_MOST_LOST])}{more} live on although their work ended with their"
-            " control daemon: all their calls of CUDA fail (errors 806, 805)"
+            f"{name}: clients of {first_of(words)} live on although their work ended with their control daemon: all"
+            " their calls of CUDA fail (errors 806, 805)"
         )
         yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again in the same lease")
 

@@ -179,6 +179,11 @@ class GpuUsage:
     """The action that it needs after a fault (nvmlDeviceGpuRecoveryAction_t); None where the driver, before 570, does
     not report it."""
 
+    @property
+    def clients(self) -> set[int]:
+        """The pids of the clients of MPS that use it."""
+        return {pid for pid, each in self.processes.items() if each.mps}
+
 
 @dataclass(frozen=True, slots=True)
 class GpuFault:
@@ -305,6 +310,7 @@ class StoppedServer:
     pid: int
     uid: int
     since: datetime
+    """When mpsd found it stopped."""
     at: float
     """The same, in seconds of the monotonic clock."""
     used_by: str = "its clients and leases are being looked for"

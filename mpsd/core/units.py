@@ -1,6 +1,7 @@
 """Sizes and durations: parsed on input, exact inside, printed in the usual notation."""
 
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from math import isfinite
 
@@ -25,6 +26,7 @@ _NUMBER = re.compile(r"[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?")
 """Python's own parsers accept more: `1_0`, and the digits of every script."""
 _MAXIMUM_SIZE = 2**63 - 1
 _LONGEST_QUOTE = 60
+_MOST_LISTED = 3
 
 
 def briefly(value: object) -> str:
@@ -33,6 +35,13 @@ def briefly(value: object) -> str:
         return "a number of more than 63 bits"
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]}..."
+
+
+def first_of(things: Iterable[object]) -> str:
+    """List the first few things for a message, and the number of the others."""
+    all_of_them = [f"{each}" for each in things]
+    more = len(all_of_them) - _MOST_LISTED
+    return ", ".join([*all_of_them[:_MOST_LISTED], *([f"{more} more"] if more > 0 else [])])
 
 
 def bare_number(text: str) -> str:

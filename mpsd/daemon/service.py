@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -191,14 +191,14 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
     collector = Collector(node, log)
     api = Api(node, events, accountant, collector, log=log, reload=reload)
     listener, withdraw = _listen(plan, log)
-    over, at_once = _heed_signals(partial(_try, reload))
+    over, at_once, hang_up = _heed_signals()
     found = {"program": " ".join(plan.program.argv)} if plan.driver is None else plan.driver.facts()
     log.info(EventName.NODE_STARTED, **found, simulated=plan.simulated)
     try:
         async with asyncio.TaskGroup() as group:
             endpoint = Endpoint(node, collector, log)
             running = (node.run(), accountant.run(node, events), notifier.run(), events.run(), endpoint.run())
-            tasks = [group.create_task(each) for each in running]
+            tasks = [group.create_task(each) for each in (*running, _reload_on(hang_up, reload))]
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)
@@ -238,9 +238,9 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
         plan.manager.close()
 
 
-def _heed_signals(reload: Callable[[], Coroutine[None, None, None]]) -> tuple[asyncio.Event, asyncio.Event]:
-    """Handle signals: SIGHUP reloads. Returns the events that are set to end mpsd, and to end it at once."""
-    over, at_once = asyncio.Event(), asyncio.Event()
+def _heed_signals() -> tuple[asyncio.Event, asyncio.Event, asyncio.Event]:
+    """Handle signals. Returns the events that are set to end mpsd, to end it at once, and to reload (SIGHUP)."""
+    over, at_once, hang_up = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def end() -> None:
         (at_once if over.is_set() else over).set()
@@ -248,15 +248,9 @@ def _heed_signals(reload: Callable[[], Coroutine[None, None, None]]) -> tuple[as
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    reloads = set[asyncio.Task[None]]()
-
-    def begin_reload() -> None:
-        reloads.add(task := loop.create_task(reload()))
-        task.add_done_callback(reloads.discard)
-
-    loop.add_signal_handler(signal.SIGHUP, begin_reload)
+    loop.add_signal_handler(signal.SIGHUP, hang_up.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a signal since the start is handled now
-    return over, at_once
+    return over, at_once, hang_up
 
 
 async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -> None:
@@ -305,10 +299,13 @@ async def _reload(
         return ReloadResult(applied, waiting, daemons, roles.unknown_names(wanted.names))
 
 
-async def _try(reload: Callable[[], Awaitable[ReloadResult]]) -> None:
-    """Reload on a signal, which has no answer: the log and the service manager get the result."""
-    with contextlib.suppress(ConfigurationError):
-        await reload()
+async def _reload_on(hang_up: asyncio.Event, reload: Callable[[], Awaitable[ReloadResult]]) -> None:
+    """Reload on each signal, which has no answer: the log and the service manager get the result."""
+    while True:
+        await hang_up.wait()
+        hang_up.clear()
+        with contextlib.suppress(ConfigurationError):
+            await reload()
 
 
 def _report_names(settings: Settings, log: Logger) -> None:

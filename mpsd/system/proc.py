@@ -72,6 +72,11 @@ def live_ticks(pid: int) -> int | None:
     return int(fields[19])
 
 
+def lives(process: ProcessIdentity) -> bool:
+    """Tell whether a process has not ended, as `live_ticks` does."""
+    return live_ticks(process.pid) == process.start_ticks
+
+
 def wait_status(identity: ProcessIdentity) -> int:
     """Return the wait(2) status of a process that ended and was not reaped yet; 0 where it is unknown.
 

@@ -109,7 +109,7 @@ OF_DAEMONS: Final = [
     (
         daemon(stopped=(STOPPED,)),
         Kind.SERVER_STOPPED,
-        "gpu0: server 42 (uid 1001) has been stopped (SIGSTOP) since 2026-11-22T03:00:00Z, and no client of gpu0 is",
+        "gpu0: server 42 (uid 1001) was found stopped (SIGSTOP) at 2026-11-22T03:00:00Z, and no client of gpu0 is",
     ),
     (daemon(servers=(replace(FAULTED, clients=(7,)),)), Kind.SERVER_FAULT, "until its last client exits"),
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
@@ -272,6 +272,14 @@ def test_warnings_leave_a_node_healthy() -> None:
     assert [each.kind for each in node.warnings] == [Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED]
 
 
+def test_one_reason_for_a_stopped_server() -> None:
+    """That its control daemon does not answer is no second reason, unless an operator's command waits for it."""
+    found = daemon(state=State.UNRESPONSIVE, stopped=(STOPPED,))
+    assert [each.kind for each in health.of_daemon(found)] == [Kind.SERVER_STOPPED]
+    found = replace(found, operation="uid 0 drains it")
+    assert {each.kind for each in health.of_daemon(found)} == {Kind.SERVER_STOPPED, Kind.OPERATION}
+
+
 def test_clients_that_are_lost() -> None:
     """The leases whose clients ended with a control daemon are named by GPU, at most three, and the node is healthy."""
     leases = [
@@ -286,7 +294,7 @@ def test_clients_that_are_lost() -> None:
     ]
     assert [each.id in node.warnings[0].because for each in leases] == [True, False, True, True, False]
     assert f"lease-1 (pid {HOLDER.pid})" in node.warnings[0].because
-    assert "and 1 more" in node.warnings[0].because
+    assert ", 1 more" in node.warnings[0].because
 
 
 def test_a_server_that_is_about_to_end() -> None:

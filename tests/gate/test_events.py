@@ -7,13 +7,14 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
+from mpsd.daemon.leases.group_commit import WARNINGS
 from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
 from mpsd.daemon.record.log import EventName
 from tests.catalogued import wrong_facts
 from tests.gate.source import modules, nodes
 
-LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "defect": "error", "change": "info"}
-"""The level of an event by the called method; `GroupCommit.change` logs the events of leases."""
+LEVELS: Final = {"info": "info", "warning": "warning", "error": "error", "defect": "error"}
+"""The level of an event by the called method, except `GroupCommit.change`, which logs the events of leases."""
 
 NOT_LOGGED: Final = "mpsd/daemon/record/"
 """The room that defines the events."""
@@ -38,7 +39,10 @@ def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
             for each in node.args:
                 if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "EventName":
                     facts = {keyword.arg or "**" for keyword in node.keywords}
-                    yield f"{module.path}:{node.lineno}", EventName[each.attr], LEVELS.get(method), facts
+                    name, level = EventName[each.attr], LEVELS.get(method)
+                    if method == "change":
+                        level = "warning" if name in WARNINGS else "info"
+                    yield f"{module.path}:{node.lineno}", name, level, facts
 
 
 def test_every_kind_is_there() -> None:

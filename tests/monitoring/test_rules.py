@@ -99,6 +99,12 @@ CASES: Final[dict[str, tuple[dict[str, str], str, dict[str, str], str]]] = {
         {"kind": "server_stopped"},
         "A server on node1 is stopped by its user",
     ),
+    "MpsdAnswerUnforeseen": (
+        {reason("answer_unforeseen"): "0 1x10"},
+        "5m",
+        {"kind": "answer_unforeseen"},
+        "A server on node1 answers in a form that mpsd does not know",
+    ),
     "MpsdServersCannotStart": (
         {reason("servers_cannot_start"): "0 1x10"},
         "5m",

@@ -53,7 +53,8 @@ def _unread(seen: Observed) -> Iterator[Finding]:
 
 
 def _unreadable(seen: Observed) -> Iterator[Finding]:
-    """Yield a finding for each process whose environment cannot be read."""
+    """Yield the same, and a finding for each process whose environment cannot be read."""
+    yield from _unread(seen)
     for each in _there(seen):
         if isinstance(each.variables, Unknown):
             yield unknown(each.variables.reason, subject=f"pid {each.pid}")
@@ -78,7 +79,6 @@ def _trap(seen: Observed) -> Iterator[Finding]:
 
 
 def _ordinals(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
     yield from _unreadable(seen)
     for each in _there(seen):
         value = each.variables.value.get(VISIBLE) if isinstance(each.variables, Known) else None
@@ -125,7 +125,6 @@ def _host_memory(seen: Observed) -> Iterator[Finding]:
 
 
 def _framework(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
     yield from _unreadable(seen)
     totals = (
         {each.gpu.uuid: each.gpu.memory_total for each in seen.gpus.node.value.gpus}

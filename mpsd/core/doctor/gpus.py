@@ -226,7 +226,7 @@ def _clients(seen: Observed) -> Iterator[Finding]:
             yield unknown(each.usage.reason, subject=_name(each.gpu))
             continue
         most = clients_max(each.gpu.compute_capability, gpus.driver_branch(each.gpu.driver_version))
-        clients = sorted(pid for pid, process in each.usage.value.processes.items() if process.mps)
+        clients = sorted(each.usage.value.clients)
         if len(clients) >= most * _FULL:
             because = f"it has {len(clients)} of at most {most} clients: the next one fails with 808 or 809"
             verdict = Verdict.FAIL if len(clients) >= most else Verdict.WARN

@@ -83,9 +83,7 @@ class ServerFaulted:
 
 @dataclass(frozen=True, slots=True)
 class UnknownLine:
-    """A line of a server that mpsd does not know, by the pid in its stamp: it may say anything."""
-
-    server: int
+    """A line of a server that mpsd does not know: it may say anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +126,7 @@ class ClientArrived:
 
 @dataclass(frozen=True, slots=True)
 class ClientsChanged:
-    """A line that shows that a client came, made or lost a context, or left, logged by its server."""
-
-    server: int
+    """A line of a server that shows that a client came, made or lost a context, or left."""
 
 
 LogEvent = (

@@ -94,8 +94,8 @@ def _faulted(line: LogLine, _: re.Match[str]) -> LogEvent:
     return ServerFaulted(line.pid)
 
 
-def _clients(line: LogLine, _: re.Match[str]) -> LogEvent:
-    return ClientsChanged(line.pid)
+def _clients(_: LogLine, __: re.Match[str]) -> LogEvent:
+    return ClientsChanged()
 
 
 def _given(limit: Limit) -> _Meaning:
@@ -340,7 +340,7 @@ class LogReader:
         elif not _plain(text).isdecimal() and (self.origin is CommandOrigin.NOBODYS or stamp["source"] != "Control"):
             self._wonder(line)
             if stamp["source"] != "Control":
-                events.append(UnknownLine(int(stamp["pid"])))
+                events.append(UnknownLine())
         # Other lines within a conversation are answers, and a number is an answer or an entry of a list.
 
     def _wonder(self, line: str) -> None:

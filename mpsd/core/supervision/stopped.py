@@ -8,11 +8,10 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from mpsd.core.model import GpuUsage, Reading, Unknown
+from mpsd.core.units import first_of
 
 PATIENCE: Final = 0.9
 """Seconds for which a server has to be stopped before it is ended: a debugger stops a process for moments."""
-
-_MOST_NAMED: Final = 3
 
 
 def used_by(
@@ -30,15 +29,9 @@ def used_by(
     by all of them.
     """
     if clients:
-        return f"its clients are {_named(sorted(clients))}"
+        return f"its clients are {first_of(pid or 'a process that mpsd does not see' for pid in sorted(clients))}"
     if held := sorted(lease for lease, uids in leases.items() if many_users or uid in uids):
-        return f"{_named(held)} may use it"
+        return f"{first_of(held)} may use it"
     if isinstance(usage, Unknown):
         return f"whether it has clients is unknown: {usage.reason}"
     return ""
-
-
-def _named(things: Collection[object]) -> str:
-    first = [f"{each}" for each in things][:_MOST_NAMED]
-    more = len(things) - len(first)
-    return ", ".join([*first, *([f"{more} more"] if more else [])])

@@ -261,10 +261,7 @@ def _stopped(supervisor: Supervisor) -> str | None:
     daemon = supervisor.process
     if daemon is not None and proc.is_stopped(daemon.pid):
         return f"control daemon {daemon.pid} is stopped (SIGSTOP), so that it answers no client"
-    for each in supervisor.servers:
-        if not each.orphan and proc.is_stopped(each.pid):
-            return f"server {each.pid} is stopped (SIGSTOP), so that it answers no client"
-    return None
+    return supervisor.stopped_server or None
 
 
 def _stopped_canary(canary: Process) -> str | None:

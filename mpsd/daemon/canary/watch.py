@@ -180,7 +180,7 @@ class ServerWatch:
         there = [Listed(server.pid, pid) for server in servers for pid in server.clients if pid]
         for server in servers:
             for client in server.opened:
-                if proc.live_ticks(client.pid) == client.start_ticks:
+                if proc.lives(client):
                     self._listed.living(Listed(server.pid, client.pid), client, proc.real_uid(client.pid), now)
         self._listed.keep(there)
         answered = self._is_answered is not None and self._is_answered()
@@ -240,10 +240,8 @@ class ServerWatch:
 
     async def _clients_with_memory(self) -> set[int]:
         """Return the processes that have a context on the GPU through MPS, by a new reading of NVML."""
-        await self._gpus.read()
-        usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
-        processes = usage.value.processes if isinstance(usage, Known) else {}
-        return {pid for pid, each in processes.items() if each.mps and pid not in self._supervisor.canaries}
+        usage = await self._gpus.read_usage(self._supervisor.gpu.uuid)
+        return usage.value.clients - self._supervisor.canaries if isinstance(usage, Known) else set()
 
     def _settle(self, found: Examination, begun: float) -> None:
         """Draw the conclusions of an examination; its last canary, which decides, has begun at this time."""

@@ -269,7 +269,7 @@ class ControlLog:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
             # A server's log has no commands: an entry there that looks like one is not.
             said = self._server_reader.read(servers)
-            said = [UnknownLine(0) if isinstance(each, _OF_CONVERSATIONS) else each for each in said]
+            said = [UnknownLine() if isinstance(each, _OF_CONVERSATIONS) else each for each in said]
             self._note_events([*self._reader.read(lines), *said])
             self.silence.shown(self._reader.last_nonce)
             self._keep()

@@ -28,13 +28,11 @@ from mpsd.core.supervision.drain import (
     OperatorCommand,
     Outcome,
 )
+from mpsd.core.units import first_of
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc
-
-_NAMED: Final = 3
-"""The maximum of blockers that a sentence names."""
 
 _UNKNOWN: Final = Answers(proved=False, silent=True, steady=0.0)
 """Of a daemon that is quitting, and is not asked any more."""
@@ -216,12 +214,10 @@ class Drainer:
             words += f" ({desired.operation})"
         elif self.is_drained:
             return f"{words}; no leases and no clients were left"
-        waits = [drain.named(each) for each in self._blockers] if desired.waits else []
-        if len(waits) > _NAMED:
-            waits[_NAMED:] = [f"{len(waits) - _NAMED} more"]
+        waits = first_of(map(drain.named, self._blockers)) if desired.waits else ""
         if waits and desired.quitting and desired.is_late(clock.since_boot()):
-            return f"{words}; the rest is ended with its servers (quit -t): {', '.join(waits)}"
-        return f"{words}; waiting for {', '.join(waits)}{self._obstacle}" if waits else words
+            return f"{words}; the rest is ended with its servers (quit -t): {waits}"
+        return f"{words}; waiting for {waits}{self._obstacle}" if waits else words
 
     @property
     def _obstacle(self) -> str:
@@ -299,9 +295,7 @@ class Drainer:
         self._busy = {pid: self._busy.get(pid, new[pid]) for pid in busy}
         since = self._unidentified[:unidentified]
         self._unidentified = (*since, *[clock.now()] * (unidentified - len(since)))
-        self._present = {
-            each: server for each, server in present.items() if proc.live_ticks(each.pid) == each.start_ticks
-        }
+        self._present = {each: server for each, server in present.items() if proc.lives(each)}
         self._blockers = (
             *(
                 Blocker("lease", each.id, each.owner.pid or None, each.granted)

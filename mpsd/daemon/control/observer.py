@@ -279,7 +279,8 @@ class Observer:
         self._report_unforeseen()
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
-        gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
+        serving = self.control_log.serving
+        gone = {pid for pid in (*serving.faults, *serving.reported) if proc.start_ticks(pid) is None}
         self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle | gone)
         return found
 
@@ -433,11 +434,10 @@ class Observer:
         self._servers.pop(server, None)
 
     def check(self, *, awake: bool) -> bool:
-        """Check the log and the orphans; tell whether there is a reason to query the daemon at once.
+        """Check the log; tell whether there is a reason to query the daemon at once.
 
         `awake` tells that the daemon is not stopped.
         """
-        self.survivors.look()
         self._bounded.settle()
         return self.control_log.check(awake=awake)
 
@@ -452,7 +452,7 @@ class Observer:
 def _living(server: Server) -> Iterator[int]:
     """Yield the pids of a server's clients that have not ended; those that mpsd cannot see count as living."""
     yield from (0 for _ in range(server.clients.count(0)))
-    yield from (each.pid for each in server.opened if proc.live_ticks(each.pid) == each.start_ticks)
+    yield from (each.pid for each in server.opened if proc.lives(each))
 
 
 def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:

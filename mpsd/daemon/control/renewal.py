@@ -112,7 +112,7 @@ class Renewal:
     @property
     def present(self) -> bool:
         """Whether a client of the daemon, or a server that outlived one, lives."""
-        return any(proc.live_ticks(each.pid) == each.start_ticks for each in self._observer.present)
+        return any(proc.lives(each) for each in self._observer.present)
 
     @property
     def has_to_force(self) -> bool:

@@ -10,7 +10,7 @@ from mpsd.core.model import DaemonProcess, GpuUsage, Known, ProcessIdentity, Rea
 from mpsd.core.supervision import stopped
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.observer import Observer
-from mpsd.daemon.control.survivors import clients_of_mps
+from mpsd.daemon.control.survivors import living_clients
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc, process, process_table
@@ -44,7 +44,10 @@ class StoppedServers:
     @property
     def trouble(self) -> str:
         """Why no client is served at this very moment; empty where no known server is stopped."""
-        pids = [f"{each.pid}" for each in self._observer.identities if proc.is_stopped(each.pid)]
+        try:
+            pids = [f"{each.pid}" for each in self._observer.identities if _is_stopped(each)]
+        except OSError as error:  # for example without descriptors
+            return f"it is unknown whether its server is stopped: {error.strerror}"
         return f"its server {', '.join(pids)} is stopped (SIGSTOP)" if pids else ""
 
     async def look(self, daemon: DaemonProcess | None, *, silent: bool) -> str:
@@ -73,7 +76,7 @@ class StoppedServers:
                 self._found[each] = StoppedServer(each.pid, uid, clock.now(), clock.monotonic())
                 self._log.warning(EventName.SERVER_STOPPED, server=each.pid, uid=uid)
         for each in before.keys() - now:
-            if proc.live_ticks(each.pid) == each.start_ticks:
+            if proc.lives(each):
                 self._log.info(EventName.SERVER_CONTINUED, server=each.pid, uid=before[each].uid)
         if before.keys() != self._found.keys():
             self._changed()
@@ -84,7 +87,7 @@ class StoppedServers:
         leases = {each.id: change_of_user.users(each) for each in self._leases.on(self._name)}
         clients = {*self._listed(identity)}
         if isinstance(usage, Known):
-            clients |= clients_of_mps(usage.value.processes) - self._observer.canaries
+            clients |= living_clients(usage.value) - self._observer.canaries
         because = stopped.used_by(server.uid, leases, clients, usage, many_users=many_users)
         if not because:
             try:
@@ -118,7 +121,7 @@ class StoppedServers:
             if server.pid == identity.pid and 0 in server.clients:
                 yield 0
         for client in self._observer.clients.get(identity, ()):
-            if proc.live_ticks(client.pid) == client.start_ticks:
+            if proc.lives(client):
                 yield client.pid
 
 

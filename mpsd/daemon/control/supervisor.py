@@ -6,7 +6,7 @@ are noted and wake the loop. The state has one writer, `_move`, which stamps it,
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
@@ -249,7 +249,12 @@ class Supervisor:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
         faults = self._control_log.serving.faults
         fault = f"server {min(faults)} handles a fatal GPU fault" if faults else ""
-        return self.trouble_of_canary or self.client_end_late or fault or self._stopped_servers.trouble
+        return self.trouble_of_canary or self.client_end_late or fault or self.stopped_server
+
+    @property
+    def stopped_server(self) -> str:
+        """Why it serves no client at this very moment; empty where no server of it is known to be stopped."""
+        return self._stopped_servers.trouble
 
     @property
     def trouble_of_canary(self) -> str:
@@ -370,7 +375,7 @@ class Supervisor:
                 if self._wanted and self._lifecycle.state is State.FAILED:
                     self.drainer.fail(self._lifecycle.because)
                 # Nothing happens here by itself, except that orphans exit.
-                await self._sleep(_TICK if self._survivors.look() else None)
+                await self._sleep(_TICK if self._survivors.all else None)
             case State.STARTING:
                 await self._prove()
             case State.READY | State.HELD | State.DRAINING | State.UNRESPONSIVE:
@@ -433,7 +438,7 @@ class Supervisor:
         if is_new:
             clients = {each for lease in self._leases.on(self.name) for each in lease.clients_on(self.gpu.uuid)}
             self._survivors.await_end(found.orphans, clients, "its control daemon ended while mpsd did not run")
-        if self.drainer.is_clear(self._survivors.all if self.drainer.is_late else self._survivors.used):
+        if self.drainer.is_clear(self._in_the_way):
             if self.drainer.desired.intent is Intent.RESTART:
                 self._control_log.remove_leftovers(self._launcher.remove_leftovers)
             self._start()
@@ -542,6 +547,11 @@ class Supervisor:
 
     # -- draining and ending ------------------------------------------------------------------------------------------
 
+    @property
+    def _in_the_way(self) -> tuple[ProcessIdentity, ...]:
+        """The servers of dead control daemons that a drain waits for; once it is late, all of them, which it ends."""
+        return self._survivors.all if self.drainer.is_late else self._survivors.used
+
     def _drain(self) -> bool:
         """Take the next step of an operator's command; tell whether another step can follow at once."""
         state, desired = self._lifecycle.state, self.drainer.desired
@@ -551,10 +561,8 @@ class Supervisor:
             state in ANSWERED and self._wanted_limits.proved, self._lifecycle.is_silent, self._lifecycle.steady
         )
         servers = self._observer.servers
-        # Servers without clients are not waited for, and what is late is ended.
-        present = self._observer.present | (dict.fromkeys(self._survivors.all) if self.drainer.is_late else {})
         quits = self.drainer.advance(
-            present,
+            self._observer.present | dict.fromkeys(self._in_the_way),
             self._instance.identity,
             answers,
             unidentified=sum(server.clients.count(0) for server in servers),
@@ -582,7 +590,7 @@ class Supervisor:
 
     def _handle_exit(self) -> None:
         """Handle the end of a process, as the kernel reported it."""
-        clients = self._observer.clients
+        served = self._observer.clients
         if (ended := self._instance.take_exit()) is None:
             return
         if self._lifecycle.state is State.STOPPING:
@@ -592,14 +600,12 @@ class Supervisor:
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:
-            self._record_death(ended, clients)
+            for server, clients in served.items():
+                self._survivors.await_end({server}, clients, f"its control daemon died: {ended.how}")
+            self._record_death(ended)
 
-    def _record_death(
-        self, ended: Ended, clients: Mapping[ProcessIdentity, Collection[ProcessIdentity]] | None = None
-    ) -> None:
-        """Note a death with the clients of each server, and carry out the tally's decision."""
-        for server, its in (clients or {}).items():
-            self._survivors.await_end({server}, its, f"its control daemon died: {ended.how}")
+    def _record_death(self, ended: Ended) -> None:
+        """Note a death, and carry out the tally's decision."""
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
         self._move(Event.DIED, decision.because)

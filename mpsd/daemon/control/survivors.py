@@ -5,10 +5,10 @@ on (measured on 580). A server that is still there after that time is an orphan.
 NVML shows whether any client of MPS is on the GPU.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
-from mpsd.core.model import GpuProcess, GpuUsage, Known, ProcessIdentity, Reading, Server
+from mpsd.core.model import GpuUsage, Known, ProcessIdentity, Reading, Server
 from mpsd.core.mps_facts import SERVER_END
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock, proc
@@ -59,7 +59,7 @@ class Survivors:
     def add(self, found: Iterable[ProcessIdentity]) -> None:
         """Add servers whose control daemon is dead, as far as they live."""
         for each in found:
-            if each not in self._servers and _lives(each):
+            if each not in self._servers and proc.lives(each):
                 self._servers[each] = clock.monotonic()
 
     def await_end(self, servers: Collection[ProcessIdentity], clients: Collection[ProcessIdentity], how: str) -> None:
@@ -67,25 +67,24 @@ class Survivors:
         if clients:
             self._awaited.append(_Awaited(frozenset(servers), frozenset(clients), how))
 
-    def look(self) -> bool:
-        """Report the orphans, and the clients whose servers have ended; tell whether any server is left."""
+    def look(self) -> None:
+        """Report the orphans, and the clients whose servers have ended."""
         now = clock.monotonic()
-        self._servers = {each: since for each, since in self._servers.items() if _lives(each)}
+        self._servers = {each: since for each, since in self._servers.items() if proc.lives(each)}
         self._orphans &= self._servers.keys()
         for each, since in self._servers.items():
             if each not in self._orphans and now - since >= SERVER_END:
                 self._orphans.add(each)
                 self._unused, self._count_due = False, 0.0
                 self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
-        for ended in [each for each in self._awaited if not any(map(_lives, each.servers))]:
+        for ended in [each for each in self._awaited if not any(map(proc.lives, each.servers))]:
             self._awaited.remove(ended)
             self._lost(ended.clients, f"{ended.how}, and its server ended with it")
-        return bool(self._servers)
 
     def count_clients(self, usage: Reading[GpuUsage]) -> None:
         """Find out by a new reading of NVML whether orphans have clients: they have none if no client is on the GPU."""
         self._count_due = clock.monotonic() + _COUNTS
-        self._unused = isinstance(usage, Known) and not clients_of_mps(usage.value.processes)
+        self._unused = isinstance(usage, Known) and not living_clients(usage.value)
 
     @property
     def is_count_due(self) -> bool:
@@ -93,10 +92,6 @@ class Survivors:
         return bool(self._orphans) and clock.monotonic() >= self._count_due
 
 
-def clients_of_mps(processes: Mapping[int, GpuProcess]) -> set[int]:
-    """Return the living clients of MPS among the processes on a GPU."""
-    return {pid for pid, each in processes.items() if each.mps and proc.live_ticks(pid) is not None}
-
-
-def _lives(server: ProcessIdentity) -> bool:
-    return proc.live_ticks(server.pid) == server.start_ticks
+def living_clients(usage: GpuUsage) -> set[int]:
+    """Return the living clients of MPS on a GPU: NVML may list one that has ended."""
+    return {pid for pid in usage.clients if proc.live_ticks(pid) is not None}

@@ -95,6 +95,11 @@ class Gpus:
             if now != before or (at is not None and at >= earlier):  # reports since the last reading may be decided now
                 self._changed()
 
+    async def read_usage(self, uuid: str) -> Reading[GpuUsage]:
+        """Read the GPUs, and return the usage of one."""
+        await self.read()
+        return self.usages.get(uuid, Unknown("it was not read yet"))
+
     def _note(self, fault: GpuFault) -> None:
         """Record a report of a GPU.
 

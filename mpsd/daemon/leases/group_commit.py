@@ -24,6 +24,9 @@ from mpsd.system import clock
 _DELAY: Final = 0.01
 """Seconds for which stored news may wait for further news, to be logged together."""
 
+WARNINGS: Final = frozenset({EventName.LEASE_CLIENTS_LOST})
+"""The events of leases that are warnings."""
+
 StoredBatches: TypeAlias = Sequence[tuple[datetime, Mapping[str, Lease]]]
 """The stored turns of the loop: for each, the time of storage and the leases that it changed."""
 
@@ -253,13 +256,17 @@ class GroupCommit:
         unpublished, self._unpublished = self._unpublished, []
         self._log.waited(
             [
-                LogRecord(at, "info", each.event, {"lease": each.lease, **each.facts})
+                LogRecord(at, _level(each.event), each.event, {"lease": each.lease, **each.facts})
                 for at, events, _ in unpublished
                 for each in events
             ]
         )
         self._account([(at, changed) for at, _, changed in unpublished])
         self._store.note_published(self._publish_to(self._reached))
+
+
+def _level(event: EventName) -> str:
+    return "warning" if event in WARNINGS else "info"
 
 
 def _waited(lease: Lease) -> float:

@@ -16,20 +16,7 @@ from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED, State
-from mpsd.core.model import (
-    Daemon,
-    GpuUsage,
-    Holder,
-    Inventory,
-    Known,
-    Lease,
-    LeaseRequest,
-    LeaseState,
-    Owner,
-    Reading,
-    Unknown,
-    ViolationKind,
-)
+from mpsd.core.model import Daemon, Holder, Inventory, Known, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
@@ -274,7 +261,7 @@ class Node:
                     leases=self._daemon_leases,
                     endings=self._endings,
                     settings=self.settings,
-                    usage=partial(self._read_gpu, gpu.uuid),
+                    usage=partial(self.gpus.read_usage, gpu.uuid),
                     log=self._log,
                     changed=self._look,
                 )
@@ -284,11 +271,6 @@ class Node:
                 self._group.create_task(supervisor.run())
                 self._group.create_task(self.server_watches.add(supervisor, self.gpus, self._look).run())
                 self._is_offered = False
-
-    async def _read_gpu(self, uuid: str) -> Reading[GpuUsage]:
-        """Read the GPUs now, and return the usage of one."""
-        await self.gpus.read()
-        return self.gpus.usages.get(uuid, Unknown("it was not read yet"))
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 

@@ -113,8 +113,8 @@ _LEASE: Final = "lease uid pid"
 _MODE: Final = "index uuid mode"
 
 
-def _of_lease(facts: str, meaning: str) -> EventKind:
-    return EventKind("info", f"{_LEASE} {facts}", meaning)
+def _of_lease(facts: str, meaning: str, level: str = "info") -> EventKind:
+    return EventKind(level, f"{_LEASE} {facts}", meaning)
 
 
 CATALOGUE: Final = {
@@ -257,6 +257,7 @@ CATALOGUE: Final = {
     EventName.LEASE_CLIENTS_LOST: _of_lease(
         "daemon pids because",
         "The work of clients of a lease has ended with their control daemon; the processes may live on.",
+        "warning",
     ),
     EventName.LEASE_USER_CHANGED: _of_lease(
         "pids because hint", "A process of a lease of root runs as another user, and so does not reach MPS."

@@ -144,7 +144,7 @@ class ViolationMonitor:
                 for identity in server.opened:
                     key, found = (daemon.name, identity), self._client(identity, daemon, server)
                     # The check of the start time comes last: then what was read by this pid was that of the client.
-                    if found is not None and proc.live_ticks(identity.pid) == identity.start_ticks:
+                    if found is not None and proc.lives(identity):
                         seen[key] = found
                         before, on_gpu = self._client_record.of(key, server.pid), self._on_gpu(found)
                         had_context = before is not None and before.has_context

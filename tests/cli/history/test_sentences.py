@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
+from string import Formatter
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from mpsd.cli.history.sentences import SENTENCES, line, sentence
 from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look
+from mpsd.daemon.record.catalogue import facts_of
 from mpsd.daemon.record.log import EventName
 
 THEN = "2026-11-21T02:57:00.5Z"
@@ -34,6 +36,9 @@ def event(kind: str, level: str = "info", /, **facts: object) -> Any:
 DEATH = event(
     "daemon_death", "warning", daemon="gpu0", how="pid 9 killed by SIGKILL", verdict="later", delay=0.5, suspects=[]
 )
+
+MADE = {"user", "daemons", "limits", "drift", "changes"}
+"""What the sentences make of other facts."""
 
 STORY = {
     "a grant": (
@@ -106,6 +111,16 @@ def test_sentences(told: Any, says: str) -> None:
 def test_every_kind_has_a_sentence() -> None:
     """No event is shown by its facts alone, and no sentence belongs to an event that no longer exists."""
     assert {*SENTENCES} == {each.value for each in EventName}
+
+
+@pytest.mark.parametrize("name", EventName)
+def test_placeholders(name: EventName) -> None:
+    """Each event of a kind has all that its sentence says, except a reason at its end, which may be left out."""
+    facts, template = facts_of(name), SENTENCES[name]
+    if "because" in facts:
+        template = template.removesuffix(": {because}")
+    said = {each for _, each, _, _ in Formatter().parse(template) if each}
+    assert said <= {fact for fact, always in facts.items() if always} | MADE
 
 
 def test_times() -> None:

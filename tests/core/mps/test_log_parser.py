@@ -191,9 +191,9 @@ EVENTS: Final[dict[str, list[LogEvent]]] = {
         LimitGiven(17, ACTIVE_THREAD_PERCENTAGE, 330),
         ServerReady(17),
         ClientArrived(0, 0, waits=False),
-        ClientsChanged(17),
-        ClientsChanged(17),
-        ClientsChanged(17),
+        ClientsChanged(),
+        ClientsChanged(),
+        ClientsChanged(),
     ],
     "2021": [DaemonStarted(1), ClientArrived(0, 1000, waits=True), ServerStarting(17, 1000)],
     # The control daemon names no server in "Server encountered a fatal exception. Shutting down", and its pid is none.
@@ -204,7 +204,7 @@ EVENTS: Final[dict[str, list[LogEvent]]] = {
         LimitGiven(82, ACTIVE_THREAD_PERCENTAGE, 120),
         LimitGiven(82, PINNED_DEVICE_MEM_LIMIT, 1 << 30),
         ServerReady(82),
-        ClientsChanged(82),
+        ClientsChanged(),
     ],
     "470-555": [DaemonStarted(16273), ServerStarting(16282, 0), ServerExited(16282, 0)],
     "580": [
@@ -215,9 +215,9 @@ EVENTS: Final[dict[str, list[LogEvent]]] = {
         ServerReady(444),
         LimitGiven(444, ACTIVE_THREAD_PERCENTAGE, 1000),
         ServerReady(444),
-        ClientsChanged(444),
+        ClientsChanged(),
         ClientArrived(442, 0, waits=False),
-        *[ClientsChanged(444)] * 4,
+        *[ClientsChanged()] * 4,
         LimitGiven(444, PINNED_DEVICE_MEM_LIMIT, 4 << 30),
         ServerExited(600, 0),
         *[FAULT] * 8,
@@ -231,7 +231,7 @@ EVENTS: Final[dict[str, list[LogEvent]]] = {
         LimitGiven(4428, PINNED_DEVICE_MEM_LIMIT, 5 << 30),
         ServerReady(4428),
         ServerReady(4428),
-        *[ClientsChanged(4428)] * 4,
+        *[ClientsChanged()] * 4,
         ClientArrived(4281, 1000, waits=False),
         ServerExited(4428, 1),
     ],
@@ -241,7 +241,7 @@ EVENTS: Final[dict[str, list[LogEvent]]] = {
         ContextsMade(77),
         SharedMemoryMade(77, "cuda.shm.1000.4d.1"),
         ServerFaulted(77),
-        ClientsChanged(77),
+        ClientsChanged(),
         *[ServerFaulted(77)] * 2,
         ContextsMade(77),
         ServerFailed(77, "Failed to start : invalid argument"),
@@ -320,7 +320,7 @@ def test_unknown_lines(unknown: str) -> None:
     One without a timestamp may be a part of a command.
     """
     reader = LogReader()
-    events = [UnknownLine(77)] if "Control" not in unknown else []
+    events = [UnknownLine()] if "Control" not in unknown else []
     assert reader.read([unknown]) == (events if unknown.startswith("[") else [Unaccounted(unknown)])
     assert reader.unknown == 1
     assert list(reader.latest) == [unknown]

@@ -22,7 +22,7 @@ ANN, BOB = 1001, 1002
         ({"lease-a": {ANN}}, (), READ, False, "lease-a may use it"),
         ({"lease-r": {0, ANN}}, (), READ, False, "lease-r may use it"),
         ({}, (7,), READ, False, "its clients are 7"),
-        ({}, (0,), READ, False, "its clients are 0"),
+        ({}, (0,), READ, False, "its clients are a process that mpsd does not see"),
         ({"lease-a": {ANN}}, (9, 8, 7, 6, 5), DUMB, False, "its clients are 5, 6, 7, 2 more"),
         ({}, (), DUMB, False, "whether it has clients is unknown: NVML did not answer"),
         ({"lease-b": {BOB}}, (), DUMB, False, "whether it has clients is unknown: NVML did not answer"),

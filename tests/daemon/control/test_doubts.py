@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.simulator.answers import BRANCHES
+from tests.daemon.caller import NOBODY, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import Gate, event, stopped
 from tests.daemon.leases.line import Line
@@ -155,3 +156,21 @@ def test_lines_in_a_loop(node: Node, client: SimulatedClient) -> None:
     # for each grant and its end.
     assert asked <= seconds + 1 + 2 * grants
     assert not node.events("leases_faulted")
+
+
+@needs_root
+def test_lease_that_ends_at_the_gate(make_node: Start, short_tmp: Path) -> None:
+    """A lease that ends while its limits are being opened leaves its user no pipe access."""
+    node = make_node(simulate=1, config=QUIET)
+    gate = Gate(node, short_tmp)
+    line = Line(node.start())
+    listing = ["ls", os.fspath(node.pipe_directory("gpu0"))]
+    with gate.shut("set_default_active_thread_percentage"):
+        call = line.call("POST", "/v1/leases", SMALL, uid=NOBODY)
+        wait_until(gate.has_held, what="its limits to be opened")
+        (lease,) = line.leases()
+        line.release(lease)
+    assert call.answer().status == 409
+    assert subprocess.run(listing, user=NOBODY, check=False).returncode
+    line.granted(uid=NOBODY, **SMALL)
+    assert subprocess.run(listing, user=NOBODY, check=False).returncode == 0

@@ -1,6 +1,8 @@
 """The death of a control daemon under clients: its server ends within a moment, or lives on as an orphan."""
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -122,17 +124,24 @@ def test_server_that_is_about_to_end(make_node: Start) -> None:
         assert client.sync()["code"] == 806
 
 
-@pytest.mark.parametrize("verb", ["drain", "restart"])
-def test_orphan_without_clients(make_node: Start, verb: str) -> None:
-    """A drain does not wait for an orphan for which NVML shows no client, and leaves it alone."""
-    node = make_node(simulate=1, control=None, config=BRISK).start()
+@contextlib.contextmanager
+def orphaned(node: Node) -> Iterator[tuple[int, SimulatedClient]]:
+    """Start a node, and make an orphan there; yield it with its client, which ends at the end of the block."""
+    node.start()
     set_outlives(node.root / "run" / "simulated")
     with SimulatedClient(variables(node)) as client:
-        server = client.hello["server"]
-        before = node.daemons()["gpu0"]["pid"]
+        server, before = client.hello["server"], node.daemons()["gpu0"]["pid"]
         kill(before)
         next_ready(node, "gpu0", before)
         event(node, "server_orphaned", server=server)
+        yield server, client
+
+
+@pytest.mark.parametrize("verb", ["drain", "restart"])
+def test_orphan_without_clients(make_node: Start, verb: str) -> None:
+    """A drain does not wait for an orphan for which NVML shows no client, and leaves it alone."""
+    node = make_node(simulate=1, control=None, config=BRISK)
+    with orphaned(node) as (server, client):
         operation = begin(node, verb)
         assert [each["pid"] for each in waiting(node, operation)] == [server]
         assert client.compute(0.01)["ok"]
@@ -143,14 +152,9 @@ def test_orphan_without_clients(make_node: Start, verb: str) -> None:
 
 def test_orphan_on_a_gpu_that_does_not_answer(make_node: Start) -> None:
     """Where NVML does not show the processes, an orphan counts as having clients."""
-    node = make_node(simulate=1, control=None, config=BRISK).start()
-    set_outlives(node.root / "run" / "simulated")
-    with SimulatedClient(variables(node)) as client:
-        server = client.hello["server"]
-        before = node.daemons()["gpu0"]["pid"]
-        kill(before)
-        next_ready(node, "gpu0", before)
-        event(node, "server_orphaned", server=server)
+    node = make_node(simulate=1, control=None, config=BRISK)
+    with orphaned(node) as (server, _):
+        pass
     (gpu,) = gpus(node)
     gpu.lose()
     event(node, "gpu_health", health="unknown")
@@ -163,14 +167,9 @@ def test_orphan_on_a_gpu_that_does_not_answer(make_node: Start) -> None:
 
 def test_stop_with_an_orphan_without_clients(make_node: Start) -> None:
     """`--stop-daemons-on-exit` does not wait for an orphan without clients."""
-    node = make_node(simulate=1, control=None, config=BRISK, arguments=("--stop-daemons-on-exit",)).start()
-    set_outlives(node.root / "run" / "simulated")
-    with SimulatedClient(variables(node)) as client:
-        server = client.hello["server"]
-        before = node.daemons()["gpu0"]["pid"]
-        kill(before)
-        next_ready(node, "gpu0", before)
-        event(node, "server_orphaned", server=server)
+    node = make_node(simulate=1, control=None, config=BRISK, arguments=("--stop-daemons-on-exit",))
+    with orphaned(node) as (server, _):
+        pass
     assert node.end() == 0
     assert is_running(server)
     kill(server)

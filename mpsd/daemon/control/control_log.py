@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,6 +40,9 @@ turn."""
 
 _MOST_WORDS: Final = 200
 """Maximum characters of a last line in a sentence."""
+
+_TOLD: Final = 5.0
+"""Seconds between two reports that the logs were shortened: any server can write without a pause."""
 
 _MOST_COMMANDS: Final = 64
 """Foreign commands that are remembered until mpsd can ask for their effect; the latest count."""
@@ -136,6 +140,10 @@ class ControlLog:
         """Whether the log had anything since the last check for which the daemon has to be queried."""
         self._last_line = ""
         self._complaints: dict[EventName, str] = {}
+        self._freed = 0
+        """The bytes that were removed from the logs, and are not reported yet."""
+        self._told_at = -inf
+        """When bytes were last reported (monotonic clock)."""
         self.serving = stored.serving if stored else ServerHealth()
         """Whether the servers serve."""
 
@@ -155,6 +163,7 @@ class ControlLog:
         """
         self.look()
         self._bounded.settle()
+        self._tell_shortened()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return self.silence.check(awake=awake) or has_reason_to_ask
 
@@ -369,7 +378,14 @@ class ControlLog:
         self._complaints.pop(EventName.LOG_NOT_SHORTENED, None)
         if given_up:
             self._keep()
-            self._log.info(EventName.LOG_SHORTENED, bytes=given_up)
+            self._freed += given_up
+            self._tell_shortened()
+
+    def _tell_shortened(self) -> None:
+        now = clock.monotonic()
+        if self._freed and now - self._told_at >= _TOLD:
+            self._log.info(EventName.LOG_SHORTENED, bytes=self._freed)
+            self._freed, self._told_at = 0, now
 
     def _complain(self, event: EventName, error: OSError) -> None:
         """Log a failure once, because it is retried all the time."""

@@ -88,6 +88,24 @@ def test_clients_that_linger(make_node: Start) -> None:
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
 
 
+def test_xids_in_a_loop(node: Node) -> None:
+    """A program that causes Xids in a loop fills no log, hides no Xid of the GPU itself, and all are counted."""
+    (gpu,) = gpus(node)
+    for _ in range(500):
+        gpu.report(31)
+    gpu.report(79)
+    event(node, "gpu_xid", xid=79)
+    assert len(node.events("gpu_xid", xid=31)) <= 33
+    wait_until(lambda: counted(node, 31) == 500, what="all of them to be counted", deadline=30)
+
+
+def counted(node: Node, xid: int) -> float:
+    """Return how many of these Xids the metrics have."""
+    lines = node.get("/metrics").body.decode().splitlines()
+    found = [each for each in lines if each.startswith("mpsd_gpu_xids_total{") and f'xid="{xid}"' in each]
+    return sum(float(each.rpartition(" ")[2]) for each in found)
+
+
 def test_xids(node: Node) -> None:
     """An Xid that a program causes is reported.
 

@@ -191,8 +191,13 @@ class ControlLog:
         return proc.descriptors_used_up(self._daemon) if self._daemon else None
 
     def see(self, servers: Iterable[ProcessIdentity]) -> None:
-        """Note the servers that the daemon itself has named: log entries about any other server are not believed."""
-        seen = {each.pid: each.start_ticks for each in servers}
+        """Note the servers that the daemon itself has named: log entries about any other server are not believed.
+
+        One with a fault stays until it has ended, which its start time tells: another process may get its pid.
+        """
+        faulty = self._faulty
+        seen = {pid: ticks for pid, ticks in self._seen.items() if pid in faulty and proc.start_ticks(pid) == ticks}
+        seen |= {each.pid: each.start_ticks for each in servers}
         if seen != self._seen:
             self._seen = seen
             self._keep()
@@ -238,10 +243,14 @@ class ControlLog:
         self.serving.shared_memory.clear()
 
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int]) -> None:
-        """Process the state words of the servers, and which of those with a fault have no clients."""
+        """Process the state words of the servers that were just seen, and which of them have no clients."""
         before = self.serving.state
-        self.serving.statuses(words, idle, clock.now())
+        self.serving.statuses(words, {*idle, *(self._faulty - self._seen.keys())}, clock.now())
         self._compare(before)
+
+    @property
+    def _faulty(self) -> set[int]:
+        return {*self.serving.faults, *self.serving.reported}
 
     def _compare(self, before: tuple[object, ...]) -> None:
         if self.serving.state != before:

@@ -279,8 +279,7 @@ class Observer:
         self._report_unforeseen()
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
-        gone = {pid for pid in self.control_log.serving.faults if proc.start_ticks(pid) is None}
-        self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle | gone)
+        self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle)
         return found
 
     def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:

@@ -1,5 +1,6 @@
 """Fatal faults, errors that a GPU reports, and servers that do not start: they are reported, and admission stops."""
 
+import json
 import os
 import signal
 from functools import partial
@@ -86,6 +87,17 @@ def test_clients_that_linger(make_node: Start) -> None:
         event(node, "server_recovered")
     assert node.events("client_forced")[0]["step"] == "SIGTERM"
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
+
+
+def test_pid_of_a_server_that_ended(node: Node) -> None:
+    """A fault ends with its server, although another process has the server's pid when mpsd looks next."""
+    node.end(signal.SIGKILL)
+    record = node.root / "run" / "gpu0.reading.json"
+    reading = json.loads(record.read_text())
+    reading["serving"]["faults"] = {str(os.getpid()): "2026-11-26T00:00:00Z"}
+    record.write_text(json.dumps(reading))
+    node.start()
+    wait_until(lambda: node.request("POST", "/v1/leases", SMALL).status == 201, what="the GPU to be granted")
 
 
 def test_xids_in_a_loop(node: Node) -> None:

@@ -161,7 +161,7 @@ class Tally:
         self._foreign[_word(facts, "daemon")] += 1 + _left_out(facts)
 
     def _fault(self, _: datetime, facts: Facts) -> None:
-        self._xids[_word(facts, "uuid"), _word(facts, "xid")] += 1
+        self._xids[_word(facts, "uuid"), _word(facts, "xid")] += 1 + _left_out(facts)
 
     def _leave_out(self, _: datetime, facts: Facts) -> None:
         self._left_out += _left_out(facts)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,6 +40,9 @@ turn."""
 
 _MOST_WORDS: Final = 200
 """Maximum characters of a last line in a sentence."""
+
+_TOLD: Final = 5.0
+"""Seconds between two reports that the logs were shortened: any server can write without a pause."""
 
 _MOST_COMMANDS: Final = 64
 """Foreign commands that are remembered until mpsd can ask for their effect; the latest count."""
@@ -136,6 +140,10 @@ class ControlLog:
         """Whether the log had anything since the last check for which the daemon has to be queried."""
         self._last_line = ""
         self._complaints: dict[EventName, str] = {}
+        self._freed = 0
+        """The bytes that were removed from the logs, and are not reported yet."""
+        self._told_at = -inf
+        """When bytes were last reported (monotonic clock)."""
         self.serving = stored.serving if stored else ServerHealth()
         """Whether the servers serve."""
 
@@ -155,6 +163,7 @@ class ControlLog:
         """
         self.look()
         self._bounded.settle()
+        self._tell_shortened()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return self.silence.check(awake=awake) or has_reason_to_ask
 
@@ -182,8 +191,13 @@ class ControlLog:
         return proc.descriptors_used_up(self._daemon) if self._daemon else None
 
     def see(self, servers: Iterable[ProcessIdentity]) -> None:
-        """Note the servers that the daemon itself has named: log entries about any other server are not believed."""
-        seen = {each.pid: each.start_ticks for each in servers}
+        """Note the servers that the daemon itself has named: log entries about any other server are not believed.
+
+        One with a fault stays until it has ended, which its start time tells: another process may get its pid.
+        """
+        faulty = self._faulty
+        seen = {pid: ticks for pid, ticks in self._seen.items() if pid in faulty and proc.start_ticks(pid) == ticks}
+        seen |= {each.pid: each.start_ticks for each in servers}
         if seen != self._seen:
             self._seen = seen
             self._keep()
@@ -229,10 +243,14 @@ class ControlLog:
         self.serving.shared_memory.clear()
 
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int]) -> None:
-        """Process the state words of the servers, and which of those with a fault have no clients."""
+        """Process the state words of the servers that were just seen, and which of them have no clients."""
         before = self.serving.state
-        self.serving.statuses(words, idle, clock.now())
+        self.serving.statuses(words, {*idle, *(self._faulty - self._seen.keys())}, clock.now())
         self._compare(before)
+
+    @property
+    def _faulty(self) -> set[int]:
+        return {*self.serving.faults, *self.serving.reported}
 
     def _compare(self, before: tuple[object, ...]) -> None:
         if self.serving.state != before:
@@ -369,7 +387,14 @@ class ControlLog:
         self._complaints.pop(EventName.LOG_NOT_SHORTENED, None)
         if given_up:
             self._keep()
-            self._log.info(EventName.LOG_SHORTENED, bytes=given_up)
+            self._freed += given_up
+            self._tell_shortened()
+
+    def _tell_shortened(self) -> None:
+        now = clock.monotonic()
+        if self._freed and now - self._told_at >= _TOLD:
+            self._log.info(EventName.LOG_SHORTENED, bytes=self._freed)
+            self._freed, self._told_at = 0, now
 
     def _complain(self, event: EventName, error: OSError) -> None:
         """Log a failure once, because it is retried all the time."""

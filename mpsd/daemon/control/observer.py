@@ -279,9 +279,7 @@ class Observer:
         self._report_unforeseen()
         self.control_log.see(registered)
         idle = {each.pid for each in registered.values() if not each.clients}
-        serving = self.control_log.serving
-        gone = {pid for pid in (*serving.faults, *serving.reported) if proc.start_ticks(pid) is None}
-        self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle | gone)
+        self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle)
         return found
 
     def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
@@ -376,7 +374,7 @@ class Observer:
         if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
             # The log of an honest server proves which limits apply, but it is unknown whether this server is honest.
             facts = {"command": shown(meanwhile.most), "given": shown(given)}
-            self._log.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
+            self._bounded.error(EventName.LIMITS_NOT_GIVEN, server=server.pid, **facts)
             meanwhile = None
         if not self.control_log.shows_all_commands or server.unforeseen is not None:
             meanwhile = None  # the limits of new clients are unknown, or no command of another user was seen

@@ -11,6 +11,7 @@ from mpsd.core.errors import GpuError
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.gpu.compute_modes import ComputeModes
+from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import clock
 from mpsd.system.gpu import GpuSource
@@ -41,6 +42,8 @@ class Gpus:
         """The Xid that a GPU reported, and when, by UUID: the latest, or one that makes the GPU faulty."""
         self._reading = asyncio.Lock()
         """Held while a GPU's mode is read and changed, which must not interleave."""
+        self._bounded: dict[tuple[str, int], BoundedLog] = {}
+        """For the Xids that a program can cause in a loop: by the GPU's UUID and the Xid, so that they are counted."""
         self._soon = asyncio.Event()
         """Set to read the GPUs before the next period."""
 
@@ -53,6 +56,8 @@ class Gpus:
                 async with asyncio.timeout(_INTERVAL):
                     await self._soon.wait()
             self._soon.clear()
+            for each in self._bounded.values():
+                each.settle()
             if self._unread:
                 # If the inventory fails, the unread GPUs stay unread.
                 with contextlib.suppress(GpuError):
@@ -105,7 +110,11 @@ class Gpus:
 
         A later Xid that a program can cause does not replace one that makes the GPU faulty.
         """
-        self._log.error(EventName.GPU_XID, uuid=fault.gpu, xid=fault.xid, because=gpus.describe_xid(fault.xid))
+        facts = {"uuid": fault.gpu, "xid": fault.xid, "because": gpus.describe_xid(fault.xid)}
+        if gpus.condemns(fault.xid):
+            self._log.error(EventName.GPU_XID, **facts)
+        else:
+            self._bounded.setdefault((fault.gpu, fault.xid), BoundedLog(self._log)).error(EventName.GPU_XID, **facts)
         self.reported(fault.gpu)
         before = self._reported.get(fault.gpu)
         if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):

@@ -75,6 +75,9 @@ class Clients:
                 continue
             lease, identity = found.lease, client.identity
             attached = AttachedProcess(identity, client.gpu)
+            if identity in lease.lost:  # it has become another program, and a server lists it again
+                lease = self._ledger.lose(lease.id, tuple(each for each in lease.lost if each != identity))
+                self._group_commit.change(lease)
             if attached not in lease.attached and self._watch.watch_identity(lease.id, identity):
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)

@@ -1,5 +1,7 @@
 """A logger for lines that any user can cause: a limited number of each kind per minute, and the count of the rest."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from mpsd.daemon.record.log import EventName, Logger
@@ -21,6 +23,8 @@ class _Budget:
         self.left_out = 0
         self.last: dict[str, object] = {}
         """The facts of the latest line that was left out."""
+        self.write: Callable[..., None] | None = None
+        """Writes that line, on its level; None where none was left out."""
 
 
 class BoundedLog:
@@ -34,29 +38,36 @@ class BoundedLog:
 
     def info(self, event: EventName, **facts: object) -> None:
         """Log a normal event, unless there were too many."""
-        if (more := self._admitted(event, facts)) is not None:
+        if (more := self._admitted(event, facts, self._log.info)) is not None:
             self._log.info(event, **more)
 
     def warning(self, event: EventName, **facts: object) -> None:
         """Log a problem, unless there were too many."""
-        if (more := self._admitted(event, facts)) is not None:
+        if (more := self._admitted(event, facts, self._log.warning)) is not None:
             self._log.warning(event, **more)
+
+    def error(self, event: EventName, **facts: object) -> None:
+        """Log a problem that an operator has to examine, unless there were too many."""
+        if (more := self._admitted(event, facts, self._log.error)) is not None:
+            self._log.error(event, **more)
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
         """Log a defect of mpsd, unless there were too many."""
-        if (more := self._admitted(event, facts)) is not None:
+        if (more := self._admitted(event, facts, partial(self._log.defect, error=error))) is not None:
             self._log.defect(event, error, **more)
 
     def settle(self) -> None:
         """Log the latest line that was left out, with the number of those before it, if due; call it periodically."""
         now = clock.monotonic()
         for event, budget in self._budgets.items():
-            if budget.left_out and now - budget.last_at >= _PAUSE:
+            if budget.write is not None and budget.left_out and now - budget.last_at >= _PAUSE:
                 before = {"left_out": budget.left_out - 1} if budget.left_out > 1 else {}
-                self._log.warning(event, **{**budget.last, **before})
+                budget.write(event, **{**budget.last, **before})
                 budget.last_at, budget.left_out, budget.last = now, 0, {}
 
-    def _admitted(self, event: EventName, facts: dict[str, object]) -> dict[str, object] | None:
+    def _admitted(
+        self, event: EventName, facts: dict[str, object], write: Callable[..., None]
+    ) -> dict[str, object] | None:
         """Return the facts to log, or None where the line is only counted."""
         now = clock.monotonic()
         budget = self._budgets.setdefault(event, _Budget(now))
@@ -65,7 +76,7 @@ class BoundedLog:
         own = facts.get("left_out", 0)
         left_out = budget.left_out + (own if isinstance(own, int) else 0)
         if budget.logged >= self._most and now - budget.last_at < _PAUSE:
-            budget.left_out, budget.last = left_out + 1, facts
+            budget.left_out, budget.last, budget.write = left_out + 1, facts, write
             return None
         budget.logged, budget.last_at, budget.left_out, budget.last = budget.logged + 1, now, 0, {}
         return {**facts, "left_out": left_out} if left_out else facts

@@ -136,7 +136,7 @@ CATALOGUE: Final = {
     EventName.PEER_REFUSED: EventKind("warning", "uid pid asked because", "A caller lacks the role for its request."),
     EventName.API_DEFECT: EventKind("error", "path exception left_out?", "A defect in mpsd made a request fail."),
     EventName.GPU_FOUND: EventKind("info", "index uuid name", "mpsd has found a GPU."),
-    EventName.GPU_XID: EventKind("error", "uuid xid because", "A GPU reported a fault."),
+    EventName.GPU_XID: EventKind("error", "uuid xid because left_out?", "A GPU reported a fault."),
     EventName.GPU_HEALTH: EventKind(
         "info error", "index uuid health because?", "A GPU became readable, or is no longer readable."
     ),
@@ -169,7 +169,7 @@ CATALOGUE: Final = {
     EventName.LIMITS_NOT_STORED: EventKind("error", "daemon because", "The limits cannot be stored."),
     EventName.LIMITS_NOT_HELD: EventKind("error", "daemon because", "A control daemon does not accept its limits."),
     EventName.LIMITS_NOT_GIVEN: EventKind(
-        "error", "daemon server command given", "A server gave a client other limits than mpsd had set."
+        "error", "daemon server command given left_out?", "A server gave a client other limits than mpsd had set."
     ),
     EventName.ANSWER_UNFORESEEN: EventKind(
         "warning",

@@ -1,5 +1,6 @@
 """Fatal faults, errors that a GPU reports, and servers that do not start: they are reported, and admission stops."""
 
+import json
 import os
 import signal
 from functools import partial
@@ -86,6 +87,35 @@ def test_clients_that_linger(make_node: Start) -> None:
         event(node, "server_recovered")
     assert node.events("client_forced")[0]["step"] == "SIGTERM"
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
+
+
+def test_pid_of_a_server_that_ended(node: Node) -> None:
+    """A fault ends with its server, although another process has the server's pid when mpsd looks next."""
+    node.end(signal.SIGKILL)
+    record = node.root / "run" / "gpu0.reading.json"
+    reading = json.loads(record.read_text())
+    reading["serving"]["faults"] = {str(os.getpid()): "2026-11-26T00:00:00Z"}
+    record.write_text(json.dumps(reading))
+    node.start()
+    wait_until(lambda: node.request("POST", "/v1/leases", SMALL).status == 201, what="the GPU to be granted")
+
+
+def test_xids_in_a_loop(node: Node) -> None:
+    """A program that causes Xids in a loop fills no log, hides no Xid of the GPU itself, and all are counted."""
+    (gpu,) = gpus(node)
+    for _ in range(500):
+        gpu.report(31)
+    gpu.report(79)
+    event(node, "gpu_xid", xid=79)
+    assert len(node.events("gpu_xid", xid=31)) <= 33
+    wait_until(lambda: counted(node, 31) == 500, what="all of them to be counted", deadline=30)
+
+
+def counted(node: Node, xid: int) -> float:
+    """Return how many of these Xids the metrics have."""
+    lines = node.get("/metrics").body.decode().splitlines()
+    found = [each for each in lines if each.startswith("mpsd_gpu_xids_total{") and f'xid="{xid}"' in each]
+    return sum(float(each.rpartition(" ")[2]) for each in found)
 
 
 def test_xids(node: Node) -> None:

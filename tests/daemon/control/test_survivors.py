@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -75,6 +76,29 @@ def test_clients_that_end_with_their_daemon(node: Node) -> None:
         near.kill()
         wait_until(lambda: warnings(node) == [], what="the warning to end with its client")
     assert node.events("server_orphaned") == []
+
+
+_AGAIN: Final = """
+import os, sys
+from mpsd.simulator import client
+client.main()
+os.execv(sys.executable, [sys.executable, "-m", "mpsd.simulator.client"])
+"""
+"""A client that becomes another one, in the same process, when it is told to exit."""
+
+
+def test_client_that_becomes_another_program(node: Node) -> None:
+    """A process that lost its contexts is lost no more when a server lists it again."""
+    with leased(node, *SHARE, "--gpu", "0", within=(sys.executable, "-c", _AGAIN)) as client:
+        lease, before = attached(node, client), node.daemons()["gpu0"]["pid"]
+        kill(before)
+        event(node, "lease_clients_lost", lease=lease)
+        next_ready(node, "gpu0", before)
+        client.tell("exit")
+        assert client.answer()["pid"] == client.pid
+        assert client.compute(0.01)["ok"]
+        wait_until(lambda: not lost(node, lease), what="it to be lost no more")
+        assert warnings(node) == []
 
 
 def test_death_while_mpsd_does_not_run(node: Node) -> None:

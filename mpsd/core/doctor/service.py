@@ -12,7 +12,7 @@ from mpsd.core.model import Known, Unknown, ViolationKind
 from mpsd.core.settings import Settings
 
 _GPU_KINDS: Final = frozenset({Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
-_DAEMON_KINDS: Final = frozenset({Kind.DAEMON, Kind.OPERATION, Kind.HOLD})
+_DAEMON_KINDS: Final = frozenset({Kind.SERVER_STOPPED, Kind.DAEMON, Kind.OPERATION, Kind.HOLD})
 _LIMIT_KINDS: Final = frozenset({Kind.DRIFT})
 _WEDGE_KINDS: Final = frozenset({Kind.WEDGED, Kind.CANARY_SILENT})
 

@@ -126,9 +126,8 @@ KNOWN_LINES: Final = (
     KnownLine("Using log directory: .*", "470-555"),
     KnownLine("Accepting connection.*", "460 2021 2024 470-555 580 580-public"),
     KnownLine("Unable to accept connection", "580"),
-    KnownLine(
-        "User did not send valid credentials", "460 2021 2024 580 580-public"
-    ),  # before every client that is served
+    # This one comes before every client that is served.
+    KnownLine("User did not send valid credentials", "460 2021 2024 580 580-public"),
     KnownLine("Unable to read new connection type information", "580-public"),
     KnownLine(
         "NEW CLIENT <N> from user <N>: Server (is not ready|already exists).*",

@@ -438,7 +438,7 @@ class Supervisor:
         if is_new:
             clients = {each for lease in self._leases.on(self.name) for each in lease.clients_on(self.gpu.uuid)}
             self._survivors.await_end(found.orphans, clients, "its control daemon ended while mpsd did not run")
-        if self.drainer.is_clear(self._in_the_way):
+        if self.drainer.is_clear(self._awaited_survivors):
             if self.drainer.desired.intent is Intent.RESTART:
                 self._control_log.remove_leftovers(self._launcher.remove_leftovers)
             self._start()
@@ -548,7 +548,7 @@ class Supervisor:
     # -- draining and ending ------------------------------------------------------------------------------------------
 
     @property
-    def _in_the_way(self) -> tuple[ProcessIdentity, ...]:
+    def _awaited_survivors(self) -> tuple[ProcessIdentity, ...]:
         """The servers of dead control daemons that a drain waits for; once it is late, all of them, which it ends."""
         return self._survivors.all if self.drainer.is_late else self._survivors.used
 
@@ -562,7 +562,7 @@ class Supervisor:
         )
         servers = self._observer.servers
         quits = self.drainer.advance(
-            self._observer.present | dict.fromkeys(self._in_the_way),
+            self._observer.present | dict.fromkeys(self._awaited_survivors),
             self._instance.identity,
             answers,
             unidentified=sum(server.clients.count(0) for server in servers),

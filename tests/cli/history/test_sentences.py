@@ -38,7 +38,7 @@ DEATH = event(
 )
 
 MADE = {"user", "daemons", "limits", "drift", "changes"}
-"""What the sentences make of other facts."""
+"""Facts that sentences make of others."""
 
 STORY = {
     "a grant": (

@@ -209,6 +209,7 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("gpu-health", reason(Kind.GPU_UNSUPPORTED, "GPU 0 is unsupported: MIG"), "warn", "unsupported: MIG"),
     ("gpu-health", reason(Kind.GPU_NOT_RESTORED, "GPU 0 needs attention: x"), "fail", "needs attention"),
     ("daemon", reason(Kind.DAEMON, "gpu0 is failed: too many deaths"), "fail", "gpu0 is failed: too many"),
+    ("daemon", reason(Kind.SERVER_STOPPED, "gpu0: server 42 was found stopped"), "fail", "gpu0: server 42 was found"),
     ("daemon", reason(Kind.OPERATION, "gpu0 is stopping: a restart"), "fail", "gpu0 is stopping: a restart"),
     ("daemon", reason(Kind.HOLD, "gpu0 is held: by uid 0"), "warn", "gpu0 is held: by uid 0"),
     ("violations", answers(violations=(ViolationAnswer("user", 12, "it runs as uid 7", "x"),)), "warn", "as uid 7"),

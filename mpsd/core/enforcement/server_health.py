@@ -98,13 +98,15 @@ class ServerHealth:
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
         """Process the servers' state words, where the driver has them: they decide, whatever the log reports.
 
-        Servers that are gone, or have no client left, are `idle` and have no fault: a fault ends with the last client.
+        Servers that are gone, or have no client left, are `idle` and have no fault, unless their word says that they
+        have: a fault ends a moment after the last client.
         A busy server does not answer, and is not gone for that reason; it has the fault that its log reports.
         """
         self.faults = {**self.reported, **self.faults}
         self.reported = {}
         for pid in idle:
-            self.faults.pop(pid, None)
+            if words.get(pid) != FAULT:
+                self.faults.pop(pid, None)
         for pid, word in words.items():
             self.has_words = self.has_words or word is not None
             if word == FAULT:

@@ -51,6 +51,16 @@ def test_fault_by_its_word() -> None:
     assert serving.faults == {}
 
 
+def test_fault_that_outlasts_the_clients() -> None:
+    """A server without clients has the fault that its word says, since the same time."""
+    serving = ServerHealth()
+    serving.statuses({7: "FAULT"}, (), T)
+    serving.statuses({7: "FAULT"}, {7}, after(5))
+    assert serving.faults == {7: T}
+    serving.statuses({7: "ACTIVE"}, {7}, after(6))
+    assert serving.faults == {}
+
+
 def test_log_against_the_word() -> None:
     """A fault in the log is only reported until the next word decides."""
     serving = ServerHealth()

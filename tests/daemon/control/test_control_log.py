@@ -7,8 +7,8 @@ import shutil
 import signal
 import stat
 import subprocess
-import time
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

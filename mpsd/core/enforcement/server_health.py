@@ -40,7 +40,8 @@ class ServerHealth:
     faults: dict[Pid, Moment] = field(default_factory=dict)
     """By a server's pid, since when it handles a fatal fault: it admits no client until those that it has are gone."""
     reported: dict[Pid, Moment] = field(default_factory=dict)
-    """By a server's pid, since when its log reports a fault, where its state word will decide whether it has one."""
+    """By a server's pid, since when its log reports a fault, until an answer decides whether it has one: by its state
+    word where the driver has them, and otherwise by its clients, since a server without any has no fault."""
     has_words: bool = False
     """Whether the servers have state words, as far as known."""
     given: dict[int, ReadBack] = field(default_factory=dict)
@@ -58,13 +59,13 @@ class ServerHealth:
             match event:
                 case ServerFaulted():
                     if event.server not in self.faults:
-                        (self.reported if self.has_words else self.faults).setdefault(event.server, now)
+                        self.reported.setdefault(event.server, now)
                 case LimitGiven():
                     self._give(event)
                 case SharedMemoryMade() if event.name.split(".")[3] == f"{event.server:x}":
                     self.shared_memory = [*self.shared_memory, event.name][-_MOST_GIVEN:]
                 case ContextsMade() if not self.has_words:
-                    self.faults.pop(event.server, None)
+                    self._end(event.server)
                 case ServerReady() | ServerFailed() | ServerExited():
                     self._try(event, now)
                 case _:
@@ -77,10 +78,13 @@ class ServerHealth:
         elif isinstance(event, ServerFailed):
             self.words = event.words
         else:
-            self.faults.pop(event.server, None)
-            self.reported.pop(event.server, None)
+            self._end(event.server)
             if event.status:
                 self.failures = [*self.failures, now][-_TRIES:]
+
+    def _end(self, server: Pid) -> None:
+        self.faults.pop(server, None)
+        self.reported.pop(server, None)
 
     def _give(self, event: LimitGiven) -> None:
         self.given[event.server] = event.limit.put(self.given.get(event.server, NOTHING), event.value)
@@ -94,13 +98,15 @@ class ServerHealth:
     def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
         """Process the servers' state words, where the driver has them: they decide, whatever the log reports.
 
-        Servers that are gone, or have no client left, are `idle` and have no fault: a fault ends with the last client.
+        Servers that are gone, or have no client left, are `idle` and have no fault, unless their word says that they
+        have: a fault ends a moment after the last client.
         A busy server does not answer, and is not gone for that reason; it has the fault that its log reports.
         """
         self.faults = {**self.reported, **self.faults}
         self.reported = {}
         for pid in idle:
-            self.faults.pop(pid, None)
+            if words.get(pid) != FAULT:
+                self.faults.pop(pid, None)
         for pid, word in words.items():
             self.has_words = self.has_words or word is not None
             if word == FAULT:

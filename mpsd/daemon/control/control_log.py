@@ -41,7 +41,7 @@ turn."""
 _MOST_WORDS: Final = 200
 """Maximum characters of a last line in a sentence."""
 
-_TOLD: Final = 5.0
+_REPORT_SPACING: Final = 5.0
 """Seconds between two reports that the logs were shortened: any server can write without a pause."""
 
 _MOST_COMMANDS: Final = 64
@@ -142,7 +142,7 @@ class ControlLog:
         self._complaints: dict[EventName, str] = {}
         self._freed = 0
         """The bytes that were removed from the logs, and are not reported yet."""
-        self._told_at = -inf
+        self._shortened_logged_at = -inf
         """When bytes were last reported (monotonic clock)."""
         self.serving = stored.serving if stored else ServerHealth()
         """Whether the servers serve."""
@@ -163,7 +163,7 @@ class ControlLog:
         """
         self.look()
         self._bounded.settle()
-        self._tell_shortened()
+        self._log_shortened()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return self.silence.check(awake=awake) or has_reason_to_ask
 
@@ -388,13 +388,13 @@ class ControlLog:
         if given_up:
             self._keep()
             self._freed += given_up
-            self._tell_shortened()
+            self._log_shortened()
 
-    def _tell_shortened(self) -> None:
+    def _log_shortened(self) -> None:
         now = clock.monotonic()
-        if self._freed and now - self._told_at >= _TOLD:
+        if self._freed and now - self._shortened_logged_at >= _REPORT_SPACING:
             self._log.info(EventName.LOG_SHORTENED, bytes=self._freed)
-            self._freed, self._told_at = 0, now
+            self._freed, self._shortened_logged_at = 0, now
 
     def _complain(self, event: EventName, error: OSError) -> None:
         """Log a failure once, because it is retried all the time."""

@@ -27,16 +27,18 @@ def after(seconds: float) -> datetime:
 
 
 def test_fault_by_its_log() -> None:
-    """A fault begins with its line in the log, and ends when the server has new contexts."""
+    """A fault begins with its line in the log, once the server has answered, and ends when it has new contexts."""
     serving = ServerHealth()
     serving.note([ServerFaulted(7)], T)
-    assert serving.faults == {7: T}
+    assert (serving.faults, serving.reported) == ({}, {7: T})
     # A driver without a state word does not contradict the log, and neither does a server that is busy with the fault.
     serving.statuses({7: None}, (), after(1))
     serving.statuses({}, (), after(1))
     assert serving.faults == {7: T}
     serving.note([ContextsMade(7)], after(2))
     assert serving.faults == {}
+    serving.note([ServerFaulted(7), ContextsMade(7)], after(3))
+    assert serving.reported == {}
 
 
 def test_fault_by_its_word() -> None:
@@ -49,11 +51,19 @@ def test_fault_by_its_word() -> None:
     assert serving.faults == {}
 
 
-def test_log_against_the_word() -> None:
-    """Where servers have state words, a fault in the log is only reported until the next word decides."""
+def test_fault_that_outlasts_the_clients() -> None:
+    """A server without clients has the fault that its word says, since the same time."""
     serving = ServerHealth()
-    serving.note([ServerFaulted(7)], T)
-    assert serving.faults == {7: T}  # whether they have words is not known yet
+    serving.statuses({7: "FAULT"}, (), T)
+    serving.statuses({7: "FAULT"}, {7}, after(5))
+    assert serving.faults == {7: T}
+    serving.statuses({7: "ACTIVE"}, {7}, after(6))
+    assert serving.faults == {}
+
+
+def test_log_against_the_word() -> None:
+    """A fault in the log is only reported until the next word decides."""
+    serving = ServerHealth()
     serving.statuses({7: "ACTIVE"}, (), after(1))
     serving.note([ServerFaulted(7)], after(2))
     serving.note([ServerFaulted(7)], after(3))
@@ -76,11 +86,23 @@ def test_no_word_for_a_reported_fault() -> None:
     assert serving.faults == {7: after(1)}
 
 
+def test_log_of_a_server_without_clients() -> None:
+    """A server without clients, whose user can write such lines at any rate, has no fault."""
+    serving = ServerHealth()
+    serving.statuses({7: None}, {7}, T)
+    for second in range(3):
+        serving.note([ServerFaulted(7)], after(second))
+        assert serving.faults == {}
+        serving.statuses({7: None}, {7}, after(second))
+    assert (serving.faults, serving.reported) == ({}, {})
+
+
 @pytest.mark.parametrize("gone_by", ["its exit", "the kernel"])
 def test_server_that_is_gone(gone_by: str) -> None:
     """A server that is gone has no fault any more."""
     serving = ServerHealth()
     serving.note([ServerFaulted(7)], T)
+    serving.statuses({7: None}, (), T)
     if gone_by == "its exit":
         serving.note([ServerExited(7, 0)], after(1))
     else:

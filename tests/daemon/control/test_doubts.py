@@ -1,5 +1,6 @@
 """Reasons to ask a server at once whether it handles a fatal fault: its words, unknown lines of it, and Xids."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from mpsd.simulator.answers import BRANCHES
 from tests.daemon.caller import NOBODY, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import Gate, event, stopped
+from tests.daemon.helpers import Gate, event, is_running, stopped
 from tests.daemon.leases.line import Line
 from tests.harness import wait_until
 from tests.node import Node
@@ -28,7 +29,7 @@ QUIET: Final = "[daemon]\nprobe_interval = 600\n"
 """During the test mpsd does not ask a control daemon without a reason."""
 
 STATE_WORDS: Final = 550
-"""The first branch whose servers have state words, which decide; before, the log does."""
+"""The first branch whose servers have state words, which decide; before, the log and their clients do."""
 
 STAMP: Final = "[2026-11-26 01:02:03.004 Server {:5d}] "
 
@@ -70,7 +71,7 @@ def warnings(node: Node) -> set[str]:
 def test_words_of_each_driver(make_node: Start, short_tmp: Path, branch: int) -> None:
     """No lease is granted between the words of a fault and the server's answer, which decides.
 
-    Where the driver has no state word, the words of the log decide.
+    Where the driver has no state word, the words of the log and the clients that the server names decide.
     """
     node = make_node(simulate=1, config=QUIET)
     gate = Gate(node, short_tmp, branch)
@@ -88,20 +89,16 @@ def test_words_of_each_driver(make_node: Start, short_tmp: Path, branch: int) ->
             assert event(node, "server_faulted")["server"] == server
             wait_until(gate.has_held, what="the question")
             call = line.call("POST", "/v1/leases", SMALL)
-            if has_word:
-                wait_until(lambda: len(node.get("/v1/leases").json["leases"]) > 1, what="the request to be heard")
-                assert not call.answered
-                assert "fault_reported" in warnings(node)
-            else:
-                assert call.answer().status == 409
-                assert node.get("/readyz").status == 503
+            wait_until(lambda: len(node.get("/v1/leases").json["leases"]) > 1, what="the request to be heard")
+            assert not call.answered
+            assert "fault_reported" in warnings(node)
         event(node, "leases_faulted", server=server)
         assert [each["kind"] for each in node.get("/v1/status").json["reasons"]] == ["server_fault"]
-        assert not (has_word and call.answered)
+        assert not call.answered
         client.kill()
         event(node, "server_recovered", server=server)
     wait_until(lambda: node.get("/readyz").status == 200, what="the node to be ready")
-    assert (call.answer() if has_word else line.ask(**SMALL)).status == 201
+    assert call.answer().status == 201
 
 
 @pytest.mark.parametrize("reason", ["fault", "unknown", "no stamp", "xid"])
@@ -134,14 +131,43 @@ def test_reasons_that_prove_nothing(node: Node, client: SimulatedClient) -> None
     assert not node.events("leases_faulted")
 
 
+@contextlib.contextmanager
+def written(node: Node, *lines: str) -> Iterator[None]:
+    """Have a process write these lines into the log of the servers, again and again."""
+    with (node.control_log("gpu0").parent / "server.log").open("a") as log:
+        writer = subprocess.Popen([sys.executable, "-I", "-c", WRITES, *lines], stdout=log)
+    try:
+        yield
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+@pytest.mark.parametrize("branch", [each for each in BRANCHES if each < STATE_WORDS])
+def test_lines_in_a_loop_without_a_client(make_node: Start, short_tmp: Path, branch: int) -> None:
+    """Where servers have no state word, a server without a client has no fault, whatever is in its log."""
+    node = make_node(simulate=1, config=QUIET)
+    Gate(node, short_tmp, branch)
+    node.start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        server = client.hello["server"]
+    wait_until(lambda: not node.get("/v1/clients").json["clients"], what="the client to be gone")
+    with written(node, STAMP.format(server) + "Server is handling a fatal GPU error."):
+        event(node, "server_faulted", server=server)
+        for _ in range(5):
+            answer = node.request("POST", "/v1/leases", SMALL)
+            assert answer.status == 201, answer.json
+            assert node.get("/readyz").status == 200
+    assert is_running(server)
+
+
 def test_lines_in_a_loop(node: Node, client: SimulatedClient) -> None:
     """A process that writes such lines into the log in a loop keeps no other user from a lease."""
     stamp, grants = STAMP.format(client.hello["server"]), 5
     lines = [f"{stamp}Server is handling a fatal GPU error.", f"{stamp}what a new driver says"]
     before, began = questions(node), time.monotonic()
-    with (node.control_log("gpu0").parent / "server.log").open("a") as log:
-        writer = subprocess.Popen([sys.executable, "-I", "-c", WRITES, *lines], stdout=log)
-    try:
+    with written(node, *lines):
         wait_until(lambda: node.daemons()["gpu0"]["unknown_lines"] > 100, what="many lines to be read")
         for _ in range(grants):
             answer = node.request("POST", "/v1/leases", SMALL)
@@ -149,9 +175,6 @@ def test_lines_in_a_loop(node: Node, client: SimulatedClient) -> None:
             assert node.get("/readyz").status == 200
             assert node.request("DELETE", f"/v1/leases/{answer.json['id']}").status == 204
         asked, seconds = questions(node) - before, time.monotonic() - began
-    finally:
-        writer.kill()
-        writer.wait()
     # Not the clock's speed is judged, but the number of questions in any time: one a second for these lines, and one
     # for each grant and its end.
     assert asked <= seconds + 1 + 2 * grants

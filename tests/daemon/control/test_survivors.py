@@ -84,7 +84,7 @@ from mpsd.simulator import client
 client.main()
 os.execv(sys.executable, [sys.executable, "-m", "mpsd.simulator.client"])
 """
-"""A client that becomes another one, in the same process, when it is told to exit."""
+"""A client that becomes another one, in the same process, at `exit`."""
 
 
 def test_client_that_becomes_another_program(node: Node) -> None:

@@ -28,21 +28,22 @@ _BUSY: Final = """
 case "$1" in -f) exec {command} "$@" ;; esac
 touch {conversed}
 [ -e {busy} ] || exec {command} "$@"
-sed -E '{edit}' | {command}
+sed -E '{edit}' | {command} | sed -E '{answers}'
 """
-"""A control program whose front-ends send other lines while a file exists. A line that is no command is echoed."""
+"""A control program whose front-ends send and answer other lines while a file exists. A line that is no command is
+echoed."""
 
 _NOTHING: Final = "/^[gs]et_(client_list|server_status|active_thread_percentage|device_pinned_mem_limit) /d"
 """Asks servers nothing, so that these seem to be busy."""
 
 
 class Server:
-    """The servers of a node, which can be busy, or answer otherwise, by an `edit` of the questions."""
+    """The servers of a node, which can be busy, or answer otherwise, by an `edit` of the questions or `answers`."""
 
-    def __init__(self, node: Node, folder: Path, edit: str = _NOTHING) -> None:
+    def __init__(self, node: Node, folder: Path, edit: str = _NOTHING, answers: str = "") -> None:
         self._busy, self._conversed = folder / "busy", folder / "conversed"
         command = shlex.join(simulator(550, str(node.root / "run" / "simulated")))
-        script = _BUSY.format(command=command, busy=self._busy, conversed=self._conversed, edit=edit)
+        script = _BUSY.format(command=command, busy=self._busy, conversed=self._conversed, edit=edit, answers=answers)
         node.control = program(folder / "nvidia-cuda-mps-control", script)
 
     def turn(self, *, busy: bool) -> None:
@@ -283,6 +284,36 @@ def test_replaced_when_unused(make_node: Start, short_tmp: Path) -> None:
         assert node.daemons()["gpu0"]["pid"] == before
         assert client.sync()["ok"]
     wait_until(lambda: node.daemons()["gpu0"]["pid"] not in {before, None}, what="another control daemon")
+    wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
+    assert wider(node, 0.0).status == 201
+
+
+def test_unknown_state_word(make_node: Start, short_tmp: Path) -> None:
+    """A state word that mpsd does not know is an unforeseen answer: whether the server serves is unknown."""
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    server = Server(node, short_tmp, "", "s/^ACTIVE$/RECOVERING/")
+    node.start()
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        server.turn(busy=True)
+        assert "RECOVERING" in event(node, "answer_unforeseen")["answer"]
+        refused = wider(node, 0.0)
+        assert (refused.status, refused.json["limit"]) == (409, "health")
+
+
+def test_fault_that_does_not_end(make_node: Start, short_tmp: Path) -> None:
+    """A server whose fault outlasts its clients is replaced once it is unused."""
+    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
+    server = Server(node, short_tmp, "", "s/^ACTIVE$/FAULT/")
+    node.start()
+    before = node.daemons()["gpu0"]["pid"]
+    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
+        event(node, "client_attributed", client=client.pid)
+        server.turn(busy=True)
+        event(node, "leases_faulted", server=client.hello["server"])
+        assert client.sync()["ok"]
+        assert node.daemons()["gpu0"]["pid"] == before
+    wait_until(lambda: node.daemons()["gpu0"]["pid"] not in {before, None}, what="another daemon", deadline=30)
     wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
     assert wider(node, 0.0).status == 201
 

@@ -118,6 +118,15 @@ def impossible(release: str) -> Iterator[str]:
         yield f"a Linux kernel: {release} is gVisor's, and NVIDIA's server cannot start there; take another machine"
 
 
+def foreign(wheels: Path) -> Iterator[str]:
+    """Yield what to do if these wheels are for another Python."""
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    tags = [each.stem.split("-")[-3:-1] for each in wheels.glob("*.whl")]
+    if any(python.startswith("cp3") and python != own and abi != "abi3" for python, abi in tags):
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        yield f"wheels for Python {version}: those in {wheels} are for another one (--fetch DIR --python {version})"
+
+
 def lacking(environment: dict[str, str]) -> Iterator[str]:
     """Yield everything of the driver that this machine lacks."""
     if shutil.which(CONTROL, path=environment["PATH"]) is None:
@@ -202,7 +211,7 @@ def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, 
         "MPSD_GPU_SIMULATED": "1" if simulated else "",
         "PYTHONUNBUFFERED": "1",
     }
-    if reasons := list(impossible(os.uname().release)):
+    if reasons := [*impossible(os.uname().release), *foreign(wheels)]:
         print("This machine lacks:", *reasons, sep="\n- ")
         return 1
     if carried is not None:

@@ -189,7 +189,7 @@ def _bare(node: Node, way: Mapping[str, str]) -> Client:
 
 
 OUTSIDE: Final = "OUTSIDE MPS"
-"""What is said of a client that no server lists."""
+"""The remark about a client that no server lists."""
 
 
 def doubt(listed: bool, inside: bool | None) -> str:  # noqa: FBT001 - the two kinds of evidence

@@ -29,6 +29,9 @@ PERCENTAGES: Final = (100, 75, 50, 25, 10, 1)
 SECONDS: Final = 0.1 if machine.simulated() else 2.0
 """How long a rate is measured; that of a simulated GPU needs no long time."""
 
+LEASED: Final = 2048
+"""MiB of a lease whose context takes the more of it the more threads it has."""
+
 FAILURES: Final = (AssertionError, KeyError, IndexError, ValueError, OSError, HTTPException, subprocess.SubprocessError)
 """The errors of a part that cannot be measured: a figure, and not the end of the report."""
 
@@ -85,10 +88,11 @@ def whole_gpu(node: Node) -> Iterator[Row]:
         yield "a process meant to be outside MPS, the whole GPU", ran
         client.end()
     for percentage in PERCENTAGES:
-        with leased(node, threads=percentage, memory="2GiB") as client:
+        with leased(node, threads=percentage, memory=f"{LEASED}MiB") as client:
             doubt = seen_by(node, client)
             work = client.do(f"busy {SECONDS}")
             ran = f"{work['multiprocessors']} multiprocessors ran it, CUDA tells of {client.hello['multiprocessors']}"
+            ran += f"; {client.hello['free'] // MIB} of its {LEASED} MiB are free"
             yield f"a lease of {percentage} %", f"{doubt}{work['rate'] / whole['rate']:.3f}; {ran}"
             client.end()
 

@@ -273,6 +273,17 @@ def test_wheels() -> None:
     assert {"click", "msgspec", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"} <= names
 
 
+def test_wheels_of_another_python(tmp_path: Path) -> None:
+    """Wheels that this Python cannot import are refused, with the option that fetches others."""
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for name in (f"a-1-{own}-{own}-any", "b-1-py3-none-any", "c-1-cp36-abi3-any"):
+        (tmp_path / f"{name}.whl").touch()
+    assert not [*everything.foreign(tmp_path)]
+    (tmp_path / "d-1-cp39-cp39-any.whl").touch()
+    (reason,) = everything.foreign(tmp_path)
+    assert "--python" in reason
+
+
 def test_its_python(tmp_path: Path) -> None:
     """The canary of a checkout starts in the virtual environment that everything.py makes."""
     (tmp_path / "wheels").mkdir()

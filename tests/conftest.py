@@ -265,13 +265,15 @@ _LOUDLY = {
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Report how many tests did not run, once for each reason, and how to get missing control daemons."""
-    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    stats = terminalreporter.stats
+    skipped = Counter(_reason(report) for report in stats.get("skipped", []))
     if skipped:
         terminalreporter.section(f"{skipped.total()} SKIPPED", sep="!", red=True, bold=True)
         for reason, count in sorted(skipped.items()):
             terminalreporter.line(f"{count:5}  {reason}")
     absent = [f"{branch}" for branch in real.BRANCHES if branch not in real.real_daemons()]
-    if absent:
+    needy = [each for kind in ("skipped", "error") for each in stats.get(kind, []) if "real_daemon" in each.keywords]
+    if absent and needy:
         fetch = os.path.relpath(Path(__file__).parent / "real" / "fetch", config.invocation_params.dir)
         terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
         terminalreporter.line(f"missing: driver branch {', '.join(absent)}. To have those tests run as well: {fetch}")

@@ -47,7 +47,7 @@ class Kind(StrEnum):
     GPU = "gpu"
     """The GPU is faulty, or in a state in which MPS cannot run."""
     SERVER_STOPPED = "server_stopped"
-    """A user has stopped its server, and the control daemon serves no client."""
+    """A server is stopped, by its user or root, and the control daemon serves no client."""
     DAEMON = "daemon"
     """The control daemon is not ready."""
     OPERATION = "operation"
@@ -397,7 +397,7 @@ def _lost(leases: Iterable[Lease]) -> Iterator[Reason]:
             f"{name}: clients of {first_of(words)} live on although their work ended with their control daemon: all"
             " their calls of CUDA fail (errors 806, 805)"
         )
-        yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again in the same lease")
+        yield Reason(Kind.CLIENTS_LOST, name, because, "end these processes, and start them again")
 
 
 def _quarantined(each: QuarantinedUid) -> Reason:

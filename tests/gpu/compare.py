@@ -1,17 +1,15 @@
-"""mpsd compared with bare MPS, and with no MPS, on this machine's first GPU: `python -m tests.gpu.compare [NAME ...]`.
+"""mpsd compared with bare MPS, and with no MPS, on this machine's first GPU: `python -m tests.gpu.compare [PART ...]`.
 
-It prints a table for docs/gpu.md, row by row as it is measured; `--json FILE` keeps every single measurement. Names
-select parts; `--seconds` bounds all of them together. It needs what the tests of a GPU need, and a GPU without other
-users. Where there is PyTorch, clients work with it, also on a decoder of Qwen3-4B's shape; elsewhere they run
-kernels of their own, and each row says which. With MPSD_GPU_SIMULATED=1 the GPU is simulated: each row says so, and its
-figures mean nothing.
+It prints a table for docs/gpu.md, row by row as it is measured; `--json FILE` keeps every single measurement, and
+`--seconds` bounds all of them together. It needs what the tests of a GPU need, and a GPU without other users. Where
+there is PyTorch, clients work with it, also on a decoder of Qwen3-4B's shape; elsewhere they run kernels of their own,
+and each row says which. With MPSD_GPU_SIMULATED=1 the GPU is simulated: each row says so, and its figures mean nothing.
 
 Sides are compared in interleaved blocks, ABBA BAAB, and a ratio is the median of the ratios of neighbouring blocks. Its
 interval is that of a bootstrap with a fixed seed. `within 1 %` stands only where the whole interval lies there. A part
 that fails is a row that says so. SIGINT ends the clients after their work, then the control daemons and mpsd.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -30,6 +28,7 @@ from tests.gpu.comparing.lives import churn, ends
 from tests.gpu.comparing.rows import HEAD, Row, number
 from tests.gpu.comparing.site import CROWDED, Site, Timer, WrongError, opened
 from tests.gpu.comparing.throughput import decoders, jobs, throughput
+from tests.gpu.table import parser_of, selected
 from tests.harness import remove_tree
 from tests.node import Node
 
@@ -129,17 +128,14 @@ def _engine() -> str:
 
 def main() -> int:
     """Print the table, row by row as it is measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PARTS)}; all by default")
+    parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (%(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
     given = parser.parse_args()
-    if unknown := [each for each in given.names if each not in PARTS]:
-        parser.error(f"no part {unknown[0]}: there are {', '.join(PARTS)}")
     if (missing := machine.missing()) is not None:
         print(f"nothing to compare: {missing}", file=sys.stderr)
         return 1
-    parts = {name: part for name, part in PARTS.items() if name in given.names or not given.names}
+    parts = {name: PARTS[name] for name in selected(given, PARTS, PARTS)}
     INTERRUPTS.install()
     rows: list[Row] = []
     root = machine.private_directory("mc-")

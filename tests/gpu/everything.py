@@ -99,7 +99,10 @@ def fetch(directory: Path, python: str | None) -> int:
         "--dest",
         str(directory),
     ]
-    return subprocess.run([*command, *requirements()], check=False).returncode
+    status = subprocess.run([*command, *requirements()], check=False).returncode
+    if status == 0:
+        print(f"{directory} has {len(list(directory.glob('*.whl')))} wheels: take it to the machine with the GPU")
+    return status
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
@@ -113,6 +116,15 @@ def impossible(release: str) -> Iterator[str]:
         yield "root: the tests start control daemons and clients of several users"
     if release == _GVISOR:
         yield f"a Linux kernel: {release} is gVisor's, and NVIDIA's server cannot start there; take another machine"
+
+
+def foreign(wheels: Path) -> Iterator[str]:
+    """Yield what to do if these wheels are for another Python."""
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    tags = [each.stem.split("-")[-3:-1] for each in wheels.glob("*.whl")]
+    if any(python.startswith("cp3") and python != own and abi != "abi3" for python, abi in tags):
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        yield f"wheels for Python {version}: those in {wheels} are for another one (--fetch DIR --python {version})"
 
 
 def lacking(environment: dict[str, str]) -> Iterator[str]:
@@ -155,19 +167,33 @@ def carry(directory: Path, environment: dict[str, str]) -> None:
         environment["MPSD_GPU_CARRIED"] = directory.resolve().name
 
 
-def make_python(directory: Path, wheels: Path) -> Path:
-    """Make a virtual environment with the wheels and this checkout, and return its Python.
+def copy_checkout(directory: Path) -> None:
+    """Copy the modules to where every user can read them: some clients are other users', and a checkout may be root's.
+
+    So nothing is written to the checkout, either.
+    """
+    for source in (ROOT / "pyproject.toml", *ROOT.glob("mpsd/**/*"), *ROOT.glob("tests/**/*")):
+        if source.is_file() and "__pycache__" not in source.parts:
+            copy = directory / source.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+
+
+def make_python(directory: Path, wheels: Path, checkout: Path = ROOT) -> Path:
+    """Make a virtual environment with the wheels and a checkout, and return its Python.
 
     The modules of the running Python, such as torch in a virtual environment of its own, come last. mpsd starts its
     canary with `python -I`, which ignores PYTHONPATH.
     """
     venv.create(directory, symlinks=True)
+    # Its home is where Python's own modules are: a link to a Python elsewhere, as uv makes, does not lead there.
+    (directory / "pyvenv.cfg").write_text(f"home = {sys.base_exec_prefix}/bin\n", encoding="utf-8")
     packages = next(directory.glob("lib/python3*/site-packages"))
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(packages)  # noqa: S202 - of a zip file, which cannot leave the directory
     others = (f"import site; site.addsitedir({each!r})" for each in site.getsitepackages())
-    (packages / "checkout.pth").write_text("\n".join([str(ROOT), *others, ""]), encoding="utf-8")
+    (packages / "checkout.pth").write_text("\n".join([str(checkout), *others, ""]), encoding="utf-8")
     return directory / "bin" / "python3"
 
 
@@ -185,23 +211,25 @@ def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, 
         "MPSD_GPU_SIMULATED": "1" if simulated else "",
         "PYTHONUNBUFFERED": "1",
     }
-    if reasons := list(impossible(os.uname().release)):
+    if reasons := [*impossible(os.uname().release), *foreign(wheels)]:
         print("This machine lacks:", *reasons, sep="\n- ")
         return 1
     if carried is not None:
         carry(carried, environment)
     hold_open(environment)
     begin, failed = time.monotonic(), list[str]()
+    os.umask(0o022)
     place = Path(tempfile.mkdtemp(prefix="mg-"))
     place.chmod(0o755)  # clients of other users import from it
-    kept, work = place / "logs", place / "tmp"
+    kept, work, checkout = place / "logs", place / "tmp", place / "checkout"
     for each in (kept, work):
         each.mkdir()
     work.chmod(0o711)
-    # Nothing is written to the checkout, and nothing is compiled twice.
+    # Nothing is compiled twice.
     environment |= {"TMPDIR": str(work), "MPSD_GPU_LOGS": str(kept), "PYTHONPYCACHEPREFIX": str(place / "compiled")}
     try:
-        python = str(make_python(place / "venv", wheels))
+        copy_checkout(checkout)
+        python = str(make_python(place / "venv", wheels, checkout))
         until = begin
         for number, (what, arguments, seconds) in enumerate(PARTS):
             until += seconds
@@ -209,7 +237,7 @@ def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, 
             print(f"\n--- {name}, {until - time.monotonic():.0f} s at most", flush=True)
             command = [python, *(SIMULATED if simulated and arguments == REAL else arguments)]
             with (kept / f"{number}-{what.replace(' ', '-')}.txt").open("wb") as copy:
-                wrong = run_part(command, environment, until - time.monotonic(), copy)
+                wrong = run_part(command, environment, until - time.monotonic(), copy, checkout)
             failed += [f"{name}: {wrong}"] if wrong else []
             keep_rest(work, kept / f"{number}-left-behind")
             if logs is not None:
@@ -223,14 +251,16 @@ def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, 
     return 1 if failed else 0
 
 
-def run_part(command: Sequence[str], environment: dict[str, str], seconds: float, copy: IO[bytes]) -> str:
-    """Run a program for this long at most, end everything that it started, and return what is wrong, if anything.
+def run_part(
+    command: Sequence[str], environment: dict[str, str], seconds: float, copy: IO[bytes], place: Path = ROOT
+) -> str:
+    """Run a program there for this long at most, end everything that it started, and return what is wrong, if anything.
 
     Its output is printed, and copied. A control daemon has a session of its own, and its server may have one too: they
     are found as descendants.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    program = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    program = subprocess.Popen(command, cwd=place, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert program.stdout is not None
     printer = threading.Thread(target=_print, args=(program.stdout, copy), daemon=True)
     printer.start()

@@ -44,6 +44,15 @@ _NOBODY: Final = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
 """For processes that run outside MPS, whatever uses the default pipe directory."""
 
 
+USERS: Final = (1001, 1002)
+"""Uids of two ordinary users."""
+
+
+def become(uid: int) -> tuple[str, ...]:
+    """Return a command that becomes this user, and then a program."""
+    return ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
+
+
 def required() -> bool:
     """Return whether a test that needs a GPU fails where there is none, instead of being skipped."""
     return os.environ.get(REQUIRE, "") not in {"", "0"}
@@ -179,6 +188,10 @@ def _bare(node: Node, way: Mapping[str, str]) -> Client:
     return Client(PROGRAM, {**ENVIRONMENT, **gpus_of(node), **way, **gpu})
 
 
+OUTSIDE: Final = "OUTSIDE MPS"
+"""The remark about a client that no server lists."""
+
+
 def doubt(listed: bool, inside: bool | None) -> str:  # noqa: FBT001 - the two kinds of evidence
     """Return what to say before a result: nothing for a client of MPS, and otherwise that its limits mean nothing.
 
@@ -187,7 +200,7 @@ def doubt(listed: bool, inside: bool | None) -> str:  # noqa: FBT001 - the two k
     if listed and inside is not False:
         return ""
     attribute = {None: "unknown", False: "0", True: "1"}[inside]
-    return f"OUTSIDE MPS (get_client_list {'has' if listed else 'lacks'} it, attribute 133 is {attribute}): "
+    return f"{OUTSIDE} (get_client_list {'has' if listed else 'lacks'} it, attribute 133 is {attribute}): "
 
 
 def doubt_about(node: Node, client: Client, pid: int | None = None) -> str:

@@ -1,10 +1,10 @@
-"""Facts about MPS that NVIDIA does not document, measured on this machine's first GPU: `python -m tests.gpu.questions`.
+"""Facts about MPS that NVIDIA does not document, measured on the first GPU: `python -m tests.gpu.questions [PART ...]`.
 
 NVIDIA's own control daemon answers, without mpsd, and no result is judged: each is a row of a table for docs/gpu.md. A
 result of a process that is no client of MPS says OUTSIDE MPS: its limits mean nothing. The questions of which least is
 known come first, and what may leave MPS wedged comes last; each question has its own control daemon, which is ended by
-`quit -t` and then by force. Arguments select some by name. Signals in mid-kernel, which may leave more than that, are
-asked with `--kills` alone, or by name.
+`quit -t` and then by force. Signals in mid-kernel, which may leave more than that, are asked with `--kills` alone, or
+by name.
 
 With `--quick` all work takes a tenth of the time: enough to try this program, not the GPU. So it does with
 MPSD_GPU_SIMULATED=1, where the simulator's control daemon answers.
@@ -19,15 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from mpsd.simulator.control import program as simulator
 from mpsd.simulator.devices import VARIABLE, Device
 from tests.daemon.helpers import GIB, MIB, is_running
 from tests.gpu import machine
+from tests.gpu.bare import LONG, BareDaemon
 from tests.gpu.machine import PROGRAM, Client
-from tests.gpu.table import Row, print_table, said
+from tests.gpu.table import Row, doubted, parser_of, print_table, said, selected
 from tests.harness import remove_tree, wait_until
 
 LATE: Final = (*PROGRAM, "--late")
@@ -40,11 +39,8 @@ CLOSED: Final = ("0.1", "1M")
 PACE: Final = 0.1 if "--quick" in sys.argv or machine.simulated() else 1.0
 """The factor for the durations written below."""
 
-LONG: Final = 10.0
-"""Seconds without an answer after which a client, or a front-end, counts as hanging."""
-
 SHORT: Final = 3.0
-"""The same where it is expected to hang."""
+"""Seconds without an answer after which one that is expected to hang counts as hanging."""
 
 KERNEL: Final = 12.0 * PACE
 """Seconds of the one kernel in whose middle a client is ended. A call that waits for it may take as much longer."""
@@ -55,53 +51,15 @@ _UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
 """The UUID of the simulated GPU."""
 
 
-class Mps:
+class Mps(BareDaemon):
     """One of NVIDIA's own control daemons for the first GPU, in a private directory; or the simulator's."""
 
     def __init__(self, root: Path, *options: str) -> None:
-        root.mkdir()
-        self.root, self._options = root, options
-        self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(root), "CUDA_VISIBLE_DEVICES": "0"}
-        self._environment = {**os.environ, **self.variables, "CUDA_MPS_LOG_DIRECTORY": str(root)}
-        if machine.simulated():
-            self.variables[VARIABLE] = str(root / "gpus")
-            Device(root / "gpus", _UUID).create()
-            self._program = [*simulator(gpus=str(root / "gpus"))]
-        else:
-            self._program = [str(machine.control())]
-        self._log = (root / "out").open("ab")
-
-    def __enter__(self) -> Self:
-        """Start it."""
-        self.process = subprocess.Popen(
-            [*self._program, "-f", *self._options],
-            env=self._environment,
-            stdout=self._log,
-            stderr=self._log,
-            stdin=subprocess.DEVNULL,
-        )
-
-        def answers() -> bool:
-            if (status := self.process.poll()) is not None:
-                said = (self.root / "out").read_text(errors="replace")[-300:]
-                raise OSError(f"the control daemon ended with {status}: {said}")
-            return "100" in self.ask("get_default_active_thread_percentage")
-
-        wait_until(answers, what="the control daemon to answer")
-        return self
-
-    def ask(self, text: str, seconds: float = LONG) -> str:
-        """Send a command by NVIDIA's front-end, and return the answer. Raises TimeoutExpired after so many seconds."""
-        done = subprocess.run(
-            self._program,
-            env=self._environment,
-            input=f"{text}\n",
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        return done.stdout.strip()
+        """Prepare it, with a simulated GPU of its own where GPUs are simulated."""
+        devices = {VARIABLE: str(root / "gpus")} if machine.simulated() else {}
+        for directory in devices.values():
+            Device(Path(directory), _UUID).create()
+        super().__init__(root, *options, devices=devices)
 
     def asked(self, text: str) -> str:
         """Return the answer as a result: that of a front-end that hangs is one, too."""
@@ -109,11 +67,6 @@ class Mps:
             return repr(self.ask(text, SHORT))
         except subprocess.TimeoutExpired:
             return f"no answer within {SHORT:g} s"
-
-    @property
-    def servers(self) -> list[int]:
-        """The pids of its servers."""
-        return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
 
     def set(self, limits: Limits) -> str:
         """Set the limits of the next client to at most these, and return what was read back: of a busy server nothing.
@@ -162,25 +115,6 @@ class Mps:
         ran = f"{work['multiprocessors']} multiprocessors ran (CUDA says {info['multiprocessors']})"
         memory = f"{held['held'] // MIB} MiB, then {held['refused']} (CUDA says {free:.1f} of {total:.1f} GiB free)"
         return f"{self.doubt(client)}{ran}; {memory}"
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End it and its servers, as NVIDIA specifies, and by force where that fails; keep its logs."""
-        servers: list[int] = []
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            servers = self.servers
-            self.ask("quit -t 5")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(LONG)
-        self.process.kill()
-        self.process.wait()
-        for server in servers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(server, signal.SIGKILL)
-        self._log.close()
-        machine.keep(self.root, f"question-{self.root.name}", "out", "*.log")
-        wait_until(lambda: not any(is_running(each) for each in servers), what="the servers to be gone", deadline=LONG)
 
 
 def do(client: Client, *lines: str, seconds: float = LONG) -> dict[str, Any]:
@@ -240,12 +174,15 @@ def successors(mps: Mps) -> Iterator[Row]:
     """Measure the limits of a successor that connects at once after its predecessor, while they change."""
     mps.set(PART)
     with mps.client() as client:
-        do(client, "init", "create", "busy 0.2")
+        begin = do(client, "init", "create", "busy 0.2")
+        assert begin["ok"], begin
+        doubt = mps.doubt(client)
         mps.set(CLOSED)
         client.end()
-        begin = time.monotonic()
-        mps.set(PART)
-        yield "limits of a server changed by the front-end in", f"{(time.monotonic() - begin) * 1000:.1f} ms"
+        since = time.monotonic()
+        held = mps.set(PART)
+        took = f"{(time.monotonic() - since) * 1000:.1f} ms"
+        yield "limits of a daemon and its server changed by the front-end in", f"{doubt}{took}; read back: {held}"
     with mps.client() as client:
         yield "part: a successor that connects at once", mps.begun(client, "init", "create")
 
@@ -256,7 +193,8 @@ def least(mps: Mps) -> Iterator[Row]:
         held = mps.set(limits)
         with mps.client() as client:
             yield f"{what}: a context", f"{mps.begun(client, 'init', 'create')}; read back before: {held}"
-            yield f"{what}: the server's state", f"{[mps.ask(f'get_server_status {each}') for each in mps.servers]}"
+            states = [mps.ask(f"get_server_status {each}") for each in mps.servers]
+            yield f"{what}: the server's state", ", ".join(states) or "there is no server"
 
 
 def variables(mps: Mps) -> Iterator[Row]:
@@ -291,13 +229,10 @@ def namespaces(mps: Mps) -> Iterator[Row]:
     """Measure under which pid MPS lists a client in a pid namespace of its own."""
     with mps.client(within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as client:
         begin = do(client, "init", "create")
+        assert begin["ok"], begin
         child = machine.child(client)
-        doubt = mps.doubt(client, child) if begin["ok"] else ""
         numbers = f"its pid is {client.hello['pid']} inside, and {child} outside; listed: {mps.listed()}"
-        yield "a client in its own pid namespace", f"{doubt}{said(begin)}; {numbers}"
-
-
-USERS: Final = (1001, 1002)
+        yield "a client in its own pid namespace", f"{mps.doubt(client, child)}{said(begin)}; {numbers}"
 
 
 def users(mps: Mps) -> Iterator[Row]:
@@ -305,9 +240,8 @@ def users(mps: Mps) -> Iterator[Row]:
 
     def both(daemon: Mps) -> Iterator[str]:
         with contextlib.ExitStack() as stack:
-            for uid in USERS:
-                become = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-                client = stack.enter_context(daemon.client(within=become))
+            for uid in machine.USERS:
+                client = stack.enter_context(daemon.client(within=machine.become(uid)))
                 begin = do(client, "init", "create", seconds=SHORT)
                 yield f"{daemon.doubt(client) if begin['ok'] else ''}{said(begin)}"
 
@@ -555,18 +489,19 @@ def answers(root: Path, names: Sequence[str]) -> Iterator[Row]:
     for name in names:
         try:
             with Mps(root / name) as mps:
-                yield from {**QUESTIONS, **KILLS}[name](mps)
+                yield from doubted({**QUESTIONS, **KILLS}[name](mps))
         except (AssertionError, OSError, IndexError, KeyError, ValueError, subprocess.SubprocessError) as error:
             yield f"{name}: could not be asked to its end", f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
     """Print the table, row by row as it is measured."""
-    names = [each for each in sys.argv[1:] if not each.startswith("--")]
-    names = names or [*(KILLS if "--kills" in sys.argv else QUESTIONS)]
-    if unknown := [each for each in names if each not in {**QUESTIONS, **KILLS}]:
-        print(f"no question {unknown[0]}: there are {', '.join([*QUESTIONS, *KILLS])}", file=sys.stderr)
-        return 2
+    every = {**QUESTIONS, **KILLS}
+    parser = parser_of(__doc__, every)
+    parser.add_argument("--kills", action="store_true", help="signals in mid-kernel, and nothing else")
+    parser.add_argument("--quick", action="store_true", help="work for a tenth of the time")
+    given = parser.parse_args()
+    names = selected(given, every, KILLS if given.kills else QUESTIONS)
     if (missing := machine.missing()) is not None:
         print(f"nothing to ask: {missing}", file=sys.stderr)
         return 1

@@ -1,9 +1,9 @@
-"""The behaviour of MPS under mpsd on this machine's first GPU, in figures: `python -m tests.gpu.report`.
+"""The behaviour of MPS under mpsd on this machine's first GPU, in figures: `python -m tests.gpu.report [PART ...]`.
 
 It prints a table for docs/gpu.md, and judges nothing: a failure is a figure too. Each part has its own node, since some
-damage theirs; arguments select some by name. A result of a process that is no client of MPS says OUTSIDE MPS. The last
-rows are the lines of the logs that mpsd does not know. It needs what the tests need, and a GPU without other users;
-with MPSD_GPU_SIMULATED=1 it runs on a simulated one.
+damage theirs. A result of a process that is no client of MPS says OUTSIDE MPS. The last rows are the lines of the logs
+that mpsd does not know. It needs what the tests need, and a GPU without other users; with MPSD_GPU_SIMULATED=1 it runs
+on a simulated one.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any, Final
 from tests.daemon.helpers import GIB, MIB, is_running, kill, next_ready, undone
 from tests.gpu import machine
 from tests.gpu.machine import Client, leased, outside, unadmitted
-from tests.gpu.table import Row, print_table, said
+from tests.gpu.table import Row, doubted, parser_of, print_table, said, selected
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
@@ -29,11 +29,11 @@ PERCENTAGES: Final = (100, 75, 50, 25, 10, 1)
 SECONDS: Final = 0.1 if machine.simulated() else 2.0
 """How long a rate is measured; that of a simulated GPU needs no long time."""
 
+LEASED: Final = 2048
+"""MiB of a lease whose context takes the more of it the more threads it has."""
+
 FAILURES: Final = (AssertionError, KeyError, IndexError, ValueError, OSError, HTTPException, subprocess.SubprocessError)
 """The errors of a part that cannot be measured: a figure, and not the end of the report."""
-
-OTHERS: Final = (1001, 1002)
-"""Uids of two ordinary users."""
 
 SMALL: Final[Mapping[str, Any]] = {"threads": 25, "memory": "2GiB"}
 
@@ -83,15 +83,16 @@ def whole_gpu(node: Node) -> Iterator[Row]:
     """Measure the rate of a lease by its percentage, relative to the whole GPU outside MPS."""
     with outside(node) as client:
         whole = client.do(f"busy {SECONDS}")
-        place = {None: "unknown", False: "0", True: "1"}[client.hello["mps"]]
+        place = {None: "unknown", False: "0", True: "1, so that it is INSIDE MPS"}[client.hello["mps"]]
         ran = f"{whole['multiprocessors']} multiprocessors ran it; its rate is 1; attribute 133 is {place}"
         yield "a process meant to be outside MPS, the whole GPU", ran
         client.end()
     for percentage in PERCENTAGES:
-        with leased(node, threads=percentage, memory="2GiB") as client:
+        with leased(node, threads=percentage, memory=f"{LEASED}MiB") as client:
             doubt = seen_by(node, client)
             work = client.do(f"busy {SECONDS}")
             ran = f"{work['multiprocessors']} multiprocessors ran it, CUDA tells of {client.hello['multiprocessors']}"
+            ran += f"; {client.hello['free'] // MIB} of its {LEASED} MiB are free"
             yield f"a lease of {percentage} %", f"{doubt}{work['rate'] / whole['rate']:.3f}; {ran}"
             client.end()
 
@@ -142,7 +143,7 @@ def drift(node: Node) -> Iterator[Row]:
         node.ask("gpu0", "set_default_active_thread_percentage 77")
         begin = time.monotonic()
         undone(node, "gpu0", "active_thread_percentage", server=None)
-        yield "a stranger's percentage, put back under load after", milliseconds(begin)
+        yield "a stranger's percentage, put back under load after", f"{doubt}{milliseconds(begin)}"
         yield "and the client", f"{doubt}{said(client.finish())}"
         client.end()
 
@@ -154,7 +155,8 @@ def canary(node: Node) -> Iterator[Row]:
         for what in ("verify --canary says", "verify --canary beside a client that works says"):
             begin = time.monotonic()
             answer = node.mpsctl("verify", "--canary", "gpu0")
-            yield what, f"{answer.stdout or answer.stderr} (status {answer.returncode}, {milliseconds(begin)})"
+            said_so = f"{answer.stdout or answer.stderr} (status {answer.returncode}, {milliseconds(begin)})"
+            yield what, f"{doubt}{said_so}"
             client.begin()
         yield "and the client", f"{doubt}{said(client.finish())}"
         client.end()
@@ -175,7 +177,7 @@ def namespaces(node: Node) -> Iterator[Row]:
 def users(node: Node) -> Iterator[Row]:
     """Measure two users at once, under daemon.users = "many", which takes a driver with -multiuser-server."""
     with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(leased(node, "--user", f"{uid}:{uid}", **SMALL)) for uid in OTHERS]
+        clients = [stack.enter_context(leased(node, "--user", f"{uid}:{uid}", **SMALL)) for uid in machine.USERS]
         began = [begun(node, client) for client in clients]
         yield "two users at once under daemon.users = many", " and ".join(began)
         owners = [Path(f"/proc/{each['pid']}").stat().st_uid for each in node.daemons()["gpu0"]["servers"]]
@@ -328,7 +330,7 @@ def measured(root: Path, names: Sequence[str]) -> Iterator[Row]:
                 if name == names[0]:
                     yield "GPU, driver", f"{machine.first_gpu(node)['name']}, {node.daemons()['gpu0']['version']}"
                 try:
-                    yield from part(node)
+                    yield from doubted(part(node))
                 finally:
                     unknown.update(unknown_lines(node))
         except FAILURES as error:
@@ -347,10 +349,7 @@ def unknown_lines(node: Node) -> Iterator[str]:
 
 def main() -> int:
     """Print the table, row by row as it is measured."""
-    names = sys.argv[1:] or [*PARTS]
-    if unknown := [each for each in names if each not in PARTS]:
-        print(f"no part {unknown[0]}: there are {', '.join(PARTS)}", file=sys.stderr)
-        return 2
+    names = selected(parser_of(__doc__, PARTS).parse_args(), PARTS, PARTS)
     if (missing := machine.missing()) is not None:
         print(f"nothing to report: {missing}", file=sys.stderr)
         return 1

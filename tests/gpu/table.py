@@ -1,12 +1,42 @@
-"""The tables that the programs of this folder print, for docs/gpu.md."""
+"""The parts that the programs of this folder have, and the tables that they print for docs/gpu.md."""
 
-from collections.abc import Iterable
+import argparse
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tests.gpu import machine
 
 Row = tuple[str, str]
 """A measurement, and its result."""
+
+
+def parser_of(about: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
+    """Return the parser of a program whose arguments select some of these parts (see `selected`)."""
+    names = [*parts]
+
+    def part(name: str) -> str:
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"no part {name}: there are {', '.join(names)}")
+        return name
+
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", type=part, metavar="PART", help=f"any of {', '.join(names)}")
+    return parser
+
+
+def selected(given: argparse.Namespace, parts: Iterable[str], otherwise: Iterable[str]) -> list[str]:
+    """Return the parts that were named, or else these, in the order of all: those that may do damage come last."""
+    wanted = {*(given.parts or otherwise)}
+    return [each for each in parts if each in wanted]
+
+
+def doubted(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows of a part; those after a client that was OUTSIDE MPS say so, too: they are no facts about MPS."""
+    outside = False
+    for what, answer in rows:
+        said_so = machine.OUTSIDE in answer
+        yield what, f"after a client {machine.OUTSIDE}: {answer}" if outside and not said_so else answer
+        outside |= said_so
 
 
 def said(answer: dict[str, Any]) -> str:

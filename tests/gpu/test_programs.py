@@ -18,6 +18,7 @@ from tests.gpu import everything
 from tests.gpu.cuda import LIBRARY
 from tests.gpu.everything import PARTS
 from tests.gpu.questions import KILLS, QUESTIONS
+from tests.gpu.table import doubted, parser_of, selected
 from tests.real import real_daemons
 from tests.system import fake_nvml
 from tests.system.fake_nvml import FakeNvml
@@ -78,8 +79,8 @@ def test_questions(environment: dict[str, str]) -> None:
     assert found["1 MiB: a context"] == f"{OUTSIDE}{context}; read back before: 100.0 1M"
     assert found["two users at once, with -multiuser-server"].startswith("the control daemon ended with 1")
     assert not [what for what, _ in answers if "could not be asked" in what]
-    # Each result of a client says so.
-    assert not [what for what, answer in answers if "works" in answer and OUTSIDE not in answer and "user" not in what]
+    # Each result says so.
+    assert not [what for what, answer in answers[1:] if "OUTSIDE MPS" not in answer and "user" not in what]
 
 
 def test_order() -> None:
@@ -109,6 +110,7 @@ def test_a_failed_part(driver: dict[str, str]) -> None:
     figures = dict(run({**driver, "PATH": f"{control}:{driver['PATH']}"}, "report", "memory", "death", "canary"))
     assert figures["death: could not be measured to its end"] == f"AssertionError: {OUTSIDE}".strip()
     assert figures["a lease of 4 GiB allocates"] == f"{OUTSIDE}256 MiB, then CUDA_ERROR_OUT_OF_MEMORY"
+    assert figures["verify --canary says"].startswith(OUTSIDE)
     assert "it used CUDA without MPS" in figures["verify --canary says"]
     assert figures["lines of the logs that mpsd does not know"]
 
@@ -129,7 +131,8 @@ esac
 @pytest.mark.real_daemon(535)
 def test_an_end_that_waits_for_the_kernel(tmp_path: Path, environment: dict[str, str]) -> None:
     """The answer of `terminate_client` is awaited for as long as the kernel and its server take."""
-    with subprocess.Popen(["sleep", "600"]) as server:
+    sleep = shutil.which("sleep")
+    with subprocess.Popen(["nvidia-cuda-mps-server", "600"], executable=sleep) as server:
         control = tmp_path / "first" / "nvidia-cuda-mps-control"
         control.parent.mkdir()
         control.write_text(_CONTROL.format(real=real_daemons()[535], server=server.pid))
@@ -144,12 +147,40 @@ def test_an_end_that_waits_for_the_kernel(tmp_path: Path, environment: dict[str,
     assert server.returncode == -signal.SIGKILL  # the program ends the servers that quit left
 
 
-def test_unknown_question() -> None:
-    """A question that does not exist is refused, and the others are named."""
-    command = [sys.executable, "-m", "tests.gpu.questions", "nothing"]
-    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no question nothing: there are least, binding, contexts, " in done.stderr
+@pytest.mark.parametrize(
+    ("program", "first", "last"),
+    [("questions", "least", "wedge-by-SIGKILL"), ("report", "threads", "stopped"), ("compare", "throughput", "ends")],
+)
+def test_names_of_parts(program: str, first: str, last: str) -> None:
+    """Each program names its parts, and refuses others."""
+    command = [sys.executable, "-m", f"tests.gpu.{program}"]
+    told, refused = (
+        subprocess.run([*command, each], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
+        for each in ("--help", "nothing")
+    )
+    assert (told.returncode, told.stderr) == (0, "")
+    assert f"any of {first}, " in told.stdout
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"no part nothing: there are {first}, " in refused.stderr
+    assert refused.stderr.endswith(f", {last}\n")
+
+
+def test_selection_of_parts() -> None:
+    """Parts run in the order of the table, which has the dangerous ones last, however they are given."""
+    parser = parser_of(None, ["one", "two", "three"])
+    assert selected(parser.parse_args(["three", "one"]), ["one", "two", "three"], ["two"]) == ["one", "three"]
+    assert selected(parser.parse_args([]), ["one", "two", "three"], ["two"]) == ["two"]
+
+
+def test_rows_after_a_client_outside() -> None:
+    """A row after one of a client outside MPS says so, whatever it is about."""
+    given = [("one", "works"), ("two", f"{OUTSIDE}works"), ("three", "0.1 s"), ("four", f"{OUTSIDE}works")]
+    assert [answer for _, answer in doubted(given)] == [
+        "works",
+        f"{OUTSIDE}works",
+        "after a client OUTSIDE MPS: 0.1 s",
+        f"{OUTSIDE}works",
+    ]
 
 
 _PART: Final = """
@@ -242,6 +273,17 @@ def test_wheels() -> None:
     assert {"click", "msgspec", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"} <= names
 
 
+def test_wheels_of_another_python(tmp_path: Path) -> None:
+    """Wheels that this Python cannot import are refused, with the option that fetches others."""
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for name in (f"a-1-{own}-{own}-any", "b-1-py3-none-any", "c-1-cp36-abi3-any"):
+        (tmp_path / f"{name}.whl").touch()
+    assert not [*everything.foreign(tmp_path)]
+    (tmp_path / "d-1-cp39-cp39-any.whl").touch()
+    (reason,) = everything.foreign(tmp_path)
+    assert "--python" in reason
+
+
 def test_its_python(tmp_path: Path) -> None:
     """The canary of a checkout starts in the virtual environment that everything.py makes."""
     (tmp_path / "wheels").mkdir()
@@ -251,6 +293,30 @@ def test_its_python(tmp_path: Path) -> None:
     program = "import mpsd.system.canary, one_of_the_wheels, click; print(mpsd.system.canary.__file__)"
     done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == str(_ROOT / "mpsd/system/canary.py")
+
+
+def test_a_python_behind_a_link(tmp_path: Path) -> None:
+    """A Python that was started by a link, as uv makes, finds its own modules in the virtual environment."""
+    (tmp_path / "wheels").mkdir()
+    link = tmp_path / "bin" / "python3"
+    link.parent.mkdir()
+    link.symlink_to(Path(sys.executable).resolve())
+    program = (
+        "import pathlib; from tests.gpu import everything as e;"
+        f" print(e.make_python(pathlib.Path({str(tmp_path / 'venv')!r}), pathlib.Path({str(tmp_path / 'wheels')!r})))"
+    )
+    made = subprocess.run([link, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([made.stdout.strip(), "-c", "import tests"], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"home = {sys.base_exec_prefix}/bin" in (tmp_path / "venv" / "pyvenv.cfg").read_text()
+
+
+def test_a_checkout_of_root(tmp_path: Path) -> None:
+    """The modules are copied to where every user can import them, and not what another run compiled."""
+    everything.copy_checkout(tmp_path / "copy")
+    copied = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*")}
+    assert {"pyproject.toml", "mpsd/system/canary.py", "tests/gpu/client.py"} <= copied
+    assert not [each for each in copied if "__pycache__" in each]
 
 
 def test_what_a_machine_lacks(tmp_path: Path) -> None:
@@ -305,7 +371,7 @@ def test_everything_on_a_simulated_gpu(tmp_path: Path, short_tmp: Path) -> None:
         names = tar.getnames()
     for number in range(len(PARTS)):
         assert any(name.startswith(f"logs/{number}-") for name in names)
-    for node in ("test_memory_ceiling", "fault", "question-faults", "question-ending-by-SIGTERM"):
+    for node in ("test_memory_ceiling", "fault", "bare-faults", "bare-ending-by-SIGTERM"):
         assert any(f"logs/{node}" in name and name.endswith("server.log") for name in names), names
 
 

@@ -82,22 +82,17 @@ def test_limit_of_the_device_that_it_works_on() -> None:
 
 @given(st.floats(min_value=0.1, max_value=100))
 def test_multiprocessors(percentage: float) -> None:
-    """A percentage is rounded down to whole pairs of multiprocessors, but to at least one pair."""
+    """A percentage is rounded down to whole pairs of multiprocessors, but to at least four pairs."""
     share = Pinned(FIRST, percentage, None)
     assert share.multiprocessors % 2 == 0
-    assert share.multiprocessors == 2 or share.rate <= percentage / 100
-    assert 2 <= share.multiprocessors <= MULTIPROCESSORS
+    assert share.multiprocessors == 8 or share.rate <= percentage / 100
+    assert 8 <= share.multiprocessors <= MULTIPROCESSORS
 
 
 def test_rates() -> None:
-    """All threads are the whole GPU, half of them half of it, and a third is rounded down."""
-    assert [Pinned(FIRST, percentage, None).multiprocessors for percentage in (100, 50, 33.3, 25, 1)] == [
-        132,
-        66,
-        42,
-        32,
-        2,
-    ]
+    """The multiprocessors of a percentage are those of an H200 (measured on 580)."""
+    measured = {100: 132, 75: 98, 50: 66, 30: 38, 25: 32, 12.5: 16, 10: 12, 1: 8, 0.1: 8}
+    assert {percentage: Pinned(FIRST, percentage, None).multiprocessors for percentage in measured} == measured
 
 
 def test_names_of_errors() -> None:

@@ -149,6 +149,8 @@ def _lease_next(node: "answer_types.Status", lease: "answer_types.Lease") -> Ite
             yield f"to give it up: mpsctl release {lease['id']}"
         case {"clients": []} if not borne:
             yield f"no process uses it yet; {use(lease)}"
+        case {"lost": [_, *_] as lost}:
+            yield f"end processes {', '.join(map(str, lost))}, and start them again"
         case _:
             yield f"to see whether its processes are within their limits: mpsctl verify {lease['id']}"
 

@@ -72,7 +72,7 @@ SENTENCES: Final = {
     "pipe_access_not_held": "{daemon}: the access to its pipe directory does not hold: {because}",
     "pipe_access_not_stored": "{daemon}: the record of pipe access cannot be stored: {because}",
     "server_orphaned": "{daemon}: server {server} is an orphan: its control daemon is dead",
-    "server_stopped": "{daemon}: {user} stopped its server {server} (SIGSTOP), and no client is served",
+    "server_stopped": "{daemon}: server {server} of {user} was stopped (SIGSTOP), and no client is served",
     "server_continued": "{daemon}: server {server} of {user} has continued",
     "server_killed": "{daemon}: mpsd ended server {server}: {because}",
     "server_exited": "{daemon}: server {server} ended with status {status}",

@@ -111,7 +111,7 @@ class StoppedServers:
         self._observer.forget(identity)
         del self._found[identity]
         self._changed()
-        because = f"uid {server.uid} stopped server {server.pid}, and no lease and no client is left for it"
+        because = f"server {server.pid} of uid {server.uid} was stopped, and no lease and no client is left for it"
         self._log.warning(EventName.SERVER_KILLED, server=server.pid, uid=server.uid, because=because)
         return because
 

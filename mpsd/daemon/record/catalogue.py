@@ -184,7 +184,7 @@ CATALOGUE: Final = {
     EventName.PIPE_ACCESS_NOT_HELD: EventKind("error", "daemon because", "The pipe directory does not stay closed."),
     EventName.SERVER_ORPHANED: EventKind("warning", "daemon server", "A server has outlived its control daemon."),
     EventName.SERVER_STOPPED: EventKind(
-        "warning", "daemon server uid left_out?", "A user has stopped its server, and no client is served."
+        "warning", "daemon server uid left_out?", "A server was stopped, by its user or root, and no client is served."
     ),
     EventName.SERVER_CONTINUED: EventKind("info", "daemon server uid left_out?", "A stopped server has continued."),
     EventName.SERVER_KILLED: EventKind(

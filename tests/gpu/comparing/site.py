@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from mpsd.simulator.control import program as simulator
 from tests.driven_program import DrivenProgram
 from tests.gpu import machine
+from tests.gpu.bare import BareDaemon
 from tests.gpu.comparing.clocks import Sampler
 from tests.gpu.comparing.interrupts import INTERRUPTS
-from tests.harness import wait_until
 from tests.node import Node
 
 STARTS: Final = 120.0
@@ -179,60 +177,13 @@ def _leave(workers: Sequence[Worker]) -> None:
 @contextlib.contextmanager
 def opened(root: Path, config: str, engine: str, sampler: Sampler) -> Iterator[Site]:
     """Start mpsd and a bare control daemon in directories below this one, and end both with their servers."""
-    for each in ("m", "b"):
-        (root / each).mkdir(parents=True)
+    (root / "m").mkdir(parents=True)
     with INTERRUPTS.ending() as stack:
         node = stack.enter_context(machine.running(root / "m", config))
-        yield Site(node, stack.enter_context(_bare(root / "b", node)), engine, sampler)
-
-
-@contextlib.contextmanager
-def _bare(root: Path, node: Node) -> Iterator[dict[str, str]]:
-    """Start a control daemon for the node's first GPU, and yield the variables of its clients."""
-    devices = machine.gpus_of(node)
-    program = list(simulator(gpus=next(iter(devices.values())))) if devices else [str(machine.control())]
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(root)}
-    gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])
-    environment = {**os.environ, **variables, "CUDA_MPS_LOG_DIRECTORY": str(root), "CUDA_VISIBLE_DEVICES": gpu}
-
-    def command(text: str) -> str:
-        done = subprocess.run(
-            program, env=environment, input=f"{text}\n", capture_output=True, text=True, timeout=30, check=False
-        )
-        return done.stdout.strip()
-
-    with (root / "control.log").open("wb") as log:
-        # In a session of its own: it must not end with SIGINT, which a terminal sends to all, before its clients do.
-        daemon = subprocess.Popen(
-            [*program, "-f"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    servers: list[int] = []
-    try:
-        wait_until((root / "control").exists, what="the bare control daemon to listen")
-        wait_until(lambda: command("get_default_active_thread_percentage"), what="the bare control daemon to answer")
-        yield variables
-    finally:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            servers = [int(each) for each in command("get_server_list").split() if each.isdigit()]
-            command("quit -t 10")
-            daemon.wait(15)
-        daemon.kill()
-        daemon.wait()
-        for server in servers:
-            _end(server)
-        machine.keep(root, "bare", "*.log")
-
-
-def _end(server: int) -> None:
-    """End a server that its control daemon left behind, if it still is one."""
-    with contextlib.suppress(OSError):
-        if b"mps-server" in Path(f"/proc/{server}/cmdline").read_bytes():
-            os.kill(server, signal.SIGKILL)
+        devices = machine.gpus_of(node)
+        gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])
+        bare = stack.enter_context(BareDaemon(root / "b", gpu=gpu, devices=devices))
+        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)}, engine, sampler)
 
 
 class Timer:

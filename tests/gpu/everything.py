@@ -52,7 +52,10 @@ PROGRAMS: Final = (
 LIBRARIES: Final = ("/usr/local/nvidia/lib64", "/opt/nvidia/lib64", "/driver-root/usr/lib64")
 """Directories of the driver's programs and libraries in containers and cloud images, beside the usual ones."""
 
-PYTEST: Final = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider")
+PLUGINS: Final = ("xdist.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+"""The plugins of pytest that the tests need; those that the machine's Python has besides could break them."""
+
+PYTEST: Final = ("-m", "pytest", *(f"-p{each}" for each in PLUGINS), "-q", "-n", "0", "-p", "no:cacheprovider")
 REAL: Final = (*PYTEST, "-m", "gpu", "tests/gpu")
 SIMULATED: Final = (*PYTEST, "-k", "simulated", "tests/gpu/test_gpu.py")
 
@@ -187,7 +190,9 @@ def make_python(directory: Path, wheels: Path, checkout: Path = ROOT) -> Path:
     """
     venv.create(directory, symlinks=True)
     # Its home is where Python's own modules are: a link to a Python elsewhere, as uv makes, does not lead there.
-    (directory / "pyvenv.cfg").write_text(f"home = {sys.base_exec_prefix}/bin\n", encoding="utf-8")
+    (directory / "pyvenv.cfg").write_text(
+        f"home = {sys.base_exec_prefix}/bin\ninclude-system-site-packages = false\n", encoding="utf-8"
+    )
     packages = next(directory.glob("lib/python3*/site-packages"))
     for wheel in sorted(wheels.glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
@@ -209,6 +214,7 @@ def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, 
         "LD_LIBRARY_PATH": ":".join(filter(None, [inherited, *LIBRARIES])),
         "MPSD_REQUIRE_GPU": "" if simulated else "1",
         "MPSD_GPU_SIMULATED": "1" if simulated else "",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONUNBUFFERED": "1",
     }
     if reasons := [*impossible(os.uname().release), *foreign(wheels)]:

@@ -414,7 +414,7 @@ def stopped(mps: Mps) -> Iterator[Row]:
             os.kill(each, signal.SIGSTOP)
         try:
             for question in ("get_server_list", *(f"get_server_status {each}" for each in servers)):
-                yield f"a stopped server: {question.split()[0]}", mps.asked(question)
+                yield f"a stopped server: {question.split()[0]}", f"{doubt}{mps.asked(question)}"
             came = do(new, "init", seconds=SHORT)
             yield "a stopped server: one that comes then", f"{doubt}{said(came)}"
         finally:

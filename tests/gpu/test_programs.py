@@ -308,7 +308,8 @@ def test_a_python_behind_a_link(tmp_path: Path) -> None:
     made = subprocess.run([link, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True)
     done = subprocess.run([made.stdout.strip(), "-c", "import tests"], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"home = {sys.base_exec_prefix}/bin" in (tmp_path / "venv" / "pyvenv.cfg").read_text()
+    config = (tmp_path / "venv" / "pyvenv.cfg").read_text().splitlines()
+    assert config == [f"home = {sys.base_exec_prefix}/bin", "include-system-site-packages = false"]
 
 
 def test_a_checkout_of_root(tmp_path: Path) -> None:

@@ -65,6 +65,9 @@ def test_clients_that_end_with_their_daemon(node: Node) -> None:
             shown = node.mpsctl(command, lease).stdout
             assert f"{near.pid}" in shown
             assert "ended with their control daemon" in shown
+        explained = node.mpsctl("explain", lease).stdout
+        assert f"next  end processes {near.pid}" in explained
+        assert "mpsctl verify" not in explained
         assert f"the work of its clients (pid {near.pid}) on gpu0 has ended" in node.mpsctl("events").stdout
 
         # The next mpsd knows it, and does not say it again.

@@ -257,4 +257,4 @@ def ends(site: Site, timer: Timer) -> Iterator[Row]:
     if took:
         told = estimate(took)
         text = f"{number(told.value)} ms, {number(max(took))} ms at most"
-        yield Row("ends in mid-kernel: mpsctl release --end-clients", text, by, told, {"ms": took})
+        yield Row("ends in mid-kernel: mpsctl release --end-clients", text, by, told, {"ms": took}, failed=failed)

@@ -92,9 +92,13 @@ class PipeAccess:
         self.let_in.resume(daemon.identity)
 
     def admit(self) -> None:
-        """Admit the wanted uids, now that the limits hold. Raises PipeAccessError."""
-        self._is_shut = False
-        self.hold()
+        """Admit the wanted uids, now that the limits hold. Raises PipeAccessError.
+
+        That is called after each conversation: a change by another process during one is reported, as at a check.
+        """
+        was_shut, self._is_shut = self._is_shut, False
+        if was_shut or not self.look():
+            self.hold()
 
     def _wanted(self) -> Admitted:
         return Admitted() if self._is_shut else self._admitted()

@@ -77,6 +77,16 @@ def lives(process: ProcessIdentity) -> bool:
     return live_ticks(process.pid) == process.start_ticks
 
 
+def has_no_memory(pid: int) -> bool:
+    """Tell whether a process has ended, or has given up its memory because it, or its first thread, ends.
+
+    The kernel then gives its files in /proc to root, and its owner may not read them (measured on Linux 6.18). Source:
+    task_dump_owner in the kernel's fs/proc/base.c.
+    """
+    fields = _stat(pid)
+    return fields is None or int(fields[20]) == 0
+
+
 def wait_status(identity: ProcessIdentity) -> int:
     """Return the wait(2) status of a process that ended and was not reaped yet; 0 where it is unknown.
 
@@ -146,10 +156,12 @@ def environment_of(pid: int, is_wanted: Callable[[str], bool]) -> Reading[Mappin
     except (FileNotFoundError, ProcessLookupError):
         raw = b""
     except PermissionError as error:
-        return Unknown(
-            f"{path} cannot be read by uid {os.geteuid()}: {error.strerror};"
-            " root can, with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
-        )
+        if not has_no_memory(pid):
+            return Unknown(
+                f"{path} cannot be read by uid {os.geteuid()}: {error.strerror};"
+                " root can, with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
+            )
+        raw = b""  # as root reads it
     if not raw and live_ticks(pid) is None:
         return None
     found = variables_in(raw)

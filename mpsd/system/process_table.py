@@ -220,8 +220,8 @@ def started_with_among(
     Each value belongs to one uid: only processes of that real uid count. The value must stand near the beginning of the
     environment, since an environment can have megabytes and a user thousands of processes. A process that has
     overwritten its environment has no value: otherwise each session of sshd would count. `unclear` is called with the
-    pid of each process that has no environment now, as during the execution of a program. Raises OSError when no
-    descriptor is free.
+    pid of each process that has no environment now, as during the execution of a program, or at its end. Raises OSError
+    when no descriptor is free.
     """
     uids, wanted, prefix = {0, *owners.values()}, {*owners.values()}, os.fsencode(f"{variable}=")
     for pid in candidates:
@@ -229,7 +229,10 @@ def started_with_among(
             environment = _environment_of(pid, uids)
         except PermissionError:
             if (uid := real_uid(pid)) is not None and uid in wanted:
-                unread(uid, pid)
+                if proc.has_no_memory(pid):
+                    unclear(pid)
+                else:
+                    unread(uid, pid)
             continue
         if not environment:
             if environment is not None and real_uid(pid) in wanted:

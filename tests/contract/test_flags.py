@@ -15,6 +15,7 @@ from tests.contract.subjects import Bench
 from tests.daemon.helpers import program
 
 
+@pytest.mark.root("have a control daemon serve several users")
 def test_many_users(idle: Bench) -> None:
     """mpsd learns from the program whether it knows -multiuser-server: only then does a control daemon start with it.
 

@@ -320,6 +320,7 @@ def test_a_checkout_of_root(tmp_path: Path) -> None:
     assert not [each for each in copied if "__pycache__" in each]
 
 
+@pytest.mark.root("measure a GPU with tests/gpu/everything.py")
 def test_what_a_machine_lacks(tmp_path: Path) -> None:
     """A machine that lacks something is looked at, and everything that it lacks is listed; nothing else is tried."""
     wheels, logs = tmp_path / "wheels", tmp_path / "logs.tar.gz"

@@ -66,6 +66,7 @@ def test_refused(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
     assert other.process.wait(20) == 78
 
 
+@pytest.mark.root("have a control daemon serve several users")
 @pytest.mark.parametrize("real", NEW)
 def test_accepted(make_node: Start, short_tmp: Path, real: RealDaemon) -> None:
     """The reload says that it takes effect with the next control daemon, and how to have that."""

@@ -52,8 +52,10 @@ class NewProcesses:
     def _new(self) -> list[int]:
         newest, found = _last_pid(), list[int]()
         if newest < self._last:  # the pids have wrapped around
-            last, self._last = self._last, newest
-            return [pid for pid in process_table.pids() if pid > last or _FIRST <= pid <= newest][:_MOST]
+            pids = sorted(process_table.pids())
+            found = [pid for pid in pids if pid > self._last] + [pid for pid in pids if _FIRST <= pid <= newest]
+            self._last = found[_MOST - 1] if len(found) > _MOST else newest
+            return found[:_MOST]
         for pid in range(self._last + 1, min(newest, self._last + _MOST_NUMBERS) + 1):
             self._last = pid
             if os.path.exists(f"/proc/{pid}"):  # noqa: PTH110 - a Path for each number would cost more than the look

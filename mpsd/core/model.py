@@ -113,7 +113,7 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind", gc=False
     """Whether it had processes since it was named; until then it holds the lease while empty, too."""
     cpu_time: int | None = None
     """The CPU time of its processes when it was named: a larger value shows that processes came and went. None where
-    the kernel does not count it, or for a holder of an earlier mpsd."""
+    the kernel does not count it."""
 
 
 class Claim(Struct, frozen=True, tag="claim", tag_field="kind", gc=False):
@@ -467,7 +467,7 @@ class AttachedProcess(Struct, frozen=True, gc=False):
 
     process: ProcessIdentity
     gpu: str
-    """Its UUID; empty where an earlier mpsd did not store it."""
+    """Its UUID."""
 
 
 class Lease(Struct, frozen=True, gc=False):
@@ -495,7 +495,7 @@ class Lease(Struct, frozen=True, gc=False):
     lost: tuple[ProcessIdentity, ...] = ()
     """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
     token: str = ""
-    """The secret in the environment of its processes; empty for a lease of an mpsd that gave none."""
+    """The secret in the environment of its processes."""
     until: float | None = None
     ttl: float | None = None
     expires: float | None = None

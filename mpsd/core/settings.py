@@ -189,6 +189,7 @@ class ControlDaemon:
         " them all of its own. Takes effect when the control daemon next starts.",
         reload=True,
     )
+    # No code reads this row: there is one layout. Its name stays in the contract, and in the file, for a second one.
     layout: Layout = row(
         Layout.PER_GPU,
         setting_parsers.choice(Layout),
@@ -364,13 +365,6 @@ class Violations:
         None,
         setting_parsers.choice(OnViolation),
         "Action for a client that exceeds the number of processes of its lease. Absent: `enforcement.on_violation`.",
-        reload=True,
-    )
-    limits: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Has no effect, and is accepted for older configuration files. mpsd only reports a client that may exceed its"
-        " part, because nothing proves that it does.",
         reload=True,
     )
     memory: OnViolation | None = row(

@@ -42,7 +42,7 @@ def test_takes_over(make_node: Start, tmp_path: Path) -> None:
         node.wait_for_state("gpu1", "held")
         client.loop(0.01)
         (lease,) = node.get("/v1/leases").json["leases"]
-        daemons = {name: each["pid"] for name, each in node.daemons().items()}
+        daemons = node.daemons()
         assert node.get("/v1/status").json["version"] == __version__
         assert node.end(signal.SIGTERM) == 0
 
@@ -51,7 +51,10 @@ def test_takes_over(make_node: Start, tmp_path: Path) -> None:
         node.wait_for_state("gpu0", "ready")
         node.wait_for_state("gpu1", "held")
         assert node.get("/v1/status").json["version"] == ANOTHER
-        assert {name: each["pid"] for name, each in node.daemons().items()} == daemons
+        assert {name: each["pid"] for name, each in node.daemons().items()} == {
+            name: each["pid"] for name, each in daemons.items()
+        }
+        assert node.daemons()["gpu1"]["because"] == daemons["gpu1"]["because"]
         (continued,) = node.get("/v1/leases").json["leases"]
         assert {name: continued[name] for name in KEPT} == {name: lease[name] for name in KEPT}
         client.tell("sync")

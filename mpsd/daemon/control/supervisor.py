@@ -406,9 +406,9 @@ class Supervisor:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
 
-    def _move(self, event: Event, because: str, hint: str | None = None) -> None:
-        """Apply an event."""
-        self._lifecycle.move(event, because, hint, self._instance.pid)
+    def _move(self, event: Event, because: str, hint: str | None = None, *, then: Event | None = None) -> None:
+        """Apply an event, and `then` one of the same moment."""
+        self._lifecycle.move(event, because, hint, self._instance.pid, then=then)
         self._renewal.follow(self._lifecycle.state)
         if self._lifecycle.state is State.DOWN:
             self._down.set()
@@ -530,7 +530,9 @@ class Supervisor:
             return False  # a daemon that was just started has until its deadline
         if found.event is Event.VERIFIED:
             self._instance.is_fresh = False
-        if not (found.event is Event.SILENT and self._instance.is_dead):
+        if found.event is Event.VERIFIED and self.drainer.desired.intent is not Intent.RUN:
+            self._move(found.event, self.drainer.summary, self.drainer.hint, then=_EVENTS[self.drainer.desired.intent])
+        elif not (found.event is Event.SILENT and self._instance.is_dead):
             self._move(found.event, found.because, found.hint)
         if found.event is Event.UNPROVEN or self._lifecycle.state is State.READY:
             self._lifecycle.explain(found.because, found.hint)
@@ -608,10 +610,11 @@ class Supervisor:
         """Note a death, and carry out the tally's decision."""
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
-        self._move(Event.DIED, decision.because)
         if decision.verdict is RestartVerdict.GIVE_UP:
-            self._move(Event.GAVE_UP, decision.because, self._reset_hint)
+            self._move(Event.DIED, decision.because, self._reset_hint, then=Event.GAVE_UP)
         elif decision.verdict is RestartVerdict.AT_ONCE and self._wanted:
             # The kernel has just proved that the daemon is gone, so no search is necessary: clients wait for nothing.
-            self._move(Event.COOLED, decision.because)
+            self._move(Event.DIED, decision.because, then=Event.COOLED)
             self._start()
+        else:
+            self._move(Event.DIED, decision.because)

@@ -396,9 +396,7 @@ class Daemon:
     incomplete: str = ""
     """Why it may have clients whose leases mpsd does not know; nothing is granted on it then."""
     unserved: str | None = None
-    """The evidence that its server serves no client, or may serve none; None where there is none."""
-    wedged: bool = False
-    """Whether the evidence proves it."""
+    """The evidence that its server is wedged, and serves no client; None where there is none."""
     drained: bool = False
     """Whether an operator's drain of it is finished."""
 

@@ -216,7 +216,7 @@ class ControlDaemon:
         20.0,
         setting_parsers.seconds,
         "How long a canary may take to answer: a client that mpsd starts to test whether a suspect server still serves"
-        " clients. After three canaries in a row without an answer, mpsd admits no request on that GPU.",
+        " clients. After a canary without an answer, mpsd admits no request on that GPU.",
         unit="s",
         reload=True,
     )

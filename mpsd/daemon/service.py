@@ -157,9 +157,7 @@ async def serve(plan: Plan) -> None:
                 completeness=completeness,
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
-                server_watches=ServerWatches(
-                    Canaries(plan.canary, plan.program, limit_gates, pipe_access), run_dir.daemon, live, log
-                ),
+                server_watches=ServerWatches(Canaries(plan.canary, plan.program, limit_gates, pipe_access), live, log),
                 quarantine=quarantine,
                 endings=endings,
                 log=log,

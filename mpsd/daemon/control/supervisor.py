@@ -114,6 +114,10 @@ class Supervisor:
         self._wanted = True  # whether the daemon must run at all
         self._servers_due = 0.0
         """When its servers are looked at next."""
+        self.unexamined = asyncio.Event()
+        """Set while its watch has not looked at the servers yet that were adopted with it."""
+        self._suspect = ""
+        """Why nothing is granted until a canary has shown that its server serves."""
         self._is_new = True
         """Whether it has not looked yet for what an earlier mpsd left."""
         self._down = asyncio.Event()
@@ -128,11 +132,12 @@ class Supervisor:
         """Return everything that is known about this control daemon at this moment."""
         evidence, desired = self._instance.evidence, self.drainer.desired
         late = self.client_end_late
+        waits = self.pipe.waits_for or late or self._suspect
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
             state=self._lifecycle.state,
-            because="; ".join(filter(None, (self._lifecycle.because, self.pipe.waits_for or late))),
+            because="; ".join(filter(None, (self._lifecycle.because, waits))),
             hint=self._lifecycle.hint,
             since=self._lifecycle.since,
             process=evidence,
@@ -249,7 +254,9 @@ class Supervisor:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
         faults = self._control_log.serving.faults
         fault = f"server {min(faults)} handles a fatal GPU fault" if faults else ""
-        return self.trouble_of_canary or self.client_end_late or fault or self.stopped_server
+        adopted = "its servers were adopted, and are not examined yet" if self.unexamined.is_set() else ""
+        doubt = self.stopped_server or adopted or self._suspect
+        return self.trouble_of_canary or self.client_end_late or fault or doubt
 
     @property
     def stopped_server(self) -> str:
@@ -289,10 +296,11 @@ class Supervisor:
         if self._renewal.distrust(because):
             self._wake.set()
 
-    @property
-    def is_deserted(self) -> bool:
-        """Whether it has no lease and no living client left."""
-        return self._renewal.is_deserted
+    def suspect(self, because: str) -> None:
+        """Grant nothing on it for this reason, until a canary has shown that its server serves; empty withdraws it."""
+        if self._suspect != because:
+            self._suspect = because
+            self._lifecycle.notify_changed()
 
     @property
     def canaries(self) -> set[int]:
@@ -433,6 +441,7 @@ class Supervisor:
         if self._instance.process is not None:
             self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
             self._wanted_limits.forget()
+            self.unexamined.set()
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was already running, and was adopted")
             return
         if is_new:
@@ -460,6 +469,7 @@ class Supervisor:
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()
+        self.unexamined.clear()
         self._move(Event.STARTED, f"pid {self._instance.pid} was started")
 
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------

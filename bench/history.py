@@ -61,7 +61,7 @@ def _hour(directory: Path, *, changes: bool) -> float:
     log = configure(LogFormat.JSON)
     accountant = Accountant(AccountStore(database), LiveSettings(Settings()), log)
     leases = [_lease(number, start) for number in range(_LEASES)]
-    accountant.note([(start, {lease.id: lease for lease in leases})])
+    accountant.note(start, {lease.id: lease for lease in leases})
     monitor = SimpleNamespace(usages={}, held_by_leases={})
     usage = Usage(3600.0, {uid: Account(1.0, 0.1, 0.0) for uid in range(_USERS)})
     node: Any = SimpleNamespace(violation_monitor=monitor, leases=SimpleNamespace(ledger=SimpleNamespace(usage=usage)))

@@ -41,7 +41,6 @@ _PROGRAMS: Final = {
 
 _IMPORTS: Final = {
     "mpsd": (
-        "uvloop",
         "mpsd.daemon.http.startup_refusal",
         "mpsd.daemon.service",
         "mpsd.simulator.control",

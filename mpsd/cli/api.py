@@ -22,7 +22,7 @@ class Api(Client):
         """Return the variables with which a process finds and trusts this mpsd; empty where it does so by default."""
         found = {}
         if self.path != SOCKET or "MPSD_SOCKET" in os.environ:
-            found["MPSD_SOCKET"] = os.path.abspath(self.path)  # noqa: PTH100 - pathlib takes longer to import
+            found["MPSD_SOCKET"] = os.path.abspath(self.path)  # noqa: PTH100 - unchanged, including links
         if self.trusted:
             found["MPSD_TRUST_UID"] = " ".join(map(str, sorted(self.trusted)))
         return found

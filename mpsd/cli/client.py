@@ -1,4 +1,7 @@
-"""A small synchronous HTTP/1.1 client over a unix socket, with only what mpsd's API needs, and fast to import."""
+"""A small synchronous HTTP/1.1 client over a unix socket, with only what mpsd's API needs.
+
+The import of http.client takes as long as the start of the interpreter, for every command.
+"""
 
 import contextlib
 import errno
@@ -31,7 +34,6 @@ _INSTANT: Final = 0.001
 """The shortest timeout of a socket: 0 would make it non-blocking."""
 
 _LONGEST_LINE: Final = 64 * 1024
-_UNRESERVED: Final = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 
 _EXIT_CODES: Final = {401: 77, 403: 77, 404: 1, 409: 75, 429: 75, 503: 75}
 """Exit codes by HTTP status, for an error with a code that this mpsctl does not know."""
@@ -198,7 +200,9 @@ class Client:
 
 def segment(text: str) -> str:
     """Return a text as one segment of a path, with all special characters quoted."""
-    return "".join(chr(byte) if byte in _UNRESERVED else f"%{byte:02X}" for byte in os.fsencode(text))
+    from urllib.parse import quote
+
+    return quote(os.fsencode(text), safe="")
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

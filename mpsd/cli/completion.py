@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import click
@@ -50,16 +51,16 @@ def program(context: click.Context, _: click.Parameter, incomplete: str) -> "lis
     if context.params.get("command") or "/" in incomplete or not incomplete:
         return [CompletionItem(incomplete, type="file")]
     found = {
-        each
+        each.name
         for directory in os.get_exec_path()
-        for each in _listed(directory)
-        if each.startswith(incomplete) and os.access(os.path.join(directory, each), os.X_OK)  # noqa: PTH118 - as below
+        for each in _listed(Path(directory))
+        if each.name.startswith(incomplete) and os.access(each, os.X_OK)
     }
     return [CompletionItem(each) for each in sorted(found)] or [CompletionItem(incomplete, type="file")]
 
 
-def _listed(directory: str) -> list[str]:
+def _listed(directory: Path) -> list[Path]:
     try:
-        return os.listdir(directory)  # noqa: PTH208 - pathlib takes longer to import
+        return list(directory.iterdir())
     except OSError:
         return []

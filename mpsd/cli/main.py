@@ -1,29 +1,24 @@
 """The program `mpsctl`: its start and its end.
 
-The start is nearly its whole cost, so it imports click, json, socket and os, and nothing heavier. `mpsctl status`
-without options does not even import click, which takes longer than all the rest; tests/cli checks that.
+Imports are nearly the whole cost of a command, and those of click most of it. Each command therefore imports what it
+needs when it is called.
 """
 
-import gc
 import io
 import os
 import signal
 import sys
-from typing import Final, NoReturn
+from typing import NoReturn
 
 from mpsd import find_own_libraries_first
 
-_READ_BY_CLICK: Final = frozenset({"MPSD_TRUST_UID", "_MPSCTL_COMPLETE"})
-"""Environment variables that change the meaning of a command without options."""
-
 
 def main() -> NoReturn:
-    """Run the program and exit at once: the interpreter's shutdown would cost more than the answer.
+    """Run the program and exit at once: the interpreter's shutdown would take a tenth of `mpsctl status`.
 
     All output is written by then: `click.echo` flushes.
     """
     find_own_libraries_first(os.environ.get("PYTHONPATH", ""))
-    gc.disable()  # a short program makes no garbage, and collections would delay its imports
     _end_by_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is not an error
@@ -47,11 +42,6 @@ def _outcome() -> int:
     from mpsd.core.errors import MpsdError
 
     try:
-        if sys.argv[1:] == ["status"] and _READ_BY_CLICK.isdisjoint(os.environ):
-            status = _status()
-            if status is not None:
-                return status
-
         from mpsd.cli.group import mpsctl
 
         mpsctl(prog_name="mpsctl")
@@ -67,25 +57,6 @@ def _outcome() -> int:
 
         click.echo(f"mpsctl: cannot write the answer: {error.strerror}", err=True)
     return 1
-
-
-def _status() -> int | None:
-    """Run `mpsctl status` without options; None for an answer that only the full command can explain."""
-    from datetime import UTC, datetime
-
-    from mpsd.cli import tables, views
-    from mpsd.cli.api import SOCKET, Api
-    from mpsd.core.sanitize import plain
-
-    with Api(os.environ.get("MPSD_SOCKET") or SOCKET) as api:
-        node = plain(api.status())
-    try:
-        text, healthy = views.status(node, datetime.now(UTC), tables.look_of()), node["healthy"]
-    except KeyError:
-        return None
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-    return 0 if healthy else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """The values that all parts of mpsd share: readings, processes, GPUs, control daemons and leases. No behaviour.
 
-Values that are made at every grant are structs: to make, compare or hash one costs a tenth of what a dataclass costs.
-Those that a lease consists of form no cycles, so the garbage collector does not track them (`gc=False`): that saves 16
-bytes for each, and the time to visit it.
+The values that mpsd stores or receives as JSON are structs of msgspec, the others are dataclasses.
 """
 
 from collections.abc import Mapping
@@ -40,7 +38,7 @@ Reading: TypeAlias = Known[T] | Unknown
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class ProcessIdentity(Struct, frozen=True, gc=False):
+class ProcessIdentity(Struct, frozen=True):
     """The identity of a process: a pid alone is reused, a pid with its start time is not (within one boot)."""
 
     pid: Pid
@@ -60,7 +58,7 @@ class DaemonProcess:
     """Whether it was started to serve many users at a time."""
 
 
-class Owner(Struct, frozen=True, gc=False):
+class Owner(Struct, frozen=True):
     """The owner of a lease: uid and gid from the kernel, which authorise, and the process that holds the lease.
 
     `pid` is 0 where a control group or a claim holds it.
@@ -75,7 +73,7 @@ class Owner(Struct, frozen=True, gc=False):
 # -- holders -----------------------------------------------------------------------------------------------------------
 
 
-class ControlGroup(Struct, frozen=True, gc=False):
+class ControlGroup(Struct, frozen=True):
     """The identity of a control group: a path is reused, the inode of its directory is not (within one boot)."""
 
     hierarchy: str
@@ -94,7 +92,7 @@ class GroupLife(StrEnum):
     """Until it is removed."""
 
 
-class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind", gc=False):
+class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind"):
     """A process holds the lease until it has exited."""
 
     identity: ProcessIdentity
@@ -104,7 +102,7 @@ class HoldingProcess(Struct, frozen=True, tag="process", tag_field="kind", gc=Fa
     """Its real uid at that time, where an administrator named the owner of the lease."""
 
 
-class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind", gc=False):
+class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
     """A control group holds the lease: a container, a job, a unit, with every group below it."""
 
     group: ControlGroup
@@ -116,7 +114,7 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind", gc=False
     the kernel does not count it."""
 
 
-class Claim(Struct, frozen=True, tag="claim", tag_field="kind", gc=False):
+class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
     """The lease has no holder yet: the first process that presents its token in time becomes one."""
 
     seconds: float
@@ -422,7 +420,7 @@ class Stop(StrEnum):
     """SIGTERM comes first: the requester of the lease states that its program then finishes its work on the GPU."""
 
 
-class LeaseRequest(Struct, frozen=True, gc=False):
+class LeaseRequest(Struct, frozen=True):
     """A request for a lease. A fraction stands for that part of one GPU's threads and of its memory."""
 
     threads: ActiveThreadPercentage | None = None
@@ -449,7 +447,7 @@ class LeaseRequest(Struct, frozen=True, gc=False):
     """The requested time to live in seconds; the lease has the result of a renewal."""
 
 
-class Share(Struct, frozen=True, gc=False):
+class Share(Struct, frozen=True):
     """The share of a lease on one GPU."""
 
     gpu: str
@@ -460,7 +458,7 @@ class Share(Struct, frozen=True, gc=False):
     """The environment that holds each client process to its share."""
 
 
-class AttachedProcess(Struct, frozen=True, gc=False):
+class AttachedProcess(Struct, frozen=True):
     """A client process of a lease on one of the lease's GPUs."""
 
     process: ProcessIdentity
@@ -468,7 +466,7 @@ class AttachedProcess(Struct, frozen=True, gc=False):
     """Its UUID."""
 
 
-class Lease(Struct, frozen=True, gc=False):
+class Lease(Struct, frozen=True):
     """A promise: its holders may use these shares until the lease ends. A waiting lease is a place in the queue.
 
     `until` and `expires` are seconds of the clock that does not jump: the end of its waiting, and of its time to live.

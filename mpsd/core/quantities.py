@@ -25,7 +25,7 @@ _BEYOND: Final = 2**30
 """MiB that are no memory limit: MPS cannot hold a pebibyte."""
 
 
-class ActiveThreadPercentage(Struct, frozen=True, order=True, gc=False):
+class ActiveThreadPercentage(Struct, frozen=True, order=True):
     """A share of a GPU's threads in tenths of a percent: (0, 1000].
 
     A tenth is the finest step that MPS reports back: 33.333 reads back as 33.3, and 0.001 as 0.0 (measured on
@@ -76,7 +76,7 @@ class ActiveThreadPercentage(Struct, frozen=True, order=True, gc=False):
         return f"{self.tenths / 10:.1f}"
 
 
-class PinnedDeviceMemLimit(Struct, frozen=True, order=True, gc=False):
+class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
     """A pinned device memory limit in whole MiB, the finest unit of MPS.
 
     The control daemon applies every MiB but reports less: from 1 GiB on it reads back whole GiB, rounded down (`1536M`

@@ -87,21 +87,14 @@ def read(path: Path) -> Acl:
     except OSError as error:
         if error.errno not in {errno.ENODATA, errno.ENOTSUP}:
             raise
-        mode = os.stat(path).st_mode  # noqa: PTH116 - runs for five files of each daemon, every second
+        mode = path.stat().st_mode
         return Entry(Tag.OWNER, mode >> 6 & 7), Entry(Tag.OWNING_GROUP, mode >> 3 & 7), Entry(Tag.OTHERS, mode & 7)
     return tuple(map(Entry._make, _ENTRY.iter_unpack(raw[_VERSION.size :])))
 
 
 def is_in_force(path: Path, acl: Acl) -> bool:
-    """Tell whether exactly this ACL is in force on a file. Raises OSError.
-
-    Where the ACL admits only the owner, the mode is enough: its group bits bound what any further entry can give
-    (acl(5)). Reading the mode costs half of reading the attribute.
-    """
-    if len(acl) != _IN_THE_MODE or acl[1].permissions or acl[2].permissions:
-        return read(path) == acl
-    mode = os.stat(path).st_mode & 0o777  # noqa: PTH116 - runs for five files of each daemon, every second
-    return mode == acl[0].permissions << 6
+    """Tell whether exactly this ACL is in force on a file. Raises OSError."""
+    return read(path) == acl
 
 
 def write(path: Path, acl: Acl) -> None:

@@ -202,25 +202,20 @@ def real_uid(pid: int) -> int | None:
 
 
 def effective_uid(pid: int) -> int | None:
-    """Return a process's effective uid, or None when the process is gone; this costs a microsecond or two.
+    """Return a process's effective uid, or None when the process is gone.
 
     It is the owner of the process's directory. Source: the kernel's fs/proc/base.c, task_dump_owner.
     """
     try:
-        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - called for every new process: a Path takes longer
+        return Path(f"/proc/{pid}").stat().st_uid
     except FileNotFoundError:
         return None
 
 
 def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
-    """Return the real uid of a process if it differs from `uid`; None if it does not, or the process is gone.
-
-    Where it does not differ from its effective uid either, this costs a microsecond or two.
-    """
-    if effective_uid(identity.pid) in {uid, None}:
-        return None
+    """Return the real uid of a process if it differs from `uid`; None if it does not, or the process is gone."""
     found = real_uid(identity.pid)
-    return found if found != uid and start_ticks(identity.pid) == identity.start_ticks else None
+    return found if found not in {uid, None} and start_ticks(identity.pid) == identity.start_ticks else None
 
 
 def _status(pid: int, name: str) -> list[str]:
@@ -242,6 +237,6 @@ def is_nested(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped, as after SIGSTOP; the check is cheap and does not disturb the process."""
+    """Tell whether a process is stopped, as after SIGSTOP; the check does not disturb the process."""
     fields = _stat(pid)
     return fields is not None and fields[0] in {b"T", b"t"}

@@ -72,15 +72,12 @@ def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
 class Process:
     """A watched process, started here or adopted. Closing this object does not affect the process."""
 
-    __slots__ = ("_alike", "_child", "_gone", "_loop", "_pidfd", "_poll", "_started", "identity")
-    # Thousands of them may be watched.
-
     def __init__(self, identity: ProcessIdentity, pidfd: int, child: subprocess.Popen[bytes] | None) -> None:
         self.identity = identity
         self._pidfd = pidfd
         self._child = child
         self._poll: select.poll | None = None
-        """Polls the pidfd; made at the first query, since most objects are queried either never or often."""
+        """Polls the pidfd; made at the first query."""
         self._gone: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop that reads the pidfd, if any."""

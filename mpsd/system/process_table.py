@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -252,7 +251,7 @@ def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
     """
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         folder = f"/proc/{pid}"
-        if os.stat(folder).st_uid not in uids:  # noqa: PTH116 - for every process: a Path would take longer
+        if Path(folder).stat().st_uid not in uids:
             return None
         descriptor = os.open(f"{folder}/environ", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -344,7 +343,6 @@ def command_of(pid: int) -> str:
         return ""
 
 
-@cache
 def own_uid() -> int:
     """Return the effective uid of mpsd, which never changes."""
     return os.geteuid()

@@ -10,7 +10,7 @@ import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from grp import getgrnam
 from pathlib import Path
 from typing import Final
@@ -26,7 +26,7 @@ LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-c
 
 @dataclass(frozen=True)
 class DaemonPaths:
-    """The paths of one control daemon. Each is made once, since mpsd uses them every second."""
+    """The paths of one control daemon."""
 
     pipe_directory: Path
     log_directory: Path
@@ -261,20 +261,14 @@ def check_acl_support(settings: Settings) -> None:
 
 def closed_to_others(path: Path) -> Path | None:
     """Return the first existing directory of `path` that other uids cannot traverse; None if there is none."""
-    for directory in _components(path):
+    for directory in (*reversed(path.parents), path):
         try:
-            mode = os.stat(directory).st_mode  # noqa: PTH116 - at every admission
+            mode = directory.stat().st_mode
         except FileNotFoundError:
             return None
         if not mode & stat.S_IXOTH:
-            return Path(directory)
+            return directory
     return None
-
-
-@cache
-def _components(path: Path) -> tuple[str, ...]:
-    """Return every directory of a path, and the path itself."""
-    return tuple(map(os.fspath, (*reversed(path.parents), path)))
 
 
 def _make(directory: Path, mode: int) -> None:

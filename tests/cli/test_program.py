@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from mpsd import __version__
-from mpsd.cli.commands import status as status_module
-from mpsd.cli.group import mpsctl
-from mpsd.cli.main import _READ_BY_CLICK
 from mpsd.core.errors import catalogue
 from tests.cli.answering import answering, http
-from tests.cli.commands.test_status import HOSTILE
 from tests.cli.conftest import ROOT, end, run_mpsctl, start_mpsctl
-from tests.cli.test_views import node as answer_of_status
 from tests.node import Node
 
 MAIN = [sys.executable, "-m", "mpsd.cli.main"]
@@ -297,43 +292,8 @@ def imported(program: str, *arguments: str) -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stderr.split())
 
 
-def imported_at_once(node: Node) -> set[str]:
-    """Return what `mpsctl status` imports without options."""
-    return imported(
-        f"import os; os.environ['MPSD_SOCKET'] = '{node.socket}'; import mpsd.cli.main as main; main._outcome()",
-        "status",
-    )
-
-
-def test_status_says_the_same_without_click(short_tmp: Path) -> None:
-    """Without options `mpsctl status` has the same output and exit status as with options, whatever mpsd answers."""
-    reason = {"kind": "daemon", "subject": "gpu0", "because": "it died at 2026-11-21T02:57:00Z", "hint": "see its log"}
-    answers = {
-        "healthy": http(answer_of_status(headline=f"healthy {HOSTILE}")),
-        "not": http(answer_of_status(healthy=False, reasons=[reason])),
-        "older": http({"healthy": True}),
-        "refused": http({"code": "not_permitted", "detail": "no", "hint": "ask"}, "403 Forbidden"),
-        "nonsense": b"nonsense\r\n\r\n",
-    }
-    exits = []
-    for name, answer in answers.items():
-        path = short_tmp / name
-        with answering(path, *[answer] * 4):
-            at_once = run_mpsctl(None, "status", env={**os.environ, "MPSD_SOCKET": f"{path}"})
-            with_options = run_mpsctl(path, "status", "-o", "table")
-        assert (at_once.stdout, at_once.stderr) == (with_options.stdout, with_options.stderr)
-        exits.append((at_once.returncode, with_options.returncode))
-    assert exits == [(0, 0), (1, 1), (1, 1), (77, 77), (69, 69)]
-
-
-def test_status_knows_which_variables_mean_something() -> None:
-    """The shortcut for `mpsctl status` reads every variable that click reads, or is not taken."""
-    read = {each.envvar for each in (*mpsctl.params, *status_module.status.params) if each.envvar is not None}
-    assert read == {"MPSD_SOCKET", *_READ_BY_CLICK} - {"_MPSCTL_COMPLETE"}
-
-
 def test_it_starts_light(node: Node) -> None:
-    """With options `mpsctl status` imports click, json, socket, os, their dependencies, its own, and little more."""
+    """`mpsctl status` imports click, json, socket, os, their dependencies, its own, and little more."""
     needed = imported("import click, json, os, socket")
     assert "click" in needed
     loaded = imported("import mpsd.cli.main as main; main._outcome()", "--socket", str(node.socket), "status")
@@ -348,7 +308,5 @@ def test_it_starts_light(node: Node) -> None:
         "mpsd.core.errors",
         "mpsd.core.sanitize",
     }
-    assert "mpsd.cli.group" not in imported_at_once(node)
-    assert "click" not in imported_at_once(node)
     of_click = {"_locale", "locale"}  # once it has something to say in the user's language
-    assert loaded - needed - own <= of_click | {"_signal", "gc", "pwd", "signal", "_struct", "struct"}
+    assert loaded - needed - own <= of_click | {"_signal", "pwd", "signal", "_struct", "struct"}

@@ -119,7 +119,7 @@ MAY_IMPORT_MORE: Final = {
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
-    "system": frozenset({"psutil", "pynvml", "tenacity", "uvloop"}),
+    "system": frozenset({"psutil", "pynvml", "tenacity"}),
     "daemon": frozenset({"httptools", "msgspec", "structlog"}),
     "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),

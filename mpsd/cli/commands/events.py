@@ -1,6 +1,5 @@
 """The command that shows mpsd's decisions: events."""
 
-import gc
 import select
 import signal
 import sys
@@ -118,7 +117,6 @@ def events(  # noqa: PLR0917 - one option each
     selection = Selection(
         since, until, lease, _known_daemon(api, daemon), gpu_of(api, gpu), chosen_uid(owner, mine=mine), kinds
     )
-    gc.enable()  # the command may run for days
     look = tables.look_of()
     nothing = True
     for text, event in _chosen(api, Selector(selection), after, last, follow=follow):

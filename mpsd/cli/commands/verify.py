@@ -1,6 +1,7 @@
 """The command that verifies whether processes are under MPS, or whether MPS serves clients: verify."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -76,7 +77,7 @@ def _proven(answer: "answer_types.Canary") -> str:
 
 def _lease_of(api: Api, pid: int) -> str:
     """Return the lease of a process as a client, or the lease of its nearest ancestor that has one."""
-    if not os.path.exists(f"/proc/{pid}"):  # noqa: PTH110 - pathlib takes longer to import
+    if not Path(f"/proc/{pid}").exists():
         raise NotFoundError(f"there is no process {pid}", hint="name a process that runs, or a lease: mpsctl leases")
     clients = {client["pid"]: client for client in api.clients()["clients"]}
     client = clients.get(pid)

@@ -1,7 +1,7 @@
 """The commands by which root starts a program as another user, which then has no part in root's lease."""
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 _ALWAYS: Final[tuple[str, ...]] = ()
@@ -25,7 +25,7 @@ _CHANGERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 def warning(command: Sequence[str]) -> str:
     """Warn about a command of root that starts a program as another user; empty for any other command."""
-    name = os.path.basename(command[0])  # noqa: PTH119 - pathlib takes longer to import
+    name = Path(command[0]).name
     options = _CHANGERS.get(name)
     if options is None or (options and not any(each.startswith(options) for each in command[1:])):
         return ""

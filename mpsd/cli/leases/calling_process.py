@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 _PF_FORKNOEXEC: Final = 0x40
@@ -38,7 +39,7 @@ def environment() -> dict[str, str]:
     found = dict(os.environ)
     if "LC_CTYPE" in found:
         try:
-            called = _read("/proc/self/environ")
+            called = Path("/proc/self/environ").read_bytes()
         except OSError:
             return found
         if not any(each.startswith(b"LC_CTYPE=") for each in called.split(b"\0")):
@@ -49,7 +50,7 @@ def environment() -> dict[str, str]:
 def name(pid: int) -> str:
     """Return the name of a process, with its pid."""
     try:
-        return f"{_read(f'/proc/{pid}/comm').decode(errors='replace').strip()} (pid {pid})"
+        return f"{Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()} (pid {pid})"
     except OSError:
         return f"pid {pid}"
 
@@ -62,14 +63,15 @@ def _original(pid: int) -> int:
 
 def _reads(pid: int, pipe: tuple[int, int]) -> bool:
     try:
-        numbers = os.listdir(f"/proc/{pid}/fd")  # noqa: PTH208 - pathlib takes longer to import
+        opened = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:  # gone or hidden: treated as unrelated
         return False
-    for number in numbers:
+    for each in opened:
         try:
-            found = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116 - pathlib takes longer to import
+            found = each.stat()
             if (found.st_dev, found.st_ino) == pipe:
-                flags = next(each for each in _read(f"/proc/{pid}/fdinfo/{number}").split(b"\n") if b"flags" in each)
+                lines = Path(f"/proc/{pid}/fdinfo/{each.name}").read_bytes().split(b"\n")
+                flags = next(line for line in lines if b"flags" in line)
                 if int(flags.split()[1], 8) & os.O_ACCMODE == os.O_RDONLY:
                     return True
         except OSError:  # closed meanwhile
@@ -95,7 +97,7 @@ def _copied_from(pid: int) -> int | None:
     """
     try:
         parent, flags = _parent_and_flags(pid)
-        copied = flags & _PF_FORKNOEXEC and _read(f"/proc/{pid}/cmdline") == _read(f"/proc/{parent}/cmdline")
+        copied = flags & _PF_FORKNOEXEC and _command_line(pid) == _command_line(parent)
     except OSError:  # gone or hidden: treated as unrelated
         return None
     return parent if copied else None
@@ -103,10 +105,9 @@ def _copied_from(pid: int) -> int | None:
 
 def _parent_and_flags(pid: int) -> tuple[int, int]:
     """Read two fields of /proc/PID/stat, counted from the end of the name, which may contain any character."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return int(fields[1]), int(fields[6])
 
 
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123 - importing pathlib takes longer than running all of this
-        return file.read()
+def _command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

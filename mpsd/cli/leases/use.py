@@ -1,6 +1,7 @@
 """How a program uses a lease that no process uses yet, as a phrase that ends in what to type."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpsd.cli.leases.calling_process import family, name
@@ -32,6 +33,6 @@ def use(lease: "answer_types.Lease") -> str:
 
 def _uid(pid: int) -> int | None:
     try:
-        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116 - pathlib takes longer to import
+        return Path(f"/proc/{pid}").stat().st_uid
     except OSError:
         return None

@@ -5,7 +5,6 @@ request's own id finds it again. After a broken connection, mpsctl therefore con
 request.
 """
 
-import gc
 import os
 import time
 from collections import Counter
@@ -50,7 +49,6 @@ def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_ty
     A signal that ends mpsctl gives up the place, or a lease that was granted at that very moment. Raises the errors of
     `Api.admit`, and SignalledError. An mpsd that stops answering is waited for too, but not one that never answered.
     """
-    gc.enable()  # the wait may take days
     request_id = str(request.get("request_id") or new_request_id())
     start = time.monotonic()
     queue = _Queue(api, request_id)

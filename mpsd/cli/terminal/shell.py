@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 _DEFAULT: Final = "/bin/sh"
@@ -30,7 +31,7 @@ def interactive(
     """
     program = environment.get("SHELL") or _DEFAULT
     prompt = f"({label}) "
-    match os.path.basename(program):  # noqa: PTH119 - pathlib takes longer to import
+    match Path(program).name:
         case "bash":
             exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
             number = os.memfd_create("bashrc", 0)  # stays open until bash has read it

@@ -25,7 +25,7 @@ _BRIEF: Final = 20
 """Leases that began and ended within one sample: for each user, this many are stored individually."""
 
 
-class ShareRecord(Struct, array_like=True, gc=False):
+class ShareRecord(Struct, array_like=True):
     """The share of a lease on one GPU, and the memory that its processes hold there."""
 
     gpu: str
@@ -37,7 +37,7 @@ class ShareRecord(Struct, array_like=True, gc=False):
     known_total: int = 0
 
 
-class LeaseRecord(Struct, array_like=True, gc=False):
+class LeaseRecord(Struct, array_like=True):
     """The record of one lease. It refers to nothing that refers to it, so the garbage collector can ignore it."""
 
     id: str

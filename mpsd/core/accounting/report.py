@@ -36,7 +36,7 @@ class By(StrEnum):
     LABEL = "label"
 
 
-class Amounts(Struct, gc=False):
+class Amounts(Struct):
     """Sums over time: percent-seconds, byte-seconds and client-seconds."""
 
     threads: float = 0.0

@@ -31,7 +31,7 @@ class Series(Struct, frozen=True, array_like=True):
     labels: Labels = ()
 
 
-class Period(Struct, array_like=True, gc=False):
+class Period(Struct, array_like=True):
     """The sums of a series from `start` to `end`."""
 
     start: int

@@ -6,7 +6,6 @@ Threads are counted in tenths of a percent and memory in bytes, all integers, so
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
 from typing import Final, TypeAlias
 
 from msgspec import Struct
@@ -139,7 +138,6 @@ def places(lease: Lease, gpu: str) -> int:
     return max(len(lease.clients_on(gpu)), 1) if processes is None else processes
 
 
-@lru_cache(maxsize=1024)
 def part(need: Amount) -> Amount:
     """Return the part of each client process, rounded down to the units of MPS."""
     return Amount(need.threads // need.clients, need.memory // MIB // need.clients * MIB, 1)
@@ -198,7 +196,6 @@ def needs(request: LeaseRequest, offers: Iterable[Offer]) -> Iterator[Candidate]
         yield offer, Amount(tenths, mebibytes * MIB, request.processes or 1)
 
 
-@lru_cache(maxsize=1024)
 def _part(fraction: float) -> tuple[int, int, int]:
     """Return a fraction of a GPU as tenths of a percent, and as an exact numerator and denominator.
 
@@ -233,7 +230,6 @@ def share(offer: Offer, need: Amount, client_priority: int | None = None) -> Sha
     return Share(offer.gpu, offer.daemon, threads, memory, env)
 
 
-@lru_cache(maxsize=1024)
 def granted(chosen: tuple[Candidate, ...], client_priority: int | None) -> tuple[tuple[Share, ...], str]:
     """Return the shares of a lease on these places, and the sentence of its grant."""
     shares = tuple(share(offer, need, client_priority) for offer, need in chosen)

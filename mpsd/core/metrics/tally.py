@@ -85,7 +85,7 @@ class Tally:
         for at, level, event, facts in lines:
             self._levels[level] += 1
             self._events[event] += 1
-            if event in self._followed:  # grants and ends of leases are not, so they cost no call
+            if event in self._followed:
                 self._followed[event](at, facts)
             elif "waited" in facts:
                 self._observe_wait(facts["waited"])

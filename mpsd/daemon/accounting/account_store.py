@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
-from sys import intern
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
@@ -256,8 +255,6 @@ class AccountStore:
             record = _decode(data, LeaseRecord)
             if record is not None:
                 record.row = _whole(number)
-                for share in record.shares:
-                    share.gpu = intern(share.gpu)  # thousands of records name the same few GPUs
                 yield record
 
     def has(self, lease_id: str) -> bool:

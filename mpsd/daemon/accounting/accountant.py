@@ -6,6 +6,7 @@ GPUs that the violation monitor takes anyway. A sample is stored after every sec
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from itertools import chain
 from typing import Final
 
@@ -14,12 +15,11 @@ from mpsd.core.accounting.report import By, Report
 from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Periods, Rollup, Series
 from mpsd.core.admission.usage import Account
 from mpsd.core.errors import StorageError
-from mpsd.core.model import GpuProcess, GpuUsage, Known, Reading
+from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading
 from mpsd.core.reload import LiveSettings
 from mpsd.core.units import MIB
 from mpsd.daemon.accounting.account_store import PAGE, AccountStore, Cursor, Gap
 from mpsd.daemon.accounting.recovery import microseconds, replay
-from mpsd.daemon.leases.group_commit import StoredBatches
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import EventName, Logger
@@ -47,7 +47,7 @@ class Accountant:
         self._accounts = Accounts()
         self._minute, self._hour = Rollup(), Rollup()
         """The periods since the last sample of the second tier, and of the third."""
-        self._batches: list[StoredBatches] = []
+        self._batches: list[tuple[datetime, Mapping[str, Lease]]] = []
         """The changes of leases that are not in the accounts yet."""
         self._usages: object = None
         """The last reading of the GPUs that is in the accounts."""
@@ -59,9 +59,9 @@ class Accountant:
         self._node: Node | None = None
         self._events: Events | None = None
 
-    def note(self, batches: StoredBatches) -> None:
-        """Queue the leases of stored batches for the accounts."""
-        self._batches.append(batches)
+    def note(self, at: datetime, leases: Mapping[str, Lease]) -> None:
+        """Queue the leases that were stored together at this time for the accounts, by id."""
+        self._batches.append((at, leases))
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -72,10 +72,8 @@ class Accountant:
         try:
             while True:
                 await asyncio.sleep(clock.until_next(_INTERVAL))
-                node.leases.publish()
                 self.sample(node, events, _now())
         finally:
-            node.leases.publish()
             self.sample(node, events, _now(), everything=True)
 
     async def _recover(self, node: Node, events: Events) -> None:
@@ -179,12 +177,9 @@ class Accountant:
 
     def _take_in(self) -> None:
         batches, self._batches = self._batches, []
-        follow = self._accounts.follow
-        for each in batches:
-            for at, changed in each:
-                moment = microseconds(at)
-                for lease in changed.values():
-                    follow(lease, moment)
+        for at, leases in batches:
+            for lease in leases.values():
+                self._accounts.follow(lease, microseconds(at))
 
     def _take_in_reading(self, node: Node, now: int) -> None:
         """Put a new reading of the GPUs, if there is one, into the accounts."""
@@ -212,7 +207,7 @@ class Accountant:
         if self._node is None:
             return report.close(_now())
         if report.by is By.LEASE:
-            return await self._fill_by_lease(report, self._node)
+            return await self._fill_by_lease(report)
         tier = {1: 0, 60: 1, 3600: 2}[self.finest(report.since)]
         for page in self._store.pages(tier, report.since):
             for periods in page:
@@ -222,12 +217,12 @@ class Accountant:
         # The periods that are not in that tier yet. No sample is stored after the last page, since nothing awaits here.
         for rollup in (self._hour, self._minute)[2 - tier :]:
             _add(report, rollup.sums)
-        now = self._catch_up(self._node)
+        now = self._catch_up()
         _add(report, self._accounts.so_far(now))
         return report.close(now)
 
-    async def _fill_by_lease(self, report: Report, node: Node) -> int:
-        now = self._catch_up(node)
+    async def _fill_by_lease(self, report: Report) -> int:
+        now = self._catch_up()
         records = {each.id: each for each in [*self._accounts.changed.values(), *self._accounts.open.values()]}
         for record in records.values():
             if record.ended is None:
@@ -247,9 +242,8 @@ class Accountant:
             found.append(Gap(self._since, until, self.trouble))
         return found
 
-    def _catch_up(self, node: Node) -> int:
+    def _catch_up(self) -> int:
         """Bring the accounts up to date, and return the time."""
-        node.leases.publish()
         self._take_in()
         return _now()
 

@@ -95,7 +95,6 @@ class EventHandlers:
         """
         query, events = request.query, self._events
         assert isinstance(query, EventsQuery)  # noqa: S101 - the route table says so
-        self._node.leases.publish()
         events.flush()  # numbering the pending events may delete the oldest stored ones
         return _lines(events, _position(events, query), query)
 

@@ -36,6 +36,9 @@ from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc, process
 from mpsd.system.control_pipe import ControlProgram
 
+_CALM: Final = 2.0
+"""Seconds between two checks of a control daemon about which nothing is reported or due; its log reports all else."""
+
 _TICK: Final = 1.0
 """Seconds between two checks of the process."""
 
@@ -492,7 +495,10 @@ class Supervisor:
             await self._sleep(self._settings.current.daemon.probe_interval if reached else LISTEN_POLL)
 
     async def _watch(self) -> None:
-        """Check once a second, and at each change of the log; query the daemon for a reason, or when it is due."""
+        """Check every two seconds, and at each change of the log; query the daemon for a reason, or when it is due.
+
+        Where something is wrong, or awaited, the checks come every second.
+        """
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is watched
         await self._instance.find_orphans()
         desired = self.drainer.desired
@@ -502,7 +508,8 @@ class Supervisor:
             because = self._lifecycle.because
             self._move(Event.STOP, f"it is replaced, since its last user keeps it from answering: {because}")
             return
-        if any((self._observer.check(awake=not stopped), not self._pipe_access.look(), stopped and is_unresponsive)):
+        calls = (self._observer.check(awake=not stopped), not self._pipe_access.look(), stopped and is_unresponsive)
+        if is_called := any(calls):
             # The daemon must be queried at once, unless it is stopped: a stopped daemon cannot answer before it
             # continues.
             self._due = 0.0
@@ -527,7 +534,8 @@ class Supervisor:
             return
         # The daemon was asked for its clients since the command, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
-            await self._sleep(clock.until_next(_TICK))
+            is_calm = not (is_called or desired.waits) and self._due > clock.monotonic() + _TICK
+            await self._sleep(clock.until_next(_CALM if is_calm else _TICK))
 
     async def _probe(self) -> bool:
         """Query the daemon, and set the state by the result; tell whether it could be reached at all."""

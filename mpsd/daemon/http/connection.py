@@ -105,7 +105,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start to read."""
-        transport = self._transport = cast("asyncio.Transport", transport)  # uvloop's are not subclasses of it
+        transport = self._transport = cast("asyncio.Transport", transport)
         self.task = asyncio.get_running_loop().create_task(self._live())
         self._inside.add(self)
         transport.set_write_buffer_limits(0)  # wait for what the kernel does not take
@@ -314,7 +314,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def was_left(self) -> bool:
         """Tell whether the caller has closed the connection unnoticed, because the loop reads nothing at the moment."""
-        return self._transport is not None and not self._transport.is_reading() and self.peer.has_left()
+        if self._transport is None:
+            return False
+        return (self._ended or not self._transport.is_reading()) and self.peer.has_left()
 
     def abort(self) -> None:
         """Close the connection at once."""

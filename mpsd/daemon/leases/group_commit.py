@@ -1,15 +1,12 @@
-"""The decisions of one turn of the loop are stored before callers continue, and logged after that.
+"""The decisions of one turn of the loop are stored in one commit and then logged, before callers continue.
 
-The first caller that waits for its decision has it stored at once; all others in the same turn of the loop share one
-commit at its end. Callers come first: their answers do not wait for lines of the log. These lines wait a moment for
-each other, but keep their order: they are logged before any other line, and before any caller reads the events or the
-leases. If mpsd dies before that, the next mpsd logs them, because they are in the lease store.
+If mpsd dies between the two, the next mpsd logs them, because they are in the lease store.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Final, TypeAlias
+from typing import Final
 
 from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.holders import group_names
@@ -21,14 +18,8 @@ from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
 
-_DELAY: Final = 0.01
-"""Seconds for which stored news may wait for further news, to be logged together."""
-
 WARNINGS: Final = frozenset({EventName.LEASE_CLIENTS_LOST})
 """The events of leases that are warnings."""
-
-StoredBatches: TypeAlias = Sequence[tuple[datetime, Mapping[str, Lease]]]
-"""The stored turns of the loop: for each, the time of storage and the leases that it changed."""
 
 _MAKE_ROOM: Final = "free space on the file system of the runtime directory, or make it writable again"
 
@@ -43,14 +34,14 @@ class GroupCommit:
         settings: LiveSettings,
         *,
         publish: Callable[[int], int],
-        account: Callable[[StoredBatches], None],
+        account: Callable[[datetime, Mapping[str, Lease]], None],
         finish: Callable[[], None],
         find: Callable[[str], Lease | None],
         refuse: Callable[[str, str, StorageError], None],
     ) -> None:
         """Take the parts of the node that a commit concerns.
 
-        `account` receives the leases of each logged turn, in the state that was stored. `find` returns a lease that has
+        `account` receives the leases of each stored turn, in that state, and the time. `find` returns a lease that has
         not ended. `finish` is called before a turn is stored, to make the decisions that follow from those of the turn.
         `refuse` is called for each lease, granted or waiting, that could not be stored.
         """
@@ -64,23 +55,12 @@ class GroupCommit:
         self._finish = finish
         self._find = find
         self._refuse = refuse
-        self._loop = asyncio.get_running_loop()  # each later call would take a system call
         self._due = False
-        """Whether something has to be stored."""
-        self._awaited = False
-        """Whether the end of this turn of the loop is scheduled."""
-        self._fresh = True
-        """Whether nothing was stored in this turn yet."""
+        """Whether something has to be stored, at the scheduled end of this turn of the loop."""
         self._changed: dict[str, Lease] = {}
         self._events: list[LeaseEvent] = []
         self._traces: dict[str, dict[str, object]] = {}
         """By waiting request, its trace."""
-        self._unpublished: list[tuple[datetime, Sequence[LeaseEvent], Mapping[str, Lease]]] = []
-        """The stored news that are not logged yet: the time of storage, the news, and the leases that they concern."""
-        self._reached = 0
-        """The latest turn whose news are logged or among these."""
-        self._publishing: asyncio.TimerHandle | None = None
-        log.before(self.catch_up)
 
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
         """Store a lease in its present state at the end of this turn of the loop, and then log what happened to it."""
@@ -138,25 +118,13 @@ class GroupCommit:
             self._log.tally.count_omitted(EventName.LEASE_REFUSED, facts)
 
     def _schedule(self) -> None:
-        self._due = True
-        if not self._awaited:
-            self._awaited = True
-            self._loop.call_soon(self._pass)
-
-    def _pass(self) -> None:
-        """End this turn of the loop, and store the decisions that were not stored at once."""
-        self._awaited = False
-        if self._due:
-            self.end()
-        self._fresh = True
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.end)
 
     async def over(self) -> None:
-        """Return when all decisions so far are stored, or could not be."""
-        if not self._due:
-            return
-        if self._fresh:
-            self.end()
-        else:
+        """Return when all decisions so far are stored, or could not be, and are logged."""
+        if self._due:
             # The loop calls back in order: a task that yields for one turn continues after what was scheduled before.
             await asyncio.sleep(0)
 
@@ -190,24 +158,18 @@ class GroupCommit:
         self._log.info(EventName.STORE_WRITABLE)
 
     def end(self) -> None:
-        """Store the decisions of this turn, and schedule their log lines."""
+        """Store the decisions of this turn, and log them."""
         self._finish()
-        self._due = self._fresh = False
+        self._due = False
         changed, self._changed = self._changed, {}
         events, self._events = self._events, []
         result = self._store.keep(changed, events)
         if result.because:
             events, changed = self._without(result, events, changed)
         if changed:
-            self._unpublished.append((clock.now(), events, changed))
-            self._reached = self._store.batch
-            if self._publishing is None:
-                self._publishing = self._loop.call_later(_DELAY, self._publish)
-
-    def close(self) -> None:
-        """Store and log the remaining decisions."""
-        self.end()
-        self._publish()
+            now = clock.now()
+            self._publish([(now, each) for each in events])
+            self._account(now, changed)
 
     def _without(
         self, result: CommitResult, events: list[LeaseEvent], changed: Mapping[str, Lease]
@@ -235,34 +197,19 @@ class GroupCommit:
         A grant has the time of its decision. `leases` has the existing leases, by id; for any other lease, that time is
         unknown.
         """
-        now = clock.now()
-        for each in events:
+
+        def time_of(each: LeaseEvent) -> datetime:
             lease = leases.get(each.lease) if each.event is EventName.LEASE_GRANTED else None
-            at = lease.granted if lease is not None else None
-            self._unpublished.append((at or now, [each], {}))
-        self._reached = self._store.batch
-        self._publish()
+            return (lease.granted if lease is not None else None) or clock.now()
 
-    def catch_up(self) -> None:
-        """Log the stored news, because another line is about to be logged, and must not precede them."""
-        if self._unpublished:
-            self._publish()
+        self._publish([(time_of(each), each) for each in events])
 
-    def _publish(self) -> None:
-        """Log the stored news, and note which of them are in the history and need not be logged again."""
-        if self._publishing is not None:
-            self._publishing.cancel()
-            self._publishing = None
-        unpublished, self._unpublished = self._unpublished, []
-        self._log.waited(
-            [
-                LogRecord(at, _level(each.event), each.event, {"lease": each.lease, **each.facts})
-                for at, events, _ in unpublished
-                for each in events
-            ]
+    def _publish(self, events: Sequence[tuple[datetime, LeaseEvent]]) -> None:
+        """Log stored news, each with its time, and note the turn up to which the history has them."""
+        self._log.write(
+            [LogRecord(at, _level(each.event), each.event, {"lease": each.lease, **each.facts}) for at, each in events]
         )
-        self._account([(at, changed) for at, _, changed in unpublished])
-        self._store.note_published(self._publish_to(self._reached))
+        self._store.note_published(self._publish_to(self._store.batch))
 
 
 def _level(event: EventName) -> str:

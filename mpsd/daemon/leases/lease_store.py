@@ -6,11 +6,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from sys import intern
 from typing import Final, TypeAlias
 
 import msgspec
-from msgspec import structs
 
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Lease, LeaseState
@@ -189,7 +187,7 @@ class LeaseStore:
             except NOT_UNDERSTOOD as error:
                 unrestored.append(UnrestoredLease.of_row(_whole(number), str(data), error))
                 continue
-            leases.append(_sharing_strings(lease))
+            leases.append(lease)
             self._rows[lease.id] = _Row(_whole(number), lease.state, events)
         if leases and newest < published:
             # Every turn in the history was in this store before, so the store was replaced by an older one.
@@ -311,20 +309,6 @@ class LeaseStore:
         """Return a row for a lease, which may not be on disk yet."""
         row = self._rows[lease_id] = _Row(self._free.pop() if self._free else next(self._new))
         return row
-
-
-def _sharing_strings(lease: Lease) -> Lease:
-    """Return an equal lease whose repeated strings, such as UUIDs of GPUs, are one object in all leases."""
-    shares = (
-        structs.replace(
-            share,
-            gpu=intern(share.gpu),
-            daemon=intern(share.daemon),
-            env={intern(name): intern(value) for name, value in share.env.items()},
-        )
-        for share in lease.shares
-    )
-    return structs.replace(lease, because=intern(lease.because), shares=tuple(shares))
 
 
 def _whole(value: object) -> int:

@@ -5,9 +5,10 @@ then are they reported, as an event and to the callers.
 """
 
 import asyncio
-import os
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from functools import partial
 from typing import Final
 
@@ -29,7 +30,7 @@ from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.bearers import Carriers
 from mpsd.daemon.leases.claims import Claims
 from mpsd.daemon.leases.expiry import Expiry
-from mpsd.daemon.leases.group_commit import GroupCommit, StoredBatches
+from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holding import Holding
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -63,7 +64,7 @@ class Leases:
         *,
         settings: LiveSettings,
         publish: Callable[[int], int],
-        account: Callable[[StoredBatches], None],
+        account: Callable[[datetime, Mapping[str, Lease]], None],
         published: int,
     ) -> None:
         """Take the parts of the node that the leases need.
@@ -125,7 +126,7 @@ class Leases:
                     self._group_commit.look_for_room()
                     self.settle()  # the order of the queue changes with time alone
         finally:
-            self._group_commit.close()
+            self._group_commit.end()
             self._holder_watch.close()
 
     def restore(self) -> None:
@@ -204,9 +205,9 @@ class Leases:
         caller `has_left`. A caller that leaves, or is cancelled, before it gets the answer loses its place, unless it
         has a request_id to come back with.
         """
-        now, secret = self._now(), os.urandom(_ID_BYTES + TOKEN_BYTES).hex()  # like secrets.token_hex, in fewer calls
+        now = self._now()
         requested = Lease(
-            id=f"lease-{secret[: 2 * _ID_BYTES]}",
+            id=f"lease-{secrets.token_hex(_ID_BYTES)}",
             state=LeaseState.WAITING,
             because="",
             owner=owner,
@@ -216,7 +217,7 @@ class Leases:
             created=now.time,
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
-            token=secret[2 * _ID_BYTES :],
+            token=secrets.token_hex(TOKEN_BYTES),
             claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
         try:
@@ -341,14 +342,9 @@ class Leases:
             self._decided(lease)
             self._pending[lease.id].decide(None)
 
-    def publish(self) -> None:
-        """Log the decisions that are not logged yet, because a caller is about to read them."""
-        self._group_commit.catch_up()
-
     async def as_stored(self) -> None:
         """Wait until everything that is visible here is stored and logged, so that the log contains its cause."""
         await self._group_commit.over()
-        self.publish()
 
     def _finish(self) -> None:
         if self._unsettled:

@@ -27,8 +27,6 @@ class Collector:
 
     def answer(self, media_type: str, shows: Callable[[Lease], bool] | None) -> bytes:
         """Return the metrics. `shows` says which leases the reader may see; None leaves out individual users."""
-        # Stored changes are published first, so that counters, gauges and events describe the same moment.
-        self._node.leases.publish()
         about_users = shows is not None
         found = snapshot.blocks(self._look(shows), self._log.tally, about_users=about_users)
         return exposition.render(found, media_type)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -136,8 +135,6 @@ class Node:
             self.leases.restore()
             self._shut_out()
             self.quarantine.follow(self._shut_out)
-            # The present objects are permanent: the collector need not examine them again, some thousand times a day.
-            gc.freeze()
             self._group.create_task(self.leases.run(self.gpus.read_soon))
             self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
             self._group.create_task(self._follow_offers())

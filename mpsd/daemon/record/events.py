@@ -24,8 +24,8 @@ _BATCH: Final = 100
 _DELAY: Final = 0.02
 """Seconds for which a decision may wait for others, to be stored and sent together; see `Events.record`."""
 
-_LOOK: Final = 0.5
-"""Seconds between two checks whether others have changed the file."""
+_TICK: Final = 1.0
+"""Seconds between two looks after the file."""
 
 _PAUSE: Final = 1.0
 """Seconds between two attempts to store what could not be stored."""
@@ -124,7 +124,7 @@ class Events:
     async def run(self) -> None:
         """Maintain the file until cancelled."""
         while True:
-            await asyncio.sleep(clock.until_next(_LOOK))
+            await asyncio.sleep(clock.until_next(_TICK))
             try:
                 self._look()
             except StorageError as error:

@@ -162,31 +162,26 @@ class LogRecord(NamedTuple):
 
 
 class Logger:
-    """Logs what happens, each time with the facts.
-
-    structlog's own loggers take twice as long for a line, for processors that mpsd does not need: with many callers, a
-    grant would be slower by a twentieth. mpsd uses structlog for text on a terminal.
-    """
+    """Logs what happens, each time with the facts."""
 
     def __init__(
         self,
         write: Callable[[Sequence[LogRecord]], None],
-        before: list[Callable[[], None]],
         sink: "Journal | LogOutput",
         tally: Tally,
         **bound: object,
     ) -> None:
-        """Take `write`, which gets the lines, the calls to make before that, and the facts for all lines (`bound`)."""
+        """Take `write`, which gets the lines, and the facts for all lines (`bound`)."""
         self.tally = tally
         """Counts the lines, and everything else that the metrics count."""
-        self._write = write
+        self.write = write
+        """Logs events whose times are known already."""
         self._sink = sink
-        self._before = before
         self._bound = bound
 
     def bind(self, **bound: object) -> "Logger":
         """Return a logger that adds these facts to all of its lines."""
-        return Logger(self._write, self._before, self._sink, self.tally, **{**self._bound, **bound})
+        return Logger(self.write, self._sink, self.tally, **{**self._bound, **bound})
 
     @property
     def lost(self) -> int:
@@ -210,19 +205,9 @@ class Logger:
         self._say("error", event, facts)
 
     def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
-        for each in self._before:
-            each()
         if trace.CURRENT.get() is not None:
             facts = {**facts, **trace.facts()}
-        self._write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
-
-    def before(self, call: Callable[[], None]) -> None:
-        """Call this before anything else is logged, also by derived loggers: it logs what has waited until then."""
-        self._before.append(call)
-
-    def waited(self, lines: Sequence[LogRecord]) -> None:
-        """Log lines that have waited, so that they cost less together; see `before`."""
-        self._write(lines)
+        self.write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:
         """Log a defect of mpsd, with its traceback."""
@@ -320,7 +305,7 @@ def configure(
 
     if form is LogFormat.AUTO and journal is not None:
         journal.gap = lambda lines: as_entry(_gap(lines, tally))
-        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line)), tally), [], journal, tally)
+        return Logger(partial(_one_by_one, lambda line: journal.send(as_entry(line)), tally), journal, tally)
     render = rendered
     if form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty()):
         from structlog.dev import ConsoleRenderer  # noqa: PLC0415 - a third of all imports, and no service needs it
@@ -333,7 +318,7 @@ def configure(
         tally.count(lines)
         output.write([render(line) for line in lines])
 
-    return Logger(write, [], output, tally)
+    return Logger(write, output, tally)
 
 
 def _gap(lines: int, tally: Tally) -> LogRecord:

@@ -46,17 +46,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
     return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-HEAVY: Final = ("machine", "container", "cluster", "clients", "chaos", "measuring")
-"""Marks of the suites that boot or build something, try random steps, or measure.
+HEAVY: Final = ("thorough", "machine", "container", "cluster", "clients", "chaos", "measuring")
+"""Marks of the tests that take minutes together, boot or build something, try random steps, or measure.
 
-A run that names neither a path nor a mark leaves them out.
+A run that names neither a path nor a mark leaves them out. `.ci/run` runs each of them.
 """
+
+_LIGHT: Final = " and ".join(f"not {mark}" for mark in HEAVY)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out the heavy suites if nothing was chosen, and let the tests be interrupted."""
+    """Leave out the heavy suites and most examples of properties if nothing was chosen; let tests be interrupted."""
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
-        config.option.markexpr = " and ".join(f"not {mark}" for mark in HEAVY)
+        config.option.markexpr = _LIGHT
+    if config.option.markexpr == _LIGHT:  # in each worker too, which gets the options of the run
+        hypothesis.settings.load_profile("light")
     _start_as_from_a_terminal()
     # Where it is set, every program that a test starts would compile mpsd anew, twice as long as it runs.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -98,6 +102,7 @@ def _start_as_from_a_terminal() -> None:
 # A property is not a measurement: a slow example on a busy machine is no failure. A failing example is printed for
 # replay.
 hypothesis.settings.register_profile("mpsd", hypothesis.settings(), deadline=None, print_blob=True)
+hypothesis.settings.register_profile("light", hypothesis.settings.get_profile("mpsd"), max_examples=20)
 hypothesis.settings.load_profile("mpsd")
 
 _numbers = count(1)
@@ -171,7 +176,7 @@ def short_tmp(private_root: Path, nothing_left_behind: None) -> Iterator[Path]: 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects among them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks that follow from other marks, and have slow files begin first.
+    """Add the mark that follows from other marks, and have files with heavy tests begin first.
 
     A machine takes root to boot, a container and a cluster take root to run (here), and all take long.
 
@@ -235,7 +240,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     finally:
         clients = node.clients_of_cleaned_up()
     marks = {mark.name for mark in item.iter_markers()}
-    if clients and not marks.intersection({"enforcement", *HEAVY} - {"chaos"}):
+    if clients and not marks.intersection({"enforcement", *HEAVY} - {"chaos", "thorough"}):
         pytest.fail(
             f"this test had clients of simulated servers ({clients}), whose limits bind at a moment that MPSD_BINDS"
             " sets: mark it, or its module, `enforcement`, so that .ci/run tries each moment",

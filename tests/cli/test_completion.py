@@ -14,6 +14,8 @@ from tests.cli.conftest import ROOT
 from tests.node import Node
 from tests.tools import needed
 
+pytestmark = pytest.mark.thorough
+
 BASH: Final = """
 set -u
 source completions/bash/mpsctl

@@ -19,6 +19,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.terminals import Terminal
 
+pytestmark = pytest.mark.thorough
+
 MOST = ("--threads", "60", "--memory", "1GiB")
 """A share that fits on a GPU once."""
 

@@ -10,6 +10,8 @@ from tests.clients.generated import run
 from tests.node import Node
 from tests.tools import needed
 
+pytestmark = pytest.mark.thorough
+
 PAGE: Final = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 
 BLOCKS: Final = re.findall(

@@ -14,6 +14,8 @@ from tests.container import quadlet
 from tests.container.manifests import CONTAINER, KUBERNETES, documents, overlay, pod
 from tests.tools import needed
 
+pytestmark = pytest.mark.thorough
+
 SYSTEMD: Final = CONTAINER.parent / "systemd"
 
 VERSIONS: Final = ("1.29", "1.37")

@@ -61,15 +61,25 @@ class Subject:
 
 
 def subjects(*simulated: int) -> list["ParameterSet"]:
-    """Return NVIDIA's control program of each branch, and the simulator's as these branches, for `parametrize`."""
+    """Return NVIDIA's control program of each branch, and the simulator's as these branches, for `parametrize`.
+
+    README's test command compares the simulator as branch 555 with NVIDIA's 535; the other branches are `thorough`.
+    """
+
+    def rest(branch: int, usual: int) -> list[pytest.MarkDecorator]:
+        return [] if branch == usual else [pytest.mark.thorough]
+
     found = [
-        pytest.param(Subject(f"simulator-{each}", each, program(each)), id=f"simulator-{each}") for each in simulated
+        pytest.param(
+            Subject(f"simulator-{each}", each, program(each)), id=f"simulator-{each}", marks=rest(each, usual=555)
+        )
+        for each in simulated
     ]
     for each in real.real_daemon_params():
         (daemon,) = each.values
         assert isinstance(daemon, real.RealDaemon)
         subject = Subject(f"nvidia-{daemon.branch}", daemon.branch, (str(daemon.control),))
-        found.append(pytest.param(subject, id=subject.name, marks=each.marks))
+        found.append(pytest.param(subject, id=subject.name, marks=[*each.marks, *rest(daemon.branch, usual=535)]))
     return found
 
 

@@ -11,6 +11,8 @@ from mpsd.simulator.answers import BRANCHES, ControlDaemon
 from tests import real
 from tests.contract.subjects import OWNER, STRANGER, Bench, Exchange, as_root, subjects
 
+pytestmark = pytest.mark.thorough
+
 # Without the commands that would start or end something; and with correct and wrong arguments.
 NAMES: Final = [name for name in TABLE if name not in {"start_server", "quit"}]
 NUMBERS: Final = st.from_regex(

@@ -17,6 +17,8 @@ from tests.node import Node
 from tests.terminals import Terminal
 from tests.tools import needed
 
+pytestmark = pytest.mark.thorough
+
 _ROOT = Path(__file__).parents[2]
 _MPSD = (sys.executable, "-m", "mpsd")
 

@@ -19,7 +19,7 @@ from tests.daemon.helpers import kill, next_ready
 from tests.harness import wait_until
 from tests.node import Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 

@@ -20,7 +20,7 @@ from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
 from tests.tools import compiler, lacking
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 CEILING: Final = "[limits]\nactive_thread_percentage = {}\n"
 SMALL: Final = {"threads": 10, "memory": "1GiB"}

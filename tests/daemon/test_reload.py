@@ -14,6 +14,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
+pytestmark = pytest.mark.thorough
+
 _OTHER = '[limits]\nactive_thread_percentage = 12.5\npinned_device_mem_limit = "2GiB"\n'
 
 

@@ -34,6 +34,8 @@ from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
 from tests.system.test_process_table import running
 
+pytestmark = pytest.mark.thorough
+
 Checks = dict[str, list[Any]]
 
 MPSD: Final = (

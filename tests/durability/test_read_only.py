@@ -11,7 +11,7 @@ from tests.harness import wait_until
 from tests.node import Answer, Node
 from tests.real import real_daemons
 
-pytestmark = as_root
+pytestmark = [as_root, pytest.mark.thorough]
 
 
 def admit(node: Node) -> Answer:

@@ -40,6 +40,8 @@ from tests.durability.load import Holders
 from tests.harness import eventually, wait_until
 from tests.node import Node, as_listed
 
+pytestmark = pytest.mark.thorough
+
 OTHER_BOOT = "00000000-0000-4000-8000-000000000000"
 
 

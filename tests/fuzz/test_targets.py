@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tests.fuzz import kept
 from tests.fuzz.targets import TARGETS
 
+pytestmark = pytest.mark.thorough
+
 DIGITS: Final = b"9" * 5000
 """More digits than Python parses as a number."""
 DEEP: Final = b"[" * 5000

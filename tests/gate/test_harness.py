@@ -15,6 +15,8 @@ from tests.gate.inner import inner_pytest
 from tests.gate.source import ROOT
 from tests.harness import eventually, wait_until
 
+pytestmark = pytest.mark.thorough
+
 NEEDY: Final = """
 import pytest
 from tests import real

@@ -10,6 +10,8 @@ import pytest
 from tests.gate.inner import inner_pytest
 from tests.harness import look_at, wait_until
 
+pytestmark = pytest.mark.thorough
+
 LEAKING: Final = '''
     import os
     import socket

@@ -7,6 +7,8 @@ import pytest
 
 from tests.gate.source import ROOT
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.timeout(300)  # a first run, without a cache, reads the types of every library
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from tests.daemon.helpers import is_running
 from tests.gpu.test_client import library  # noqa: F401 - a fixture
 from tests.harness import wait_until
 
+pytestmark = pytest.mark.thorough
+
 ALARM: Final = ("--alarm", "60")
 
 

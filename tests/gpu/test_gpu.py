@@ -17,7 +17,7 @@ from tests.gpu.machine import Client, doubt_about, leased, unadmitted
 from tests.harness import wait_until
 from tests.node import Node
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.thorough]
 
 CLOSED: Final = {"active_thread_percentage": 0.1, "pinned_device_mem_limit": 1 << 20}
 """The limits of a client without a lease (docs/enforcement.md)."""

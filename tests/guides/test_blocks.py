@@ -25,6 +25,8 @@ from tests.guides.blocks import DOCUMENTS, PAGES, ROOT, Block, blocks, calls, co
 from tests.guides.conftest import Workplace
 from tests.tools import needed
 
+pytestmark = pytest.mark.thorough
+
 _READ: Final = {"mermaid", "text", "yaml"}
 """Languages of blocks for reading, without commands."""
 

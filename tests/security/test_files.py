@@ -21,7 +21,7 @@ from tests.daemon.conftest import Start
 from tests.harness import wait_until
 from tests.node import Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 KINDS: Final = [pytest.param(kind, marks=needs_root) for kind in ("link", "fifo", "file")] + ["hard link"]
 """Kinds of files that a stranger may plant; every user who runs the tests can make the last one."""

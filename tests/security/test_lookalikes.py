@@ -21,6 +21,8 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
+pytestmark = pytest.mark.thorough
+
 ANN: Final = 2601
 
 CONTROL: Final = ("nvidia-cuda-mps-control", "-f")

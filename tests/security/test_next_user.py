@@ -17,6 +17,8 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import SimulatedClient, variables
 
+pytestmark = pytest.mark.thorough
+
 ANN, BOB = 61401, 61402
 """Two uids without rights and without a name."""
 

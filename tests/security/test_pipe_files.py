@@ -19,7 +19,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN, BOB = 61101, 61102
 """Two uids without rights and without a name."""

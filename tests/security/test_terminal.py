@@ -18,7 +18,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import leased, variables
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 NAME: Final = "\x1b[2J\x9b31m\u202ex"
 """A program's name, of at most 15 bytes: it clears the screen, turns it red, and reverses the line."""

@@ -25,6 +25,8 @@ from tests.daemon.helpers import BRISK, event, is_running
 from tests.harness import wait_until
 from tests.node import Node
 
+pytestmark = pytest.mark.thorough
+
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 
 _THREADED: Final = """

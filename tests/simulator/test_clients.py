@@ -21,6 +21,8 @@ from tests.harness import look_at, wait_until
 from tests.simulated_clients import SimulatedClient
 from tests.simulator.bench import GPU, MEMORY, PERCENTAGE, GpuBench
 
+pytestmark = pytest.mark.thorough
+
 GIB: Final = 2**30
 DONE: Final = {"ok": True}
 

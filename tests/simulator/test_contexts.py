@@ -17,6 +17,8 @@ from tests.simulator.bench import MEMORY, PERCENTAGE, GpuBench
 from tests.simulator.test_clients import DONE, GIB, OUT_OF_MEMORY, error
 from tests.tools import compiler
 
+pytestmark = pytest.mark.thorough
+
 INVALID_CONTEXT: Final = error("INVALID_CONTEXT", 201)
 
 

@@ -12,7 +12,7 @@ from tests.harness import wait_until
 from tests.node import Node, running
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from tests.daemon.caller import needs_root
 from tests.harness import wait_until
 from tests.node import Node
 
+pytestmark = pytest.mark.thorough
+
 NOBODY = 61778
 """A uid that no user has."""
 

@@ -22,7 +22,7 @@ from tests.daemon.caller import NOBODY, needs_root
 from tests.harness import wait_until
 from tests.node import TOKEN, Node
 
-pytestmark = pytest.mark.usefixtures("node")
+pytestmark = [pytest.mark.usefixtures("node"), pytest.mark.thorough]
 
 REQUESTS: Final = (
     ("GET", "/page/node"),

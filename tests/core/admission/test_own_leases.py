@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,8 @@ from mpsd.core.errors import DoesNotFitError
 from mpsd.core.model import Lease, LeaseState
 from mpsd.core.settings import Placement
 from tests.core.admission.scenarios import Desk, gpu, granted_on, now, offer
+
+pytestmark = pytest.mark.thorough
 
 MALLORY, ANN, BOB = 1, 2, 3
 GPUS: Final = 3

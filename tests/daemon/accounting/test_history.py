@@ -16,6 +16,8 @@ from tests.disks import as_root, fill, mounted
 from tests.harness import wait_until
 from tests.node import Node
 
+pytestmark = pytest.mark.thorough
+
 GIB = 1024**3
 ACCOUNTANT: Final = "mpsd.daemon.accounting.accountant"
 

@@ -28,7 +28,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.leases.line import Talk, connect
 from tests.node import Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 USER: Final = 2401
 

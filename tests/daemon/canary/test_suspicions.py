@@ -13,7 +13,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 
 def test_ends(calm: Node) -> None:

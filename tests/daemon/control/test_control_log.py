@@ -20,7 +20,7 @@ from tests.daemon.helpers import LIMITS, by_hand, kill, next_ready, program, und
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 _LINES = int(os.environ.get("MPSD_TEST_LOG_LINES", "100000"))
 """The number of lines in a storm."""

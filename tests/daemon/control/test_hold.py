@@ -16,6 +16,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
+pytestmark = pytest.mark.thorough
+
 SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
 

@@ -26,7 +26,7 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.tools import lacking
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN, BOB = 61001, 61002
 """Two uids without rights and without a name."""

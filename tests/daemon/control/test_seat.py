@@ -15,7 +15,7 @@ from tests.daemon.helpers import BRISK, branches
 from tests.harness import wait_until
 from tests.real import RealDaemon
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN: Final = 2661
 

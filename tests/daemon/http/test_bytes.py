@@ -19,7 +19,7 @@ from tests.daemon.http.test_load import MIB, memory
 from tests.daemon.leases.line import Talk, message
 from tests.node import Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 STRANGER, USER, ROOT = 2700, 2701, None
 

@@ -20,7 +20,7 @@ from tests.daemon.leases.line import OWN_UID, Line, Talk, message
 from tests.harness import wait_until
 from tests.node import Answer, Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 ANN, BOB = OWN_UID or 2501, 2502
 

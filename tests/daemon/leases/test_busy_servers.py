@@ -19,7 +19,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 CONFIG: Final = '[enforcement]\nattach = "{mode}"\nattach_window = 0.5\n[daemon]\nprobe_interval = 0.1\n'
 

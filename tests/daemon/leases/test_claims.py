@@ -18,6 +18,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
+pytestmark = pytest.mark.thorough
+
 ANN: Final = 2711
 SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
 

@@ -31,6 +31,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
+pytestmark = pytest.mark.thorough
+
 HIERARCHIES: Final = ("name=systemd", "cgroup2", "pids")
 
 

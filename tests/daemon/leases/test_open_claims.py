@@ -16,6 +16,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
+pytestmark = pytest.mark.thorough
+
 
 class TestClaims:
     """A lease that is claimed before it has a holder."""

@@ -25,7 +25,7 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import WAITS, SimulatedClient, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 STEPS: Final = int(os.environ.get("MPSD_RUNS", "16"))
 BETWEEN: Final = 4

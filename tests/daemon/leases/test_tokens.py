@@ -18,7 +18,7 @@ from tests.harness import look_at, wait_until
 from tests.node import TOKEN, Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 ANN, BOB = 2711, 2712
 

@@ -12,7 +12,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 THREADS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 ALLOW = '[enforcement]\nunadmitted = "allow"\n'

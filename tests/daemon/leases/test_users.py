@@ -24,7 +24,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, leased, variables
 
-pytestmark = [needs_root, pytest.mark.enforcement]
+pytestmark = [needs_root, pytest.mark.enforcement, pytest.mark.thorough]
 
 ANN, BOB = 2731, 2732
 MANY = '[daemon]\nusers = "many"\n'

@@ -16,7 +16,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 ENDS: Final = pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 

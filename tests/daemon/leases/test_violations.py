@@ -19,7 +19,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, outside, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 TERMINATE: Final = '[enforcement]\ngrace = 0.3\non_violation = "terminate"\n'

@@ -19,6 +19,8 @@ from tests.node import Node
 from tests.simulated_clients import SimulatedClient
 from tests.tools import needed
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["make_line", "make_node", "node_for_all"]
 
 USER, OTHER, OBSERVER = 2302, 2303, 2304

@@ -21,6 +21,8 @@ from mpsd.core.errors import MpsdError, catalogue
 from mpsd.core.settings import quota_rows, rows
 from tests.gate.source import ROOT, Module, dotted, modules, nodes
 
+pytestmark = pytest.mark.thorough
+
 Check = Callable[[str], Iterator[str]]
 """Yields the faults of a text."""
 

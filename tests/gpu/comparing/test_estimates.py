@@ -13,6 +13,8 @@ from tests.gpu.comparing.estimates import FEWEST, Estimate, estimate, order, qua
 from tests.gpu.comparing.lives import fits
 from tests.gpu.comparing.rows import Row, number, ratio
 
+pytestmark = pytest.mark.thorough
+
 MIB: Final = 1 << 20
 
 rates: Final = some.floats(0.001, 1e12)

@@ -16,7 +16,7 @@ from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 from tests.simulated_clients import outside
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 class TestPod:

@@ -13,7 +13,7 @@ from tests.kubernetes.dra.cluster import CLAIMS, Claim, DraCluster, result
 from tests.kubernetes.dra.conftest import MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 def calling(call: Callable[[Claim], None], claim: Claim) -> "threading.Thread":

@@ -15,7 +15,7 @@ from tests.kubernetes.plugin.cluster import CORE, MEMORY, SLICE, RefusedError, S
 from tests.kubernetes.plugin.conftest import MakeCluster
 from tests.simulated_clients import outside
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 GIB = 2**30
 TWO = {"RESOURCES": "threads-and-memory"}

@@ -10,7 +10,7 @@ from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn
 from tests.kubernetes.plugin.conftest import MakeCluster
 from tests.kubernetes.plugin.test_pods import await_idle
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 def await_unhealthy(cluster: StandIn) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 import psutil
 
 from bench.admission import fill, holding, started
-from bench.callers import One, body, leasing
+from bench.callers import Caller, body
 from bench.service import running
 from bench.side_by_side import Figure
 from mpsd.core import health
@@ -51,13 +51,13 @@ def scrape(control: str, root: Path) -> Iterator[Figure]:
     with holding() as holders, running(control, root / "mpsd", _GPUS) as service:
         fill(service, holders, _LEASES, _GPUS)
         started(service, _LEASES)
-        caller = One(service.socket, leasing(threads=1, memory="16MiB"))
-        size = len(body(caller.say(_REQUEST)))
+        caller = Caller(service.socket)
+        size = len(body(caller.ask(_REQUEST)))
         process = psutil.Process(service.process.pid)
         before, times = process.cpu_times(), []
         for _ in range(_SCRAPES):
             begun = time.perf_counter()
-            caller.say(_REQUEST)
+            caller.ask(_REQUEST)
             times.append(time.perf_counter() - begun)
         after = process.cpu_times()
     cpu = (after.user + after.system - before.user - before.system) / _SCRAPES

@@ -175,12 +175,11 @@ class Daemon(TypedDict):
 
 
 class Canary(TypedDict):
-    """The verdict of canaries on a control daemon."""
+    """The verdict of a canary on a control daemon."""
 
     daemon: str
     verdict: str
     because: str
-    canaries: int
     mps: bool | None
     at: str
 

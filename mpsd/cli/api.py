@@ -111,7 +111,7 @@ class Api(Client):
         return cast("answer_types.Operation", self.post(f"/v1/daemons/{segment(daemon)}/{verb}", request or {}))
 
     def canary(self, daemon: str) -> "answer_types.Canary":
-        """Send canaries to a control daemon, and return their verdict; each takes at most as long as mpsd allows."""
+        """Send a canary to a control daemon, and return its verdict; that takes at most as long as mpsd allows."""
         return cast("answer_types.Canary", self.post(f"/v1/daemons/{segment(daemon)}/canary", {}, deadline=inf))
 
     def reload(self) -> "answer_types.Reload":

@@ -60,8 +60,6 @@ class Kind(StrEnum):
     """A server handles a fatal GPU fault."""
     WEDGED = "wedged"
     """The server of the control daemon serves no client, although it reports that it is well."""
-    CANARY_SILENT = "canary_silent"
-    """A canary got no answer, so it is unknown whether the server of the control daemon serves clients."""
     SERVERS_CANNOT_START = "servers_cannot_start"
     """The servers of the control daemon do not start."""
     ANSWER_UNFORESEEN = "answer_unforeseen"
@@ -112,7 +110,7 @@ _WARNINGS: Final = frozenset(
 _LIMITS: Final = {
     **dict.fromkeys((Kind.OPERATION, Kind.HOLD, Kind.LEASES_INCOMPLETE), "hold"),
     **dict.fromkeys((Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.DAEMON), "health"),
-    **dict.fromkeys((Kind.SERVER_FAULT, Kind.WEDGED, Kind.CANARY_SILENT, Kind.SERVERS_CANNOT_START), "health"),
+    **dict.fromkeys((Kind.SERVER_FAULT, Kind.WEDGED, Kind.SERVERS_CANNOT_START), "health"),
     **dict.fromkeys((Kind.ANSWER_UNFORESEEN, Kind.DRIFT, Kind.UNRESTORED), "health"),
     **dict.fromkeys((Kind.CLIENT_END_LATE, Kind.SERVER_STOPPED), "health"),
 }
@@ -297,7 +295,7 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
         yield Reason(Kind.CLIENT_END, name, f"{name}: {daemon.client_end}", hint)
     if daemon.client_end_late:
         hint = (
-            f"mpsd sends a canary each minute; at once: mpsctl verify --canary {name}; to end all clients of {name}:"
+            f"mpsd sends a canary every 10 s; at once: mpsctl verify --canary {name}; to end all clients of {name}:"
             f" mpsctl restart {name} --timeout 0"
         )
         yield Reason(Kind.CLIENT_END_LATE, name, f"{name}: {daemon.client_end_late}", hint)
@@ -347,7 +345,7 @@ def _of_servers(daemon: Daemon) -> Iterator[Reason]:
             because = f"{name}: server {server.pid} is an orphan: its control daemon is dead, so mpsd cannot limit it"
             yield Reason(Kind.ORPHAN, name, because, f"when its clients have exited: kill {server.pid}")
     if daemon.unserved is not None:
-        yield _unserved(name, daemon.unserved, wedged=daemon.wedged)
+        yield _wedged(name, daemon.unserved)
     if daemon.cannot_start is not None:
         hint = (
             "read server.log and the output of nvidia-smi: /dev/shm may be full, the GPU lost or in another compute"
@@ -362,10 +360,7 @@ def unforeseen(server: int, found: UnforeseenAnswer) -> str:
     return f"server {server} answers {found.command!r} with {found.answer}, a form that this mpsd does not know"
 
 
-def _unserved(name: str, evidence: str, *, wedged: bool) -> Reason:
-    if not wedged:
-        because = f"{name}: it is unknown whether its server serves clients: {evidence}"
-        return Reason(Kind.CANARY_SILENT, name, because, f"the next canaries decide it: mpsctl verify --canary {name}")
+def _wedged(name: str, evidence: str) -> Reason:
     because = f"{name} is wedged: its server serves no client, and every new one hangs: {evidence}"
     hint = (
         f"mpsd replaces it when no lease and no client is left on it; at once, ending them: mpsctl restart {name}"

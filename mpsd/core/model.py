@@ -111,7 +111,7 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
     """Whether it had processes since it was named; until then it holds the lease while empty, too."""
     cpu_time: int | None = None
     """The CPU time of its processes when it was named: a larger value shows that processes came and went. None where
-    the kernel does not count it, or for a holder of an earlier mpsd."""
+    the kernel does not count it."""
 
 
 class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
@@ -394,9 +394,7 @@ class Daemon:
     incomplete: str = ""
     """Why it may have clients whose leases mpsd does not know; nothing is granted on it then."""
     unserved: str | None = None
-    """The evidence that its server serves no client, or may serve none; None where there is none."""
-    wedged: bool = False
-    """Whether the evidence proves it."""
+    """The evidence that its server is wedged, and serves no client; None where there is none."""
     drained: bool = False
     """Whether an operator's drain of it is finished."""
 
@@ -465,7 +463,7 @@ class AttachedProcess(Struct, frozen=True):
 
     process: ProcessIdentity
     gpu: str
-    """Its UUID; empty where an earlier mpsd did not store it."""
+    """Its UUID."""
 
 
 class Lease(Struct, frozen=True):
@@ -493,7 +491,7 @@ class Lease(Struct, frozen=True):
     lost: tuple[ProcessIdentity, ...] = ()
     """Those of its living client processes whose contexts ended with the server of a control daemon that died."""
     token: str = ""
-    """The secret in the environment of its processes; empty for a lease of an mpsd that gave none."""
+    """The secret in the environment of its processes."""
     until: float | None = None
     ttl: float | None = None
     expires: float | None = None

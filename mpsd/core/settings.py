@@ -189,6 +189,7 @@ class ControlDaemon:
         " them all of its own. Takes effect when the control daemon next starts.",
         reload=True,
     )
+    # No code reads this row: there is one layout. Its name stays in the contract, and in the file, for a second one.
     layout: Layout = row(
         Layout.PER_GPU,
         setting_parsers.choice(Layout),
@@ -215,7 +216,7 @@ class ControlDaemon:
         20.0,
         setting_parsers.seconds,
         "How long a canary may take to answer: a client that mpsd starts to test whether a suspect server still serves"
-        " clients. After three canaries in a row without an answer, mpsd admits no request on that GPU.",
+        " clients. After a canary without an answer, mpsd admits no request on that GPU.",
         unit="s",
         reload=True,
     )
@@ -364,13 +365,6 @@ class Violations:
         None,
         setting_parsers.choice(OnViolation),
         "Action for a client that exceeds the number of processes of its lease. Absent: `enforcement.on_violation`.",
-        reload=True,
-    )
-    limits: OnViolation | None = row(
-        None,
-        setting_parsers.choice(OnViolation),
-        "Has no effect, and is accepted for older configuration files. mpsd only reports a client that may exceed its"
-        " part, because nothing proves that it does.",
         reload=True,
     )
     memory: OnViolation | None = row(

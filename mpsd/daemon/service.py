@@ -127,7 +127,7 @@ async def serve(plan: Plan) -> None:
             _report(log, events, store, history, accounts)
             half_life = settings.admission.usage_half_life
             lease_store = LeaseStore(store)
-            ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(accounts, history, half_life)))
+            ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(accounts, half_life)))
             live = LiveSettings(settings)
             accountant = Accountant(AccountStore(accounts), live, log)
             quarantine = Quarantine(run_dir.quarantines, live, log)
@@ -157,9 +157,7 @@ async def serve(plan: Plan) -> None:
                 completeness=completeness,
                 limit_gates=limit_gates,
                 pipe_access=pipe_access,
-                server_watches=ServerWatches(
-                    Canaries(plan.canary, plan.program, limit_gates, pipe_access), run_dir.daemon, live, log
-                ),
+                server_watches=ServerWatches(Canaries(plan.canary, plan.program, limit_gates, pipe_access), live, log),
                 quarantine=quarantine,
                 endings=endings,
                 log=log,

@@ -28,7 +28,8 @@ It initialises CUDA, makes its primary context, and prints its place and its lim
   flight, and one at the end with their number
 - `sync`: report a pending error, as cudaDeviceSynchronize does
 - `fault`: cause a fatal fault of the GPU, such as an illegal address
-- `wedge`: have the end of this client, of whatever kind, leave a server that serves no client
+- `wedge`: have the end of this client, of whatever kind, leave a server that serves no client, and lists this one if
+  it was killed in mid-kernel
 - `ignore SIGNAL`: ignore a signal such as TERM
 - `catch SIGNAL`: exit at once when the signal comes, even during a kernel, as programs in Go and Java do
 - `obey SIGNAL`: exit with status 0 when the signal comes and the kernel has ended, after a goodbye to the server

@@ -56,15 +56,6 @@ class Binds(StrEnum):
     """When the process makes a context, which may be much later, and again with each context."""
 
 
-class Leaves(StrEnum):
-    """The consequence of a client's death in mid-kernel, alone on its server: a setting of the simulated driver."""
-
-    WEDGE = "wedge"
-    """A server that serves no client any more: see `Server.left` (KAI)."""
-    ERROR = "error"
-    """LAUNCH_FAILED for the next context; the one after it is served (measured on 580, where no wedge was seen)."""
-
-
 PER_CONTEXT: Final = "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING"
 """Makes a context take the percentage in the environment when it is made, beside that of the process (ENV)."""
 

@@ -5,10 +5,9 @@ context there, and files for the GPU's faults. As with a real driver, the memory
 
 The same directory has the settings of the simulated driver, each in a file, which a server reads when it starts. The
 file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`.
-The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). The file `killed_alone`
-names what a client leaves behind that is killed in mid-kernel; see `cuda.Leaves`. The file `outlives` lets servers
-outlive their control daemon. Where a file `no_mps_attribute` is, CUDA does not tell a process whether it uses MPS. For
-a node, the path of the directory is <runtime_dir>/simulated.
+The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). The file `outlives`
+lets servers outlive their control daemon. Where a file `no_mps_attribute` is, CUDA does not tell a process whether it
+uses MPS. For a node, the path of the directory is <runtime_dir>/simulated.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from typing import Final, NamedTuple
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import Binds, Leaves
+from mpsd.simulator.cuda import Binds
 
 MEMORY: Final = 80 * GIB
 """Bytes of each simulated GPU."""
@@ -37,7 +36,6 @@ _BINDS: Final = "binds"
 """The file with the moment in which the limits of this node's servers bind: `connect` or `context`."""
 
 _CONTEXT_MEMORY: Final = "context_memory"
-_KILLED_ALONE: Final = "killed_alone"
 _NO_MPS_ATTRIBUTE: Final = "no_mps_attribute"
 
 _OUTLIVES: Final = "outlives"
@@ -204,16 +202,6 @@ def context_memory(directory: Path) -> int:
 def set_context_memory(directory: Path, size: int) -> None:
     """Set the bytes that a context of servers that start from now on takes of its memory limit."""
     _set(directory, _CONTEXT_MEMORY, str(size))
-
-
-def killed_alone(directory: Path) -> Leaves:
-    """Return what a client of a server that starts now leaves, if it is killed in mid-kernel, without a neighbour."""
-    return Leaves(_setting(directory, _KILLED_ALONE) or Leaves.WEDGE)
-
-
-def set_killed_alone(directory: Path, leaves: Leaves) -> None:
-    """Set what such clients of servers that start from now on leave."""
-    _set(directory, _KILLED_ALONE, leaves)
 
 
 def hide_mps_attribute(directory: Path) -> None:

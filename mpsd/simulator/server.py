@@ -27,7 +27,7 @@ from typing import Any, Final, NoReturn
 
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
-from mpsd.simulator.devices import Device, Kind, binds, context_memory, killed_alone, outlives
+from mpsd.simulator.devices import Device, Kind, binds, context_memory, outlives
 from mpsd.simulator.server_state import Answer, Context, Server, Start
 
 PACKET: Final = 1 << 18
@@ -66,7 +66,7 @@ class _Service:
         self._gpus = str(said["gpus"])
         limits = {int(device): limit for device, limit in said["limits"].items()}
         gpus = Path(self._gpus)
-        settings = binds(gpus), context_memory(gpus), killed_alone(gpus)
+        settings = binds(gpus), context_memory(gpus)
         self._outlives = outlives(gpus)
         start = Start(
             tuple(said["devices"]), said["percentage"], limits, said["priority"], *settings, branch=said["branch"]

@@ -12,7 +12,7 @@ from typing import ClassVar, Final, NamedTuple
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA
 from mpsd.simulator import figures, server_words
-from mpsd.simulator.cuda import Binds, CudaError, Leaves, Pinned, of_context, pinned
+from mpsd.simulator.cuda import Binds, CudaError, Pinned, of_context, pinned
 from mpsd.simulator.server_words import PAIR
 
 _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"
@@ -37,7 +37,6 @@ class Start(NamedTuple):
     binds: Binds = Binds.CONNECT
     context_memory: int = 0
     """Bytes that a context takes of its memory limit."""
-    leaves: Leaves = Leaves.WEDGE
     places: int = CLIENTS_VOLTA
     """Client contexts on each device: MPS counts contexts, not processes (OLD)."""
     branch: int = 555
@@ -109,7 +108,6 @@ class Server:
         self._binds = start.binds
         self._context_memory = start.context_memory
         self._places = start.places
-        self._leaves = start.leaves
         self._has_error_left = False
         """Whether the next context gets the error of a client that was killed in mid-kernel."""
         self._branch = start.branch
@@ -200,11 +198,12 @@ class Server:
 
         `said` is true after a goodbye. A client that ends without one, while one of its kernels is in flight, leaves
         that kernel behind: the other clients of the server get cudaErrorIllegalAddress. Where no other client exists to
-        consume the error, every later client hangs for ever when it initialises CUDA, while the server is ACTIVE, lists
-        it, and logs nothing. Only a new server ends that. Source: the package text of drain.go in KAI; on 580, it left
-        `Leaves.ERROR` instead (measured). OLD says that such an end "is not supported", and that its consequences are
-        undefined: for tests, the end of a client that `wedges` leaves the same wedge, and is listed and logged as any
-        other. A client whose contexts its server has ended is no client here any more, and leaves nothing.
+        consume the error, the next context gets LAUNCH_FAILED, and the one after it is served (measured on 580). A
+        client whose contexts its server has ended is no client here any more, and leaves nothing.
+
+        KAI reports a wedge instead, which was never measured: every later client hangs for ever when it initialises
+        CUDA, while the server is ACTIVE, lists it, and logs nothing. Only a new server ends that. Tests have it by a
+        client that `wedges`: the server still lists it if it was killed in mid-kernel, and else its end shows as any.
 
         The end of the last client that met a fault ends the fault: the server destroys its contexts, makes new ones,
         and is ACTIVE again (OLD).
@@ -219,7 +218,7 @@ class Server:
         harmful = client is not None and client.working and not said and self.status is Status.ACTIVE
         if harmful and not self._with_contexts(beside=pid):
             harmful = False
-            if self._leaves is Leaves.WEDGE:
+            if client is not None and client.wedges:
                 self.wedged = True
                 return ()
             self._has_error_left = True

@@ -59,6 +59,9 @@ class Database:
     ) -> None:
         """Open the file, or make it. `schema` has one script for each schema version, the oldest first.
 
+        The file stores its version. A release that changes a schema adds a script, which alters the file of the
+        version before; a script that was released never changes.
+
         `first` is the SQL that a new file gets besides, in the same commit. `lasting` is for data that must survive a
         power cut, except perhaps the last seconds before it. `ballast` is the number of bytes that are reserved on the
         file system and given up when it is full. A file that is damaged, belongs to another program, or is newer than

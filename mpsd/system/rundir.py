@@ -40,8 +40,6 @@ class DaemonPaths:
     """The file with the position up to which its log was read."""
     own_limits: Path
     """The file with the limits that mpsd itself set."""
-    evidence: Path
-    """The file with the evidence against its server: that the server serves no client, or may serve none."""
     operator_intent: Path
     """The file with the desired state of the daemon."""
 
@@ -205,7 +203,6 @@ class RunDir:
             let_in=paths.runtime_dir / f"{name}.let-in.json",
             reading=paths.runtime_dir / f"{name}.reading.json",
             own_limits=paths.runtime_dir / f"{name}.limits.json",
-            evidence=paths.runtime_dir / f"{name}.evidence.json",
             operator_intent=paths.state_dir / f"{name}.intention.json",
         )
 

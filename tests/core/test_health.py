@@ -114,12 +114,7 @@ OF_DAEMONS: Final = [
     (daemon(servers=(replace(FAULTED, clients=(7,)),)), Kind.SERVER_FAULT, "until its last client exits"),
     (daemon(servers=(replace(FAULTED, clients=(7, 8)),)), Kind.SERVER_FAULT, "until its 2 clients exit"),
     (daemon(cannot_start="6 servers did not start"), Kind.SERVERS_CANNOT_START, "gpu0: 6 servers did not start"),
-    (daemon(unserved="pid 7 hangs", wedged=True), Kind.WEDGED, "gpu0 is wedged: its server serves no client"),
-    (
-        daemon(unserved="pid 7 hangs"),
-        Kind.CANARY_SILENT,
-        "gpu0: it is unknown whether its server serves clients: pid 7",
-    ),
+    (daemon(unserved="pid 7 hangs"), Kind.WEDGED, "gpu0 is wedged: its server serves no client"),
     (daemon(drift=(DRIFT,)), Kind.DRIFT, "gpu0: active_thread_percentage is 10 % instead of 60 %"),
     (
         daemon(log_silent_since=datetime(2026, 11, 22, 3, tzinfo=UTC)),

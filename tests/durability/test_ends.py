@@ -17,7 +17,6 @@ from tests.daemon.ends.clients import (
     in_order,
     lease_of,
     neighbour,
-    open_suspicions,
     take_command,
     target,
 )
@@ -103,12 +102,21 @@ def neighbours(node: Node, case: Case) -> Iterator[None]:
         yield
 
 
-def is_suspect(node: Node, client: SimulatedClient) -> bool:
-    """Tell whether the end of a client left its server suspect, also for an earlier client, or already replaced."""
+def adoptions(node: Node, client: SimulatedClient) -> int:
+    """Return how often an mpsd has found the server of a client, and examined it because it does not know it."""
+    found = node.events("server_suspect", cause="adopted")
+    return sum(f"server {client.hello['server']} " in each["because"] for each in found)
+
+
+def is_suspect(node: Node, client: SimulatedClient, adopted: int) -> bool:
+    """Tell whether the end of a client left its server suspect, or already replaced.
+
+    The next mpsd examines the server in any case: it has been adopted more often than before the end.
+    """
     because = f"its only client, process {client.pid}, was ended by a signal"
     suspected = node.events("server_suspect", cause="terminate_client")
     is_reported = any(because in each["because"] for each in suspected)
-    return is_reported or bool(open_suspicions(node)) or not is_running(client.hello["server"])
+    return is_reported or adoptions(node, client) > adopted or not is_running(client.hello["server"])
 
 
 def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
@@ -118,10 +126,14 @@ def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
         client.do(case.does)
         if case.kernel:
             client.launch(case.kernel)
+        known = adoptions(node, client)
         node.end()
         node.kill_at, node.torn, node.of_ends = kill_at, True, True
         node.start()
         wait_until(lambda: node.get(f"/v1/leases/{lease}").json["clients"], what="its client to be seen")
+        adopted = wait_until(
+            lambda: (now := adoptions(node, client)) > known and now, what="its server to be examined by this mpsd"
+        )
         with suppress(*DEAD):
             end(node, lease, case)
         wait_until(lambda: is_over(node, client), what="mpsd to die, or to be done", deadline=20)
@@ -142,7 +154,9 @@ def is_survived(node: ForkedNode, case: Case, kill_at: int) -> bool:
             assert client.answer()["ok"]  # the kernel has finished
         wait_until(lambda: not ends(node), what="nothing to be left on disk")
         if case.refused:
-            wait_until(lambda: is_suspect(node, client), what="the server to be suspect, or to be replaced for it")
+            wait_until(
+                lambda: is_suspect(node, client, adopted), what="the server to be suspect, or to be replaced for it"
+            )
     if case.drained:
         begin(node, "resume")
     node.wait_for_state("gpu0", "ready")

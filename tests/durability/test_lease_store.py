@@ -1,19 +1,16 @@
 """The lease store by itself: rows are reused, and events are published once, even when the history is lost."""
 
-import json
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from mpsd.core.errors import StorageError
-from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
+from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
@@ -33,9 +30,9 @@ LEASE: Final = Lease(
 
 
 @contextmanager
-def opened(directory: Path, *, schema: tuple[str, ...] = LEASES_SCHEMA) -> Iterator[LeaseStore]:
+def opened(directory: Path) -> Iterator[LeaseStore]:
     """Open the store in a directory."""
-    with closing(Database(directory / "leases.db", schema)) as database:
+    with closing(Database(directory / "leases.db", LEASES_SCHEMA)) as database:
         yield LeaseStore(database)
         assert database.aside is None
 
@@ -145,29 +142,6 @@ def test_another_boot(tmp_path: Path) -> None:
     assert rows(tmp_path) == 2
 
 
-def test_the_first_version(tmp_path: Path) -> None:
-    """Leases of the first version of the store are read, and their unpublished events too, in order."""
-    leases = numbered(3)
-    path = tmp_path / "leases.db"
-    with closing(Database(path, LEASES_SCHEMA[:1])) as database:
-        for lease in leases:
-            row = summed(lease.id, clock.boot_id(), msgspec.json.encode(lease).decode())
-            database.commit([("INSERT INTO leases VALUES (?, ?, ?, ?)", row)])
-        for batch, said in ((12, leases[1:]), (11, [leases[0], ended(leases[0])])):
-            text = json.dumps([[each.lease, each.event, each.facts] for each in map(events, said)])
-            database.commit([("INSERT INTO news VALUES (?, ?, ?)", summed(batch, text))])
-    with opened(tmp_path) as keeping:
-        found = keeping.read(published=10)
-        assert found.leases == leases
-        assert found.unpublished == [events(leases[0]), events(ended(leases[0])), events(leases[1]), events(leases[2])]
-        assert keeping.batch == 12
-        keep(keeping, *map(ended, leases))
-    with opened(tmp_path) as keeping:
-        found = keeping.read(published=12)
-        assert found.leases == []
-        assert found.unpublished == [events(ended(lease)) for lease in leases]
-
-
 @as_root
 def test_an_end_needs_no_room(short_tmp: Path) -> None:
     """On a full disk without any ballast, nothing more is granted, and every lease can end, and stays ended."""
@@ -217,63 +191,3 @@ def test_directory_is_gone(tmp_path: Path) -> None:
         assert {lease.id for lease in found.read().leases} == living.keys()
         assert found.incomplete("GPU-1")
         assert not found.incomplete("GPU-0")
-
-
-def test_leases_of_the_third_version(tmp_path: Path) -> None:
-    """A lease with one process as its holder has it as its only one, with its uid; an invalid row stays."""
-    identity = {"pid": 7, "start_ticks": 99}
-    started = "2026-01-01T00:00:00Z"
-    plain = json.loads(msgspec.json.encode(LEASE))
-    del plain["holders"]
-    owner = {"uid": 5, "gid": 5, "pid": 7, "started": started}
-    leases = [
-        {**plain, "id": "lease-1", "owner": owner, "holder": identity, "expires": 12345.678901234567},
-        {**plain, "id": "lease-2", "owner": {**owner, "holder_uid": 0}, "holder": identity, "arrival": 2},
-        {**plain, "id": "lease-3", "owner": owner, "holder": "nobody", "arrival": 3},
-    ]
-    texts = [*map(json.dumps, leases), "{broken", ""]
-    with closing(Database(tmp_path / "leases.db", LEASES_SCHEMA[:3])) as database:
-        put = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)"
-        rows_of_it = [(put, summed(number, clock.boot_id(), 0, text, "[]")) for number, text in enumerate(texts, 1)]
-        database.commit(rows_of_it)
-    with opened(tmp_path) as store:
-        found = store.read()
-        assert [each.id for each in found.leases] == ["lease-1", "lease-2"]
-        holders = [each.holders for each in found.leases]
-        then = msgspec.json.decode(f'"{started}"', type=datetime)
-        assert holders == [
-            (HoldingProcess(ProcessIdentity(7, 99), then, None),),
-            (HoldingProcess(ProcessIdentity(7, 99), then, 0),),
-        ]
-        assert found.leases[0].expires == 12345.678901234567
-        assert [each.row for each in found.unrestored] == [3, 4]
-
-
-def test_leases_of_the_fourth_version(tmp_path: Path) -> None:
-    """The clients of a lease on several GPUs take no place, because it is unknown where; an invalid row stays."""
-    plain = json.loads(msgspec.json.encode(LEASE))
-    del plain["attached"]
-    identity = {"pid": 7, "start_ticks": 99}
-    each = {"daemon": "gpu0", "threads": {"tenths": 10}, "memory": {"mebibytes": 1}, "env": {}}
-    shares = [{"gpu": gpu, **each} for gpu in ("GPU-1", "GPU-2")]
-    leases = [
-        {**plain, "id": "lease-1", "clients": [], "expires": 12345.678901234567},
-        {**plain, "id": "lease-2", "clients": [identity, {**identity, "pid": 8}], "shares": shares[:1], "arrival": 2},
-        {**plain, "id": "lease-3", "clients": [identity], "shares": shares, "arrival": 3},
-        {**plain, "id": "lease-4", "clients": ["nobody"], "shares": shares[:1], "arrival": 4},
-    ]
-    with closing(Database(tmp_path / "leases.db", LEASES_SCHEMA[:4])) as database:
-        put = "INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?)"
-        texts = enumerate(map(json.dumps, leases), 1)
-        database.commit([(put, summed(number, clock.boot_id(), 0, text, "[]")) for number, text in texts])
-    with opened(tmp_path) as store:
-        found = store.read()
-        client, other = ProcessIdentity(7, 99), ProcessIdentity(8, 99)
-        assert {lease.id: lease.attached for lease in found.leases} == {
-            "lease-1": (),
-            "lease-2": (AttachedProcess(client, "GPU-1"), AttachedProcess(other, "GPU-1")),
-            "lease-3": (AttachedProcess(client, ""),),
-        }
-        assert [lease.clients for lease in found.leases] == [(), (client, other), (client,)]
-        assert found.leases[0].expires == 12345.678901234567
-        assert [(each.row, each.processes) for each in found.unrestored] == [(4, None)]

@@ -21,7 +21,7 @@ LONG: Final = {
     "body": [b'\0{"memory":"%b"}' % DIGITS, b'\0{"threads":%b}' % DIGITS, b'\0{"labels":' + DEEP],
     "units": [DIGITS, DIGITS + b"GiB"],
     "environment": [b"%b\n0=1G" % DIGITS, b"25.0\n0=%bG" % DIGITS, b"\n%b=1G" % DIGITS],
-    "intention": [b'{"wish":{"x":' + DEEP * 100, b'{"wish":{"deadline":' + DIGITS],
+    "intention": [b'{"desired":{"x":' + DEEP * 100, b'{"desired":{"deadline":' + DIGITS],
 }
 
 

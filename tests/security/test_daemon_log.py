@@ -219,7 +219,7 @@ class TestWhatItSays:
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
     """The limits of a client that connected during a foreign conversation are unknown: no proof of a violation."""
-    node = make_node(simulate=1, control=None, config='[violations]\nlimits = "terminate"\n').start()
+    node = make_node(simulate=1, control=None, config='[enforcement]\non_violation = "terminate"\n').start()
     with SimulatedClient(variables(node), before=WAITS) as client:
         answer = node.request("POST", "/v1/leases", {"threads": 20, "memory": "1GiB", "pid": client.pid})
         assert answer.status == 201, answer.body

@@ -246,13 +246,14 @@ def test_terminate_client_without_its_front_end(bench: GpuBench) -> None:
 
 
 def test_wedge(bench: GpuBench) -> None:
-    """A client killed in mid-kernel without neighbours leaves a server that serves no client and says it is well.
+    """A client that wedges, killed in mid-kernel, leaves a server that serves no client and says that it is well.
 
     The server logs nothing, lists the dead client and those that hang, and does not even end on command: a new one
     serves.
     """
     client = bench.client()
     server = client.hello["server"]
+    assert client.do("wedge")["ok"]
     client.launch(30)
     logged = bench.server_log()
     client.kill()
@@ -275,6 +276,7 @@ def test_wedge(bench: GpuBench) -> None:
 def test_quit_of_a_wedged_daemon(bench: GpuBench) -> None:
     """A control daemon with a wedged server quits only by force."""
     client = bench.client()
+    assert client.do("wedge")["ok"]
     client.launch(30)
     client.kill()
     late = bench.client()

@@ -5,7 +5,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import PER_CONTEXT, Binds, CudaError, Leaves, Pinned
+from mpsd.simulator.cuda import PER_CONTEXT, Binds, CudaError, Pinned
 from mpsd.simulator.server_state import Client, Context, Server, Start, Status
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
@@ -255,10 +255,8 @@ def test_ends_that_harm_nobody(server: Server, how: str) -> None:
     context(server, 3)
 
 
-def test_error_for_the_next_context(log: list[str]) -> None:
+def test_error_for_the_next_context(server: Server) -> None:
     """On 580, a client killed in mid-kernel without neighbours leaves an error for one context, and no other trace."""
-    server = Server(77, Start((GPU,), 100.0, {}, priority=0, leaves=Leaves.ERROR), log.append)
-    server.begin()
     context(server, 1)
     server.clients[1].working = True
     assert server.left(1, said=False) == ()
@@ -269,8 +267,9 @@ def test_error_for_the_next_context(log: list[str]) -> None:
 
 
 def test_wedge(server: Server, log: list[str]) -> None:
-    """A client killed in mid-kernel without neighbours leaves a wedge: ACTIVE, listed, and without a message."""
+    """A client that wedges, killed in mid-kernel alone, leaves a server that is ACTIVE, lists it, and logs nothing."""
     context(server, 1)
+    server.clients[1].wedges = True
     admit(server, 2)  # this client has no context that could consume the fault
     server.clients[1].working = True
     before = list(log)

@@ -48,7 +48,7 @@ def _at_once(verb: str, text: str, *options: Callable[[Callable[..., None]], Cal
 
 
 def _said(body: dict[str, object]) -> dict[str, object]:
-    """Return a request without options that were not given: an older mpsd may not know them."""
+    """Return a request without the options that were not given."""
     return {name: value for name, value in body.items() if value is not None}
 
 

@@ -47,7 +47,7 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
 
     The exit status is 0 only for `ok`, and 1 otherwise.
 
-    With --canary the answer is `ok`, `wedged` (three canaries in a row did not answer within `daemon.canary_deadline`),
+    With --canary the answer is `ok`, `wedged` (the canary got no answer within `daemon.canary_deadline`),
     or `unknown`, with the evidence; the exit status is 0 only if it is `ok`.
     """
     if canary is not None:
@@ -71,7 +71,7 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
 
 
 def _proven(answer: "answer_types.Canary") -> str:
-    """Describe what canaries prove of a control daemon."""
+    """Describe what a canary proves of a control daemon."""
     return f"{answer['daemon']}: {answer['verdict']}: {answer['because']}"
 
 

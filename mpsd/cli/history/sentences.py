@@ -84,7 +84,6 @@ SENTENCES: Final = {
     "canary_ended": "{daemon}: a canary ended ({proof}): {because}",
     "server_wedged": "{daemon}: its server serves no client: {because}",
     "server_serves": "{daemon}: its server serves clients: {because}",
-    "server_record_not_stored": "{daemon}: the record of its server cannot be stored: {because}",
     "log_shortened": "{daemon}: its log was shortened by {bytes}",
     "log_not_shortened": "{daemon}: its log cannot be shortened: {because}",
     "log_silent": "{daemon}: its log shows nothing: {because}",

@@ -17,7 +17,6 @@ from mpsd.cli.history.selection import leases_of
 from mpsd.cli.history.sentences import sentence
 from mpsd.cli.render import as_here, when
 from mpsd.cli.users import name_of
-from mpsd.core.errors import NotFoundError
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
@@ -107,16 +106,15 @@ _PROMISES: Final = {
 
 
 def principal(api: Api) -> dict[str, object]:
-    """Return the page's user and role, the effect of each action, and the offset of its clock from UTC (s).
-
-    An mpsd of an earlier release does not report its caller; the page then offers no actions.
-    """
-    more = {"promises": _PROMISES, "offset": time.localtime().tm_gmtoff}
-    try:
-        found = api.principal()
-    except NotFoundError:
-        return {"uid": None, "user": "", "role": "observer", **more}
-    return {"uid": found["uid"], "user": name_of(found["uid"]), "role": found["role"], **more}
+    """Return the page's user and role, the effect of each action, and the offset of its clock from UTC (s)."""
+    found = api.principal()
+    return {
+        "uid": found["uid"],
+        "user": name_of(found["uid"]),
+        "role": found["role"],
+        "promises": _PROMISES,
+        "offset": time.localtime().tm_gmtoff,
+    }
 
 
 def event(found: "answer_types.Event") -> dict[str, object]:

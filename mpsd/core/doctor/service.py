@@ -14,9 +14,9 @@ from mpsd.core.settings import Settings
 _GPU_KINDS: Final = frozenset({Kind.GPU_UNKNOWN, Kind.GPU, Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED})
 _DAEMON_KINDS: Final = frozenset({Kind.SERVER_STOPPED, Kind.DAEMON, Kind.OPERATION, Kind.HOLD})
 _LIMIT_KINDS: Final = frozenset({Kind.DRIFT})
-_WEDGE_KINDS: Final = frozenset({Kind.WEDGED, Kind.CANARY_SILENT})
+_WEDGE_KINDS: Final = frozenset({Kind.WEDGED})
 
-_WARNED: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.HOLD, Kind.CANARY_SILENT})
+_WARNED: Final = frozenset({Kind.GPU_UNSUPPORTED, Kind.HOLD})
 """Reasons that an operator chose, or that are not decided yet; every other reason fails its check."""
 
 _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}

@@ -6,7 +6,7 @@ a context, which may be minutes later, and may happen a second time. mpsd theref
 leases need whose processes may still come, and lowers them behind a client only after its context is proven.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import reduce
@@ -128,28 +128,6 @@ def awaited(processes: int | None, attach: Attach, proofs: Sequence[ContextProof
         return Awaited.ALWAYS
     may_have_more = processes is None or len(proofs) < processes
     return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more else Awaited.NOBODY
-
-
-def narrowest(one: Limits, other: Limits) -> Limits:
-    """Return the narrower of each limit, from two values to set."""
-    memory = [each for each in (one.pinned_device_mem_limit, other.pinned_device_mem_limit) if each is not None]
-    threads = min(one.active_thread_percentage, other.active_thread_percentage)
-    return Limits(threads, min(memory) if memory else None)
-
-
-def is_wider(one: Limits, other: Limits) -> bool:
-    """Tell whether a ceiling has more threads or more memory than another one."""
-    return widest_limits(one, other) != other
-
-
-def for_canary(most: Limits, parts: Collection[Limits], *, alone: bool) -> Limits | None:
-    """Return how far the ceiling is raised for the canary of a suspicion, at most this far; None for not at all.
-
-    Any user can cause a suspicion, by a client of its own, so no process may get more by it than its lease gives:
-    the canary gets the least of the `parts` of the leases. `alone` tells whether no other process can use the ceiling,
-    where there is no lease.
-    """
-    return reduce(narrowest, parts, most) if parts or alone else None
 
 
 class ExpectedClients:

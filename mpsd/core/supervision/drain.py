@@ -99,7 +99,7 @@ class DesiredState:
 
 def timeout(desired: DesiredState) -> str:
     """Say when the remaining clients are ended, for the end of a sentence; empty where they never are."""
-    if desired.deadline is None or not desired.at:  # a file of mpsd 0.1.0 has no `at`
+    if desired.deadline is None:
         return ""
     end = desired.since + timedelta(seconds=desired.deadline - desired.at)
     return f", and ends the remaining clients at {end.isoformat(timespec='seconds')}"

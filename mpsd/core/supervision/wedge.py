@@ -9,12 +9,11 @@ No state word and no answer of the control pipe shows a wedge. A *canary* does: 
 CUDA, makes a context, and reports the result.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
-
-from msgspec import Struct, structs
+from math import inf
+from typing import Final, NamedTuple
 
 from mpsd.core.model import Limits, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, Pid, PinnedDeviceMemLimit
@@ -24,18 +23,13 @@ PLACES: Final = 1
 one."""
 
 LIMITS: Final = Limits(ActiveThreadPercentage(100), PinnedDeviceMemLimit(512))
-"""The maximum for a canary's context: 10 % and 512 MiB. A context takes 145 MiB with 25 % of the threads, 271 MiB with
-50 % and 517 MiB with 100 % (measured on 580, an H200). The memory comes from `admission.memory_reserve`, whose default
-is the same size. For a canary that an operator starts, the ceiling is always opened this far; see `ceiling.for_canary`
-for those of suspicions."""
+"""The ceiling for a canary that an operator requests, and the maximum for the context of any canary: 10 % and 512 MiB.
+A context takes 145 MiB with 25 % of the threads, 271 MiB with 50 % and 517 MiB with 100 % (measured on 580, an H200).
+The memory comes from `admission.memory_reserve`, whose default is the same size."""
 
-FAILURES: Final = 3
-"""Canaries in a row without an answer that prove a wedge. A single one may meet a machine that is too busy to answer in
-time."""
-
-SPACING: Final = 60.0
-"""Seconds between two examinations that one uid causes, since any user can cause suspicions at any rate. Also the
-seconds between two examinations of a wedged server, since an answer proves that it serves again."""
+SPACING: Final = 10.0
+"""Seconds from the end of a canary to the next one for a suspicion that it did not settle, for one that any user can
+cause, and for a wedged server, which may serve again."""
 
 NOT_READY: Final = 807
 """MPS_SERVER_NOT_READY: the server accepts no client now."""
@@ -43,9 +37,6 @@ NOT_READY: Final = 807
 LEFTOVER: Final = 719
 """LAUNCH_FAILED: after a client is killed in mid-kernel, with no other client beside it, the next one gets this error
 for its context, and the one after that is served (measured on 580)."""
-
-_LONGEST: Final = 3600.0
-"""The most seconds between two examinations that prove nothing; each wait is twice as long as the one before."""
 
 _NO_PLACE: Final = frozenset({808, 809})
 """MPS_MAX_CLIENTS_REACHED and MPS_MAX_CONNECTIONS_REACHED: only a server that answers returns them."""
@@ -61,6 +52,8 @@ class Cause(StrEnum):
     """A client ended, and its server still lists it."""
     TERMINATE = "terminate_client"
     """`terminate_client` did not return."""
+    ADOPTED = "adopted"
+    """The server is older than this mpsd, which does not know what the last one suspected."""
     SILENT = "client_silent"
     """A client has been listed for long, and holds no memory on the GPU."""
     WEDGED = "wedged"
@@ -73,14 +66,31 @@ STRONG: Final = frozenset({Cause.STILL_LISTED, Cause.TERMINATE})
 """The causes that a working server hardly ever shows. A daemon without users whose server is suspect for one of them is
 replaced at once: that takes a moment, and harms no client."""
 
+HOLDING: Final = STRONG | {Cause.ADOPTED}
+"""The causes for which nothing is granted until the server is known to serve. Any user can cause the others."""
 
-class Suspicion(Struct, frozen=True, forbid_unknown_fields=True):
+_BOUNDED: Final = frozenset({Cause.TERMINATE, Cause.ADOPTED})
+"""Those that hold no longer than until mpsd finds that it can send no canary at all: a client with an endless kernel
+can cause the one, and the other says nothing against a server."""
+
+
+class Listed(NamedTuple):
+    """A client in the list of a server."""
+
+    server: Pid
+    pid: Pid
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
     """Why a server may be wedged."""
 
     cause: Cause
     because: str
     uid: int | None = None
     """The uid of the client in question; None where it is unknown, or there is no client."""
+    listed: Listed | None = None
+    """The ended client that the server still lists: once it does not, that is refuted."""
 
 
 class Proof(StrEnum):
@@ -90,9 +100,6 @@ class Proof(StrEnum):
     """CUDA was initialised, and a context made: the server serves."""
     ERROR = "error"
     """The server refused a place or a context: it answers, so it is no wedge."""
-    ANSWER = "answer"
-    """The server refused a context under a ceiling that may be too low for one: it answers, so it is no wedge; whether
-    it gives contexts is not proven."""
     SILENCE = "silence"
     """No answer came within the deadline."""
     NOTHING = "nothing"
@@ -109,26 +116,23 @@ class CanaryEnd:
     """A sentence, which names the canary's pid where there was one."""
     refused: bool = False
     """Whether the server said that it accepts no client now. That is no wedge, and a client would meet the same."""
-    under: Limits | None = None
-    """The ceiling under which it ran; None where it did not run."""
+    unable: bool = False
+    """Whether this mpsd can send no canary at all, as without libcuda or CAP_SETUID."""
     mps: bool | None = None
     """Whether CUDA told it that its contexts are of MPS; None where that is unknown."""
 
 
-def proof(*, made: bool, code: int | None, inside: bool, low: bool) -> Proof:
+def proof(*, made: bool, code: int | None, inside: bool) -> Proof:
     """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
 
-    `inside` tells whether it was known to be a client of MPS, and `low` whether the ceiling was below LIMITS. Other
-    errors do not show that the server serves clients: 805 to 807 say that it does not accept any now, a process that
-    misses MPS gets 46 or 100, and LEFTOVER shows only that this client was not served.
+    `inside` tells whether it was known to be a client of MPS. A context that is refused, as under a closed ceiling, is
+    an answer too: in a wedge the canary hangs before. Other errors do not show that the server serves clients: 805 to
+    807 say that it does not accept any now, a process that misses MPS gets 46 or 100, and LEFTOVER shows only that this
+    client was not served.
     """
     if made:
         return Proof.CONTEXT if inside else Proof.NOTHING
-    if code in _NO_PLACE:
-        return Proof.ERROR
-    if code not in _NO_CONTEXT or not inside:
-        return Proof.NOTHING
-    return Proof.ANSWER if low else Proof.ERROR
+    return Proof.ERROR if code in _NO_PLACE or (inside and code in _NO_CONTEXT) else Proof.NOTHING
 
 
 class Verdict(StrEnum):
@@ -139,123 +143,75 @@ class Verdict(StrEnum):
     WEDGED = "wedged"
 
 
-def verdict(ends: Sequence[CanaryEnd]) -> Verdict | None:
-    """Return the verdict that the canaries of one examination prove; None while another canary is needed."""
-    match ends[-1].proof:
-        case Proof.CONTEXT:
-            return Verdict.OK
-        case Proof.ERROR | Proof.ANSWER | Proof.NOTHING:
-            return Verdict.UNKNOWN
-        case Proof.SILENCE if len(ends) < FAILURES:
-            return None
-        case Proof.SILENCE:
-            return Verdict.WEDGED
+VERDICTS: Final = {
+    Proof.CONTEXT: Verdict.OK,
+    Proof.ERROR: Verdict.UNKNOWN,
+    Proof.NOTHING: Verdict.UNKNOWN,
+    Proof.SILENCE: Verdict.WEDGED,
+}
 
 
-class OpenSuspicion(Struct, frozen=True, forbid_unknown_fields=True):
-    """A suspicion that no examination has settled yet."""
-
-    suspicion: Suspicion
+class _Open(NamedTuple):
     since: float
     due: float
     """The time from which on it may be examined."""
-    pause: float = SPACING
-    """The wait after an examination that proves nothing."""
-    answered: bool = False
-    """Whether the server has answered since, without giving a context: another examination takes a wider ceiling."""
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no examination has concerned it yet."""
-        return not self.answered and self.pause == SPACING
-
-
-class Examined(Struct, frozen=True, forbid_unknown_fields=True):
-    """An examination that a uid caused, and its time."""
-
-    uid: int | None
-    at: float
-
-
-def _are_alike(one: Suspicion, other: Suspicion) -> bool:
-    return (one.cause, one.uid) == (other.cause, other.uid)
-
-
-def _after(suspicion: OpenSuspicion, now: float, proof: Proof) -> OpenSuspicion | None:
-    """Return a suspicion after an examination with this proof; None where that has settled it."""
-    match proof:
-        case Proof.ANSWER:
-            return structs.replace(suspicion, due=now + SPACING, pause=SPACING, answered=True)
-        case Proof.NOTHING:
-            wait = suspicion.pause
-            return structs.replace(suspicion, due=now + wait, pause=min(2 * wait, _LONGEST))
-        case _:
-            return None
+    holds: bool
 
 
 @dataclass(slots=True)
 class Suspicions:
-    """The open suspicions of one control daemon, with the times of their examination.
+    """The open suspicions of one control daemon. Times are seconds since boot."""
 
-    Times are seconds since boot, which the next mpsd counts alike.
-    """
-
-    open: tuple[OpenSuspicion, ...] = ()
-    examined: tuple[Examined, ...] = ()
-    """The last examination that each uid caused, as far as it delays the next one."""
+    _open: dict[Suspicion, _Open] = field(default_factory=dict)
+    _next: float = 0.0
+    """The earliest time of an examination that any user can cause."""
 
     def add(self, suspicion: Suspicion, now: float) -> bool:
-        """Add a suspicion; False where one with the same cause and uid waits for its first examination.
-
-        One that waits for a later examination is replaced: the server may have become worse.
-        """
-        alike = [each for each in self.open if _are_alike(each.suspicion, suspicion)]
-        if any(each.is_new for each in alike):
+        """Add a suspicion; False where it is open already."""
+        if suspicion in self._open:
             return False
-        due = max([now, *(each.at + SPACING for each in self.examined if each.uid == suspicion.uid)])
-        self.open = (*(each for each in self.open if each not in alike), OpenSuspicion(suspicion, now, due))
+        holds = suspicion.cause in HOLDING
+        self._open[suspicion] = _Open(now, now if holds else max(now, self._next), holds)
         return True
 
-    @property
-    def _suspicions(self) -> tuple[Suspicion, ...]:
-        return tuple(each.suspicion for each in self.open)
-
-    def due(self, now: float, *, wider: bool) -> Suspicion | None:
-        """Return the suspicion to examine now; None where there is none.
-
-        `wider` tells whether the ceiling can be wider than it was for the last answer without a context.
-        """
-        due = (each.suspicion for each in self.open if each.due <= now and (wider or not each.answered))
-        return next(due, None)
+    def due(self, now: float) -> Suspicion | None:
+        """Return the suspicion to examine now; None where there is none."""
+        return next((each for each, when in self._open.items() if when.due <= now), None)
 
     @property
     def strong(self) -> Suspicion | None:
         """The first open suspicion with a strong cause."""
-        return next((each for each in self._suspicions if each.cause in STRONG), None)
+        return next((each for each in self._open if each.cause in STRONG), None)
 
-    def settle(self, now: float, proof: Proof, begun: float) -> None:
-        """Record that the server was examined by a canary that began at this time, with this proof.
+    @property
+    def holding(self) -> Suspicion | None:
+        """The first open suspicion for which nothing is granted."""
+        return next((each for each, when in self._open.items() if when.holds), None)
 
-        That concerns the suspicions of before. They stay open for a later examination if nothing was proven, or no more
-        than that the server answers.
+    def settle(self, now: float, end: CanaryEnd, begun: float) -> None:
+        """Note the end of a canary that began at this time: it settles the suspicions of before, if it proves anything.
+
+        The others are examined again after SPACING.
         """
-        uids = {each.suspicion.uid: None for each in self.open if each.due <= now and each.since <= begun}
-        before = (each for each in self.examined if each.uid not in uids and each.at + SPACING > now)
-        self.examined = (*before, *(Examined(uid, now) for uid in uids))
-        after = (each if each.since > begun else _after(each, now, proof) for each in self.open)
-        self.open = tuple(each for each in after if each is not None)
+        self._next = now + SPACING
+        for each, when in [*self._open.items()]:
+            if when.since > begun:
+                continue
+            if end.proof is not Proof.NOTHING:
+                del self._open[each]
+            elif end.unable and each.cause in _BOUNDED:
+                self._open[each] = when._replace(due=inf, holds=False)
+            else:
+                self._open[each] = when._replace(due=self._next)
+
+    def refute(self, listed: Iterable[Listed]) -> None:
+        """Drop the suspicions about ended clients that their server lists no more."""
+        there = {None, *listed}
+        self._open = {each: when for each, when in self._open.items() if each.listed in there}
 
     def clear(self) -> None:
         """Forget the open suspicions: they were about a server that is gone."""
-        self.open = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A client in the list of a server."""
-
-    server: Pid
-    pid: Pid
+        self._open.clear()
 
 
 @dataclass(slots=True)
@@ -318,7 +274,7 @@ class ListedClients:
     def _still_listed(self, listed: Listed) -> Suspicion:
         because = f"server {listed.server} still lists client {listed.pid}, which has ended"
         known = self._known.get(listed)
-        return Suspicion(Cause.STILL_LISTED, because, known[1] if known is not None else None)
+        return Suspicion(Cause.STILL_LISTED, because, known[1] if known is not None else None, listed)
 
     def silent(self, with_memory: Iterable[Pid], now: float, *, patience: float) -> Suspicion | None:
         """Suspect the server of a client that is not among those `with_memory` on the GPU, after this many seconds.

@@ -46,7 +46,7 @@ ACCOUNTS_SCHEMA: Final = (
     ) WITHOUT ROWID
     """,
 )
-"""The versions of this store, the oldest first; a later mpsd adds to them and changes none."""
+"""The versions of this store; `Database` says what a later version adds."""
 
 TIERS: Final = (SECOND, MINUTE, HOUR)
 """The length of a sample of each tier (microseconds); in the first, a sample without changes lasts up to a minute."""
@@ -70,8 +70,6 @@ _AFTER_ALL: Final = 2**62
 """Greater than the number of any sample."""
 
 T = TypeVar("T")
-
-_USAGE: Final = "SELECT uid, value, noted FROM usage"
 
 
 class Gap(NamedTuple):
@@ -314,15 +312,14 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def stored_usage(accounts: Database, events: Database, half_life: float) -> dict[int, Account]:
-    """Return the stored usage of every user for fairness, decayed since then; a clock that was set back counts as 0 s.
+def stored_usage(accounts: Database, half_life: float) -> dict[int, Account]:
+    """Return the stored usage of every user for fairness, decayed since then.
 
-    Releases up to 0.1 stored it in the store of events, which is read while this store has no notes.
+    If the clock was set back, no time has passed.
     """
     now, wall = clock.monotonic(), clock.now().timestamp()
-    has_noted = any(accounts.rows("SELECT 1 FROM notes LIMIT 1"))
     found = {}
-    for uid, value, noted in (accounts if has_noted else events).rows(_USAGE):
+    for uid, value, noted in accounts.rows("SELECT uid, value, noted FROM usage"):
         if not (isinstance(uid, int) and isinstance(value, float) and isinstance(noted, float)):
             continue
         if not isfinite(value + noted):

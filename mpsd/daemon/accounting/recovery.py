@@ -76,7 +76,7 @@ def _changes(lines: Iterable[bytes], at: int) -> list[tuple[int, _Line]]:
         try:
             line = _decode(text)
         except NOT_UNDERSTOOD:
-            continue  # the event comes from another release
+            continue  # another build may have logged it
         changes.append((max(microseconds(line.at), at), line))
     return sorted(changes, key=lambda change: change[0])
 

@@ -132,7 +132,7 @@ class OperatorHandlers:
         return done
 
     async def canary(self, request: Request) -> schema.CanaryOut:
-        """Send canaries to a control daemon until they prove something, or join the running ones."""
+        """Send a canary to a control daemon, after one that runs."""
         supervisor = self._node.supervisor(request.names["name"])
         reason = Suspicion(Cause.COMMAND, f"uid {request.credentials.uid} wants to know whether it serves")
         return schema.CanaryOut.of(supervisor.name, await self._node.server_watches.examine(supervisor, reason))

@@ -140,9 +140,9 @@ class DaemonOut(Struct):
     restart_for: list[str]
     """The changed settings that take effect when it is restarted."""
     unserved: str | None
-    """The evidence that its server serves no client, or may not; null where there is none."""
+    """The evidence that its server is wedged, and serves no client; null where there is none."""
     wedged: bool
-    """Whether the evidence is proof: admission is stopped, and mpsd replaces it when no client or lease is left."""
+    """Whether there is such evidence: admission is stopped, and mpsd replaces it when no client or lease is left."""
     drained: bool
     """Whether a drain of it is done: in the state `draining`, it has no leases and no clients left."""
 
@@ -174,7 +174,7 @@ class DaemonOut(Struct):
             operation=daemon.operation,
             restart_for=list(daemon.restart_for),
             unserved=daemon.unserved,
-            wedged=daemon.wedged,
+            wedged=daemon.unserved is not None,
             drained=daemon.drained,
         )
 
@@ -186,26 +186,21 @@ class DaemonsOut(Struct):
 
 
 class CanaryOut(Struct):
-    """The result of canaries on a control daemon.
-
-    Canaries are clients of mpsd's own, which initialise CUDA and make a context.
-    """
+    """The result of a canary, a client of mpsd's own that initialises CUDA and makes a context, on a control daemon."""
 
     daemon: str
     verdict: Annotated[str, words(wedge.Verdict)]
-    """`ok`: clients are served. `wedged`: three canaries in a row got no answer. `unknown`: neither was proven."""
+    """`ok`: clients are served. `wedged`: the canary got no answer in time. `unknown`: neither was proven."""
     because: str
-    """The evidence: the outcome of each canary."""
-    canaries: int
-    """How many were sent."""
+    """The evidence: the outcome of the canary."""
     mps: bool | None
-    """Whether CUDA says that the last of them was a client of MPS; null where it does not say."""
+    """Whether CUDA says that it was a client of MPS; null where it does not say."""
     at: Moment
 
     @classmethod
     def of(cls, daemon: str, found: Examination) -> "CanaryOut":
         """Make it from the value."""
-        return cls(daemon, found.verdict, found.evidence, len(found.ends), found.ends[-1].mps, found.at)
+        return cls(daemon, found.verdict, found.end.because, found.end.mps, found.at)
 
 
 class GpuOut(Struct):

@@ -1,7 +1,7 @@
 """Sends a canary to a control daemon: a client of mpsd's own, as the user whose server runs, within a deadline.
 
 A place among the clients of a GPU is reserved for it. It has pipe access by a group of its own: other processes of its
-user have none by that. The ceiling is opened for it as far as that gives no other process more than its lease does. It
+user have none by that. It runs under the ceiling in force; the ceiling is opened only for an operator's command. It
 launches no kernel, so mpsd may kill one that does not return, without harm to any client (mps-facts B4.3).
 """
 
@@ -13,18 +13,15 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from mpsd.core.capabilities import Capability
-from mpsd.core.enforcement import ceiling
 from mpsd.core.errors import MpsdError
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Daemon, Limits
-from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT, variables, widest_limits
+from mpsd.core.model import Daemon
+from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT, variables
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import CanaryEnd, Proof
-from mpsd.core.units import format_size
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.leases.limit_gates import LimitGates
@@ -64,17 +61,18 @@ class Canaries:
     async def send(self, supervisor: Supervisor, seconds: float, *, by_command: bool) -> CanaryEnd:
         """Send one, and return its result, at the latest this many seconds after it began to initialise CUDA.
 
-        The ceiling is opened for a canary that an operator has requested, and for any other only as far as no other
-        process gets more by it than its lease gives (`ceiling.for_canary`).
+        Any user can cause a suspicion, so the ceiling is opened only for a canary that an operator has requested.
         """
         if (stopped := _stopped(supervisor)) is not None:
             return _nothing(stopped)
         uid = self._user(supervisor.snapshot())
         if uid != process_table.own_uid() and not capabilities.can_serve_users():
-            return _nothing(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
+            return _unable(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
+        opened = (
+            self._gates.opened_for_canary(supervisor.name, wedge.LIMITS) if by_command else contextlib.nullcontext()
+        )
         try:
-            raised = wedge.LIMITS if by_command else await self._raised(supervisor)
-            async with self._opened(supervisor.name, raised, yields=not by_command):
+            async with opened:
                 return await self._send_as(uid, supervisor, seconds)
         except MpsdError as error:
             return _nothing(_stopped(supervisor) or f"no canary could be sent: {error.detail}")
@@ -82,25 +80,6 @@ class Canaries:
             return _nothing("no canary could be sent: the ceiling was not opened for it in time")
         except OSError as error:
             return _nothing(f"no canary could be started: {error.strerror}")
-
-    def ceiling(self, supervisor: Supervisor) -> Limits:
-        """Return the ceiling that a canary of a suspicion would have now."""
-        alone = supervisor.is_deserted and self._pipe_access.is_closed(supervisor.gpu.uuid)
-        wanted, raised = supervisor.snapshot().wanted, self._gates.for_canary(supervisor.name, alone=alone)
-        return wanted if raised is None else widest_limits(wanted, raised)
-
-    async def _raised(self, supervisor: Supervisor) -> Limits | None:
-        """Return how far the ceiling may be raised for a canary of a suspicion; None for not at all."""
-        name, gpu, servers = supervisor.name, supervisor.gpu.uuid, [each.pid for each in supervisor.servers]
-        alone = supervisor.is_deserted and await self._pipe_access.is_unused(name, gpu, servers)
-        if alone:  # no process can have connected since, and the next list has those that had before
-            alone = await supervisor.servers_now() is not None and supervisor.is_deserted
-        return self._gates.for_canary(name, alone=alone)
-
-    def _opened(self, name: str, limits: Limits | None, *, yields: bool) -> AbstractAsyncContextManager[None]:
-        if limits is None:
-            return contextlib.nullcontext()
-        return self._gates.opened_for_canary(name, limits, yields=yields)
 
     @staticmethod
     def _user(daemon: Daemon) -> int:
@@ -160,8 +139,7 @@ class Canaries:
             if not answered:
                 because = f"canary {canary.pid} (uid {uid}) did not initialise CUDA within {seconds:g} s"
                 return CanaryEnd(Proof.SILENCE, because)
-            under = ceiling.narrowest(daemon.wanted, supervisor.snapshot().wanted)  # a lease may have changed it
-            return _judge(output(), f"canary {canary.pid} (uid {uid})", unlisted, under)
+            return _judge(output(), f"canary {canary.pid} (uid {uid})", unlisted)
 
     @staticmethod
     async def _end(supervisor: Supervisor, canary: Process) -> None:
@@ -272,37 +250,34 @@ def _nothing(because: str) -> CanaryEnd:
     return CanaryEnd(Proof.NOTHING, because)
 
 
-def _text(limits: Limits) -> str:
-    memory = limits.pinned_device_mem_limit
-    return f"{limits.active_thread_percentage} %{f' and {format_size(memory.bytes)}' if memory else ''}"
+def _unable(because: str) -> CanaryEnd:
+    return CanaryEnd(Proof.NOTHING, because, unable=True)
 
 
-def _judge(output: bytes, who: str, unlisted: str | None, under: Limits) -> CanaryEnd:
+def _judge(output: bytes, who: str, unlisted: str | None) -> CanaryEnd:
     """Return the evidence of the canary's output, if it has any.
 
-    `unlisted` is why it may not have been a client of MPS, where CUDA did not tell, and `under` the ceiling.
+    `unlisted` is why it may not have been a client of MPS, where CUDA did not tell.
     """
     said = _answer(output)
     if "ok" not in said:
         text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]
         return _nothing(f"{who} ended without an answer{f': {text[-1]}' if text else ''}")
     made, code, mps = said["ok"], said.get("code"), said.get("mps")
+    if not made and code is None:
+        return _unable(f"{who} could not use CUDA: {said.get('error')}")
     if mps is not None:
         unlisted = None if mps else "it used CUDA without MPS, as CUDA says"
-    proof = wedge.proof(made=made, code=code, inside=unlisted is None, low=ceiling.is_wider(wedge.LIMITS, under))
-    if not made and code is None:
-        because = f"could not use CUDA: {said.get('error')}"
-    elif not made:
+    proof = wedge.proof(made=made, code=code, inside=unlisted is None)
+    if not made:
         call = f"{said['call']} returned " if said.get("call") else ""
-        unproven = {
-            Proof.NOTHING: ", which a client killed in mid-kernel leaves to the next one: another canary shows more"
-            if code == wedge.LEFTOVER
-            else ", which does not show whether the server serves clients",
-            Proof.ANSWER: f", under a ceiling of {_text(under)}, which may be too low for a context",
-        }.get(proof, "")
-        because = f"got an error of CUDA: {call}{said.get('error')} ({code}){unproven}"
+        because = f"got an error of CUDA: {call}{said.get('error')} ({code})"
+        if code == wedge.LEFTOVER:
+            because += ", which a client killed in mid-kernel leaves to the next one: another canary shows more"
+        elif proof is Proof.NOTHING:
+            because += ", which does not show whether the server serves clients"
     elif unlisted is not None:
         because = f"made a context, but {unlisted}"
     else:
         because = "initialised CUDA and made a context"
-    return CanaryEnd(proof, f"{who} {because}", code == wedge.NOT_READY, under, mps)
+    return CanaryEnd(proof, f"{who} {because}", code == wedge.NOT_READY, mps=mps)

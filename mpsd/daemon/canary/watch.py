@@ -1,33 +1,27 @@
-"""Watches one control daemon for signs of a bad server, and examines the server by canaries, on suspicion or command.
+"""Watches one control daemon for signs of a bad server, and examines the server by a canary, on suspicion or command.
 
-A suspicion alone does not stop admission. A canary without an answer stops admission on the GPU until the next
-canaries, which follow at once, decide. A server that is proven to serve no client is replaced with its daemon, once no
-lease and no client is left.
+1. A suspicion that any user can cause (`client_silent`) stops nothing. For one about the end of a client, and where a
+   server is older than this mpsd, nothing is granted until a canary has an answer, or the suspicion is refuted.
+2. One canary is sent for all suspicions of that moment. Where it proves nothing, another one follows a while later.
+3. A server that does not answer it is wedged: nothing is granted, and the server is replaced with its daemon once no
+   lease and no client is left.
+
+Nothing of this is stored: the next mpsd knows no server that it finds, and examines each before it grants anything.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Final
+from typing import Final, NamedTuple
 
-from mpsd.core.enforcement import ceiling
 from mpsd.core.lifecycle import ANSWERED
-from mpsd.core.model import Daemon, Known, Limits, ProcessIdentity, Server
+from mpsd.core.model import Daemon, Known, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import wedge
-from mpsd.core.supervision.wedge import (
-    CanaryEnd,
-    Cause,
-    Listed,
-    ListedClients,
-    Proof,
-    Suspicion,
-    Suspicions,
-    Verdict,
-)
+from mpsd.core.supervision.wedge import CanaryEnd, Cause, Listed, ListedClients, Proof, Suspicion, Suspicions, Verdict
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.evidence import Evidence, EvidenceRecord, Processes, Unserved, report
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import EventName, Logger
@@ -36,20 +30,34 @@ from mpsd.system import clock, proc
 _TICK: Final = 1.0
 """Seconds between two checks of a control daemon."""
 
+_ADOPTED: Final = 0.05
+"""The same while grants wait for the first one after an adoption."""
+
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The result of the canaries that were sent for one reason."""
+    """The result of a canary, and why it was sent."""
 
-    verdict: Verdict
     reason: Suspicion
     at: datetime
-    ends: tuple[CanaryEnd, ...]
+    end: CanaryEnd
 
     @property
-    def evidence(self) -> str:
-        """All evidence for the verdict, in one line."""
-        return "; ".join([*(each.because for each in self.ends)])
+    def verdict(self) -> Verdict:
+        """The state of the server that it proves, if any."""
+        return wedge.VERDICTS[self.end.proof]
+
+
+class _Watched(NamedTuple):
+    """A control daemon and its server; None before they are known, and where there is none."""
+
+    daemon: ProcessIdentity | None = None
+    server: ProcessIdentity | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether one of them has ended, be it reaped or not."""
+        return not all(proc.lives(each) for each in self if each is not None)
 
 
 class ServerWatch:
@@ -60,76 +68,73 @@ class ServerWatch:
         supervisor: Supervisor,
         canaries: Canaries,
         gpus: Gpus,
-        record: EvidenceRecord,
         *,
         settings: LiveSettings,
         changed: Callable[[], None],
         log: Logger,
     ) -> None:
-        """`changed` is called with each verdict."""
+        """`changed` is called when `applied` may return something else."""
         self._supervisor = supervisor
         self._canaries = canaries
         self._gpus = gpus
-        self._record = record
         self._settings = settings
         self._changed = changed
         self._log = log.bind(daemon=supervisor.name)
-        known = record.load()
-        self._suspicions = Suspicions(known.suspicions, known.examined)
+        self._watched = _Watched()
+        self._suspicions = Suspicions()
         self._listed = ListedClients()
         self._is_answered: Callable[[], bool] | None = None
         """Returns whether the daemon has answered since one of its listed clients was found to have ended."""
-        self._processes = known.against
-        """The control daemon and the server that the evidence concerns."""
-        self._unserved = known.unserved
-        """That the server does not answer; by an earlier mpsd, this is valid until the next examination."""
-        self._refused_under: Limits | None = None
-        """The ceiling under which the server last answered a canary without giving it a context."""
+        self._wedged: str | None = None
+        """The evidence that the server is wedged."""
         self._again = 0.0
-        """The time of the next examination of a server that serves no client."""
-        self._examining: asyncio.Task[Examination] | None = None
+        """The time of the next examination of a wedged server."""
+        self._one_canary = asyncio.Lock()
 
     # -- interface ----------------------------------------------------------------------------------------------------
 
     def applied(self, daemon: Daemon) -> Daemon:
         """Return a snapshot of the daemon with the evidence about its server."""
-        known = self._unserved
-        if known is None or daemon.process is None or daemon.process.identity != self._processes.daemon:
+        if self._wedged is None or daemon.process is None or daemon.process.identity != self._watched.daemon:
             return daemon
-        return replace(daemon, unserved=known.because, wedged=known.wedged)
+        return replace(daemon, unserved=self._wedged)
 
     def suspect(self, suspicion: Suspicion) -> None:
-        """Add a suspicion, which the next mpsd examines if this one does not live to do it."""
-        if self._suspicions.add(suspicion, clock.since_boot()):
-            self._keep()
-            report(suspicion, self._log)
+        """Add a suspicion, which is examined soon; none is needed against a wedged server."""
+        if self._wedged is None and self._suspicions.add(suspicion, clock.since_boot()):
+            self._log.info(
+                EventName.SERVER_SUSPECT, cause=suspicion.cause, uid=suspicion.uid, because=suspicion.because
+            )
+            self._apply()
 
     async def examine(self, reason: Suspicion) -> Examination:
-        """Send canaries until they prove something, or join a running examination.
-
-        A command starts a new examination if the one that it joined proved nothing.
-        """
-        if self._examining is not None and not self._examining.done():
-            found = await asyncio.shield(self._examining)
-            if found.verdict is not Verdict.UNKNOWN or reason.cause is not Cause.COMMAND:
-                return found
-        if self._examining is None or self._examining.done():
-            self._examining = asyncio.get_running_loop().create_task(self._examine(reason))
-        return await asyncio.shield(self._examining)
+        """Send a canary, after one that runs, and draw the conclusions."""
+        async with self._one_canary:
+            begun = clock.since_boot()
+            end = await self._send(by_command=reason.cause is Cause.COMMAND)
+            level = self._log.info if end.proof in {Proof.CONTEXT, Proof.ERROR} else self._log.warning
+            level(EventName.CANARY_ENDED, proof=end.proof, mps=end.mps, cause=reason.cause, because=end.because)
+            self._settle(f"{reason.because}; {end.because}", end, begun)
+            return Examination(reason, clock.now(), end)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(clock.until_next(_TICK))
-                self._look()
-                if (suspicion := self._due()) is not None:
-                    await self.examine(suspicion)
-        finally:
-            if self._examining is not None:
-                self._examining.cancel()
+        while True:
+            await self._pause()
+            self._look()
+            if (suspicion := self._due()) is not None:
+                await self.examine(suspicion)
+
+    async def _pause(self) -> None:
+        """Wait for the next check; those after an adoption are early, since grants wait for them."""
+        if self._supervisor.unexamined.is_set():
+            await asyncio.sleep(_ADOPTED)
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(clock.until_next(_TICK)):
+                await self._supervisor.unexamined.wait()
 
     def _due(self) -> Suspicion | None:
         """Return the reason for an examination that is due now.
@@ -139,41 +144,41 @@ class ServerWatch:
         if self._supervisor.state not in ANSWERED or self._supervisor.pipe.waits_for:
             return None
         now = clock.since_boot()
-        if self._unserved is not None and now >= self._again:
-            found = "it was found wedged" if self._unserved.wedged else "it did not answer a canary"
-            return Suspicion(Cause.WEDGED, f"{found} before")
-        refused = self._refused_under
-        wider = refused is None or ceiling.is_wider(self._canaries.ceiling(self._supervisor), refused)
-        due = self._suspicions.due(now, wider=wider)
-        if due is None and now >= self._again and (late := self._supervisor.client_end_late):
-            return Suspicion(Cause.TERMINATE, late)  # only a canary can show that it accepts clients
-        return due
+        if self._wedged is not None and now >= self._again:
+            return Suspicion(Cause.WEDGED, "it was found wedged before")
+        return self._suspicions.due(now)
 
     def _look(self) -> None:
         servers = self._supervisor.servers
-        process, server = self._supervisor.process, _server_among(servers)
-        if Processes(process, server) != self._processes:
-            if self._processes.is_gone:
+        watched = _Watched(self._supervisor.process, _server_among(servers))
+        if watched != self._watched:
+            if self._watched.is_gone:
                 self._forget()
-            self._processes = Processes(process or self._processes.daemon, server or self._processes.server)
+            self._watched = _Watched(watched.daemon or self._watched.daemon, watched.server or self._watched.server)
         if self._supervisor.state not in ANSWERED:
             return
+        if self._supervisor.unexamined.is_set():
+            if watched.server is not None:
+                because = f"server {watched.server.pid} is older than this mpsd"
+                self.suspect(Suspicion(Cause.ADOPTED, because))
+            self._supervisor.unexamined.clear()
         self._look_at_clients(servers)
-        strong = self._suspicions.strong
-        if self._unserved is not None and self._unserved.wedged:
-            self._supervisor.distrust(self._unserved.because)
-        else:
-            self._supervisor.distrust(strong.because if strong is not None else None)
+        self._apply()
+
+    def _apply(self) -> None:
+        """Have the supervisor grant nothing, or replace the daemon once it is unused, as the evidence requires."""
+        strong, holds = self._suspicions.strong, self._suspicions.holding
+        # A grant that has waited for the canary must not be answered when that proves a wedge.
+        waits = "" if holds is None else f"{holds.because}; grants wait for a canary"
+        self._supervisor.suspect(self._wedged or waits)
+        self._supervisor.distrust(self._wedged or (strong.because if strong is not None else None))
 
     def _forget(self) -> None:
         """Forget the evidence: it concerned a server that is gone."""
-        self._processes, self._listed, self._is_answered = Processes(), ListedClients(), None
+        self._watched, self._listed, self._is_answered = _Watched(), ListedClients(), None
         self._suspicions.clear()
-        if self._unserved is not None:
-            self._conclude(None)
-            self._log.info(EventName.SERVER_SERVES, because="the server that served no client is gone")
-        self._supervisor.distrust(None)
-        self._keep()
+        self._serves("the server that served no client is gone")
+        self._apply()
 
     def _look_at_clients(self, servers: Collection[Server]) -> None:
         now = clock.since_boot()
@@ -183,6 +188,7 @@ class ServerWatch:
                 if proc.lives(client):
                     self._listed.living(Listed(server.pid, client.pid), client, proc.real_uid(client.pid), now)
         self._listed.keep(there)
+        self._suspicions.refute(there)
         answered = self._is_answered is not None and self._is_answered()
         for suspicion in self._listed.still_listed(there, proc.live_ticks, answered=answered):
             self.suspect(suspicion)
@@ -202,26 +208,16 @@ class ServerWatch:
 
     # -- examining ----------------------------------------------------------------------------------------------------
 
-    async def _examine(self, reason: Suspicion) -> Examination:
-        ends: list[CanaryEnd] = []
-        daemon, server, begun = self._supervisor.process, None, 0.0
-        while (verdict := wedge.verdict(ends) if ends else None) is None:
-            server = server or _server_among(self._supervisor.servers)
-            before = await self._clients_with_memory()
-            begun = clock.since_boot()
-            deadline, by_command = self._settings.current.daemon.canary_deadline, reason.cause is Cause.COMMAND
-            end = await self._canaries.send(self._supervisor, deadline, by_command=by_command)
-            served = await self._clients_with_memory() - before if end.proof is Proof.SILENCE else set()
-            if end.proof is Proof.SILENCE and (doubt := self._doubt(daemon, server, served)) is not None:
-                end = replace(end, proof=Proof.NOTHING, because=f"{end.because}, but {doubt}")
-            ends.append(end)
-            level = self._log.info if end.proof in {Proof.CONTEXT, Proof.ANSWER} else self._log.warning
-            level(EventName.CANARY_ENDED, proof=end.proof, mps=end.mps, cause=reason.cause, because=end.because)
-            if end.proof is Proof.SILENCE and self._unserved is None:
-                self._conclude(self._against(f"{reason.because}; {end.because}", wedged=False))
-        found = Examination(verdict, reason, clock.now(), tuple(ends))
-        self._settle(found, begun)
-        return found
+    async def _send(self, *, by_command: bool) -> CanaryEnd:
+        daemon, server = self._supervisor.process, _server_among(self._supervisor.servers)
+        before = await self._clients_with_memory()
+        deadline = self._settings.current.daemon.canary_deadline
+        end = await self._canaries.send(self._supervisor, deadline, by_command=by_command)
+        if end.proof is Proof.SILENCE:
+            served = await self._clients_with_memory() - before
+            if (doubt := self._doubt(daemon, server, served)) is not None:
+                return replace(end, proof=Proof.NOTHING, because=f"{end.because}, but {doubt}")
+        return end
 
     def _doubt(
         self, daemon: ProcessIdentity | None, server: ProcessIdentity | None, served: Collection[int]
@@ -243,44 +239,27 @@ class ServerWatch:
         usage = await self._gpus.read_usage(self._supervisor.gpu.uuid)
         return usage.value.clients - self._supervisor.canaries if isinstance(usage, Known) else set()
 
-    def _settle(self, found: Examination, begun: float) -> None:
-        """Draw the conclusions of an examination; its last canary, which decides, has begun at this time."""
+    def _settle(self, evidence: str, end: CanaryEnd, begun: float) -> None:
+        """Draw the conclusions of an examination that began at this time."""
         now = clock.since_boot()
-        last = found.ends[-1]
-        self._suspicions.settle(now, last.proof, begun)
-        self._refused_under = last.under if last.proof is Proof.ANSWER else None
-        self._keep()
+        self._suspicions.settle(now, end, begun)
         self._again = now + wedge.SPACING
-        if last.proof is not Proof.SILENCE and not last.refused:
+        if end.proof is not Proof.SILENCE and not end.refused:
             self._supervisor.clear_late()
-        evidence = f"{found.reason.because}; {found.evidence}"
-        if found.verdict is Verdict.WEDGED:
-            if not self._is_wedged:
-                self._conclude(self._against(evidence, wedged=True))
-                self._log.error(EventName.SERVER_WEDGED, because=evidence)
-            self._supervisor.distrust(self._unserved.because if self._unserved is not None else None)
-        elif self._unserved is not None and not (self._is_wedged and last.proof is Proof.NOTHING):
-            self._conclude(None)
-            self._log.info(EventName.SERVER_SERVES, because=evidence)
-            self._supervisor.distrust(None)
+        if end.proof is Proof.SILENCE and self._wedged is None:
+            self._wedged = evidence
+            self._changed()
+            self._log.error(EventName.SERVER_WEDGED, because=evidence)
+        elif end.proof in {Proof.CONTEXT, Proof.ERROR}:
+            self._serves(evidence)
+        self._apply()
 
-    @property
-    def _is_wedged(self) -> bool:
-        return self._unserved is not None and self._unserved.wedged
-
-    def _against(self, because: str, *, wedged: bool) -> Unserved | None:
-        """Return the result of canaries on the present server; None where its control daemon is gone."""
-        return None if self._supervisor.process is None else Unserved(because, wedged)
-
-    def _conclude(self, unserved: Unserved | None) -> None:
-        self._unserved = unserved
-        self._keep()  # before any caller sees it
-        self._changed()
-
-    def _keep(self) -> None:
-        """Store the evidence for the next mpsd."""
-        suspicions = self._suspicions
-        self._record.keep(Evidence(self._processes, self._unserved, suspicions.open, suspicions.examined))
+    def _serves(self, because: str) -> None:
+        """Note that the server is not, or no longer, wedged."""
+        if self._wedged is not None:
+            self._wedged = None
+            self._changed()
+            self._log.info(EventName.SERVER_SERVES, because=because)
 
 
 def _server_among(servers: Iterable[Server]) -> ProcessIdentity | None:

@@ -6,23 +6,17 @@ from mpsd.core.model import Daemon
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.evidence import EvidenceRecord
 from mpsd.daemon.canary.watch import Examination, ServerWatch
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import Logger
-from mpsd.system.rundir import DaemonPaths
 
 
 class ServerWatches:
     """The watch of each server, by the name of its control daemon."""
 
-    def __init__(
-        self, canaries: Canaries, paths: Callable[[str], DaemonPaths], settings: LiveSettings, log: Logger
-    ) -> None:
-        """`paths` returns the paths of the control daemon with a name."""
+    def __init__(self, canaries: Canaries, settings: LiveSettings, log: Logger) -> None:
         self._canaries = canaries
-        self._paths = paths
         self._settings = settings
         self._log = log
         self._watches: dict[str, ServerWatch] = {}
@@ -30,13 +24,7 @@ class ServerWatches:
     def add(self, supervisor: Supervisor, gpus: Gpus, changed: Callable[[], None]) -> ServerWatch:
         """Return the watch of a control daemon's server; `changed` is called with each verdict."""
         watch = self._watches[supervisor.name] = ServerWatch(
-            supervisor,
-            self._canaries,
-            gpus,
-            self._record(supervisor.name),
-            settings=self._settings,
-            changed=changed,
-            log=self._log,
+            supervisor, self._canaries, gpus, settings=self._settings, changed=changed, log=self._log
         )
         return watch
 
@@ -46,16 +34,13 @@ class ServerWatches:
         return daemon if watch is None else watch.applied(daemon)
 
     def suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
-        """Add the suspicion that a server of this daemon failed to end a client as it should."""
-        suspicion = Suspicion(Cause.TERMINATE, f"server {server}: {because}", uid)
-        if (watch := self._watches.get(daemon)) is not None:
-            watch.suspect(suspicion)
-        else:  # an end that was taken up from an earlier mpsd, before NVML shows the GPU
-            self._record(daemon).add(suspicion)
+        """Add the suspicion that a server of this daemon failed to end a client as it should.
 
-    def _record(self, daemon: str) -> EvidenceRecord:
-        return EvidenceRecord(self._paths(daemon).evidence, self._log.bind(daemon=daemon))
+        Before NVML shows its GPU there is no watch yet, and the server will be examined because it is adopted.
+        """
+        if (watch := self._watches.get(daemon)) is not None:
+            watch.suspect(Suspicion(Cause.TERMINATE, f"server {server}: {because}", uid))
 
     async def examine(self, supervisor: Supervisor, reason: Suspicion) -> Examination:
-        """Send canaries to a control daemon until they prove something."""
+        """Send a canary to a control daemon."""
         return await self._watches[supervisor.name].examine(reason)

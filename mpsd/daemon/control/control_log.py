@@ -63,7 +63,7 @@ class Foreign(NamedTuple):
     """The lines that may stand for any command."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"origin": "whose"}):
+class _File(msgspec.Struct, forbid_unknown_fields=True):
     """The data with which the next mpsd continues the reading. The key in it is secret."""
 
     key: str

@@ -2,8 +2,8 @@
 
 mpsd records its control daemon in a file that no other user can write: before the start a token, which goes into the
 daemon's environment, and right after it the pid and the start time. If mpsd is killed between the two, the next mpsd
-finds the process by the token, which is secret. Without that record (it was lost, or an earlier release started
-the daemon), a daemon is mpsd's if it listens on the directory's socket, according to the kernel, runs the control
+finds the process by the token, which is secret. Without that record, because it was
+lost or damaged, a daemon is mpsd's if it listens on the directory's socket, according to the kernel, runs the control
 program's own inode under root's real uid or mpsd's, and has exactly the CUDA environment that mpsd would give it.
 
 The process of another user proves nothing, whatever its name: one that poses as a control daemon or a server is not

@@ -15,7 +15,7 @@ _MOST_ENDED: Final = 16
 """Completed operations that can still be queried."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True, rename={"desired": "wish"}):
+class _File(msgspec.Struct, forbid_unknown_fields=True):
     desired: DesiredState
     ended: tuple[Operation, ...] = ()
 

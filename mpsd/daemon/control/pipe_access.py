@@ -284,20 +284,6 @@ class NodePipeAccess:
             del self._canaries[gpu]
             self._accesses[name].close()
 
-    def is_closed(self, gpu: str) -> bool:
-        """Tell whether only processes of root and of mpsd's own uid have access to a GPU's control daemon."""
-        return self._wanted(gpu).uids == frozenset()
-
-    async def is_unused(self, name: str, gpu: str, servers: Collection[int]) -> bool:
-        """Tell whether no other process has access to a control daemon, or is connected to it since it had.
-
-        `servers` are the daemon's own. Raises OSError.
-        """
-        if not self.is_closed(gpu):
-            return False
-        others = await connected_to(self._paths(name).control_sockets)
-        return all(pid in servers or (uid is not None and _is_let_in(uid)) for pid, uid in others.items())
-
     def open(self, lease: Lease) -> None:
         """Admit a lease's uid on each of its GPUs. Raises PipeAccessError."""
         if _is_let_in(lease.owner.uid):

@@ -89,10 +89,18 @@ class Lifecycle:
         """Say why the daemon is still in this state."""
         self.because, self.hint = because, hint
 
-    def move(self, event: Event, because: str, hint: str | None, pid: int | None) -> None:
-        """Apply an event of the daemon, which is this process, if any."""
-        target = step(self._state, event)
-        if target is None:
+    def move(self, event: Event, because: str, hint: str | None, pid: int | None, *, then: Event | None = None) -> None:
+        """Apply an event of the daemon, which is this process, if any.
+
+        `then` is a second event of the same moment. The two are one move, which is logged with the first event that has
+        an effect. The state between them is never published.
+        """
+        target, effective = self._state, list[Event]()
+        for each in (event, then):
+            if each is not None and (following := step(target, each)) is not None:
+                target = following
+                effective.append(each)
+        if target is self._state:
             return
         before, self._state = self._state, target
         if State.UNRESPONSIVE in {before, target}:
@@ -106,7 +114,7 @@ class Lifecycle:
             self.ready_since = self.since
         # As the journal defines its priorities, an operator must correct an error, and may have to correct a warning.
         write = {State.FAILED: self._log.error, State.UNRESPONSIVE: self._log.warning}.get(target, self._log.info)
-        write(EventName.DAEMON_STATE, state=target, before=before, on=event, because=because, pid=pid)
+        write(EventName.DAEMON_STATE, state=target, before=before, on=effective[0], because=because, pid=pid)
 
 
 class Heartbeat:

@@ -117,6 +117,10 @@ class Supervisor:
         self._wanted = True  # whether the daemon must run at all
         self._servers_due = 0.0
         """When its servers are looked at next."""
+        self.unexamined = asyncio.Event()
+        """Set while its watch has not looked at the servers yet that were adopted with it."""
+        self._suspect = ""
+        """Why nothing is granted until a canary has shown that its server serves."""
         self._is_new = True
         """Whether it has not looked yet for what an earlier mpsd left."""
         self._down = asyncio.Event()
@@ -131,11 +135,12 @@ class Supervisor:
         """Return everything that is known about this control daemon at this moment."""
         evidence, desired = self._instance.evidence, self.drainer.desired
         late = self.client_end_late
+        waits = self.pipe.waits_for or late or self._suspect
         return Daemon(
             name=self.name,
             gpu=self.gpu.uuid,
             state=self._lifecycle.state,
-            because="; ".join(filter(None, (self._lifecycle.because, self.pipe.waits_for or late))),
+            because="; ".join(filter(None, (self._lifecycle.because, waits))),
             hint=self._lifecycle.hint,
             since=self._lifecycle.since,
             process=evidence,
@@ -252,7 +257,9 @@ class Supervisor:
         """Why it is not certain that its next client gets the wanted limits, and a context; empty when it is."""
         faults = self._control_log.serving.faults
         fault = f"server {min(faults)} handles a fatal GPU fault" if faults else ""
-        return self.trouble_of_canary or self.client_end_late or fault or self.stopped_server
+        adopted = "its servers were adopted, and are not examined yet" if self.unexamined.is_set() else ""
+        doubt = self.stopped_server or adopted or self._suspect
+        return self.trouble_of_canary or self.client_end_late or fault or doubt
 
     @property
     def stopped_server(self) -> str:
@@ -292,10 +299,11 @@ class Supervisor:
         if self._renewal.distrust(because):
             self._wake.set()
 
-    @property
-    def is_deserted(self) -> bool:
-        """Whether it has no lease and no living client left."""
-        return self._renewal.is_deserted
+    def suspect(self, because: str) -> None:
+        """Grant nothing on it for this reason, until a canary has shown that its server serves; empty withdraws it."""
+        if self._suspect != because:
+            self._suspect = because
+            self._lifecycle.notify_changed()
 
     @property
     def canaries(self) -> set[int]:
@@ -409,9 +417,9 @@ class Supervisor:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
 
-    def _move(self, event: Event, because: str, hint: str | None = None) -> None:
-        """Apply an event."""
-        self._lifecycle.move(event, because, hint, self._instance.pid)
+    def _move(self, event: Event, because: str, hint: str | None = None, *, then: Event | None = None) -> None:
+        """Apply an event, and `then` one of the same moment."""
+        self._lifecycle.move(event, because, hint, self._instance.pid, then=then)
         self._renewal.follow(self._lifecycle.state)
         if self._lifecycle.state is State.DOWN:
             self._down.set()
@@ -436,6 +444,7 @@ class Supervisor:
         if self._instance.process is not None:
             self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
             self._wanted_limits.forget()
+            self.unexamined.set()
             self._move(Event.ADOPTED, f"pid {self._instance.pid} was already running, and was adopted")
             return
         if is_new:
@@ -463,6 +472,7 @@ class Supervisor:
             return
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
         self._wanted_limits.forget()
+        self.unexamined.clear()
         self._move(Event.STARTED, f"pid {self._instance.pid} was started")
 
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
@@ -538,7 +548,9 @@ class Supervisor:
             return False  # a daemon that was just started has until its deadline
         if found.event is Event.VERIFIED:
             self._instance.is_fresh = False
-        if not (found.event is Event.SILENT and self._instance.is_dead):
+        if found.event is Event.VERIFIED and self.drainer.desired.intent is not Intent.RUN:
+            self._move(found.event, self.drainer.summary, self.drainer.hint, then=_EVENTS[self.drainer.desired.intent])
+        elif not (found.event is Event.SILENT and self._instance.is_dead):
             self._move(found.event, found.because, found.hint)
         if found.event is Event.UNPROVEN or self._lifecycle.state is State.READY:
             self._lifecycle.explain(found.because, found.hint)
@@ -616,10 +628,11 @@ class Supervisor:
         """Note a death, and carry out the tally's decision."""
         decision = self._death_tally.count(ended, self._settings.current.daemon)
         self._due = clock.monotonic() + decision.delay
-        self._move(Event.DIED, decision.because)
         if decision.verdict is RestartVerdict.GIVE_UP:
-            self._move(Event.GAVE_UP, decision.because, self._reset_hint)
+            self._move(Event.DIED, decision.because, self._reset_hint, then=Event.GAVE_UP)
         elif decision.verdict is RestartVerdict.AT_ONCE and self._wanted:
             # The kernel has just proved that the daemon is gone, so no search is necessary: clients wait for nothing.
-            self._move(Event.COOLED, decision.because)
+            self._move(Event.DIED, decision.because, then=Event.COOLED)
             self._start()
+        else:
+            self._move(Event.DIED, decision.because)

@@ -71,17 +71,20 @@ class WantedLimits:
 
         An adopted daemon is asked for the limits in force before it gets any.
         """
-        in_force = self._in_force
-        self._keeps, self._in_force = keeps, in_force if keeps else None
-        if keeps or in_force is None:
-            return False
-        self.proved, self._others = False, True
-        return True
+        before = self.limits
+        self._keeps = keeps
+        if not keeps:
+            self._in_force = None
+        return self._has_changed(before)
 
     def configure(self, settings: Settings) -> bool:
         """Apply the operator's settings of limits; tell whether the wanted limits change."""
         before = self.limits
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
+        return self._has_changed(before)
+
+    def _has_changed(self, before: Limits) -> bool:
+        """Tell whether other limits are wanted than before; those have to be set, and nothing proves them yet."""
         if self.limits == before:
             return False
         self.proved, self._others = False, True

@@ -44,9 +44,9 @@ class Bearers:
     def end_unless_borne(self, lease: Lease, because: str) -> None:
         """End a lease whose last process is gone, unless others carry its token; until then, it keeps its shares.
 
-        Some leases have no token, and the token of a waiting request is in no environment.
+        The token of a waiting request is in no environment.
         """
-        if not lease.token or not lease.shares:
+        if not lease.shares:
             self._end(lease.id, because)
             return
         self._alone[lease.id] = because

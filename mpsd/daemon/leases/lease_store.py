@@ -21,65 +21,22 @@ from mpsd.system.database import Database, Statement, summed
 LEASES_SCHEMA: Final = (
     """
     CREATE TABLE leases (
-        id TEXT PRIMARY KEY, boot TEXT NOT NULL, data TEXT NOT NULL, sum INTEGER NOT NULL,
-        CHECK (sum = checksum(id, boot, data))
-    ) WITHOUT ROWID;
-    CREATE TABLE news (
-        turn INTEGER PRIMARY KEY, data TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(turn, data))
-    )
-    """,
-    """
-    ALTER TABLE leases RENAME TO leases_1;
-    CREATE TABLE leases (
         number INTEGER PRIMARY KEY, boot TEXT NOT NULL, told INTEGER NOT NULL, data TEXT NOT NULL, news TEXT NOT NULL,
         sum INTEGER NOT NULL, CHECK (sum = checksum(number, boot, told, data, news))
     );
-    INSERT INTO leases SELECT NULL, boot, 0, data, '[]', 0 FROM leases_1;
-    INSERT INTO leases SELECT NULL, '', 0, '', '[[' || turn || ',' || data || ']]', 0 FROM news ORDER BY turn;
-    UPDATE leases SET sum = checksum(number, boot, told, data, news);
-    DROP TABLE leases_1;
-    DROP TABLE news
-    """,
-    """
     CREATE TABLE incomplete (
         gpu TEXT PRIMARY KEY, because TEXT NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(gpu, because))
     ) WITHOUT ROWID
     """,
-    """
-    UPDATE leases SET data = json_set(
-        json_remove(data, '$.holder', '$.owner.holder_uid'), '$.holders', json_array(json_object(
-            'kind', 'process', 'identity', json_extract(data, '$.holder'),
-            'started', json_extract(data, '$.owner.started'), 'uid', json_extract(data, '$.owner.holder_uid')
-        ))
-    ) WHERE CASE WHEN json_valid(data) THEN json_type(data, '$.holder') IS 'object' ELSE FALSE END;
-    UPDATE leases SET sum = checksum(number, boot, told, data, news)
-    """,
-    """
-    UPDATE leases SET data = json_set(
-        json_remove(data, '$.clients'), '$.attached', json((
-            SELECT json_group_array(json_object(
-                'process', CASE client.type WHEN 'object' THEN json(client.value) ELSE client.value END,
-                'gpu',
-                CASE json_array_length(data, '$.shares') WHEN 1 THEN json_extract(data, '$.shares[0].gpu') ELSE '' END
-            )) FROM json_each(data, '$.clients') AS client
-        ))
-    ) WHERE CASE WHEN json_valid(data) THEN json_type(data, '$.clients') IS 'array' ELSE FALSE END;
-    UPDATE leases SET sum = checksum(number, boot, told, data, news)
-    """,
 )
-"""The versions of the lease store, the oldest first; a later mpsd adds to them and changes none.
+"""The versions of the lease store; `Database` says what a later version adds.
 
-In version 2, `data` is a lease that has not ended, or empty. The `news` of a turn of the loop, [[turn, news], ...], are
+In `leases`, `data` is a lease that has not ended, or empty. The `news` of a turn of the loop, [[turn, news], ...], are
 in one of the rows that the turn changed: most turns change one lease, so they write one row in one statement. `told` is
 the turn up to which the news were in the history when the row was written.
 
-Version 3 adds the reason why the leases of a GPU may be incomplete, or an empty text if they are complete; the row `*`
-applies to every GPU without a row of its own.
-
-Version 4 replaces the one process `holder` of a lease by `holders`, each with its kind.
-
-Version 5 replaces the `clients` of a lease by `attached`, each with its GPU. Earlier versions did not store the GPU, so
-it is empty for a client of a lease on several GPUs. Such a client takes no place until a server lists it.
+`incomplete` has the reason why the leases of a GPU may be incomplete, or an empty text if they are complete; the row
+`*` applies to every GPU without a row of its own.
 """
 
 LEASES_FIRST: Final = """

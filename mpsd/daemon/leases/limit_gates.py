@@ -22,7 +22,6 @@ from mpsd.core.model import AttachedProcess, GpuUsage, Lease, LeaseState, Limits
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings
-from mpsd.core.supervision import wedge
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.system import clock, process_table
@@ -54,8 +53,6 @@ class _Gate:
     supervisor: Supervisor
     limits: Limits
     expected: ExpectedClients = field(default_factory=ExpectedClients)
-    yielding: Limits | None = None
-    """The limits of a running canary that ends them for a lease with less."""
     lower_at: float = NEVER
     """The time at which limits that are wider than needed will be lowered."""
     until: float = NEVER
@@ -199,7 +196,6 @@ class LimitGates:
                 is_other = gate.expected.forget(lease.id)
             else:
                 is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
-                self._yield_to(gate, limits)
             if not anew:
                 continue  # the caller settles all control daemons
             if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
@@ -328,39 +324,24 @@ class LimitGates:
                 self._settle(gate)
                 self._wake_if_needed(gate)
 
-    def for_canary(self, name: str, *, alone: bool) -> Limits | None:
-        """Return how far `ceiling.for_canary` raises the ceiling of a control daemon now."""
-        shares = ((lease, share) for lease in self._leases.values() for share in lease.shares if share.daemon == name)
-        return ceiling.for_canary(wedge.LIMITS, [ceiling.each_process(*each) for each in shares], alone=alone)
-
     @contextlib.asynccontextmanager
-    async def opened_for_canary(self, name: str, limits: Limits, *, yields: bool) -> AsyncIterator[None]:
+    async def opened_for_canary(self, name: str, limits: Limits) -> AsyncIterator[None]:
         """Keep a control daemon open this far for a canary, with the limits read back, until the context is left.
 
-        With `yields`, they end before a lease with less is granted. Raises DaemonNotReadyError, and TimeoutError where
-        its turn does not come.
+        Raises DaemonNotReadyError, and TimeoutError where its turn does not come.
         """
         gate = self._gates[name]
         gate.expected.expect(_CANARY, limits, Awaited.ALWAYS, now=clock.monotonic())
-        gate.yielding = limits if yields else None
         self._settle(gate)
         try:
             async with asyncio.timeout(_CANARY_PATIENCE):
                 await self._open(gate, _CANARY)
             yield
         finally:
-            self._end_canary(gate)
+            gate.expected.forget(_CANARY)
+            gate.lower_at = 0.0  # the limits that only the canary had are lowered at once
+            self._settle(gate)
             self._changed.set()
-
-    def _yield_to(self, gate: _Gate, limits: Limits) -> None:
-        if gate.yielding is not None and widest_limits(gate.yielding, limits) != limits:
-            self._end_canary(gate)
-
-    def _end_canary(self, gate: _Gate) -> None:
-        """Lower the limits at once that only the canary had."""
-        gate.expected.forget(_CANARY)
-        gate.yielding, gate.lower_at = None, 0.0
-        self._settle(gate)
 
     async def _open(self, gate: _Gate, lease_id: str, until: float = 0.0) -> None:
         supervisor, patience = gate.supervisor, None

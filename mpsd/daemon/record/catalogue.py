@@ -201,11 +201,8 @@ CATALOGUE: Final = {
     EventName.SERVER_RECOVERED: EventKind("info", "daemon server", "A server takes clients again after a fault."),
     EventName.SERVER_SUSPECT: EventKind("info", "daemon cause uid because", "A canary has to examine a server."),
     EventName.CANARY_ENDED: EventKind("info warning", "daemon proof mps cause because", "A canary has ended."),
-    EventName.SERVER_WEDGED: EventKind("error", "daemon because", "A server serves no client: canaries proved it."),
+    EventName.SERVER_WEDGED: EventKind("error", "daemon because", "A server serves no client: a canary got no answer."),
     EventName.SERVER_SERVES: EventKind("info", "daemon because", "A server that was suspect serves clients."),
-    EventName.SERVER_RECORD_NOT_STORED: EventKind(
-        "error", "daemon because", "Evidence against a server cannot be stored."
-    ),
     EventName.FOREIGN_COMMAND: EventKind(
         "warning", "daemon command left_out?", "A program other than mpsd gave a control daemon a command."
     ),

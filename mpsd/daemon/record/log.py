@@ -71,7 +71,6 @@ class EventName(StrEnum):
     CANARY_ENDED = "canary_ended"
     SERVER_WEDGED = "server_wedged"
     SERVER_SERVES = "server_serves"
-    SERVER_RECORD_NOT_STORED = "server_record_not_stored"
     FOREIGN_COMMAND = "foreign_command"
     LOG_SHORTENED = "log_shortened"
     LOG_NOT_SHORTENED = "log_not_shortened"

@@ -214,7 +214,6 @@ CASES: Final[tuple[tuple[str, Observed, str, str], ...]] = (
     ("daemon", reason(Kind.HOLD, "gpu0 is held: by uid 0"), "warn", "gpu0 is held: by uid 0"),
     ("violations", answers(violations=(ViolationAnswer("user", 12, "it runs as uid 7", "x"),)), "warn", "as uid 7"),
     ("wedge", reason(Kind.WEDGED, "gpu0 is wedged: its server serves no client"), "fail", "gpu0 is wedged: its server"),
-    ("wedge", reason(Kind.CANARY_SILENT, "gpu0: whether its server serves"), "warn", "gpu0: whether its server serves"),
     ("wedge", at(WELL, **SILENT), "unknown", "mpsd does not answer"),
     ("log-lines", answers(daemons=(UNKNOWING,)), "warn", "gpu0 have 2 lines that mpsd does not know: 'new words'"),
     ("log-lines", at(WELL, **SILENT), "unknown", "mpsd does not answer"),

@@ -19,8 +19,6 @@ from mpsd.core.enforcement.ceiling import (
     awaited,
     context_proof,
     each_process,
-    for_canary,
-    is_wider,
 )
 from mpsd.core.model import (
     GpuProcess,
@@ -131,23 +129,6 @@ def test_part() -> None:
         Limits(ActiveThreadPercentage(71), PinnedDeviceMemLimit(428)),
         Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000)),
     ]
-
-
-@pytest.mark.parametrize(
-    ("parts", "alone", "expected"),
-    [
-        ([], True, limits(10, 512)),
-        ([], False, None),  # another process could use it
-        ([limits(25, 8192)], False, limits(10, 512)),
-        ([limits(25, 8192), limits(5, 1024), limits(50, 256)], False, limits(5, 256)),
-        ([limits(5, None)], False, limits(5, 512)),
-    ],
-)
-def test_for_canary(parts: list[Limits], expected: Limits | None, *, alone: bool) -> None:
-    """The canary of a suspicion gets no more than the least part of any lease, and all if no process can use it."""
-    found = for_canary(limits(10, 512), parts, alone=alone)
-    assert found == expected
-    assert not any(is_wider(found, part) for part in parts if found is not None)
 
 
 class TestTogether:

@@ -6,8 +6,8 @@ import pytest
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.supervision.wedge import (
-    FAILURES,
     SPACING,
+    VERDICTS,
     CanaryEnd,
     Cause,
     Listed,
@@ -17,7 +17,6 @@ from mpsd.core.supervision.wedge import (
     Suspicions,
     Verdict,
     proof,
-    verdict,
 )
 
 HERE: Final = Listed(server=7, pid=100)
@@ -25,9 +24,9 @@ ALIVE: Final = ProcessIdentity(100, 5000)
 PATIENCE: Final = 120.0
 
 
-def ends(*proofs: Proof) -> list[CanaryEnd]:
-    """Return canaries with these ends."""
-    return [CanaryEnd(each, "") for each in proofs]
+def end(proof: Proof, *, unable: bool = False) -> CanaryEnd:
+    """Return the end of a canary."""
+    return CanaryEnd(proof, "", unable=unable)
 
 
 def suspicion(uid: int | None = 1000, cause: Cause = Cause.SILENT) -> Suspicion:
@@ -38,30 +37,10 @@ def suspicion(uid: int | None = 1000, cause: Cause = Cause.SILENT) -> Suspicion:
 # -- canaries ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("proof", "expected"),
-    [
-        (Proof.CONTEXT, Verdict.OK),
-        (Proof.ERROR, Verdict.UNKNOWN),
-        (Proof.ANSWER, Verdict.UNKNOWN),
-        (Proof.NOTHING, Verdict.UNKNOWN),
-        (Proof.SILENCE, None),
-    ],
-)
-def test_one_canary(proof: Proof, expected: Verdict | None) -> None:
-    """An answer decides at once; silence requires another canary."""
-    assert verdict(ends(proof)) is expected
-
-
-def test_silence_in_a_row() -> None:
-    """So many canaries without an answer in a row prove a wedge, and one fewer does not.
-
-    Any answer in between clears it.
-    """
-    assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1))) is None
-    assert verdict(ends(*[Proof.SILENCE] * FAILURES)) is Verdict.WEDGED
-    assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.CONTEXT)) is Verdict.OK
-    assert verdict(ends(*[Proof.SILENCE] * (FAILURES - 1), Proof.ERROR)) is Verdict.UNKNOWN
+def test_verdicts() -> None:
+    """Every result has a verdict: only a context shows that a server serves, and only silence that it does not."""
+    verdicts = {Proof.CONTEXT: Verdict.OK, Proof.SILENCE: Verdict.WEDGED}
+    assert {each: verdicts.get(each, Verdict.UNKNOWN) for each in Proof} == VERDICTS
 
 
 @pytest.mark.parametrize(
@@ -86,99 +65,99 @@ def test_silence_in_a_row() -> None:
 )
 def test_what_an_answer_proves(code: int | None, inside: bool, expected: Proof) -> None:  # noqa: FBT001 - a parameter of the test
     """Only a context of a client of MPS, or the refusal of an answering server, shows that the server serves."""
-    assert proof(made=code is None, code=code, inside=inside, low=False) is expected
-
-
-def test_refusal_under_a_low_ceiling() -> None:
-    """A context that is refused under a ceiling that may be too low for one shows that the server answers, no more."""
-    assert proof(made=False, code=2, inside=True, low=True) is Proof.ANSWER
-    assert proof(made=True, code=None, inside=True, low=True) is Proof.CONTEXT
+    assert proof(made=code is None, code=code, inside=inside) is expected
 
 
 def test_no_answer_of_cuda() -> None:
     """A canary that could not call CUDA proves nothing."""
-    assert proof(made=False, code=None, inside=False, low=False) is Proof.NOTHING
+    assert proof(made=False, code=None, inside=False) is Proof.NOTHING
 
 
 # -- suspicions --------------------------------------------------------------------------------------------------------
 
 
 def test_first_suspicion_is_looked_into_at_once() -> None:
-    """The first suspicion of a uid is due at once, and an equal one adds nothing."""
+    """The first suspicion is due at once, and an equal one adds nothing."""
     suspicions = Suspicions()
-    assert suspicions.due(10.0, wider=True) is None
+    assert suspicions.due(10.0) is None
     assert suspicions.add(suspicion(), 10.0)
     assert not suspicions.add(suspicion(), 11.0)
-    assert suspicions.due(10.0, wider=True) == suspicion()
+    assert suspicions.due(10.0) == suspicion()
 
 
-def test_no_uid_has_more_than_its_share() -> None:
-    """A uid causes one examination per interval, whatever it does; other uids are not delayed by it."""
+def test_no_loop() -> None:
+    """A suspicion that any user can cause waits for an interval; one that holds grants is examined at once."""
     suspicions = Suspicions()
     examined = []
-    for second in range(300):
-        suspicions.add(suspicion(1000), float(second))
-        if suspicions.due(float(second), wider=True) is not None:
+    for second in range(30):
+        suspicions.add(suspicion(1000 + second), float(second))
+        if suspicions.due(float(second)) is not None:
             examined.append(second)
-            suspicions.settle(float(second), Proof.CONTEXT, float(second))
-    assert examined == [0, 60, 120, 180, 240]
-    assert suspicions.add(suspicion(1001), 299.5)
-    assert suspicions.due(299.5, wider=True) == suspicion(1001)
+            suspicions.settle(float(second), end(Proof.CONTEXT), float(second))
+    assert examined == [0, 10, 20]
+    assert suspicions.add(suspicion(1, Cause.STILL_LISTED), 29.5)
+    assert suspicions.due(29.5) == suspicion(1, Cause.STILL_LISTED)
 
 
-def test_examination_answers_all() -> None:
-    """The result of one examination answers every open suspicion, including those that were not due."""
+@pytest.mark.parametrize("cause", Cause)
+def test_what_holds_grants(cause: Cause) -> None:
+    """Nothing is granted while the end of a client, or an adopted server, is suspect; a silent client stops nothing."""
+    suspicions = Suspicions()
+    suspicions.add(suspicion(cause=cause), 0.0)
+    holds, strong = suspicions.holding is not None, suspicions.strong is not None
+    assert holds == (cause in {Cause.STILL_LISTED, Cause.TERMINATE, Cause.ADOPTED})
+    assert strong == (cause in {Cause.STILL_LISTED, Cause.TERMINATE})
+
+
+@pytest.mark.parametrize("proof", [Proof.CONTEXT, Proof.ERROR, Proof.SILENCE])
+def test_examination_answers_all(proof: Proof) -> None:
+    """A canary that proves anything settles every open suspicion."""
     suspicions = Suspicions()
     suspicions.add(suspicion(1), 0.0)
-    suspicions.settle(0.0, Proof.CONTEXT, 0.0)
-    suspicions.add(suspicion(1), 1.0)
-    suspicions.add(suspicion(2), 2.0)
-    suspicions.settle(2.0, Proof.CONTEXT, 2.0)
-    assert suspicions.due(2.0 + 10 * SPACING, wider=True) is None
+    suspicions.add(suspicion(2, Cause.TERMINATE), 2.0)
+    suspicions.settle(2.0, end(proof), 2.0)
+    assert suspicions.due(2.0 + 10 * SPACING) is None
+    assert suspicions.holding is None
 
 
 def test_nothing_is_proven() -> None:
-    """Suspicions stay open where nothing was proven, and each wait is twice as long as the last one."""
-    suspicions, now = Suspicions(), 0.0
-    suspicions.add(suspicion(1), now)
-    suspicions.add(suspicion(1, Cause.STILL_LISTED), now)
-    assert suspicions.strong == suspicion(1, Cause.STILL_LISTED)
-    for wait in [60, 120, 240, 480, 960, 1920, 3600, 3600]:
-        suspicions.settle(now, Proof.NOTHING, now)
-        assert suspicions.due(now + wait - 1, wider=True) is None
-        assert suspicions.due(now + wait, wider=True) == suspicion(1)
-        now += wait
+    """A suspicion stays open, holds grants, and is examined again and again, as long as nothing is proven."""
+    suspicions = Suspicions()
+    listed = suspicion(1, Cause.STILL_LISTED)
+    suspicions.add(listed, 0.0)
+    for now in (0.0, SPACING, 2 * SPACING):
+        assert suspicions.due(now) == listed
+        suspicions.settle(now, end(Proof.NOTHING), now)
+        assert suspicions.due(now + SPACING - 1) is None
+        assert suspicions.holding == listed
     suspicions.clear()
-    assert suspicions.strong is None
+    assert suspicions.holding is None
 
 
-def test_answer_without_a_context() -> None:
-    """A suspicion that was answered without a context is examined again under a wider ceiling, and not before."""
+@pytest.mark.parametrize(
+    ("cause", "holds"), [(Cause.STILL_LISTED, True), (Cause.TERMINATE, False), (Cause.ADOPTED, False)]
+)
+def test_no_canary_can_be_sent(cause: Cause, *, holds: bool) -> None:
+    """Where mpsd can send none at all, it does not close a GPU for good that a user, or its own start, has closed."""
     suspicions = Suspicions()
-    suspicions.add(suspicion(1), 0.0)
-    suspicions.settle(0.0, Proof.ANSWER, 0.0)
-    assert suspicions.due(10 * SPACING, wider=False) is None
-    assert suspicions.due(SPACING - 1, wider=True) is None
-    assert suspicions.due(SPACING, wider=True) == suspicion(1)
-    assert suspicions.add(suspicion(2), SPACING)
-    assert suspicions.due(SPACING, wider=False) == suspicion(2)
-    suspicions.settle(SPACING, Proof.CONTEXT, SPACING)
-    assert suspicions.due(10 * SPACING, wider=True) is None
+    suspicions.add(suspicion(1, cause), 0.0)
+    suspicions.settle(0.0, end(Proof.NOTHING, unable=True), 0.0)
+    assert (suspicions.holding is not None) == holds
+    assert (suspicions.due(2 * SPACING) is not None) == holds
 
 
-@pytest.mark.parametrize("proof", [Proof.NOTHING, Proof.ANSWER])
-def test_new_sign_after_an_examination(proof: Proof) -> None:
-    """Another sign of the same kind is examined within a minute, however long the suspicion before has to wait."""
+def test_refuted() -> None:
+    """Once a server no longer lists an ended client, that is no suspicion; the others stay."""
     suspicions = Suspicions()
-    suspicions.add(suspicion(1), 0.0)
-    for now in (0.0, 60.0, 180.0, 420.0):
-        suspicions.settle(now, proof, now)
-    assert suspicions.due(430.0 + SPACING, wider=False) is None
-    assert suspicions.add(suspicion(1), 430.0)
-    assert not suspicions.add(suspicion(1), 431.0)
-    assert suspicions.due(420.0 + SPACING - 1, wider=False) is None
-    assert suspicions.due(420.0 + SPACING, wider=False) == suspicion(1)
-    assert len(suspicions.open) == 1
+    there, gone = (Suspicion(Cause.STILL_LISTED, "", listed=Listed(7, pid)) for pid in (100, 101))
+    for each in (gone, there, suspicion()):
+        suspicions.add(each, 0.0)
+    left = []
+    for listed in ([Listed(7, 100)], []):
+        suspicions.refute(listed)
+        left.append(suspicions.holding)
+    assert left == [there, None]
+    assert suspicions.due(0.0) == suspicion()
 
 
 @pytest.mark.parametrize("proof", Proof)
@@ -187,8 +166,8 @@ def test_suspicion_during_an_examination(proof: Proof) -> None:
     suspicions = Suspicions()
     suspicions.add(suspicion(1), 0.0)
     suspicions.add(suspicion(2), 5.0)
-    suspicions.settle(6.0, proof, begun=4.0)
-    assert suspicions.due(6.0, wider=True) == suspicion(2)
+    suspicions.settle(6.0, end(proof), begun=4.0)
+    assert suspicions.due(6.0) == suspicion(2)
 
 
 # -- the clients that a server lists -----------------------------------------------------------------------------------
@@ -210,7 +189,7 @@ def nobody(_pid: int) -> None:
 
 def still_listed(uid: int | None = 1000, pid: int = 100) -> list[Suspicion]:
     """Return the suspicion that a client causes that has ended and is listed."""
-    return [Suspicion(Cause.STILL_LISTED, f"server 7 still lists client {pid}, which has ended", uid)]
+    return [Suspicion(Cause.STILL_LISTED, f"server 7 still lists client {pid}, which has ended", uid, Listed(7, pid))]
 
 
 @pytest.mark.parametrize("ticks", [None, 6000])

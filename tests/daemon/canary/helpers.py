@@ -1,13 +1,11 @@
-"""Actions that the tests of canaries share: they make servers suspect, or wedged, and look at canaries and evidence."""
+"""Actions that the tests of canaries share: they make servers suspect, or wedged, and look at canaries."""
 
 import contextlib
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from mpsd.system import clock, proc
 from tests.daemon.helpers import client_of, event
 from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
@@ -34,8 +32,9 @@ def release(node: Node, lease: str) -> None:
 
 
 def wedge(node: Node) -> SimulatedClient:
-    """Have a client with a lease killed in mid-kernel, with no other client beside it."""
+    """Have a client with a lease killed in mid-kernel, with no other client beside it, which wedges its server."""
     client = leased(node, *REQUEST)
+    assert client.do("wedge")["ok"]
     client.launch(60)
     client.kill()
     return client
@@ -50,32 +49,16 @@ def anns_client(node: Node) -> Iterator[tuple[DrivenProgram, str]]:
         yield client, lease
 
 
-def record(node: Node) -> Path:
-    """Return the file with the evidence against a server."""
-    return node.root / "run" / "gpu0.evidence.json"
-
-
-def evidence(node: Node) -> Any:
-    """Return the stored evidence against a server."""
-    return json.loads(record(node).read_bytes())["evidence"]
-
-
-def suspect(node: Node) -> None:
-    """Have another mpsd find that the last one suspected the present server, for a cause that replaces no daemon."""
-    daemon = wait_until(lambda: (found := node.daemons()["gpu0"])["servers"] and found, what="the server to be seen")
+def start_again(node: Node) -> None:
+    """Have another mpsd take over from one that was killed: it examines the server that it finds."""
     node.end(signal.SIGKILL)
-    pids = {"daemon": daemon["pid"], "server": daemon["servers"][0]["pid"]}
-    against = {who: {"pid": pid, "start_ticks": proc.start_ticks(pid)} for who, pid in pids.items()}
-    suspicion = {"suspicion": {"cause": "client_silent", "because": "of a test"}, "since": 0.0, "due": 0.0}
-    noted = {"against": against, "suspicions": [suspicion]}
-    record(node).write_text(json.dumps({"boot_id": clock.boot_id(), "evidence": noted}))
     node.start(ready=False)
     node.wait_for_state("gpu0", "ready")
 
 
 def examination(node: Node) -> dict[str, Any]:
-    """Wait for the end of the canary that this suspicion causes."""
-    return event(node, "canary_ended", cause="client_silent")
+    """Wait for the end of the canary that the adoption of a server causes."""
+    return event(node, "canary_ended", cause="adopted")
 
 
 def canary(node: Node) -> Any:

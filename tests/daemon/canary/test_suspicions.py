@@ -1,31 +1,12 @@
-"""Signs of a server that may serve no client: they are examined, also by the next mpsd, and prove nothing."""
+"""Signs of a server that may serve no client: they are examined, as adopted servers are, and prove nothing."""
 
-import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from mpsd.core.settings import LogFormat
-from mpsd.core.supervision.wedge import SPACING, Cause, Suspicion
-from mpsd.daemon.canary.evidence import EvidenceRecord
-from mpsd.daemon.record.log import configure
-from mpsd.simulator.cuda import Leaves
-from mpsd.simulator.devices import set_killed_alone
 from tests.daemon.canary.conftest import BRISK, CALM, OFTEN
-from tests.daemon.canary.helpers import (
-    REQUEST,
-    canary,
-    canary_of,
-    evidence,
-    examination,
-    hold,
-    record,
-    release,
-    suspect,
-    wedge,
-)
+from tests.daemon.canary.helpers import REQUEST, canary, canary_of, examination, hold, release, start_again, wedge
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event, is_running, next_ready, stopped
 from tests.harness import wait_until
@@ -48,49 +29,37 @@ def test_ends(calm: Node) -> None:
         calm.end(signal.SIGKILL)
         assert last.end() == 0
         calm.start()
+    event(calm, "canary_ended", cause="adopted")
     assert canary(calm)["verdict"] == "ok"
     said = calm.root / "log" / "gpu0" / "server.log"
-    wait_until(lambda: said.read_text().count("assuming client exit") == 5, what="the server to log all ends")
+    wait_until(lambda: said.read_text().count("assuming client exit") == 6, what="the server to log all ends")
     until = time.monotonic() + 2.0
     wait_until(lambda: time.monotonic() > until, what="some looks of mpsd, as in no event can be awaited")
-    assert calm.events("server_suspect") == []
-    assert [each["cause"] for each in calm.events("canary_ended")] == ["command", "command"]
+    assert [each["cause"] for each in calm.events("server_suspect")] == ["adopted"]
+    assert [each["cause"] for each in calm.events("canary_ended")] == ["command", "adopted", "command"]
     assert calm.daemons()["gpu0"]["pid"] == before
     release(calm, mine)
 
 
-def test_suspicion_outlives_mpsd(make_node: Start) -> None:
-    """The next mpsd examines what the last one suspected, and no uid causes more examinations by a restart of mpsd."""
-    node = make_node(simulate=1, control=None, config=f"{CALM}client_silence = 0.5\n", durations=OFTEN).start()
-    mine = hold(node)
-    with leased(node, *REQUEST, late=True) as first:
-        assert first.init()["ok"]
-        event(node, "canary_ended", cause="client_silent")
-    node.end(signal.SIGKILL)
-    node.start()
-    with leased(node, *REQUEST, late=True) as second:
-        assert second.init()["ok"]
-        wait_until(lambda: len(node.events("server_suspect")) == 2, what="another suspicion")
-    node.end(signal.SIGKILL)
-    noted = json.loads(record(node).read_bytes())
-    [suspicion], [examined] = noted["evidence"]["suspicions"], noted["evidence"]["examined"]
-    assert suspicion["due"] == examined["at"] + SPACING
-    suspicion["due"] = examined["at"] = examined["at"] - SPACING
-    record(node).write_text(json.dumps(noted))
-    node.start()
-    wait_until(lambda: len(node.events("canary_ended", cause="client_silent")) == 2, what="the second examination")
-    assert len(node.events("server_suspect")) == 2
-    release(node, mine)
+def test_before_the_first_look(make_node: Start) -> None:
+    """Also before the next mpsd has looked at the servers that it finds, it grants nothing there."""
+    durations = {"mpsd.daemon.canary.watch._ADOPTED": 60.0}
+    node = make_node(simulate=1, control=None, config=f"{CALM}answer_deadline = 0.5\n", durations=durations).start()
+    with leased(node, *REQUEST) as client:
+        event(node, "client_attributed", client=client.pid)
+        start_again(node)
+        refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
+        assert node.events("server_suspect") == []
+        assert client.compute(0.01)["ok"]
 
 
-def test_suspicion_before_its_gpu_shows(tmp_path: Path) -> None:
-    """A suspicion for a control daemon whose GPU NVML does not show yet waits on disk for its watch, once."""
-    log = configure(LogFormat.JSON)
-    suspicions = [Suspicion(Cause.TERMINATE, f"server 7: {because}", 1000) for because in ("one", "two")]
-    for each in suspicions:
-        EvidenceRecord(tmp_path / "gpu0.evidence.json", log).add(each)
-    found = EvidenceRecord(tmp_path / "gpu0.evidence.json", log).load()
-    assert [each.suspicion for each in found.suspicions] == suspicions[:1]
+def test_next_mpsd_without_a_server(calm: Node) -> None:
+    """Where no server runs, the next mpsd sends no canary, and grants at once."""
+    calm.end(signal.SIGKILL)
+    calm.start()
+    release(calm, hold(calm))
+    assert calm.events("canary_ended") == []
 
 
 def test_client_that_stays_silent(make_node: Start) -> None:
@@ -102,35 +71,65 @@ def test_client_that_stays_silent(make_node: Start) -> None:
         assert f"client {client.pid} " in told["because"]
         assert event(node, "canary_ended", cause="client_silent")["proof"] == "context"
         assert client.context()["ok"]
+        assert client.do("wedge")["ok"]
         client.launch(60)
         client.kill()  # it is suspect for its end, too
     event(node, "server_suspect", cause="client_still_listed")
 
 
-def test_error_that_a_killed_client_left(make_node: Start) -> None:
-    """A canary with the error that a client killed in mid-kernel left proves nothing: the next one decides.
+def killed_alone(node: Node) -> None:
+    """Have a client with a lease killed in mid-kernel, with no other client beside it."""
+    with leased(node, *REQUEST) as client:
+        client.launch(60)
+        client.kill()
+
+
+def test_error_that_a_killed_client_left(calm: Node) -> None:
+    """A canary with the error that a client killed in mid-kernel left proves nothing, and closes nothing.
 
     A server with such an error is ACTIVE and lists no client (measured on 580): the end itself makes nothing suspect.
     """
-    node = make_node(simulate=1, control=None, config=CALM, durations=OFTEN)
-    set_killed_alone(node.root / "run" / "simulated", Leaves.ERROR)
-    node.start()
+    before, mine = calm.daemons()["gpu0"]["pid"], hold(calm)
+    killed_alone(calm)
+    found = canary(calm)
+    assert (found["verdict"], found["mps"]) == ("unknown", True)
+    assert canary(calm)["verdict"] == "ok"
+    assert calm.events("server_suspect") == []
+    assert calm.daemons()["gpu0"]["unserved"] is None
+    assert calm.daemons()["gpu0"]["pid"] == before
+    release(calm, mine)
+
+
+def test_next_mpsd(make_node: Start) -> None:
+    """The next mpsd grants nothing on a server that it finds before a canary has shown that the server serves."""
+    durations = OFTEN | {"mpsd.core.supervision.wedge.SPACING": 4.0}
+    node = make_node(simulate=1, control=None, config=f"{CALM}answer_deadline = 0.5\n", durations=durations).start()
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)
-    with wedge(node):
-        pass
-    suspect(node)
+    killed_alone(node)
+    start_again(node)
+    event(node, "server_suspect", cause="adopted")
     assert examination(node)["proof"] == "nothing"
-    assert [each["suspicion"]["cause"] for each in evidence(node)["suspicions"]] == ["client_silent"]
-    assert node.daemons()["gpu0"]["unserved"] is None
-    assert canary(node)["verdict"] == "ok"
-    assert evidence(node)["suspicions"] == []
-    assert node.events("server_suspect") == []
+    refused = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+    assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
+    event(node, "canary_ended", cause="adopted", proof="context")
+    release(node, hold(node, request_id="another", wait=20))
     assert node.daemons()["gpu0"]["pid"] == before
-    with wedge(node):
-        pass
-    found = canary(node)
-    assert (found["verdict"], found["mps"], found["canaries"]) == ("unknown", True, 1)
     release(node, mine)
+
+
+def test_grants_wait(calm: Node) -> None:
+    """A request that comes while a server is suspect for the end of a client is granted after the canary, not before.
+
+    Where the server does not answer it, the request is refused.
+    """
+    mine = hold(calm)
+    with wedge(calm):
+        event(calm, "server_suspect", cause="client_still_listed")
+        assert calm.events("server_wedged") == []
+        refused = calm.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"})
+        assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")
+        assert "still lists client" in refused.json["detail"]
+    release(calm, mine)
 
 
 def test_stopped_server(node: Node) -> None:

@@ -32,8 +32,10 @@ def test_killed_daemon_is_replaced(make_node: Start) -> None:
     assert death["daemon"] == "gpu0"
     assert "killed by SIGKILL" in death["how"]
     assert str(before["gpu0"]["pid"]) in death["how"]
-    assert states(node, "gpu0") == ["starting", "ready", "cooling", "down", "starting", "ready"]
+    assert states(node, "gpu0") == ["starting", "ready", "down", "starting", "ready"]
     assert states(node, "gpu1") == ["starting", "ready"]
+    (death,) = node.events("daemon_state", daemon="gpu0", on="died")
+    assert (death["before"], death["state"]) == ("ready", "down")
 
 
 _SLOW = """
@@ -52,7 +54,7 @@ def test_daemon_that_takes_its_time(make_node: Start, short_tmp: Path, control: 
     before = node.daemons()["gpu0"]["pid"]
     kill(before)
     next_ready(node, "gpu0", before)
-    assert states(node, "gpu0") == ["starting", "ready", "cooling", "down", "starting", "ready"]
+    assert states(node, "gpu0") == ["starting", "ready", "down", "starting", "ready"]
 
 
 _DEAF = """
@@ -68,7 +70,7 @@ def test_daemon_that_never_listens(make_node: Start, short_tmp: Path, control: P
     first = node.wait_for_state("gpu0", "starting")["pid"]
     assert next_ready(node, "gpu0", first)["pid"] != first
     assert not is_running(first)
-    assert states(node, "gpu0") == ["starting", "unresponsive", "cooling", "down", "starting", "ready"]
+    assert states(node, "gpu0") == ["starting", "unresponsive", "down", "starting", "ready"]
     (silence,) = node.events("daemon_state", state="unresponsive")
     assert silence["because"] == "it did not listen within 0.5 s, and is being killed"
 
@@ -112,7 +114,7 @@ class TestCrashLoop:
         assert daemon["pid"] is None
         assert starts.read_text().count("started") == 3
         assert [death["verdict"] for death in node.events("daemon_death")] == ["at_once", "later", "give_up"]
-        assert states(node, "gpu0")[-4:] == ["down", "starting", "cooling", "failed"]
+        assert states(node, "gpu0")[-4:] == ["cooling", "down", "starting", "failed"]
         assert node.events("daemon_state", daemon="gpu0")[-1]["level"] == "error"
         ready = node.get("/readyz")
         assert ready.status == 503

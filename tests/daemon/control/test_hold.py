@@ -72,6 +72,11 @@ class TestOutlives:
             lambda: (found := node.daemons()["gpu0"])["state"] == "held" and found["pid"] not in {None, pid},
             what="the next one to be held",
         )
+        # Neither daemon was ready for a moment: the answer and the hold are one move.
+        moves = [(each["state"], each["on"]) for each in node.events("daemon_state", daemon="gpu0")]
+        adopted, started, held = ("starting", "adopted"), ("starting", "started"), ("held", "verified")
+        ready, by_hand = ("ready", "verified"), ("held", "hold")
+        assert moves == [started, ready, by_hand, adopted, held, ("down", "died"), started, held]
         assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"
         operate(node, "resume")
         node.end()

@@ -175,10 +175,10 @@ class TestClients:
         node.end(signal.SIGKILL)
         kept = node.root / "state" / "gpu0.intention.json"
         intention = json.loads(kept.read_bytes())
-        assert intention["wish"]["replaced"]["pid"] == before
-        intention["wish"]["replaced"] = None  # as it is while mpsd still looks for the daemon
+        assert intention["desired"]["replaced"]["pid"] == before
+        intention["desired"]["replaced"] = None  # as it is while mpsd still looks for the daemon
         if not answers:
-            intention["wish"]["deadline"] = intention["wish"]["at"]
+            intention["desired"]["deadline"] = intention["desired"]["at"]
             (node.pipe_directory("gpu0") / "control").unlink()
         kept.write_text(json.dumps(intention))
         node.start(ready=False)

@@ -7,7 +7,8 @@ import pytest
 
 from mpsd.core.units import MIB
 from tests.daemon.conftest import Start
-from tests.harness import look_at
+from tests.daemon.helpers import kill, next_ready
+from tests.harness import look_at, wait_until
 from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)
@@ -72,3 +73,22 @@ class TestProcess:
             assert path.stat().st_mode & 0o777 == 0o755, path
         assert (node.root / "run" / "mpsd.lock").stat().st_mode & 0o777 == 0o600
         assert node.control_log("gpu0").stat().st_mode & 0o007 == 0
+
+
+def test_limits_are_set_once(make_node: Start) -> None:
+    """A fresh control daemon gets each change of its limits once: at its start, with a lease, and after the lease."""
+    node = make_node(simulate=2).start()
+    lease = node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0"}).json["id"]
+    wait_until(lambda: verified(node, "gpu0")[-1] == 25.0, what="the limits of the lease to be verified")
+    assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
+    wait_until(lambda: verified(node, "gpu0")[-1] == 0.1, what="the limits to be lowered again")
+    assert (verified(node, "gpu0"), verified(node, "gpu1")) == ([0.1, 25.0, 0.1], [0.1])
+    before = node.daemons()["gpu1"]["pid"]
+    kill(before)
+    next_ready(node, "gpu1", before)
+    assert verified(node, "gpu1") == [0.1, 0.1]
+
+
+def verified(node: Node, name: str) -> list[float]:
+    """Return the percentages of the threads that were verified on a control daemon, in order."""
+    return [each["active_thread_percentage"] for each in node.events("limits_verified", daemon=name)]

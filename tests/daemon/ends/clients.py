@@ -52,16 +52,6 @@ def take_command(node: Node, directory: Path) -> None:
     node.control = program(directory / "nvidia-cuda-mps-control", script)
 
 
-def open_suspicions(node: Node) -> list[dict[str, Any]]:
-    """Return the suspicions that are on disk because a server did not end a client's contexts."""
-    record = node.root / "run" / "gpu0.evidence.json"
-    if not record.exists():
-        return []
-    stored = json.loads(record.read_bytes())
-    found = [each["suspicion"] for each in stored["evidence"]["suspicions"]]
-    return [each for each in found if each["cause"] == "terminate_client"]
-
-
 @contextmanager
 def neighbour(node: Node) -> Iterator[SimulatedClient]:
     """Yield a client that computes all the time, and check at the end that it was not harmed."""

@@ -1,6 +1,5 @@
 """A busy server answers nothing, which is no sign that it has no clients: they stay known, and so do their limits."""
 
-import json
 import shlex
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, PUT_LEASE
 from mpsd.simulator.control import program as simulator
-from mpsd.system import clock, proc
+from mpsd.system import clock
 from mpsd.system.database import Database, summed
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event, program
@@ -140,24 +139,12 @@ def test_busy_at_first_sight(make_node: Start, short_tmp: Path) -> None:
 
 
 def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
-    """A server that has not named its clients yet may have some.
-
-    By an earlier mpsd's evidence alone, its control daemon is not replaced; and a lease that could not be restored
-    keeps its GPU.
-    """
+    """A server that has not named its clients yet may have some: a lease that could not be restored keeps its GPU."""
     node, server = made(make_node, short_tmp, "anytime")
     node.start()
     with SimulatedClient(variables(node)) as client:
         daemon, pid = pids(node, client)
         node.end()
-        against = [{"pid": each, "start_ticks": proc.start_ticks(each)} for each in (daemon, pid)]
-        evidence = {
-            "against": dict(zip(("daemon", "server"), against, strict=True)),
-            "unserved": {"because": "it answered no canary", "wedged": True},
-        }
-        (node.root / "run" / "gpu0.evidence.json").write_text(
-            json.dumps({"boot_id": clock.boot_id(), "evidence": evidence})
-        )
         with closing(Database(node.root / "run" / "leases.db", LEASES_SCHEMA)) as database:
             database.commit([(PUT_LEASE, summed(99, clock.boot_id(), 0, "{", "[]"))])
         server.turn(busy=True)

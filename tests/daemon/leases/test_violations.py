@@ -154,7 +154,7 @@ def sets_itself(node: Node, own: dict[str, str]) -> SimulatedClient:
 
 def test_own_environment_beside_a_larger_lease(node: Node) -> None:
     """A program that set its own environment obeys it, unseen by mpsd: its share is unknown, and it keeps running."""
-    node.reload(TERMINATE + '[violations]\nlimits = "terminate"\n')
+    node.reload(TERMINATE)
     granted = lease(node, threads=25, memory=GIB)
     with calling(node.socket) as other:
         assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
@@ -215,7 +215,7 @@ def test_figures_that_are_none(node: Node, figure: str) -> None:
 
 def test_variable_trap(node: Node) -> None:
     """A limit for a GPU that a client does not see removes all its memory limits. mpsd reports it and ends nothing."""
-    node.reload(TERMINATE + '[violations]\nlimits = "terminate"\n')
+    node.reload(TERMINATE)
     granted = lease(node, threads=25, memory=GIB)
     own = environment(granted) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G,1=1G"}
     with SimulatedClient(own) as trapped:
@@ -352,7 +352,7 @@ def test_report_and_terminate(node: Node) -> None:
             assert stray.sync()["ok"]
             assert node.events("client_forced") == []
             # The policy for one kind applies to that kind alone.
-            node.reload(GRACE + '[violations]\nlimits = "terminate"\n')
+            node.reload(GRACE + '[violations]\nmemory = "terminate"\n')
             assert stray.sync()["ok"]
             node.reload(GRACE + '[violations]\nno_lease = "terminate"\n')
             assert stray.process.wait(20) == -signal.SIGTERM

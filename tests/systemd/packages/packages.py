@@ -32,27 +32,6 @@ def build(suite: str, folder: Path) -> Path:
     return package
 
 
-def with_conffile(folder: Path, path: str, content: bytes) -> Path:
-    """Return an earlier package of mpsd that has only a configuration file, as a conffile."""
-    tree = folder / "earlier"
-    file = tree / path.lstrip("/")
-    file.parent.mkdir(parents=True)
-    file.write_bytes(content)
-    (tree / "DEBIAN").mkdir()
-    (tree / "DEBIAN" / "conffiles").write_text(f"{path}\n")
-    fields = {
-        "Package": "mpsd",
-        "Version": "0.0.1-1",
-        "Architecture": "all",
-        "Maintainer": "nobody",
-        "Description": "x",
-    }
-    (tree / "DEBIAN" / "control").write_text("".join(f"{name}: {value}\n" for name, value in fields.items()))
-    package = folder / "mpsd_0.0.1-1_all.deb"
-    subprocess.run(["dpkg-deb", "-Zgzip", "--root-owner-group", "--build", tree, package], check=True, stdout=-3)
-    return package
-
-
 def renumbered(package: Path, folder: Path, revision: int) -> Path:
     """Return the same package under a later revision, like a rebuild of the same tree."""
     version = subprocess.run(

@@ -10,7 +10,7 @@ from bench.side_by_side import Figure
 
 
 def drift(control: str, root: Path) -> Iterator[Figure]:
-    """Measure the time from the end of the front-end that set a foreign limit until the limit is undone and read back."""
+    """Measure the time from the end of the front-end that set a foreign limit until mpsd has undone that."""
     environment = bare_environment(root / "bare")
     with running(control, root / "mpsd", 1) as service:
         environment["CUDA_MPS_PIPE_DIRECTORY"] = str(service.root / "run" / "mps" / "gpu0")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from bench import admission, history, log, metrics, supervision, systemd
+from bench import admission, log, metrics, supervision, systemd
 from bench.side_by_side import Figure, Result
 
 _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
@@ -18,13 +18,11 @@ _BENCHES: Final[dict[str, Callable[[str, Path], Iterator[Result | Figure]]]] = {
     "c": supervision.status,
     "d": supervision.idle,
     "e": admission.one_caller,
-    "f": admission.many_callers,
-    "g": admission.held,
-    "h": log.following,
-    "i": supervision.returning,
-    "j": systemd.service,
-    "k": metrics.scrape,
-    "l": history.cost,
+    "f": admission.held,
+    "g": log.drift,
+    "h": supervision.returning,
+    "i": systemd.service,
+    "j": metrics.scrape,
 }
 
 

@@ -67,12 +67,6 @@ class Service:
             if fact["event"] == event:
                 return fact
 
-    def has_read(self, name: str) -> None:
-        """Wait until mpsd has read everything that a control daemon has logged."""
-        noted, log = self.root / "run" / f"{name}.reading.json", self.root / "log" / name / "control.log"
-        while json.loads(noted.read_bytes())["control"]["offset"] != log.stat().st_size:
-            time.sleep(_LOOK)
-
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End mpsd, and leave its control daemons and its leases to the next one."""
         self.process.send_signal(number)

@@ -1,4 +1,1 @@
-"""Facts about a node and decisions about them: values and pure functions, without I/O, clock or log.
-
-Imported by: every other room.
-"""
+"""Facts about a node and decisions about them: values and pure functions, without I/O, clock or log."""

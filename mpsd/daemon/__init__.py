@@ -1,4 +1,1 @@
-"""The long-running process: `service` connects the rooms below and runs them; every task lives in a group.
-
-Imported by: mpsd/__main__.py.
-"""
+"""The long-running process: `service` connects the rooms below and runs them; every task lives in a group."""

@@ -2,6 +2,4 @@
 
 It uses threads and no event loop: gRPC's server has its own threads, and mpsd's client blocks until the answer. It is a
 separate program with its own libraries (`mpsd[kubernetes]`), and the service does not depend on it.
-
-Imported by: by name, as the program that pyproject.toml has.
 """

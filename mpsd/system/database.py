@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from mpsd.core.errors import ConfigurationError, StorageError
-from mpsd.system import clock
 from mpsd.system.store_file import StoreFile
 
 Statement: TypeAlias = tuple[str, Sequence[object]]
@@ -35,9 +34,6 @@ _PATIENCE: Final = 2.0
 
 _PROBE: Final = 64 * 1024
 """Bytes that must be free beyond the ballast, and the amount by which the ballast shrinks at a time."""
-
-_LOOK: Final = 5.0
-"""Seconds between two comparisons of the file with what SQLite has open."""
 
 _CIRCUMSTANCES: Final = {
     sqlite3.SQLITE_PERM,
@@ -77,8 +73,6 @@ class Database:
         self._ballast = _Ballast(path.with_suffix(".ballast"), ballast)
         self._file: StoreFile | None = None
         self._commits = 0
-        self._due = 0.0
-        """The time of the next comparison of the file."""
         try:
             self._connection = self._open_or_set_aside()
         except (OSError, sqlite3.Error) as error:
@@ -171,13 +165,11 @@ class Database:
     def changed_from_outside(self) -> str:
         """Return what another process did to the file, such that the next mpsd would not find what this one wrote.
 
-        Empty where nothing is wrong, and where the last comparison was a moment ago: this may be called often.
+        Empty where nothing is wrong. mpsd calls this twice a second; it reads the file only when it was written since
+        the last call.
         """
         if self._file is None:
             return "it could not be made anew"
-        if clock.monotonic() < self._due:
-            return ""
-        self._due = clock.monotonic() + _LOOK
         content = None if self._lasting else self._connection.serialize
         return self._file.changed(content, written=self._commits)
 

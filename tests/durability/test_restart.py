@@ -241,7 +241,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
             settings=settings,
             publish=lambda batch: batch,
             published=0,
-            account=lambda _: None,
+            account=lambda *_: None,
         )
         leases.offer([OFFER], {})
         leases.restore()

@@ -22,10 +22,12 @@ from mpsd.core.metrics.families import SECTIONS, Kind
 from mpsd.core.settings import rows
 from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, FACTS, facts_of
 from tests.gate import completions, manual, protocol
+from tests.gate.source import imports, modules
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 REFERENCE: Final = ROOT / "docs/reference"
 DOCTOR: Final = ROOT / "docs/doctor.md"
+ARCHITECTURE: Final = ROOT / "docs/architecture.md"
 KUBERNETES: Final = ROOT / "docs/kubernetes.md"
 METRICS: Final = ROOT / "docs/reference/metrics.md"
 
@@ -89,6 +91,43 @@ def lifecycle_diagram() -> str:
                 ways.setdefault(outcome, []).append(event)
         lines += [f"    {state} --> {to}: {', '.join(events)}" for to, events in ways.items()]
     return "\n".join([*lines, "```"])
+
+
+def rooms_diagram() -> str:
+    """Return the rooms of mpsd and the imports between those of a layer, as a Mermaid diagram.
+
+    The diagram leaves out three kinds of import: every room of `daemon` writes to `daemon/record`, every room of `core`
+    uses the modules of `core` itself, and `daemon` connects all its rooms.
+    """
+    rooms = {module.name: "/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")}
+    drawn = sorted({*rooms.values()} - {"", "core", "daemon", "daemon/record"})
+    arrows = {
+        (rooms[module.name], rooms[name])
+        for module in modules("mpsd")
+        for each in imports(module)
+        for name in (f"{each.module}.{each.name}", each.module)
+        if name in rooms
+    }
+    lines = ["```mermaid", "flowchart TD"]
+    for layer in dict.fromkeys(room.split("/")[0] for room in drawn):
+        lines.append(f"    subgraph {layer}-layer[{layer}]")
+        inside = [room for room in drawn if room.split("/")[0] == layer]
+        lines += [f'        {room.replace("/", "-")}["{room}"]' for room in inside]
+        lines += [
+            f"        {importer.replace('/', '-')} --> {imported.replace('/', '-')}"
+            for importer, imported in sorted(arrows)
+            if importer != imported and importer in inside and imported in inside
+        ]
+        lines.append("    end")
+    lines += ["    daemon-layer --> system-layer --> core-layer", "    cli-layer --> core-layer"]
+    return "\n".join([*lines, "```"])
+
+
+def architecture_page() -> str:
+    """Return docs/architecture.md with its generated picture."""
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    part = between("rooms", text)
+    return f"{text[: part.start()]}{rooms_diagram()}\n{text[part.end() :]}"
 
 
 def kubernetes_table() -> str:
@@ -186,6 +225,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsd.8": manual.mpsd_page,
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
+    "docs/architecture.md": architecture_page,
     "docs/doctor.md": doctor_page,
     "docs/reference/events.md": events_page,
     "docs/kubernetes.md": kubernetes_page,

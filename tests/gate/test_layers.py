@@ -1,9 +1,11 @@
-"""Imports point one way, no module reaches into another, and no room grows too large."""
+"""Imports point one way, no module reaches into another, and a room that grows large is named in a warning."""
 
 import sys
+import warnings
+from collections import Counter
 from typing import Final
 
-from tests.gate.source import Import, imports, modules
+from tests.gate.source import Import, Module, imports, modules
 
 MAY_IMPORT: Final = {
     "__init__": frozenset[str](),
@@ -100,8 +102,11 @@ ROOMS: Final = {
 }
 """The rooms of its own layer that each room may import from, beside itself; each imported room is above it here."""
 
-MOST_FILES: Final = 20
-"""The most modules of a room, beside the `__init__.py` that states its purpose; `system` has one per thing."""
+MANY_FILES: Final = 20
+"""More modules than these in one room, beside the `__init__.py` that states its purpose, are worth a look."""
+
+LONG: Final = 600
+"""More lines than these in one module are worth a look."""
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself, for doctor alone
@@ -172,14 +177,6 @@ SLOW_TO_IMPORT: Final = frozenset(
 LATE: Final = ("mpsd.cli.doctor_run", "mpsd.cli.web")
 """The modules that one command of mpsctl alone imports, when it runs: they may be slow to import."""
 
-LONGEST: Final = 600
-
-LONGER: Final[dict[str, str]] = {
-    "mpsd/core/settings.py": "it is one table, and nothing else: split, it would be two tables",
-    "mpsd/daemon/control/supervisor.py": "it is one loop, and the one that moves its state",
-}
-"""Modules that may be longer than LONGEST lines, each with the reason."""
-
 
 def test_imports_point_one_way() -> None:
     """Every module of mpsd imports only from folders that its own folder may import from."""
@@ -246,36 +243,13 @@ def test_no_room_is_above_itself() -> None:
 
 
 def test_every_room_says_what_it_is_for() -> None:
-    """Each folder of mpsd is in ROOMS, has at most the size of a room, and its docstring describes it."""
+    """Each folder of mpsd is in ROOMS, and its docstring describes it."""
     rooms = {"/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")} - {""}
     assert rooms == {*ROOMS}
-    inside = {
-        room: [each.path for each in modules("mpsd") if each.path.rpartition("/")[0] == f"mpsd/{room}"]
-        for room in rooms
-    }
-    too_many = {room: len(files) - 1 for room, files in inside.items() if len(files) - 1 > MOST_FILES}
-    assert too_many.keys() <= {"system"}
     silent = [
         module.path for module in modules("mpsd") if module.path.endswith("__init__.py") and not module.text.strip()
     ]
     assert not silent
-
-
-def test_every_room_says_who_imports_it() -> None:
-    """The docstring of a room names the rooms that import it, except for `every room` and `by name`."""
-    names, importers = frozenset(module.name for module in modules("mpsd")), dict[str, set[str]]()
-    for module in modules("mpsd"):
-        importer = _room(module.name) or module.path
-        for each in imports(module):
-            target = _module_of(each, names)
-            if target is not None and _room(target) != importer:
-                importers.setdefault(_room(target), set()).add(importer)
-    for room in ROOMS:
-        text = next(module.text for module in modules("mpsd") if module.path == f"mpsd/{room}/__init__.py")
-        said = " ".join(text.partition("Imported by: ")[2].partition(".\n")[0].split())
-        assert said, room
-        if "every" not in said and "by name" not in said:
-            assert {*said.split(", ")} == importers[room], room
 
 
 def test_what_reads_http_knows_no_node() -> None:
@@ -350,8 +324,16 @@ def test_private_names_stay_private() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_rooms_are_small() -> None:
-    """No module is longer than 600 lines, unless it is named with a reason, and no such name is out of date."""
-    lengths = {module.path: module.text.count("\n") for module in modules("mpsd")}
-    too_long = {path: length for path, length in lengths.items() if length > LONGEST}
-    assert too_long.keys() == LONGER.keys(), too_long
+def test_size_is_a_warning() -> None:
+    """A long module and a full room are named at the end of the run: a reader decides whether to divide them."""
+    files = Counter(module.path.rpartition("/")[0] for module in modules("mpsd"))
+    large = [f"{module.path} has {lines} lines" for module in modules("mpsd") if (lines := _lines(module)) > LONG]
+    large += [f"{room} has {count - 1} modules" for room, count in files.items() if count - 1 > MANY_FILES]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        for each in large:
+            warnings.warn(each, stacklevel=1)
+
+
+def _lines(module: Module) -> int:
+    return module.text.count("\n")

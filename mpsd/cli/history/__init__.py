@@ -1,4 +1,1 @@
-"""The events of the node for a reader: selection, sentences, and stories.
-
-Imported by: cli/commands, cli/web.
-"""
+"""The events of the node for a reader: selection, sentences, and stories."""

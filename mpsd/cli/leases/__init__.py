@@ -1,4 +1,1 @@
-"""Parts of commands that use a lease: its holder, the wait for it, the program that runs with it, and its end.
-
-Imported by: cli/commands, cli/history.
-"""
+"""Parts of commands that use a lease: its holder, the wait for it, the program that runs with it, and its end."""

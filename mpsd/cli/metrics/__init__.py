@@ -1,4 +1,1 @@
-"""The command `mpsctl metrics`: it prints the metrics, or writes a file for node_exporter.
-
-Imported by: cli/group.py, by name.
-"""
+"""The command `mpsctl metrics`: it prints the metrics, or writes a file for node_exporter."""

@@ -1,4 +1,1 @@
-"""Terminal features of mpsctl: a shell whose prompt shows the lease, and a line with the progress of a wait.
-
-Imported by: cli/commands, cli/leases, mpsd/demo.py.
-"""
+"""Terminal features of mpsctl: a shell whose prompt shows the lease, and a line with the progress of a wait."""

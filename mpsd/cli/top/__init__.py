@@ -1,4 +1,1 @@
-"""`mpsctl top`: the live table of GPUs and clients, in Textual (the extra `top`), loaded by that command alone.
-
-Imported by: cli/commands.
-"""
+"""`mpsctl top`: the live table of GPUs and clients, in Textual (the extra `top`), loaded by that command alone."""

@@ -1,4 +1,1 @@
-"""The shares of each GPU that each user was granted and held over time: their sums, and reports of them. Pure.
-
-Imported by: daemon/accounting, daemon/api.
-"""
+"""The shares of each GPU that each user was granted and held over time: their sums, and reports of them. Pure."""

@@ -1,4 +1,1 @@
-"""The checks of `mpsctl doctor`: each is a function of the observations that `system/doctor` made.
-
-Imported by: cli, cli/commands, system/doctor.
-"""
+"""The checks of `mpsctl doctor`: each is a function of the observations that `system/doctor` made."""

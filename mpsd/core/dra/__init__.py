@@ -1,4 +1,1 @@
-"""Dynamic Resource Allocation: the published form of a node's GPUs, and the requirements of an allocation on mpsd.
-
-Imported by: kubernetes, kubernetes/dra.
-"""
+"""Dynamic Resource Allocation: the published form of a node's GPUs, and the requirements of an allocation on mpsd."""

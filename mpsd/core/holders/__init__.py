@@ -1,4 +1,1 @@
-"""The holders of a lease, and their names for users. Pure.
-
-Imported by: cli/commands, core/admission, core/enforcement, daemon/api, daemon/holders, daemon/leases, daemon/node.
-"""
+"""The holders of a lease, and their names for users. Pure."""

@@ -1,4 +1,1 @@
-"""Kubernetes: the devices of a node, the share that a set of devices stands for, and the life of pods' leases.
-
-Imported by: cli/commands, core/dra, kubernetes, kubernetes/dra.
-"""
+"""Kubernetes: the devices of a node, the share that a set of devices stands for, and the life of pods' leases."""

@@ -1,4 +1,1 @@
-"""The metrics of a node: the table of families, the counters, the gauges, and both exposition formats. Pure.
-
-Imported by: daemon/api, daemon/metrics, daemon/record, system.
-"""
+"""The metrics of a node: the table of families, the counters, the gauges, and both exposition formats. Pure."""

@@ -1,4 +1,1 @@
-"""The API: the table of routes, the function of each route, and the structs of requests and answers.
-
-Imported by: daemon.
-"""
+"""The API: the table of routes, the function of each route, and the structs of requests and answers."""

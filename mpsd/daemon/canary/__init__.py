@@ -1,4 +1,1 @@
-"""Whether the servers of the control daemons serve clients: suspicions about them, and canaries that examine them.
-
-Imported by: daemon, daemon/api, daemon/node.
-"""
+"""Whether the servers of the control daemons serve clients: suspicions about them, and canaries that examine them."""

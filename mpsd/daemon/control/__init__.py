@@ -1,4 +1,1 @@
-"""One control daemon: started or adopted, proved, watched, drained and restarted.
-
-Imported by: daemon, daemon/api, daemon/canary, daemon/leases, daemon/node.
-"""
+"""One control daemon: started or adopted, proved, watched, drained and restarted."""

@@ -1,4 +1,1 @@
-"""The endings of MPS clients and control daemons: the same steps for all, recorded on disk, and once per process.
-
-Imported by: daemon, daemon/control, daemon/leases, daemon/node, daemon/violations.
-"""
+"""The endings of MPS clients and control daemons: the same steps for all, recorded on disk, and once per process."""

@@ -1,4 +1,1 @@
-"""The GPUs of the node: their readings, their faults and their compute modes.
-
-Imported by: daemon/canary, daemon/node.
-"""
+"""The GPUs of the node: their readings, their faults and their compute modes."""

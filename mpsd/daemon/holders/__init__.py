@@ -1,4 +1,1 @@
-"""The holders of leases: processes and control groups, identified with certainty and watched until they are gone.
-
-Imported by: daemon/api, daemon/leases, daemon/node.
-"""
+"""The holders of leases: processes and control groups, identified with certainty and watched until they are gone."""

@@ -1,4 +1,1 @@
-"""The metrics of the node, gathered at each scrape, and the TCP listener that serves them to other machines.
-
-Imported by: daemon, daemon/api.
-"""
+"""The metrics of the node, gathered at each scrape, and the TCP listener that serves them to other machines."""

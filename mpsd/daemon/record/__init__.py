@@ -1,4 +1,1 @@
-"""The record of mpsd's decisions: its log, and its events, which outlive a boot.
-
-Imported by: every room of the daemon.
-"""
+"""The record of mpsd's decisions: its log, and its events, which outlive a boot."""

@@ -1,4 +1,1 @@
-"""kubelet's protocols: the .proto files, and the messages that protoc makes (`python -m tests.gate.generate`).
-
-Imported by: kubernetes, kubernetes/dra.
-"""
+"""kubelet's protocols: the .proto files, and the messages that protoc makes (`python -m tests.gate.generate`)."""

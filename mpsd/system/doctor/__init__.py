@@ -1,4 +1,1 @@
-"""The observations of `mpsctl doctor`, and the fixes of `--fix`; `core/doctor` judges them.
-
-Imported by: cli.
-"""
+"""The observations of `mpsctl doctor`, and the fixes of `--fix`; `core/doctor` judges them."""

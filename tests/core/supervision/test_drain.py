@@ -209,7 +209,6 @@ class TestRevising:
     [
         (desired(at=4.0), ", and ends the remaining clients at 2026-01-01T00:00:06+00:00"),
         (desired(at=4.0, deadline=None), ""),
-        (desired(), ""),
     ],
 )
 def test_timeout(wanted: DesiredState, says: str) -> None:

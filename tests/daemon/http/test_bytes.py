@@ -80,9 +80,10 @@ def decided(event: dict[str, Any]) -> bool:
     """Return whether this event states the decision on a request.
 
     This process holds the leases of USER, and is root again once it has connected. On a slow machine mpsd may check the
-    holders in time to report that as a violation.
+    holders in time to report that as a violation, which then ends with the lease.
     """
-    other_user = event["event"] == "violation" and (event["kind"], event["pid"]) == ("user", os.getpid())
+    is_violation = event["event"] in {"violation", "violation_ended"}
+    other_user = is_violation and (event["kind"], event["pid"]) == ("user", os.getpid())
     return event["event"] in DECISIONS or other_user
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from mpsd.cli.group import mpsctl
 from mpsd.core.settings import rows
-from tests.gate.source import ROOT, imports, modules, nodes
+from tests.gate.source import ROOT, modules, nodes
 
 DOCUMENTS: Final = (
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -29,8 +29,6 @@ _PATH: Final = re.compile(
 )
 """The form of a file or a folder of this tree, or of a module of mpsd."""
 
-_TEST: Final = re.compile(r"\btests/(?:\w+/)*test_\w+")
-_FENCE: Final = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 
 _LABELS: Final = {"mpsd/sharing"}
 """Labels of Kubernetes that look like a path."""
@@ -44,9 +42,6 @@ _SUFFIXES: Final = {"db", "log", "md", "py", "toml"}
 
 _LINK: Final = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 """The target of a link within this tree."""
-
-_NODE: Final = re.compile(r"(\w+)\[\"([\w/]+)\"\]")
-_ARROW: Final = re.compile(r"(\w+)(?:\[[^]]*\])? --> (\w+)")
 
 
 @cache
@@ -150,39 +145,3 @@ def test_promises_are_shown(document: Path) -> None:
         elif is_promise and set(last) != {"-"} and not any(test for _, test in _NAMED.findall(last)):
             bare.append(line)
     assert bare == []
-
-
-@pytest.mark.parametrize("document", sorted((ROOT / "docs").rglob("*.md")), ids=_name)
-def test_tests_are_in_tables(document: Path) -> None:
-    """A sentence of a document names no test; a table of its page does, for the readers who want to run one."""
-    prose = _FENCE.sub("", document.read_text(encoding="utf-8")).splitlines()
-    assert [line for line in prose if _TEST.search(line) and not line.lstrip().startswith("|")] == []
-
-
-def _rooms_imported() -> set[tuple[str, str]]:
-    """Return the imports between rooms, without those that docs/architecture.md leaves out in its picture."""
-    rooms = {module.name: "/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")}
-    found = {
-        (rooms[module.name], rooms[name])
-        for module in modules("mpsd")
-        for each in imports(module)
-        for name in (f"{each.module}.{each.name}", each.module)
-        if name in rooms
-    }
-    return {
-        (importer, imported)
-        for importer, imported in found
-        if importer != imported and importer.split("/")[0] == imported.split("/")[0]
-        if importer != "daemon" and imported not in {"core", "daemon/record"}
-    }
-
-
-def test_the_picture_of_the_rooms() -> None:
-    """docs/architecture.md draws every room, and an arrow for every import between rooms of a layer, and no others."""
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    picture = text.partition("<!-- rooms:begin -->")[2].partition("<!-- rooms:end -->")[0]
-    labels = dict(_NODE.findall(picture))
-    arrows = {(labels[one], labels[other]) for one, other in _ARROW.findall(picture) if one in labels}
-    assert arrows == _rooms_imported()
-    rooms = {"/".join(module.path.split("/")[1:-1]) for module in modules("mpsd")}
-    assert {*labels.values()} == rooms - {"", "core", "daemon", "daemon/record"}

@@ -178,6 +178,7 @@ def test_killed_at_any_moment(cluster: WithKubelet, dice: random.Random) -> None
         for pod in list(cluster.pods.values()):
             chaos.end(pod)
         chaos.running.clear()
+        wait_until(chaos.all_gone, what="the last pods to end", deadline=60)  # after a refusal kubelet tries again
         assert not cluster.pods
         cluster.await_nothing()
     except BaseException:

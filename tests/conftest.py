@@ -193,9 +193,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ):
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.root(what))
-                item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.thorough)
         if any(item.get_closest_marker(mark) is not None for mark in ("clients", "chaos", "measuring")):
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.thorough)
         rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])

@@ -56,7 +56,7 @@ def node(make_node: Callable[..., Node]) -> Node:
 
 
 @pytest.mark.enforcement
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_bad_night(node: Node) -> None:
     """Two deaths, a foreign command, one client too many, and a hold: each is reported with its subject and cause."""
     granted = lease(node, name="trainer")

@@ -11,7 +11,7 @@ from mpsd.core.capabilities import DAEMON, Capability
 from tests.contract.subjects import ANOTHER, Bench, Subject, as_root, subjects
 from tests.harness import look_at, wait_until
 
-pytestmark = [as_root, pytest.mark.slow]
+pytestmark = [as_root, pytest.mark.thorough]
 
 MakeBench = Callable[[Subject, frozenset[Capability]], Bench]
 

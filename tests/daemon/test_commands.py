@@ -112,7 +112,7 @@ class TestDemo:
         own = {"TMPDIR": str(short_tmp), "HOME": home, "XDG_RUNTIME_DIR": home, "SHELL": needed(shell, shell)}
         return {**os.environ, **own}
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_a_shell(self, short_tmp: Path) -> None:
         """On a terminal the demo opens a shell, in which each suggested step works; the node ends with the shell."""
         environment = self.environment(short_tmp, "bash")
@@ -152,7 +152,7 @@ class TestDemo:
             assert "sudo mpsd run" in terminal.text[start:]
         assert [path.name for path in short_tmp.iterdir()] == ["home"]
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     @pytest.mark.parametrize("shell", ["dash", "zsh"])
     def test_other_shells(self, short_tmp: Path, shell: str) -> None:
         """In every supported shell, mpsctl finds the node, and the prompt shows the demonstration."""
@@ -172,7 +172,7 @@ class TestDemo:
             assert "the shell /no/such/shell cannot be started: No such file or directory" in terminal.text
         assert list(short_tmp.iterdir()) == []
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
     def test_a_terminal_that_goes(self, short_tmp: Path, number: signal.Signals) -> None:
         """When its terminal closes, or the demo is killed, the node ends too, with its control daemons."""
@@ -192,7 +192,7 @@ class TestDemo:
 class TestStop:
     """The state that Ctrl-C leaves behind on `mpsd run`, and the command that removes it."""
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_what_is_left(self, short_tmp: Path) -> None:
         """On a terminal mpsd names what it leaves running and the command that stops it; that command works."""
         root = short_tmp / "n"
@@ -213,7 +213,7 @@ class TestStop:
         assert done.returncode == 0, done.stderr
         wait_until(lambda: not Path(f"/proc/{daemon['pid']}").exists(), what="the control daemon to end")
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_one_that_runs(self, short_tmp: Path) -> None:
         """A running mpsd is ended first, with all its processes; without one, the command succeeds too."""
         root = short_tmp / "n"

@@ -107,7 +107,7 @@ class Clock:
             file.write(struct.pack("=q", seconds))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_clock(make_node: Start, short_tmp: Path) -> None:
     """A clock that jumps back and forth by a year changes dates in the log, and no deadline, lease or limit."""
     clock = Clock(short_tmp)
@@ -179,7 +179,7 @@ def test_full_log_directory(make_node: Start) -> None:
         subprocess.run(["umount", "--lazy", logs], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_gpu_that_hangs_or_is_lost(make_node: Start, nvml: FakeNvml) -> None:
     """While NVML hangs, or has lost a GPU, mpsd reports that and grants no lease there; existing leases stay."""
     nvml.show(*TWO_GPUS)

@@ -138,7 +138,7 @@ class TestReload:
 
 
 @pytest.mark.parametrize("real", branches(470))
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon) -> None:
     """A driver without memory limits is not healthy while such a limit is configured, and grants nothing.
 

@@ -21,7 +21,7 @@ from tests.harness import wait_until
 from tests.node import Answer, Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 HAND_OVER: Final = """
 import os, sys

@@ -35,7 +35,7 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import leased
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 SMALL: Final = {"threads": 10, "memory": "1GiB"}
 SETS: Final = "set_default_active_thread_percentage 33"

@@ -151,7 +151,7 @@ class TestWithMpsd:
         assert "nvidia-smi -i 0 -c DEFAULT" in one(found, "gpu-health", "GPU 0")["remedy"]
         assert nvml.compute_mode(FIRST) == PROHIBITED
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
         """A hung mpsd is named, and holds its lock, so that doctor changes nothing."""
         node.start()

@@ -10,7 +10,7 @@ from tests.durability.conftest import Fork
 from tests.durability.forked import ForkedNode
 from tests.durability.test_crash import begin, end
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 OPERATIONS = range(1, 200, 4)
 """Store operations of a life, counted from its start: opening the stores, leases, events and samples."""

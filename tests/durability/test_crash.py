@@ -17,7 +17,7 @@ from tests.durability.forked import ForkedNode
 from tests.durability.load import DEAD, Load
 from tests.harness import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 KILLS: Final = int(os.environ.get("MPSD_KILLS", "200"))
 """The number of kills in all."""

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.thorough
 
 
 @pytest.mark.timeout(300)  # a first run, without a cache, reads the types of every library
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_types() -> None:
     """Mypy reports nothing, with the settings of pyproject.toml."""
     done = subprocess.run(

@@ -20,7 +20,7 @@ def _text(svg: str) -> str:
 
 
 @pytest.mark.enforcement
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_scene_runs(short_tmp: Path) -> None:
     """Both clients compute through the death of mpsd and through a foreign command, under the same leases."""
     lines = record(short_tmp)

@@ -137,7 +137,7 @@ def substituted(query: str) -> str:
 
 
 @pytest.mark.enforcement
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) -> None:
     """After an incident, each query has a result, the rules fire, and Prometheus has the counters of mpsd."""
     address = f"127.0.0.1:{free_port()}"

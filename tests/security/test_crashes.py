@@ -25,7 +25,7 @@ from tests.real import RealDaemon
 
 __all__ = ["make_node"]
 
-pytestmark = [needs_root, pytest.mark.slow]
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN, BOB = 61001, 61002
 """Two uids without rights and without a name."""

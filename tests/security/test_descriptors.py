@@ -21,7 +21,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
-pytestmark = [needs_root, pytest.mark.slow]
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN: Final = 61401
 """A uid without rights and without a name."""

@@ -80,7 +80,7 @@ def setuid(directory: Path) -> Path:
 
 
 @needs_root
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("real", branches())
 class TestStranger:
     """A user without a lease, and without a role."""
@@ -162,7 +162,7 @@ class TestAnyBytes:
             assert node.get("/v1/status").json["healthy"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("real", branches())
 class TestRecord:
     """mpsd's record of the process that it started."""
@@ -198,7 +198,7 @@ class TestRecord:
             assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("real", branches())
 def test_seat(make_node: Start, real: RealDaemon) -> None:
     """A process that occupies a daemon's only connection silently is named, though it is no front-end."""

@@ -142,7 +142,7 @@ class TestEveryDriver:
             assert "servers in a row" in ann.admit(**small).json["detail"]
             granted(bob)
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_who_keeps_the_seat(self, make_node: Start, real: RealDaemon) -> None:
         """If a user keeps the only connection after its lease has ended, the daemon is replaced for that reason."""
         node = make_node(simulate=1, control=real.control, config=BRISK, durations=SWIFT).start()

@@ -105,7 +105,7 @@ def test_set_aside(tmp_path: Path, damage: object) -> None:
 
 
 @LASTING
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_bit_flips(tmp_path: Path, *, lasting: bool) -> None:
     """A flipped bit in the file is never accepted: the rows are as written, or the store is set aside."""
     source = tmp_path / "source" / "store.db"

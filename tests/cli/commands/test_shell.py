@@ -15,7 +15,7 @@ from tests.tools import needed
 _PROMPTS: Final = {"bash": "(LEASE) mine> ", "dash": "(LEASE) $ ", "zsh": "(LEASE)", "fish": "(LEASE) "}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("shell", _PROMPTS)
 def test_shell(node: Node, in_path: dict[str, str], short_tmp: Path, shell: str) -> None:
     """The shell is the lease's holder and has its environment, whatever its start-up file sets; it ends the lease."""

@@ -42,7 +42,7 @@ from mpsd.core.units import MIB
 from tests.core.admission.hand_ledger import HandLedger
 from tests.core.admission.scenarios import FREE, ILL, ON_HOLD, asked, gpu, granted_on, now, offer, on
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 T = TypeVar("T")
 

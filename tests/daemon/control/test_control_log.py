@@ -140,7 +140,7 @@ def storm(node: Node, commands: int) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.mark.parametrize("place", ["disk", "memory"])
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path, place: str) -> None:
     """mpsd misses none of 100,000 lines in one conversation, and the log takes little more than 1 MiB all the while."""
     root = short_tmp / "storm" if place == "disk" else request.getfixturevalue("memory") / "n"
@@ -173,7 +173,7 @@ def test_storm(make_node: Start, request: pytest.FixtureRequest, short_tmp: Path
         node.clean_up()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_in_a_storm(make_node: Start) -> None:
     """An mpsd that is killed repeatedly while a stranger gives commands misses no line that a reader could see.
 

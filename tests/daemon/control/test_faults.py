@@ -71,7 +71,7 @@ def test_fault_of_a_silent_daemon(node: Node) -> None:
         event(node, "leases_faulted")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_clients_that_linger(make_node: Start) -> None:
     """Affected clients that do not end block admission: that is a violation, and policy may end them."""
     durations = {"mpsd.daemon.gpu.gpus._INTERVAL": 1.0}

@@ -125,7 +125,7 @@ class TestOutlives:
 class TestReason:
     """The operator's reason for a hold."""
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_it_lasts(self, make_node: Start) -> None:
         """Every refusal states the reason, also from the next mpsd.
 

@@ -18,7 +18,7 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import SimulatedClient, leased, variables
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 RUNS = int(os.environ.get("MPSD_RUNS", "2"))

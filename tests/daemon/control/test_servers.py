@@ -14,7 +14,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 _STAND_IN = """#!/bin/bash
 exec -a nvidia-cuda-mps-server sleep 600

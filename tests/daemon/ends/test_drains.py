@@ -17,7 +17,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.enforcement]
+pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 

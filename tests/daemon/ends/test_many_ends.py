@@ -145,7 +145,7 @@ def client_without_lease(node: Node) -> Iterator[SimulatedClient]:
         yield stray
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(120 + 5 * ENDS)
 def test_many_ends(make_node: Start) -> None:
     """Neighbours keep computing however clients are ended and whenever mpsd is killed, and each end happens once."""
@@ -176,7 +176,7 @@ def kill_at_random(node: Node, dice: random.Random) -> None:
     node.start(ready=False)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(120 + 5 * ENDS)
 def test_many_drains(make_node: Start) -> None:
     """A timeout ends all clients of a daemon step by step, and none in mid-kernel, whatever stalls it or kills mpsd."""
@@ -206,7 +206,7 @@ def test_many_drains(make_node: Start) -> None:
     assert node.events("daemon_forced") == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_many_that_nobody_let_in(make_node: Start) -> None:
     """Clients without a lease are ended one after the other, without harm to each other or to a neighbour."""
     node = make_node(simulate=1, control=None, config=f"[daemon]\n{CONFIG}").start()

@@ -17,7 +17,7 @@ from tests.node import Node
 from tests.simulated_clients import SimulatedClient, gpus, leased, outside
 from tests.system.fake_nvml import FakeNvml
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 LEAVE: Final = ""
 WANTED: Final = '[daemon]\ncompute_mode = "exclusive-process"\n'

@@ -338,7 +338,7 @@ class TestReaders:
         assert [each["id"] for each in line.node.get("/v1/leases").json["leases"]] == [lease.json["id"]]
         assert line.node.request("DELETE", f"/v1/leases/{lease.json['id']}").status == 204
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
         """A caller that does not read a large answer is disconnected; mpsd does not keep the answer without limit."""
         line = make_line(make_node(simulate=1, config="[api]\nrequests_per_uid = 50\n").start())

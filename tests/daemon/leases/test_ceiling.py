@@ -15,7 +15,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.thorough
 
 STRICT: Final = '[enforcement]\nattach = "strict"\nattach_window = 1.0\n'
 

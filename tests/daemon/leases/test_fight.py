@@ -47,7 +47,7 @@ matters, however long a busy machine takes to end it. A quarter of them suffices
 LOOK: Final = 0.05
 """Seconds between two observations from outside."""
 
-pytestmark = [needs_root, pytest.mark.slow, pytest.mark.timeout(SECONDS + 60)]
+pytestmark = [needs_root, pytest.mark.thorough, pytest.mark.timeout(SECONDS + 60)]
 
 FIGHTERS: Final = {2101: 4, 2102: 4, 2103: 6, 2104: 6, 2105: 8, 2106: 8, 2107: 12, 2108: 16}
 """64 processes of 8 users: a user's share must not depend on how many processes it has."""

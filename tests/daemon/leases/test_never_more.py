@@ -26,7 +26,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.enforcement]
+pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
 
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "12"))
 TOGETHER: Final = 4

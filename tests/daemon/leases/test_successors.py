@@ -23,7 +23,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
 
-pytestmark = [pytest.mark.slow, pytest.mark.enforcement]
+pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
 
 RUNS: Final = int(os.environ.get("MPSD_RUNS", "20"))
 SEED: Final = int(os.environ.get("MPSD_SEED", "0"))

@@ -176,7 +176,7 @@ class TestSeries:
 
 
 @pytest.mark.enforcement
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
     """Counters and sums agree with the events, through deaths, silence, foreign commands, refusals and violations."""
     node = make_node(simulate=2, control=None, config=QUICK).start()

@@ -32,7 +32,7 @@ __all__ = ["dice"]
 
 pytestmark = [
     pytest.mark.root("name control groups for others"),
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(120 + 10 * KILLS),
 ]
 

@@ -191,7 +191,7 @@ class TestRefusals:
         with pytest.raises(RefusedError, match="was deleted and created again"):
             cluster.prepare(claim)
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_an_api_server_that_is_away(self, make_cluster: MakeCluster) -> None:
         """A claim waits for the API server, and is refused after a while; prepared claims can be unprepared."""
         cluster = make_cluster(durations={"mpsd.kubernetes.api_server.PATIENCE": 1.0})

@@ -243,7 +243,7 @@ class TestLease:
         cluster.unprepare(claim)
         assert [each["id"] for each in cluster.leases()] == [other["id"]]
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
         """A lease that is not taken for long, while an image is pulled, does not expire."""
         cluster = make_cluster(settings={"CLAIM_DEADLINE": "3"})

@@ -40,7 +40,7 @@ def test_is_published(make_cluster: MakeCluster) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_follows_holds(make_cluster: MakeCluster) -> None:
     """A GPU whose control daemon is held is left out, in a new generation, until it is resumed."""
     cluster = make_cluster(simulate=2, settings={"WAIT": "1"}, durations=BRISK)
@@ -99,7 +99,7 @@ def not_published(cluster: DraCluster) -> Any:
     return wait_until(lambda: cluster.log("slice_not_published"), what="it to be said", deadline=30)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_api_servers_that_refuse(make_cluster: MakeCluster) -> None:
     """The driver serves kubelet while the API server refuses, and publishes the current state afterwards.
 
@@ -172,7 +172,7 @@ class TestNode:
         assert (first["threads"], first["memory"], first["shares"]) == (25.0, [8192, 81408], [[pod.uid, 25.0, 8192]])
         assert "held" in second["because"]
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_is_written_at_a_pace(self, make_cluster: MakeCluster) -> None:
         """However often pods come and go, there is a pause between two writes."""
         cluster = make_cluster(settings={"REPORT_INTERVAL": "1"})

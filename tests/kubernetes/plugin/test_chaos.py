@@ -29,7 +29,7 @@ from tests.kubernetes.plugin.conftest import MakeCluster
 
 pytestmark = [
     pytest.mark.root("name control groups for others"),
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.timeout(120 + 10 * KILLS),
 ]
 

@@ -77,7 +77,7 @@ class TestHealth:
             os.kill(cluster.node.pid, signal.SIGCONT)
         wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices to be healthy again")
 
-    test_mpsd_hangs = pytest.mark.slow(test_mpsd_hangs)
+    test_mpsd_hangs = pytest.mark.thorough(test_mpsd_hangs)
 
 
 class TestRestarts:

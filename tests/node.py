@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from mpsd.core.mps_facts import Binds
 from mpsd.simulator.control import program
-from mpsd.simulator.cuda import Binds
 from mpsd.simulator.devices import set_binds
 from tests.catalogued import check_events
 from tests.fork_server import ForkServer

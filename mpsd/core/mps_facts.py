@@ -1,5 +1,26 @@
 """Facts about MPS and the hardware that it runs on, each with its source."""
 
+from enum import StrEnum
+from typing import Final
+
+
+class Binds(StrEnum):
+    """The moment in which a server's limits bind a client.
+
+    The documents only say that "clients created afterwards" have a server's limits. They do not say whether a client is
+    a process that called cuInit, or a context of it, and NVIDIA's logs name clients by pid *and* context.
+    """
+
+    CONNECT = "connect"
+    """When the process initialises CUDA, which connects it; all of its contexts get the limits of that moment."""
+    CONTEXT = "context"
+    """When the process makes a context, which may be much later, and again with each context."""
+
+
+CONNECTING_BINDS: Final = frozenset({580})
+"""The driver branches on which the limits were measured to bind when a client connects: both limits, before its first
+and its second context and at a reset, raised, lowered or closed (580.159.04 on an H200, nine of nine)."""
+
 MINIMUM_COMPUTE_CAPABILITY = (3, 5)
 """MPS needs compute capability 3.5. Source: NVIDIA, "Multi-Process Service", section "Limitations"."""
 
@@ -45,3 +66,8 @@ def clients_max(compute_capability: tuple[int, int], driver_branch: int | None) 
     if compute_capability < VOLTA:
         return CLIENTS_BEFORE_VOLTA
     return CLIENTS_R590 if driver_branch is not None and driver_branch >= R590 else CLIENTS_VOLTA
+
+
+def binds(driver_branch: int | None) -> Binds:
+    """Return when the limits bind; a driver where that was not measured counts as the one that takes more care."""
+    return Binds.CONNECT if driver_branch in CONNECTING_BINDS else Binds.CONTEXT

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, assert_never, cast
 
 from mpsd.core import setting_parsers
 from mpsd.core.model import Limits, ViolationKind
+from mpsd.core.mps_facts import Binds
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.setting_parsers import UserNames
 from mpsd.core.units import MIB
@@ -52,7 +53,6 @@ class Attach(StrEnum):
     """When, and how far, a control daemon's limits are open for the clients of its leases."""
 
     ANYTIME = "anytime"
-    SHARED = "shared"
     STRICT = "strict"
 
 
@@ -290,9 +290,7 @@ class Enforcement:
         Attach.ANYTIME,
         setting_parsers.choice(Attach),
         "When clients of a lease may attach: as long as the lease lives, under the largest limits of all leases on"
-        " the GPU (`anytime`); until their contexts are seen, and again when one of them exits, under the largest"
-        " limits of the leases that wait for clients (`shared`); or one lease after another, each under exactly its own"
-        " limits (`strict`).",
+        " the GPU (`anytime`); or one lease after another, each under exactly its own limits (`strict`).",
         reload=True,
     )
     on_violation: OnViolation = row(
@@ -328,9 +326,17 @@ class Enforcement:
     attach_window: float = row(
         60.0,
         setting_parsers.seconds,
-        "How long a lease's turn lasts in `strict` mode, and how long, in `shared` and `strict` mode, a lease's"
-        " remaining processes may take to attach after the first one.",
+        "How long a lease's turn lasts in `strict` mode. It ends earlier when the limits of all of the lease's clients"
+        " have bound.",
         unit="s",
+        reload=True,
+    )
+    limits_bind: Binds | None = row(
+        None,
+        setting_parsers.choice(Binds),
+        "When a server's limits bind a client, for `strict` mode: when the server lists it (`connect`), or when NVML"
+        " shows memory of it (`context`). Absent: `connect` on driver 580, where this was measured, and `context` on"
+        " others.",
         reload=True,
     )
 

@@ -2,7 +2,7 @@
 
 `python -m mpsd.simulator.client [--late]` starts one. Like a CUDA program it takes everything from its environment
 (CUDA_MPS_PIPE_DIRECTORY, CUDA_VISIBLE_DEVICES, its own limits), keeps for good the limits that it gets when it connects
-or makes a context (see `cuda.Binds`), and *fails open*: where it reaches no control daemon it runs outside MPS, on the
+or makes a context (`mps_facts.Binds`), and *fails open*: where it reaches no control daemon it runs outside MPS, on the
 whole GPU, without a message (NVIDIA's man page; NVG: "nothing reports an error"). Only a GPU in compute mode
 exclusive-process refuses it.
 

@@ -6,7 +6,7 @@ its page on environment variables, TS the one on troubleshooting, NVG the guide 
 """
 
 from collections.abc import Mapping, Sequence
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Final, NamedTuple
 
 from mpsd.simulator import figures
@@ -40,20 +40,6 @@ class CudaError(IntEnum):
     def symbol(self) -> str:
         """Its name in cuda.h."""
         return f"CUDA_ERROR_{self.name}"
-
-
-class Binds(StrEnum):
-    """The moment in which a server's limits bind a client: a setting of the simulated driver.
-
-    On 580 it is the connection (measured on 580). The documents only say that "clients created afterwards" have a
-    server's limits. They do not say whether a client is a process that called cuInit, or a context of it (V2, ENV), and
-    NVIDIA's logs name clients by pid *and* context. Enforcement must therefore be right in both cases.
-    """
-
-    CONNECT = "connect"
-    """When the process initialises CUDA, which connects it; all of its contexts get the limits of that moment."""
-    CONTEXT = "context"
-    """When the process makes a context, which may be much later, and again with each context."""
 
 
 PER_CONTEXT: Final = "CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING"

@@ -4,7 +4,7 @@ A directory stands for the node's GPUs, with a subdirectory for each GPU, by UUI
 context there, and files for the GPU's faults. As with a real driver, the memory of a process is free once it is gone.
 
 The same directory has the settings of the simulated driver, each in a file, which a server reads when it starts. The
-file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context`; see `cuda.Binds`.
+file `binds` names the moment in which a server's limits bind, `connect` (the default) or `context` (`mps_facts.Binds`).
 The file `context_memory` has the bytes that a context takes of its memory limit (0 by default). The file `outlives`
 lets servers outlive their control daemon. Where a file `no_mps_attribute` is, CUDA does not tell a process whether it
 uses MPS. For a node, the path of the directory is <runtime_dir>/simulated.
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.compute_mode import ComputeMode
+from mpsd.core.mps_facts import Binds
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import Binds
 
 MEMORY: Final = 80 * GIB
 """Bytes of each simulated GPU."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Final, NamedTuple
 
-from mpsd.core.mps_facts import CLIENTS_VOLTA
+from mpsd.core.mps_facts import CLIENTS_VOLTA, Binds
 from mpsd.simulator import figures, server_words
-from mpsd.simulator.cuda import Binds, CudaError, Pinned, of_context, pinned
+from mpsd.simulator.cuda import CudaError, Pinned, of_context, pinned
 from mpsd.simulator.server_words import PAIR
 
 _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"

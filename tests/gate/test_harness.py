@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.simulator.cuda import Binds
+from mpsd.core.mps_facts import Binds
 from tests import real
 from tests.gate.inner import inner_pytest
 from tests.gate.source import ROOT

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.mps_facts import Binds
 from mpsd.simulator.control import program
-from mpsd.simulator.cuda import Binds
 from mpsd.simulator.devices import VARIABLE, Device, set_binds, set_outlives
 from tests.contract.subjects import Bench, Subject
 from tests.harness import wait_until

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.simulator.cuda import Binds
+from mpsd.core.mps_facts import Binds
 from mpsd.simulator.devices import MEMORY as WHOLE
 from mpsd.simulator.devices import Held, Kind
 from tests.daemon.helpers import stopped

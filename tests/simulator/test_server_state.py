@@ -4,8 +4,9 @@ from typing import Final
 
 import pytest
 
+from mpsd.core.mps_facts import Binds
 from mpsd.core.units import GIB
-from mpsd.simulator.cuda import PER_CONTEXT, Binds, CudaError, Pinned
+from mpsd.simulator.cuda import PER_CONTEXT, CudaError, Pinned
 from mpsd.simulator.server_state import Client, Context, Server, Start, Status
 
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"

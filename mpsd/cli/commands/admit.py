@@ -343,9 +343,9 @@ def renew(api: Api, leases: tuple[str, ...], form: str, ttl: float) -> None:
 def attach(api: Api, lease: str | None, form: str) -> None:
     """Wait until the lease's remaining processes can attach, and print the lease. Without LEASE: the one in MPSD_LEASE.
 
-    With enforcement.attach = "anytime", they can at any time. In the other modes a lease stays open for its first
-    process, however long that takes. After that, the remaining processes can attach for enforcement.attach_window
-    seconds; processes that start later need this command first.
+    With enforcement.attach = "anytime", they can at any time. With "strict", the lease gets turns until its first
+    process has attached. Processes that start later need this command first, which waits for another turn of
+    enforcement.attach_window seconds.
     """
     print_lease(api, form, api.attach(find.find(api, lease)))
 

@@ -22,7 +22,7 @@ _MOST_UID: Final = 2**32 - 2
 _PRIORITIES: Final = {"normal": 0, "below-normal": 1}
 """The number that MPS has for each."""
 
-_STRICT: Final = (Attach.ANYTIME, Attach.SHARED, Attach.STRICT)
+_STRICT: Final = (Attach.ANYTIME, Attach.STRICT)
 """In ascending strictness."""
 
 

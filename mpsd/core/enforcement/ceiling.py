@@ -1,9 +1,9 @@
 """How far the limits of a control daemon are open, and for whom. Pure.
 
 A client gets the lesser of the server's limits at the moment when they bind, and of the limits in its own environment;
-they cannot be changed afterwards. The moment is not documented: it may be when the process connects, or when it creates
-a context, which may be minutes later, and may happen a second time. mpsd therefore keeps a server's limits at what the
-leases need whose processes may still come, and lowers them behind a client only after its context is proven.
+they cannot be changed afterwards. On driver 580 they bind when the process connects (measured). Where that was not
+measured, it may be when it creates a context, which may be minutes later and may happen a second time: mpsd then lowers
+the limits behind a client only after its context is proven.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,7 @@ class CeilingRules:
     """The limits of a process that was not admitted."""
     attach: Attach
     window: float
-    """Seconds of a turn in strict mode, and of the wait for the processes of a lease that do not come with its
-    first."""
+    """Seconds of a turn in strict mode."""
 
     @classmethod
     def of(cls, settings: Settings) -> "CeilingRules":
@@ -88,9 +87,9 @@ class Awaited(Enum):
     """How long the ceiling stays open for the processes of a lease."""
 
     ALWAYS = auto()
-    """As long as the lease lives, or until more is known."""
-    WINDOW = auto()
-    """For the window, from the last moment that gave a reason for it."""
+    """As long as the lease lives, or until more is known; in strict mode, turn after turn."""
+    ONCE = auto()
+    """For a single turn. Processes that come later must request another (`mpsctl attach`)."""
     NOBODY = auto()
     """Not at all."""
 
@@ -119,40 +118,45 @@ def context_proof(client: ProcessIdentity, usage: Reading[GpuUsage] | None) -> C
     return ContextProof.SHOWN if process.memory.value else ContextProof.MISSING
 
 
-def awaited(processes: int | None, attach: Attach, proofs: Sequence[ContextProof]) -> Awaited:
-    """Return how long mpsd expects processes of a living lease on a GPU, given the context proof of each client there.
+def awaited(processes: int | None, proofs: Sequence[ContextProof]) -> Awaited:
+    """Return how long strict mode expects processes of a living lease on a GPU, given the proof of each client there.
 
     `processes` is the number of clients that the lease may have on the GPU; None: any number.
     """
-    if attach is Attach.ANYTIME or not proofs or ContextProof.MISSING in proofs:
+    # 1. Without a client, the first one may come at any time. A client without a context gets the limits of the moment
+    #    when it makes one, and so has to have its lease's part until then, whatever is known about the others.
+    if not proofs or ContextProof.MISSING in proofs:
         return Awaited.ALWAYS
-    may_have_more = processes is None or len(proofs) < processes
-    return Awaited.WINDOW if ContextProof.UNKNOWN in proofs or may_have_more else Awaited.NOBODY
+    # 2. Where NVML cannot tell, or further clients may come, there is no evidence to wait for: one turn has to do.
+    if ContextProof.UNKNOWN in proofs or processes is None or len(proofs) < processes:
+        return Awaited.ONCE
+    # 3. All of its clients have their limits for good.
+    return Awaited.NOBODY
 
 
 class ExpectedClients:
     """The leases of one control daemon whose processes are still expected, in the order of their turns.
 
-    `awaited` decides how long each is expected. In strict mode, a lease that is always expected gets its turn again and
-    again. A lease with a window gets a single turn, and its later processes must request another.
+    `awaited` decides how long each is expected in strict mode. A lease that is always expected gets its turn again and
+    again. One that is expected once gets a single turn, and its later processes must request another.
     """
 
     def __init__(self) -> None:
         self._expected: dict[str, Limits] = {}
         self._sizes: dict[Limits, int] = {}
         """The number of leases for each size of limits: thousands of leases usually request the same few sizes."""
-        self._since: dict[str, float] = {}
-        """The leases that have a window, and since when; the earliest first."""
+        self._once: set[str] = set()
+        """The leases that are forgotten at the end of their turn."""
         self._asking: set[str] = set()
-        """The leases for which a caller waits until the ceiling is open: their windows begin only then."""
+        """The leases for which a caller waits until the ceiling is open: their single turn begins only then."""
         self._slot: _Slot | None = None
 
-    def expect(self, lease_id: str, limits: Limits, how_long: Awaited, *, now: float, anew: bool = True) -> bool:
-        """Expect processes of a lease, or stop expecting them; a window begins now or, unless `anew`, continues.
+    def expect(self, lease_id: str, limits: Limits, how_long: Awaited, *, anew: bool = True) -> bool:
+        """Expect processes of a lease, or stop expecting them; a single turn that has passed comes again if `anew`.
 
         Return whether the limits may have to change; they do not where other leases get the same limits.
         """
-        is_over = how_long is Awaited.WINDOW and not anew and lease_id not in self._expected
+        is_over = how_long is Awaited.ONCE and not anew and lease_id not in self._expected
         if is_over or how_long is Awaited.NOBODY:
             return self.forget(lease_id)
         alike = 1
@@ -161,15 +165,14 @@ class ExpectedClients:
             alike = self._sizes.get(limits, 0)
             self._sizes[limits] = alike + 1
         if how_long is Awaited.ALWAYS:
-            self._since.pop(lease_id, None)
-        elif (anew or lease_id not in self._since) and lease_id not in self._asking:
-            self._since.pop(lease_id, None)
-            self._since[lease_id] = now
+            self._once.discard(lease_id)
+        elif lease_id not in self._asking:
+            self._once.add(lease_id)
         return not alike
 
     def ask(self, lease_id: str) -> None:
-        """Keep the window of a lease from running out while a caller waits until the ceiling is open."""
-        self._since.pop(lease_id, None)
+        """Keep a lease from being forgotten while a caller waits until the ceiling is open."""
+        self._once.discard(lease_id)
         self._asking.add(lease_id)
 
     def hold(self, lease_id: str) -> None:
@@ -181,11 +184,10 @@ class ExpectedClients:
             self._slot.held = True
 
     def answer(self, lease_id: str, how_long: Awaited, *, now: float) -> None:
-        """Let the window of a lease, if it has one, and its turn begin: the caller gets its answer now."""
+        """Let the turn of a lease begin: the caller gets its answer now."""
         self._asking.discard(lease_id)
-        if how_long is Awaited.WINDOW and self.expects(lease_id):
-            self._since.pop(lease_id, None)
-            self._since[lease_id] = now
+        if how_long is Awaited.ONCE and self.expects(lease_id):
+            self._once.add(lease_id)
         if self._slot is not None and self._slot.lease == lease_id and not self._slot.answered:
             self._slot = _Slot(lease_id, now, answered=True)
 
@@ -194,7 +196,7 @@ class ExpectedClients:
         limits = self._expected.pop(lease_id, None)
         if limits is None:
             return False
-        self._since.pop(lease_id, None)
+        self._once.discard(lease_id)
         left = self._sizes.pop(limits) - 1
         if left:
             self._sizes[limits] = left
@@ -203,10 +205,6 @@ class ExpectedClients:
     def expects(self, lease_id: str) -> bool:
         """Tell whether processes of a lease are expected."""
         return lease_id in self._expected
-
-    def expects_for_good(self, lease_id: str) -> bool:
-        """Tell whether processes of a lease are expected without a window at the end of which they no longer are."""
-        return lease_id in self._expected and lease_id not in self._since
 
     def is_open_to(self, lease_id: str) -> bool:
         """Tell whether processes of a lease may attach now, by the last `settle`."""
@@ -217,15 +215,12 @@ class ExpectedClients:
         if rules.attach is Attach.STRICT:
             return self._strictly(rules, now)
         self._slot = None
-        while self._since and next(iter(self._since.values())) + rules.window <= now:
-            self.forget(next(iter(self._since)))
-        ends = next(iter(self._since.values())) + rules.window if self._since else NEVER
-        return Ceiling(reduce(widest_limits, self._sizes, rules.closed), ends)
+        return Ceiling(reduce(widest_limits, self._sizes, rules.closed))
 
     def _strictly(self, rules: CeilingRules, now: float) -> Ceiling:
         slot = self._slot
         if slot is not None and slot.lease in self._expected and not slot.held and now >= slot.since + rules.window:
-            if slot.lease in self._since:
+            if slot.lease in self._once:
                 self.forget(slot.lease)
             else:  # the lease gets another turn, after all others
                 self._expected[slot.lease] = self._expected.pop(slot.lease)

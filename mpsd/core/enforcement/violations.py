@@ -172,7 +172,7 @@ def _to_be_certain(client: Client, lease: Lease) -> str:
 def of_later_contexts(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     """Say what a later context of a client may have less than its lease's part; empty where it has no less.
 
-    This is neither a violation nor a doubt: the ceilings of `shared` and `strict` close behind the first context.
+    This is neither a violation nor a doubt: the ceiling of `strict` closes behind the first context.
     """
     later = client.opened.later if client.opened is not None else None
     less = falls_short(later, lease, share, memory=memory) if later is not None else ""

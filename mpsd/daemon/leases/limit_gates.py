@@ -6,26 +6,27 @@ grants and releases in quick succession do not each cost a conversation.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import structs
 
+from mpsd.core import mps_facts
 from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextProof, ExpectedClients
-from mpsd.core.enforcement.lease_environment import TOKEN
 from mpsd.core.errors import DaemonNotReadyError
+from mpsd.core.gpus import driver_branch
 from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import AttachedProcess, GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
+from mpsd.core.mps_facts import Binds
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
-from mpsd.system import clock, process_table
-from mpsd.system.new_processes import NewProcesses
+from mpsd.system import clock
 
 _LINGER: Final = 0.2
 """Seconds for which limits may stay that no lease needs any more."""
@@ -35,9 +36,6 @@ _FIRST_READING: Final = 0.5
 
 _LAST_READING: Final = 8.0
 """The longest of these waits. After it, the GPUs are read only as often as usual."""
-
-_LOOK: Final = 0.02
-"""Seconds between two checks for new processes of leases that do not raise the ceiling for good."""
 
 _CANARY: Final = "canary"
 """The id of mpsd's own client among the leases; no lease has this id."""
@@ -77,8 +75,6 @@ class LimitGates:
         self.is_lost: Callable[[str], bool] = lambda _: True
         """Tells whether a GPU, by its UUID, may have clients whose leases are unknown: they may need what is open."""
         self._changed = asyncio.Event()
-        self._watches = asyncio.Event()
-        """Set while new processes of some lease would find its ceiling closed, now or at the end of its window."""
         self._wakes = NEVER
         """The time of the next check by `run`."""
         self._moved = asyncio.Event()
@@ -89,6 +85,7 @@ class LimitGates:
 
     def _configure(self, settings: Settings) -> None:
         self._rules, self._patience = CeilingRules.of(settings), 2 * settings.daemon.answer_deadline
+        self._binds = settings.enforcement.limits_bind
         for lease in self._leases.values():
             self._await(lease, anew=False)
         self._settle_all()
@@ -103,17 +100,11 @@ class LimitGates:
             if any(share.daemon == supervisor.name for share in lease.shares):
                 self._await(lease, anew=True)
 
-    async def run(self, read_soon: Callable[[], None], leases_with: Callable[[int], Iterator[Lease]]) -> None:
-        """Follow the clock, the findings of the supervisors, and new processes, until cancelled.
+    async def run(self, read_soon: Callable[[], None]) -> None:
+        """Follow the clock and the findings of the supervisors until cancelled.
 
-        `read_soon` requests a reading of the GPUs. `leases_with` yields the leases that a process or its ancestors
-        have.
+        `read_soon` requests a reading of the GPUs.
         """
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._follow_processes(leases_with))
-            await self._follow_clock(read_soon)
-
-    async def _follow_clock(self, read_soon: Callable[[], None]) -> None:
         while True:
             self._changed.clear()
             self._settle_all()
@@ -122,10 +113,6 @@ class LimitGates:
             if self._read_at <= clock.monotonic():
                 self._read_at = NEVER
                 read_soon()
-            if self._rules.attach is Attach.SHARED and any(map(self._closes_to, self._leases.values())):
-                self._watches.set()
-            else:
-                self._watches.clear()
             wakes = (min(each.lower_at, each.until) for each in self._gates.values())
             self._wakes = min(self._read_at, *wakes, NEVER)
             with contextlib.suppress(TimeoutError):
@@ -139,7 +126,7 @@ class LimitGates:
     # -- expected processes -------------------------------------------------------------------------------------------
 
     def follow(self, lease: Lease) -> None:
-        """Expect processes of a lease, or stop expecting them, by its present state; its window begins again.
+        """Expect processes of a lease, or stop expecting them, by its present state; a single turn comes again.
 
         A claim that no holder has taken opens nothing, because no process of it is expected.
         """
@@ -162,7 +149,7 @@ class LimitGates:
     def see(self, usages: Mapping[str, Reading[GpuUsage]], listed: Mapping[ProcessIdentity, AbstractSet[str]]) -> None:
         """Process new readings of the GPUs, by UUID; `listed` has the GPUs whose servers list each client.
 
-        The ceiling closes behind a client whose memory NVML shows.
+        In strict mode the turn of a lease ends with the proof that the limits of all of its clients have bound.
         """
         self._unreadable = frozenset(gpu for gpu, usage in usages.items() if isinstance(usage, Unknown))
         if self._rules.attach is Attach.ANYTIME:
@@ -188,86 +175,58 @@ class LimitGates:
             gate = self._gates.get(share.daemon)
             if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
-            how_long = self._awaited(lease, share.gpu)
-            if lease.attached and self._rules.attach is not Attach.ANYTIME and lease.clients_on(share.gpu):
-                self._look_for_contexts(how_long, now, anew=anew)
+            how_long = self._awaited(lease, gate)
+            if anew and how_long is Awaited.ALWAYS and self._rules.attach is Attach.STRICT and lease.attached:
+                self._read_soon(now)
             limits = None if how_long is Awaited.NOBODY else ceiling.each_process(lease, share)
             if limits is None:
                 is_other = gate.expected.forget(lease.id)
             else:
-                is_other = gate.expected.expect(lease.id, limits, how_long, now=now, anew=anew)
-            if not anew:
-                continue  # the caller settles all control daemons
-            if how_long is Awaited.WINDOW or self._rules.attach is Attach.STRICT:
-                self._settle(gate)
-            elif is_other and limits is None:  # the next request may need the same limits
-                gate.lower_at = min(gate.lower_at, now + _LINGER)
-            elif is_other and limits == gate.limits:  # left by an earlier lease; no other lease needs wider ones
-                gate.lower_at = NEVER
-            elif is_other:
-                self._settle(gate)
-            self._wake_if_needed(gate)
+                is_other = gate.expected.expect(lease.id, limits, how_long, anew=anew)
+            if anew:  # otherwise the caller settles all control daemons
+                self._settle_for(gate, limits, now, is_other=is_other)
 
-    def _look_for_contexts(self, how_long: Awaited, now: float, *, anew: bool) -> None:
-        """Watch the new processes of a lease with clients from now on if it has a window, and read the GPUs soon."""
-        if how_long is Awaited.WINDOW and not self._watches.is_set():
-            self._changed.set()
-        if anew and how_long is Awaited.ALWAYS:
-            self._pause = 2 * _FIRST_READING
-            self._read_at = min(self._read_at, now + _FIRST_READING)
-            self._changed.set()
+    def _settle_for(self, gate: _Gate, limits: Limits | None, now: float, *, is_other: bool) -> None:
+        """Have the limits of a control daemon follow one lease, which needs `limits`; None: it needs none any more.
 
-    def _awaited(self, lease: Lease, gpu: str) -> Awaited:
+        `is_other`: no other lease needs the same.
+        """
+        # 1. In strict mode each lease has its own turn, whatever the others need.
+        # 2. A lease that needs no more than others changes nothing.
+        # 3. Limits that only an ended lease needed stay for a moment, since the next request may need them.
+        # 4. Limits that an earlier lease left, and that this one needs, stay: no other lease needs wider ones.
+        # 5. What is missing is opened at once.
+        if self._rules.attach is Attach.STRICT:
+            self._settle(gate)
+        elif not is_other:
+            pass
+        elif limits is None:
+            gate.lower_at = min(gate.lower_at, now + _LINGER)
+        elif limits == gate.limits:
+            gate.lower_at = NEVER
+        else:
+            self._settle(gate)
+        self._wake_if_needed(gate)
+
+    def _read_soon(self, now: float) -> None:
+        """Read the GPUs soon for the memory of a client that has just attached."""
+        self._pause = 2 * _FIRST_READING
+        self._read_at = min(self._read_at, now + _FIRST_READING)
+        self._changed.set()
+
+    def _awaited(self, lease: Lease, gate: _Gate) -> Awaited:
         if lease.state is LeaseState.ENDED or lease.closing:
             return Awaited.NOBODY
         if self._rules.attach is Attach.ANYTIME:
-            return Awaited.ALWAYS  # the same result as `awaited`; a fast path for every grant
-        new = ContextProof.UNKNOWN if gpu in self._unreadable else ContextProof.MISSING
-        proofs = [self._proofs.get(each, new) for each in lease.attached if each.gpu == gpu]
-        return ceiling.awaited(lease.request.processes, self._rules.attach, proofs)
-
-    def _closes_to(self, lease: Lease) -> bool:
-        """Tell whether a lease may have more processes on a GPU whose ceiling is, or will be, closed to them."""
-        most = lease.request.processes
-        return bool(lease.attached) and any(
-            share.daemon in self._gates
-            and (most is None or len(lease.clients_on(share.gpu)) < most)
-            and not self._gates[share.daemon].expected.expects_for_good(lease.id)
-            for share in lease.shares
-        )
-
-    async def _follow_processes(self, leases_with: Callable[[int], Iterator[Lease]]) -> None:
-        """Open the limits for leases with room that have a new process, by its family or by the token that it carries.
-
-        Each new process begins the window of its lease again, also while that is open: it may need as long as the ones
-        before it until it becomes a client. A new process is evidence of nothing else, and the limits open no further
-        than the lease's own part.
-        """
-        while True:
-            await self._watches.wait()
-            new = NewProcesses()
-            while self._watches.is_set():
-                await asyncio.sleep(_LOOK)
-                # Where the machine has no descriptor left, no process can become a client either.
-                with contextlib.suppress(OSError):
-                    pids = new.look()
-                    for pid in pids:
-                        for lease in leases_with(pid):
-                            self._open_for(lease, pid)
-                    self._open_for_carriers(pids)
-
-    def _open_for_carriers(self, pids: Collection[int]) -> None:
-        """Open the limits for leases whose token a new process outside their families carries (8 us per process)."""
-        if not pids:
-            return
-        watched = {each.token: each for each in self._leases.values() if each.token and self._closes_to(each)}
-        owners = {token: lease.owner.uid for token, lease in watched.items()}
-        for token, carrier in process_table.started_with_among(pids if owners else (), TOKEN, owners):
-            self._open_for(watched[token], carrier.pid)
-
-    def _open_for(self, lease: Lease, pid: int) -> None:
-        if self._closes_to(lease) and process_table.process_of_thread(pid) is None:
-            self.follow(lease)
+            return Awaited.ALWAYS
+        gpu = gate.supervisor.gpu
+        attached = [each for each in lease.attached if each.gpu == gpu.uuid]
+        if (self._binds or mps_facts.binds(driver_branch(gpu.driver_version))) is Binds.CONNECT:
+            proofs = [ContextProof.SHOWN for _ in attached]  # the server lists it, so it has connected
+        else:
+            new = ContextProof.UNKNOWN if gpu.uuid in self._unreadable else ContextProof.MISSING
+            proofs = [self._proofs.get(each, new) for each in attached]
+        return ceiling.awaited(lease.request.processes, proofs)
 
     def _wake_if_needed(self, gate: _Gate) -> None:
         """Wake `run` if callers wait, or if its next check must be earlier; the limits are settled already."""
@@ -277,11 +236,9 @@ class LimitGates:
     def _open_at_once(self, lease: Lease) -> bool:
         """Admit a lease's uid, and tell whether its clients can attach now, which is the usual case.
 
-        They can where there are no turns, no window that may have begun, no trouble, and no unanswered doubt. Raises
-        PipeAccessError.
+        They can where there are no turns, no trouble, and no unanswered doubt. Raises PipeAccessError.
         """
-        attach = self._rules.attach
-        is_open, renews = attach is Attach.ANYTIME or (attach is Attach.SHARED and not lease.attached), False
+        is_open, renews = self._rules.attach is Attach.ANYTIME, False
         for share in lease.shares:
             gate = self._gates.get(share.daemon)
             if gate is not None:
@@ -320,7 +277,7 @@ class LimitGates:
         finally:
             there = self._leases.get(lease.id, lease)
             for gate in gates:
-                gate.expected.answer(lease.id, self._awaited(there, gate.supervisor.gpu.uuid), now=clock.monotonic())
+                gate.expected.answer(lease.id, self._awaited(there, gate), now=clock.monotonic())
                 self._settle(gate)
                 self._wake_if_needed(gate)
 
@@ -331,7 +288,7 @@ class LimitGates:
         Raises DaemonNotReadyError, and TimeoutError where its turn does not come.
         """
         gate = self._gates[name]
-        gate.expected.expect(_CANARY, limits, Awaited.ALWAYS, now=clock.monotonic())
+        gate.expected.expect(_CANARY, limits, Awaited.ALWAYS)
         self._settle(gate)
         try:
             async with asyncio.timeout(_CANARY_PATIENCE):

@@ -136,7 +136,7 @@ class Node:
             self._shut_out()
             self.quarantine.follow(self._shut_out)
             self._group.create_task(self.leases.run(self.gpus.read_soon))
-            self._group.create_task(self._limit_gates.run(self.gpus.read_soon, self.leases.clients.leases_with))
+            self._group.create_task(self._limit_gates.run(self.gpus.read_soon))
             self._group.create_task(self._follow_offers())
             self._group.create_task(self.gpus.listen())
             if not self._knows_many_users:

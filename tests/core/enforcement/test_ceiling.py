@@ -37,7 +37,7 @@ from mpsd.core.settings import Attach
 from tests.core.admission.scenarios import asked
 
 WINDOW: Final = 30.0
-SHARED: Final = CeilingRules(SMALLEST, attach=Attach.SHARED, window=WINDOW)
+ANYTIME: Final = CeilingRules(SMALLEST, attach=Attach.ANYTIME, window=WINDOW)
 STRICT: Final = CeilingRules(SMALLEST, attach=Attach.STRICT, window=WINDOW)
 
 
@@ -60,9 +60,6 @@ def fits(one: Limits, other: Limits) -> bool:
     return widest_limits(one, other) == other
 
 
-ANYTIME: Final = CeilingRules(SMALLEST, Attach.ANYTIME, WINDOW)
-
-
 def held(processes: int | None) -> Lease:
     """Return a lease for so many processes."""
     lease = asked(LeaseRequest(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), processes=processes))
@@ -80,23 +77,18 @@ SHOWN, MISSING, UNKNOWN = ContextProof.SHOWN, ContextProof.MISSING, ContextProof
         (3, [], Awaited.ALWAYS),
         (1, [MISSING], Awaited.ALWAYS),
         (1, [SHOWN], Awaited.NOBODY),
-        (1, [UNKNOWN], Awaited.WINDOW),
-        (2, [SHOWN], Awaited.WINDOW),
+        (1, [UNKNOWN], Awaited.ONCE),
+        (2, [SHOWN], Awaited.ONCE),
         (2, [MISSING], Awaited.ALWAYS),
         (2, [SHOWN, SHOWN], Awaited.NOBODY),
-        (2, [SHOWN, UNKNOWN], Awaited.WINDOW),
+        (2, [SHOWN, UNKNOWN], Awaited.ONCE),
         (2, [UNKNOWN, MISSING], Awaited.ALWAYS),
-        (None, [SHOWN, SHOWN], Awaited.WINDOW),
+        (None, [SHOWN, SHOWN], Awaited.ONCE),
     ],
 )
 def test_awaited(processes: int | None, proofs: list[ContextProof], expected: Awaited) -> None:
-    """The ceiling closes behind a lease whose processes are all seen on the GPU, or after the window.
-
-    In `anytime` it never closes.
-    """
-    for attach in Attach:
-        wanted = Awaited.ALWAYS if attach is Attach.ANYTIME else expected
-        assert awaited(processes, attach, proofs) is wanted
+    """The turns of a lease end when the limits of all its processes have bound, or after one more turn."""
+    assert awaited(processes, proofs) is expected
 
 
 def usage(**memory: int | None) -> Known[GpuUsage]:
@@ -132,84 +124,39 @@ def test_part() -> None:
 
 
 class TestTogether:
-    """The ceiling in shared mode."""
+    """The ceiling in `anytime`."""
 
     def test_closed(self) -> None:
         """Without expected clients, a process gets the limits of unadmitted ones."""
-        assert ExpectedClients().settle(SHARED, 0.0) == Ceiling(SMALLEST)
-        defaults = CeilingRules(QUARTER, attach=Attach.SHARED, window=WINDOW)
+        assert ExpectedClients().settle(ANYTIME, 0.0) == Ceiling(SMALLEST)
+        defaults = CeilingRules(QUARTER, attach=Attach.ANYTIME, window=WINDOW)
         assert ExpectedClients().settle(defaults, 0.0).limits == QUARTER
 
     def test_largest(self) -> None:
         """The ceiling opens as far as the largest expected lease needs, each limit by itself."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
-        assert expected.settle(SHARED, 2.0) == Ceiling(limits(50, 1024))
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        expected.expect("b", HALF, Awaited.ALWAYS)
+        assert expected.settle(ANYTIME, 2.0) == Ceiling(limits(50, 1024))
         assert open_to(expected) == {"a", "b"}
         expected.forget("a")
-        assert expected.settle(SHARED, 2.0).limits == HALF
+        assert expected.settle(ANYTIME, 2.0).limits == HALF
         expected.forget("b")
-        assert expected.settle(SHARED, 2.0).limits == SMALLEST
+        assert expected.settle(ANYTIME, 2.0).limits == SMALLEST
 
     def test_never_below_what_anybody_gets(self) -> None:
         """Where an operator gives all processes something, a small lease does not reduce it."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.SHARED, window=WINDOW), 0.0).limits == UNLIMITED
-
-    def test_no_process_is_there_yet(self) -> None:
-        """The first process of a lease is awaited as long as the lease lives."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
-        assert open_to(expected) == {"a"}
-
-    def test_the_others_have_a_window(self) -> None:
-        """Later processes are awaited for a window after the last one, and a new window can be requested."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=20.0)
-        assert expected.settle(SHARED, 49.9) == Ceiling(QUARTER, 50.0)
-        assert expected.settle(SHARED, 50.0) == Ceiling(SMALLEST)
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=60.0)
-        assert expected.settle(SHARED, 60.0) == Ceiling(QUARTER, 90.0)
-        assert open_to(expected) == {"a"}
-
-    def test_for_good(self) -> None:
-        """A lease is expected for good unless it has a window; a window does not run while a caller waits."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        assert expected.expects_for_good("a")
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
-        assert not expected.expects_for_good("a")
-        expected.ask("a")
-        assert expected.expects_for_good("a")
-        expected.answer("a", Awaited.WINDOW, now=1.0)
-        assert not expected.expects_for_good("a")
-        expected.settle(SHARED, 1e9)
-        assert not expected.expects_for_good("a")
-
-    def test_a_look_begins_no_window_anew(self) -> None:
-        """A repeated check neither reopens a window that has ended nor extends an open one, until something happens."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=10.0, anew=False)
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=20.0, anew=False)
-        assert expected.settle(SHARED, 39.9) == Ceiling(QUARTER, 40.0)
-        assert expected.settle(SHARED, 40.0) == Ceiling(SMALLEST)
-        expected.expect("a", QUARTER, Awaited.WINDOW, now=41.0, anew=False)
-        assert expected.settle(SHARED, 41.0) == Ceiling(SMALLEST)
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=42.0, anew=False)
-        assert expected.settle(SHARED, 1e9) == Ceiling(QUARTER)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
 
     def test_as_long_as_a_lease_lives(self) -> None:
         """In `anytime` the ceiling opens as far as the largest living lease, whatever its clients do."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        expected.expect("b", HALF, Awaited.ALWAYS)
         assert expected.settle(ANYTIME, 1e9) == Ceiling(limits(50, 1024))
-        expected.expect("b", HALF, Awaited.NOBODY, now=0.0)
+        expected.expect("b", HALF, Awaited.NOBODY)
         assert expected.settle(ANYTIME, 1e9) == Ceiling(QUARTER)
 
 
@@ -219,8 +166,8 @@ class TestStrictly:
     def test_one_at_a_time(self) -> None:
         """Each lease has its turn, in order of arrival, under exactly its own limits."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("b", HALF, Awaited.ALWAYS, now=1.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        expected.expect("b", HALF, Awaited.ALWAYS)
         assert expected.settle(STRICT, 2.0) == Ceiling(QUARTER, 32.0)
         assert open_to(expected) == {"a"}
         expected.forget("a")
@@ -232,7 +179,7 @@ class TestStrictly:
     def test_exactly(self) -> None:
         """Each lease has exactly its own limits also where all processes get more."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
         assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.STRICT, window=WINDOW), 0.0).limits == QUARTER
 
     def test_who_does_not_come_has_another_turn(self) -> None:
@@ -241,8 +188,8 @@ class TestStrictly:
         One with some processes has to ask.
         """
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("b", HALF, Awaited.WINDOW, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        expected.expect("b", HALF, Awaited.ONCE)
         for now, ceiling in (
             (0.0, Ceiling(QUARTER, 30.0)),
             (29.9, Ceiling(QUARTER, 30.0)),
@@ -257,8 +204,8 @@ class TestStrictly:
     def test_a_turn_is_held(self) -> None:
         """A held turn does not pass while its lease waits for another GPU; the window begins with the first answer."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        expected.expect("b", HALF, Awaited.ALWAYS)
         expected.settle(STRICT, 0.0)
         expected.hold("b")  # another lease has the turn, so there is nothing to hold
         expected.hold("a")
@@ -273,27 +220,39 @@ class TestStrictly:
     def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
         """The turn passes to the next lease."""
         expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS, now=0.0)
-        expected.expect("b", HALF, Awaited.ALWAYS, now=0.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS)
+        expected.expect("b", HALF, Awaited.ALWAYS)
         expected.settle(STRICT, 0.0)
         expected.hold("a")
         expected.forget("a")
         assert expected.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
 
     def test_who_asks_is_not_forgotten(self) -> None:
-        """While a caller waits for its answer, no mode drops the lease; its window begins with the answer."""
-        for rules in (SHARED, STRICT):
-            expected = ExpectedClients()
-            expected.expect("a", QUARTER, Awaited.WINDOW, now=0.0)
-            expected.settle(rules, 0.0)
-            expected.ask("a")
-            expected.expect("a", QUARTER, Awaited.WINDOW, now=0.5, anew=False)
-            expected.settle(rules, 31.0)
-            assert open_to(expected) == {"a"}
-            expected.answer("a", Awaited.WINDOW, now=40.0)
-            assert expected.settle(rules, 69.9) == Ceiling(QUARTER, 70.0)
-            expected.settle(rules, 70.0)
-            assert not expected.expects("a")
+        """While a caller waits for its answer, the lease is not dropped; its turn begins with the answer."""
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, Awaited.ONCE)
+        expected.settle(STRICT, 0.0)
+        expected.ask("a")
+        expected.expect("a", QUARTER, Awaited.ONCE, anew=False)
+        expected.settle(STRICT, 31.0)
+        assert open_to(expected) == {"a"}
+        expected.answer("a", Awaited.ONCE, now=40.0)
+        assert expected.settle(STRICT, 69.9) == Ceiling(QUARTER, 70.0)
+        expected.settle(STRICT, 70.0)
+        assert not expected.expects("a")
+
+    def test_a_turn_that_has_passed(self) -> None:
+        """A repeated check does not bring back a single turn that has passed, until something happens."""
+        expected = ExpectedClients()
+        expected.expect("a", QUARTER, Awaited.ONCE)
+        expected.settle(STRICT, 0.0)
+        assert expected.settle(STRICT, 30.0) == Ceiling(SMALLEST)
+        expected.expect("a", QUARTER, Awaited.ONCE, anew=False)
+        assert expected.settle(STRICT, 31.0) == Ceiling(SMALLEST)
+        expected.expect("a", QUARTER, Awaited.ONCE)
+        assert expected.settle(STRICT, 32.0) == Ceiling(QUARTER, 62.0)
+        expected.expect("a", QUARTER, Awaited.ALWAYS, anew=False)
+        assert expected.settle(STRICT, 62.0) == Ceiling(QUARTER, 92.0)
 
 
 COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER, HALF, SMALLEST]), st.booleans()))
@@ -304,10 +263,10 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
     """A lease that comes or goes and is reported to need no other limits leaves the limits unchanged."""
     expected = ExpectedClients()
     for number, size, comes in comings:
-        before = expected.settle(SHARED, 0.0)
+        before = expected.settle(ANYTIME, 0.0)
         name = str(number)
-        is_other = expected.expect(name, size, Awaited.ALWAYS, now=0.0) if comes else expected.forget(name)
-        assert is_other or expected.settle(SHARED, 0.0) == before
+        is_other = expected.expect(name, size, Awaited.ALWAYS) if comes else expected.forget(name)
+        assert is_other or expected.settle(ANYTIME, 0.0) == before
 
 
 @given(
@@ -315,11 +274,11 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
     st.sampled_from([SMALLEST, QUARTER, UNLIMITED]),
 )
 def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
-    """In shared mode each limit is the greatest that any lease needs or all processes get."""
+    """In `anytime` each limit is the greatest that any lease needs or all processes get."""
     expected = ExpectedClients()
     for number, each in enumerate(asked):
-        expected.expect(str(number), each, Awaited.ALWAYS, now=0.0)
-    found = expected.settle(CeilingRules(closed, attach=Attach.SHARED, window=WINDOW), 0.0).limits
+        expected.expect(str(number), each, Awaited.ALWAYS)
+    found = expected.settle(CeilingRules(closed, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits
     every = [closed, *asked]
     assert all(fits(each, found) for each in every)
     assert found.active_thread_percentage in {each.active_thread_percentage for each in every}
@@ -342,7 +301,7 @@ class Attachment(RuleBasedStateMachine):
         """Grant a lease."""
         self.number += 1
         self.waiting[str(self.number)] = limits(percent, mebibytes)
-        self.expected.expect(str(self.number), limits(percent, mebibytes), Awaited.ALWAYS, now=self.now)
+        self.expected.expect(str(self.number), limits(percent, mebibytes), Awaited.ALWAYS)
 
     @precondition(lambda self: self.waiting)
     @rule(pick=st.integers(0, 100))

@@ -30,7 +30,6 @@ MANY: Final = '[daemon]\nusers = "many"\n'
 
 SHORT: Final = '[enforcement]\nattach = "strict"\nattach_window = 0.2\n'
 LONG: Final = '[enforcement]\nattach = "strict"\nattach_window = 60.0\n'
-"""In `shared`, every process that a test starts would open the ceiling, since this process holds the leases."""
 
 _SHELL: Final = ("sh", "-c", '"$@"; exit', "sh")
 """Starts the command that follows as its child, and waits for it."""

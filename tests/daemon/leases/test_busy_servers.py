@@ -74,7 +74,7 @@ def verified(node: Node) -> dict[str, Any]:
 
 def test_clients_stay_known(make_node: Start, short_tmp: Path) -> None:
     """The clients of a server that is busy for a while stay listed, and have the limits that were open to them."""
-    node, server = made(make_node, short_tmp, "shared")
+    node, server = made(make_node, short_tmp, "strict")
     node.start()
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         assert client.alloc("1MiB")["ok"]

@@ -67,9 +67,9 @@ def test_one_process_for_each(make_node: Start) -> None:
     assert steps(node, other.pid) == []
 
 
-def test_shared(make_node: Start) -> None:
-    """In `shared`, the ceiling of a GPU stays open to the lease until it has a client there, whatever others have."""
-    config = f'{GRACE}attach = "{Attach.SHARED}"\nattach_window = {WINDOW}\n'
+def test_strict(make_node: Start) -> None:
+    """In `strict`, the ceiling of a GPU stays open to the lease until it has a client there, whatever others have."""
+    config = f'{GRACE}attach = "{Attach.STRICT}"\nattach_window = {WINDOW}\n'
     node = make_node(simulate=2, control=None, config=config).start()
     lease, (first, second) = both(node)
     with SimulatedClient(first) as one:

@@ -16,12 +16,13 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.mps_facts import Binds
 from mpsd.simulator.devices import VARIABLE
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB
 from tests.harness import wait_until
-from tests.node import Node
-from tests.simulated_clients import WAITS, SimulatedClient, gpus, leased, variables
+from tests.node import BINDS, Node
+from tests.simulated_clients import SimulatedClient, gpus, leased
 
 pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
 
@@ -31,12 +32,12 @@ MOST: Final = 3
 """Processes that a job of the random run starts at most, before it ends."""
 
 _ONE_AFTER_ANOTHER: Final = """
-import os, sys, time
+import os, sys
 from mpsd.simulator import client
 read, write = os.pipe()
 os.write(write, b"alloc 1MiB\\ncompute 0.01\\n")
 os.close(write)
-programs, pause = int(sys.argv[1]), float(sys.argv[2])
+programs = int(sys.argv[1])
 text = os.read(read, 1000)
 for number in range(programs):
     pid = os.fork()
@@ -49,24 +50,23 @@ for number in range(programs):
         sys.stdout.flush()
         os._exit(status)
     os.waitpid(pid, 0)
-    time.sleep(pause)
 """
-"""Short programs, each of which connects as soon as the one before has ended, or a moment later."""
+"""Short programs, each of which connects as soon as the one before has ended."""
 
 
-def attach(mode: str, more: str = "") -> str:
-    """Return a configuration with this mode."""
-    return f'[enforcement]\nattach = "{mode}"\n{more}'
+def strict(more: str) -> str:
+    """Return a configuration of this mode."""
+    return f'[enforcement]\nattach = "strict"\n{more}'
 
 
-def one_after_another(node: Node, programs: int, pause: float) -> list[dict[str, Any]]:
-    """Run short programs under one lease of a quarter, so many seconds apart, and return what each reports."""
+def one_after_another(node: Node, programs: int) -> list[dict[str, Any]]:
+    """Run short programs under one lease of a quarter, and return what each reports."""
     root = str(Path(__file__).parents[3])
     bare = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "run", "--threads", "25"]
     run = [*mpsctl, "--memory", "2GiB", "--gpu", "0", "--", sys.executable, "-c", _ONE_AFTER_ANOTHER]
     done = subprocess.run(
-        [*run, str(programs), str(pause)],
+        [*run, str(programs)],
         env={**bare, VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root},
         capture_output=True,
         check=True,
@@ -81,11 +81,10 @@ def has_quarter(said: dict[str, Any]) -> bool:
     return (said["mps"], said["active_thread_percentage"], said["pinned_device_mem_limit"]) == (True, 25.0, 2 * GIB)
 
 
-@pytest.mark.parametrize(("mode", "pause"), [("anytime", 0.0), ("shared", 0.05)])
-def test_instant_successors(make_node: Start, mode: str, pause: float) -> None:
-    """Of 30 short programs in a row each gets its share: at once, or in `shared` after a pause of 50 ms."""
-    node = make_node(simulate=1, control=None, config=attach(mode)).start()
-    found = one_after_another(node, 30, pause)
+def test_instant_successors(make_node: Start) -> None:
+    """Of 30 short programs in a row each gets its share at once."""
+    node = make_node(simulate=1, control=None, config="").start()
+    found = one_after_another(node, 30)
     assert len(found) == 30
     assert [each for each in found if not has_quarter(each)] == []
 
@@ -127,10 +126,9 @@ The other process becomes a client at its first line.
 """
 
 
-@pytest.mark.parametrize("mode", ["shared", "strict"])
-def test_closes_behind_a_context(make_node: Start, mode: str) -> None:
-    """The ceiling closes behind a client once NVML shows memory of it, and opens as soon as that client is gone."""
-    node = make_node(simulate=1, control=None, config=attach(mode)).start()
+def test_closes_behind_a_context(make_node: Start) -> None:
+    """Where the moment of binding is unknown, a turn ends once NVML shows memory of the client."""
+    node = make_node(simulate=1, control=None, config=strict('limits_bind = "context"\n')).start()
     with leased(node, "--threads", "25", "--memory", "2GiB", within=(sys.executable, "-c", _BESIDE)) as holder:
         assert has_quarter(holder.hello)
         lease = attributed(node, 1)
@@ -147,9 +145,21 @@ def test_closes_behind_a_context(make_node: Start, mode: str) -> None:
         assert has_quarter(holder.answer())
 
 
+def test_closes_behind_a_connection(make_node: Start) -> None:
+    """Where limits bind at the connection, a turn ends as soon as the server lists the client, without a context."""
+    node = make_node(simulate=1, control=None, config=strict('limits_bind = "connect"\n')).start()
+    with leased(node, "--threads", "25", "--memory", "2GiB", late=True) as holder:
+        assert holder.do("init")["ok"]
+        attributed(node, 1)
+        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
+        if BINDS is Binds.CONNECT:  # what the setting promises
+            assert holder.context()["active_thread_percentage"] == 25.0
+
+
 def test_where_nvml_cannot_tell(make_node: Start) -> None:
-    """Where a GPU cannot be read, the ceiling closes behind a client at the end of the window."""
-    node = make_node(simulate=1, control=None, config=attach("shared", "attach_window = 0.5\n")).start()
+    """Where a GPU cannot be read, the ceiling closes behind a client at the end of one turn."""
+    config = strict('attach_window = 0.5\nlimits_bind = "context"\n')
+    node = make_node(simulate=1, control=None, config=config).start()
     with leased(node, "--threads", "25", "--memory", "2GiB") as holder:
         assert has_quarter(holder.hello)
         lease = attributed(node, 1)
@@ -160,64 +170,23 @@ def test_where_nvml_cannot_tell(make_node: Start) -> None:
         holder.end()
 
 
-def test_new_descendant(make_node: Start) -> None:
-    """In `shared` the ceiling opens again, after the window, for a new descendant of a lease with room."""
-    config = attach("shared", "attach_window = 3.0\n")
-    node = make_node(simulate=1, control=None, config=config).start()
+def test_later_process(make_node: Start) -> None:
+    """In `strict` a later process of a lease finds the ceiling closed, and open after `mpsctl attach`."""
+    node = make_node(simulate=1, control=None, config=strict("attach_window = 1.0\n")).start()
     asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
     with leased(node, *asked, within=(sys.executable, "-c", _BESIDE)) as holder:
         assert has_quarter(holder.hello)
         assert holder.alloc("1MiB")["ok"]
-        node.request("GET", f"/v1/leases/{attributed(node, 1)}/verify")
-        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
-        holder.tell("another")
-        wait_until(lambda: in_force(node) == OPEN, what=f"the ceiling to open; the log is {node.stderr}")
-        holder.tell("go")
-        assert has_quarter(holder.answer())
-
-
-def test_new_process_in_a_window(make_node: Start) -> None:
-    """In `shared` a process that starts in an open window gets a whole one, as one that starts afterwards does."""
-    node = make_node(simulate=1, control=None, config=attach("shared", "attach_window = 4.0\n")).start()
-    within = (sys.executable, "-c", _BESIDE)
-    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
-    with (
-        leased(node, "--threads", "40", "--memory", "3GiB", "--processes", "any") as other,
-        leased(node, *asked, within=within, late=True) as holder,
-    ):
-        assert other.hello["ok"]
-        assert holder.context()["active_thread_percentage"] == 25.0
-        wait_until(lambda: len(node.events("client_attributed")) == 2, what="both to be attributed")
-        for client in (holder, other):  # so the window of the other lease does not begin before the holder's
-            assert client.alloc("1MiB")["ok"]
-        for lease in node.get("/v1/leases").json["leases"]:  # the first reads the GPUs, and both windows begin
-            node.request("GET", f"/v1/leases/{lease['id']}/verify")
-        holder.tell("another")
-        holder.tell("go")
-        assert holder.answer()["pid"]
-        wait_until(lambda: in_force(node) == OPEN, what=f"the other window to end; the log is {node.stderr}")
-        assert holder.context()["active_thread_percentage"] == 25.0
-
-
-def test_new_process_without_a_family(make_node: Start) -> None:
-    """The ceiling opens again for any process that carries the token of a lease with room."""
-    config = attach("shared", "attach_window = 3.0\n")
-    node = make_node(simulate=1, control=None, config=config).start()
-    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
-    with leased(node, *asked) as holder:
-        assert has_quarter(holder.hello)
-        assert holder.alloc("1MiB")["ok"]
         lease = attributed(node, 1)
         node.request("GET", f"/v1/leases/{lease}/verify")
-        wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
-        environment = {**variables(node), **node.get(f"/v1/leases/{lease}").json["env"]}
-        with SimulatedClient(environment, before=WAITS) as carrier:
-            wait_until(lambda: in_force(node) == OPEN, what=f"the ceiling to open; the log is {node.stderr}")
-            assert carrier.process.stdin is not None
-            carrier.process.stdin.write(b"go\n")
-            assert has_quarter(carrier.hello)
-            assert attributed(node, 2) == lease
-        assert node.events("violation") == []
+        wait_until(lambda: in_force(node) == CLOSED, what=f"the turn to end; the log is {node.stderr}")
+        holder.tell("another")
+        done = node.mpsctl("attach", lease)
+        assert (done.returncode, in_force(node)) == (0, OPEN), done.stderr
+        holder.tell("go")
+        assert has_quarter(holder.answer())
+        attributed(node, 2)
+    assert node.events("violation") == []
 
 
 def test_any_number_of_processes(make_node: Start) -> None:

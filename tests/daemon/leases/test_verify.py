@@ -127,10 +127,9 @@ while [ -e {gate} ]; do touch {held}; sleep 0.01; done""",
         assert talk.answer().json["ok"]
 
 
-@pytest.mark.parametrize("mode", ["shared", "strict"])
-def test_later_context(make_node: Start, mode: str) -> None:
+def test_later_context(make_node: Start) -> None:
     """Where the ceiling closes behind a first context, the answer says that a later one may have less."""
-    node = make_node(simulate=1, control=None, config=f'[enforcement]\nattach = "{mode}"\n').start()
+    node = make_node(simulate=1, control=None, config='[enforcement]\nattach = "strict"\n').start()
     with leased(node, "--threads", "25", "--memory", "2GiB") as client:
         lease_id = event(node, "client_attributed", client=client.hello["pid"])["lease"]
         assert client.alloc("1MiB")["ok"]

@@ -132,7 +132,7 @@ class TestConfiguration:
         ("parameters", "sentence"),
         [
             ({"strictnes": "strict"}, "did you mean strictness?"),
-            ({"strictness": "very"}, "strictness: 'very' is not one of anytime, shared, strict"),
+            ({"strictness": "very"}, "strictness: 'very' is not one of anytime, strict"),
             ({"priority": 7}, "priority: 7 is not one of normal, below-normal"),
             ({"processes": 0}, "processes: 0 is not a whole number from 1 to 1000"),
             ({"processes": True}, "processes: True is not a whole number"),
@@ -156,7 +156,7 @@ class TestConfiguration:
         cluster = make_cluster(config='[enforcement]\nattach = "strict"\n')
         (device,) = cluster.await_slice(1)["spec"]["devices"]
         assert device["attributes"]["attach"] == {"string": "strict"}
-        cluster.prepare(cluster.claim(config=[opaque(strictness="shared")]))
+        cluster.prepare(cluster.claim(config=[opaque(strictness="strict")]))
         assert len(cluster.leases()) == 1
 
 

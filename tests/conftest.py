@@ -46,7 +46,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Schedu
     return _Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-HEAVY: Final = ("thorough", "machine", "container", "cluster", "clients", "chaos", "measuring")
+HEAVY: Final = ("thorough", "browser", "machine", "container", "cluster", "clients", "chaos", "measuring")
 """Marks of the tests that take minutes together, boot or build something, try random steps, or measure.
 
 A run that names neither a path nor a mark leaves them out. `.ci/run` runs each of them.
@@ -193,10 +193,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ):
             if item.get_closest_marker(mark) is not None:
                 item.add_marker(pytest.mark.root(what))
-                item.add_marker(pytest.mark.thorough)
-        if any(item.get_closest_marker(mark) is not None for mark in ("clients", "chaos", "measuring")):
-            item.add_marker(pytest.mark.thorough)
-        rank = 1 if machine else 0 if item.get_closest_marker("slow") is not None else 2
+        rank = 1 if machine else 0 if any(item.get_closest_marker(mark) is not None for mark in HEAVY) else 2
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
     items.sort(key=lambda item: ranks[item.path])
 

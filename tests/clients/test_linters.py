@@ -11,6 +11,8 @@ from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.routes import ROUTES
 from tests.clients.generated import run
 
+pytestmark = pytest.mark.thorough
+
 
 def wrong(made: Any) -> list[str]:
     """Return the errors in a document."""

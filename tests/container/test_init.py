@@ -14,6 +14,8 @@ import pytest
 
 from tests.harness import look_at, pids, wait_until
 
+pytestmark = pytest.mark.thorough
+
 INIT: Final = Path(__file__).parents[2] / "container" / "init"
 
 STOP: Final = signal.SIGRTMIN + 3

@@ -254,6 +254,7 @@ def test_questions_by_driver(bench: Bench) -> None:
 # -- many at once ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_64_askers(bench: Bench) -> None:
     """Each of 64 concurrent tasks gets the answer to its own query."""
 

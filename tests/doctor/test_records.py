@@ -5,11 +5,15 @@ import socket
 from collections.abc import Callable
 from typing import Any, Final
 
+import pytest
+
 from tests.daemon.conftest import Start
 from tests.disks import as_root, fill, mounted
 from tests.doctor.test_node import doctor, one, only
 from tests.harness import wait_until
 from tests.node import Node
+
+pytestmark = pytest.mark.thorough
 
 CHECKS: Final = only("history-store", "history-samples", "history-size", "metrics-listener")
 

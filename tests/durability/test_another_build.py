@@ -13,6 +13,8 @@ from tests.durability.streams import events, gapless
 from tests.harness import wait_until
 from tests.simulated_clients import leased
 
+pytestmark = pytest.mark.thorough
+
 ANOTHER = "0.1.99"
 """The version of the other build."""
 

@@ -7,10 +7,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.durability.conftest import Start
 from tests.durability.streams import Follower, connection, events, following, gapless
 from tests.harness import wait_until
 from tests.node import Node
+
+pytestmark = pytest.mark.thorough
 
 
 def refuse(node: Node, times: int) -> None:

@@ -5,11 +5,15 @@ import json
 import signal
 from typing import Any
 
+import pytest
+
 from tests.durability.conftest import Start
 from tests.durability.streams import Follower, connection, events, gapless
 from tests.durability.test_events import refuse
 from tests.harness import wait_until
 from tests.node import Node
+
+pytestmark = pytest.mark.thorough
 
 
 def followed(node: Node, query: str, number: int) -> list[dict[str, Any]]:

@@ -9,9 +9,13 @@ from contextlib import closing
 from itertools import chain
 from typing import Final
 
+import pytest
+
 from tests.daemon.leases.line import Talk, message
 from tests.durability.conftest import Start
 from tests.node import Node
+
+pytestmark = pytest.mark.thorough
 
 _MANY: Final = 40
 """Fewer than the clients that one GPU can have."""

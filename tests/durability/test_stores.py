@@ -19,6 +19,8 @@ from tests.harness import wait_until
 from tests.node import Answer, Node
 from tests.simulated_clients import SimulatedClient, leased
 
+pytestmark = pytest.mark.thorough
+
 
 def admit(node: Node, **asked: object) -> Answer:
     """Request a lease as the process of the tests."""

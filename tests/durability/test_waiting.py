@@ -11,6 +11,8 @@ from tests.durability.streams import answer_of, connection, in_line, submit, wai
 from tests.harness import wait_until
 from tests.node import Node
 
+pytestmark = pytest.mark.thorough
+
 BIG = {"threads": 60, "memory": "1GiB", "wait": None}
 
 

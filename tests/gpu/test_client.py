@@ -16,6 +16,8 @@ from tests.gpu.cuda import LIBRARY
 from tests.gpu.machine import PROGRAM, Client
 from tests.tools import compiler
 
+pytestmark = pytest.mark.thorough
+
 MIB: Final = 1 << 20
 _ROOT: Final = Path(__file__).parents[2]
 

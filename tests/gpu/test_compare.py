@@ -23,6 +23,8 @@ from tests.gpu.comparing.rows import HEAD, Row
 from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, WrongError, opened
 from tests.harness import wait_until
 
+pytestmark = pytest.mark.thorough
+
 _ROOT: Final = Path(__file__).parents[2]
 COMMAND: Final = [sys.executable, "-m", "tests.gpu.compare"]
 

@@ -24,6 +24,8 @@ from tests.system import fake_nvml
 from tests.system.fake_nvml import FakeNvml
 from tests.tools import compiler
 
+pytestmark = pytest.mark.thorough
+
 MIB: Final = 1 << 20
 _ROOT: Final = Path(__file__).parents[2]
 

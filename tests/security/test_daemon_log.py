@@ -23,6 +23,8 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import WAITS, SimulatedClient, variables
 
+pytestmark = pytest.mark.thorough
+
 ANN: Final = 61201
 """A uid without rights and without a name."""
 

@@ -16,7 +16,7 @@ from tests.cli.conftest import run_mpsctl
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 
-pytestmark = needs_root
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN: Final = 2651
 

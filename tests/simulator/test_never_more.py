@@ -38,6 +38,8 @@ from mpsd.simulator.server_state import Client, Context, Server, Start
 from tests.core.admission.scenarios import asked
 from tests.environments import any_environment
 
+pytestmark = pytest.mark.thorough
+
 THINGS: Final = ("grant", "connect", "connect", "context", "context", "exit", "reset", "release", "attach", "stray")
 GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 RUNS: Final = 100

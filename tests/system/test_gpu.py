@@ -16,6 +16,8 @@ from mpsd.system.gpu import GpuSource, NvmlGpus
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
 
+pytestmark = pytest.mark.thorough
+
 _TOTAL: Final = 85_520_809_984
 _RESERVED: Final = 640_000_000
 _USED: Final = 3_000_000_000

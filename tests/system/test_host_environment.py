@@ -14,6 +14,8 @@ from mpsd.core.model import Known, Unknown
 from mpsd.system import host_environment, proc, process
 from tests.daemon.caller import needs_root
 
+pytestmark = pytest.mark.thorough
+
 ROOT = str(Path(__file__).parents[2])
 
 LOOK = """

@@ -186,6 +186,7 @@ def test_following_the_latest(node: Node, follower: Callable[..., "subprocess.Po
         assert f" {lease}: ended: " in line
 
 
+@pytest.mark.thorough
 def test_restarts_of_mpsd(make_node: Callable[..., Node], follower: Callable[..., "subprocess.Popen[str]"]) -> None:
     """Every event of three lives of mpsd arrives once, in order, however each life ended."""
     node = make_node(simulate=1).start()

@@ -19,6 +19,8 @@ from mpsd.core.settings import Placement
 from mpsd.core.units import GIB
 from tests.core.admission.scenarios import Desk, gpu, now, offer
 
+pytestmark = pytest.mark.thorough
+
 USERS: Final = range(8)
 
 Ask = Callable[[Random, int], dict[str, Any]]

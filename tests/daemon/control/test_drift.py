@@ -19,7 +19,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemons
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 _FORGED = "[2026-11-21 02:59:14.618 Control 1]"
 """The beginning of a line of the log."""

@@ -14,6 +14,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
 
+pytestmark = pytest.mark.thorough
+
 MANY: Final = '{limits}\n[daemon]\nusers = "many"\n'
 
 OLD: Final = branches(470, 535, 550)

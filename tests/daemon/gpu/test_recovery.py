@@ -11,6 +11,8 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
 
+pytestmark = pytest.mark.thorough
+
 DRIVER: Final = (
     "driver 570.124.06",
     "gpu GPU-11111111-2222-4333-8444-555555555555 9.0 0 85520809984 640000000 0 NVIDIA H100 80GB HBM3",

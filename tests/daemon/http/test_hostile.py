@@ -18,7 +18,7 @@ from tests.daemon.helpers import is_running
 from tests.harness import wait_until
 from tests.node import Node
 
-pytestmark = pytest.mark.real_daemon(535)
+pytestmark = [pytest.mark.real_daemon(535), pytest.mark.thorough]
 
 _POST: Final = (
     b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 33\r\n\r\n" + b'{"threads": 10, "memory": "1GiB"}'

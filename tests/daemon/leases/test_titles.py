@@ -17,7 +17,7 @@ from tests.daemon.helpers import GIB, event
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = pytest.mark.enforcement
+pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 TERMINATE: Final = '[enforcement]\ngrace = 0.3\non_violation = "terminate"\n'
 

@@ -15,6 +15,8 @@ from tests.harness import wait_until
 from tests.metrics_story import parsed
 from tests.node import Node
 
+pytestmark = pytest.mark.thorough
+
 __all__ = ["make_node"]
 
 DEADLINE = 20

@@ -11,7 +11,7 @@ from tests.kubernetes.dra.cluster import DraCluster, call_hook
 from tests.kubernetes.dra.conftest import MakeCluster
 from tests.kubernetes.plugin.cluster import StandInPod
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.kubernetes.dra.cluster import NODE
 from tests.kubernetes.plugin.cluster import SLICE, StandIn
 from tests.node import Node
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 @pytest.fixture

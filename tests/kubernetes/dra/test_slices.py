@@ -15,7 +15,7 @@ from tests.kubernetes.dra.cluster import GPU, NODE, DraCluster, gpu
 from tests.kubernetes.dra.conftest import BRISK, MakeCluster
 from tests.kubernetes.plugin.cluster import RefusedError
 
-pytestmark = pytest.mark.root("name control groups for others")
+pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
 
 def test_is_published(make_cluster: MakeCluster) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mpsd.core.mps_facts import Binds
 from tests import real
+from tests.conftest import HEAVY
 from tests.gate.inner import inner_pytest
 from tests.gate.source import ROOT
 from tests.harness import eventually, wait_until
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.thorough
 NEEDY: Final = """
 import pytest
 from tests import real
+from tests.conftest import HEAVY
 
 @pytest.mark.parametrize("daemon", real.real_daemon_params())
 def test_each(daemon):
@@ -189,3 +191,14 @@ def test_clients_run_under_each_moment(tmp_path: Path) -> None:
     other = [moment for moment in Binds if moment is not Binds.CONNECT]  # a usual run's
     assert other
     assert all(f"MPSD_BINDS={moment} .venv/bin/pytest -m enforcement" in ci for moment in other)
+
+
+def test_what_is_left_out_runs_in_ci() -> None:
+    """Each mark that a usual run leaves out is chosen by a run of `.ci/run`, so that no test runs nowhere."""
+    ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    chosen = {
+        word
+        for expression in re.findall(r'-m "?([\w ]+)"?|^thorough="\(([\w ]+)\)', ci, re.MULTILINE)
+        for word in " ".join(expression).split()
+    }
+    assert {*HEAVY} <= chosen - {"or"}

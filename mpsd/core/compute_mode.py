@@ -41,11 +41,15 @@ def step(*, wanted: bool, found: ComputeMode | None, now: ComputeMode | None, he
     """Return the next step for a GPU.
 
     `wanted` says whether the mode must be exclusive-process. `found` is the mode that was saved before mpsd changed it,
-    if it did, and `now` the current mode. `held` says whether this mpsd has already seen the wanted mode: after that,
-    mpsd does not undo a change by others. Before that, mpsd replaces a mode that several processes may share even if a
-    mode is saved, because mpsd may have died in between, or the driver may have been reloaded; the saved mode then
-    stays.
+    if it did, and `now` the current mode. `held` says whether this mpsd has already seen the wanted mode. A mode that
+    is saved is never replaced by a later one.
     """
+    # 1. Several processes may share the GPU, and that is not wanted: take it, even if a mode is saved. mpsd may have
+    #    died before it set the mode, or the driver was reloaded. Once this mpsd has seen the wanted mode, the change
+    #    was made by others, and stays.
+    # 2. Any other mode, where exclusive-process is wanted, is that one already, or prohibited, or unknown.
+    # 3. No mode is saved, so mpsd has not changed it.
+    # 4. A saved mode is given back while the present one is what mpsd set. Otherwise others have changed it.
     if wanted:
         shared = now in {ComputeMode.DEFAULT, ComputeMode.EXCLUSIVE_THREAD}
         return ComputeModeStep.TAKE if shared and not held else ComputeModeStep.NOTHING

@@ -222,6 +222,12 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
 
     This is the only rule that decides what fits. It is `turn` when only a reservation for an earlier lease prevents it.
     """
+    # 1. The GPU admits nobody, or not this uid: no amount is small enough.
+    # 2. Another uid has the daemon that serves one uid at a time: its leases have to end, however much room is left.
+    # 3. The GPU lacks threads, memory or client places.
+    # 4. There is room, and an earlier lease has reserved it. On a daemon that serves one uid at a time, another uid's
+    #    reservation stops every process, which would make that uid wait longer. Elsewhere, only an amount that does not
+    #    fit beside the reservations waits.
     if offer.refusal is not None and offer.refuses(uid) is not None:
         return offer.refusal.limit
     if held.uids and not offer.many_users and held.is_others(uid):
@@ -230,8 +236,6 @@ def _obstacle(offer: Offer, held: _Held, need: Amount, uid: int, reserved: Reser
     if limit is not None or reserved is NOTHING_RESERVED:
         return limit
     first, own = reserved.from_all.get(offer.gpu), reserved.from_own.get((offer.gpu, uid))
-    # On a daemon that serves one uid at a time, a process that is admitted before the other uid makes that uid wait
-    # longer.
     if first is not None and not offer.many_users and first.uid != uid:
         return "turn"
     if first is None and own is None:

@@ -208,6 +208,9 @@ def next_actions(
 
 
 def _next_of(claim: PreparedClaim, leases: Collection[ShareLease], deadline: float) -> list[Action]:
+    # 1. OVER: kubelet has ended the claim, and nothing else is done for it.
+    # 2. BEGUN: kubelet repeats or ends the claim. Its leases run out by themselves, and then it is forgotten.
+    # 3. PREPARED: lost leases are claimed again before the others are renewed or taken.
     match claim.stage:
         case Stage.OVER:
             return [Finish(claim)]

@@ -219,10 +219,14 @@ class ExpectedClients:
 
     def _strictly(self, rules: CeilingRules, now: float) -> Ceiling:
         slot = self._slot
+        # 1. A turn ends with its time, unless it is held. A single turn is over for good; any other lease goes behind
+        #    all others.
+        # 2. Where no turn is left, or its lease has all its processes, the next lease in order gets one.
+        # 3. Where no lease is expected, the ceiling is closed.
         if slot is not None and slot.lease in self._expected and not slot.held and now >= slot.since + rules.window:
             if slot.lease in self._once:
                 self.forget(slot.lease)
-            else:  # the lease gets another turn, after all others
+            else:
                 self._expected[slot.lease] = self._expected.pop(slot.lease)
             slot = None
         if slot is None or slot.lease not in self._expected:

@@ -174,6 +174,13 @@ def next_move(ending: Ending, seen: Seen) -> Move:
 
     It follows from the stored state and the observation alone, so that any mpsd can continue.
     """
+    # 1. A server has not answered yet, as when an earlier mpsd asked it. Its answer may change every case below.
+    # 2. The process is gone, whether by a step of mpsd or by itself.
+    # 3. The time that the last signal gave the process has not passed.
+    # 4. A request may want SIGTERM first: the program can use its contexts while it stops.
+    # 5. A server ends the contexts before any signal, since a signal in mid-kernel can harm its other clients. Contexts
+    #    that are lost already need no server.
+    # 6. Only signals are left: SIGTERM, and after that SIGKILL.
     if ending.pending is not None:
         return Move(Act.AWAIT)
     if seen.gone:
@@ -191,6 +198,12 @@ def next_move(ending: Ending, seen: Seen) -> Move:
 
 def _end_contexts(ending: Ending, left: tuple[Place, ...], seen: Seen) -> Move | None:
     """Return what to do about contexts that no server has ended; None where signals harm no other client."""
+    # 1. Of which servers it is a client is unknown, so a signal might harm others: it stays until that is known.
+    # 2. A server that was never asked is asked. One that refused is asked again only where it has other clients, its
+    #    refusal may change, and the pause is over.
+    # 3. On servers without other clients, a refusal is enough: a signal harms nobody else there.
+    # 4. A server with other clients has attempts left: its pause is waited for.
+    # 5. All attempts were made: it stays, since its servers' end alone would end it.
     if seen.unknown:
         return Move(Act.STAY, because=seen.unknown)
     refused = {each.server: each for each in ending.refused}

@@ -112,6 +112,10 @@ def verify(
     wrong += [(each.because, each.hint) for each in there if each.verdict is Verdict.VIOLATION]
     doubts = [each.because for each in there if each.verdict is Verdict.UNKNOWN] + [*unknown]
     attached, hint = [each for each in processes if each.mps], ""
+    # 1. A violation is certain, whatever else is unknown.
+    # 2. A doubt comes before "no client yet": an unseen process may be attached.
+    # 3. Without a client, nothing was verified, so that is not `ok`.
+    # 4. All is well. What later contexts may lack changes the sentence, and not the verdict.
     if wrong:
         verdict, (because, hint) = Verdict.VIOLATION, wrong[0]
     elif doubts:

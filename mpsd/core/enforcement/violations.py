@@ -134,6 +134,13 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     pid = client.identity.pid
     dropped = memory and _invisible_entry(client) is not None  # a violation, which says more
     more = "" if dropped else exceeds(can_use(client).most, part(lease, share), memory=memory)
+    # What a client may use beyond its part comes before what it may lack: only the former can harm others.
+    # 1. mpsd cannot read the environment in which it was started. That matters where more than its part was open, and
+    #    where memory is limited, since an entry there can make MPS drop the limit.
+    # 2. It can use more, and what was open when it attached is unknown.
+    # 3. It can use more, by what was open then.
+    # 4. Not all that was open then is known, so it may have less.
+    # 5. Less was open at a moment when it attached, and it may have connected at that moment.
     if isinstance(client.environment, Unknown) and (more or memory):
         can = f"unless that limits it, process {pid} can use {more}" if more else ""
         can = can or f"an entry there may have made MPS drop the memory limit of process {pid}"
@@ -218,6 +225,9 @@ def of_client(
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None
     identity, daemon, server = client.identity, client.daemon, client.server
+    # 1. Without a lease on this GPU, its mere presence is the violation, unless the settings allow it.
+    # 2. A client beyond the number of its lease is judged for that alone: the limits of the lease are not its own.
+    # 3. A counted client is judged by the limits of its lease.
     if lease is None or share is None:
         if denied:
             doubt = _may_have_a_lease(client, near)

@@ -129,15 +129,19 @@ def next_actions(
 ) -> list[Action]:
     """Return the next action for each lease.
 
-    A lease that a pod holds ends with the pod's control group, which mpsd sees by itself. It ends earlier where kubelet
-    has given the pod up and no process of it is left: a group may outlive both while a volume is being unmounted. A
-    claim lives while kubelet lists its devices for a container whose pod has a control group; this is checked only some
-    time after the claim was made. The group matters because it is the first thing that a pod gets, and kubelet's record
-    still lists deleted pods.
+    A control group may outlive its pod and all processes while a volume is being unmounted. A claim lives while kubelet
+    lists its devices for a container whose pod has a control group; this is checked only some time after the claim was
+    made. The group matters because it is the first thing that a pod gets, and kubelet's record still lists deleted
+    pods.
     """
     actions: list[Action] = []
     for each in leases:
         found = [container for container in containers if each.is_for(container)]
+        # 1. No pod has it yet: as long as it is a claim, kubelet's record and the pod's control group decide.
+        # 2. Its pod is still recorded: the program's user may have to get it, unless the settings name the user, or
+        #    clients run already.
+        # 3. kubelet has given its pod up, and no process of the pod is left: it ends. Otherwise it ends with the pod's
+        #    control group, which mpsd sees by itself.
         if each.pod is None:
             actions += _of_claim(each, found, has_group, settings)
         elif own := [container for container in found if container.pod == each.pod]:

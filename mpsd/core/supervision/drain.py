@@ -174,24 +174,31 @@ class DrainStep(StrEnum):
 
 def next_step(desired: DesiredState, observed: ObservedState) -> DrainStep:
     """Return the next step; repeated calls, also by another mpsd, are safe."""
+    # 1. To run and to hold have no end to wait for. A drain has its own order, since it keeps the daemon.
+    # 2. A restart had no process to replace, or that process is gone, by mpsd's command or by itself. Any other process
+    #    is the successor, and the restart is done once the successor answers with every limit.
+    # 3. Before `quit`, the blockers must end. A daemon that does not answer is treated as if it had some: its clients
+    #    are unknown.
+    # 4. `quit` is sent, and again by each later call. It becomes `quit -t` only where it was sent before and the
+    #    deadline has passed.
     if not desired.waits or desired.intent is Intent.DRAIN:
         return _drained(desired, observed) if desired.waits else DrainStep.NOTHING
     if desired.replaced is None or observed.process != desired.replaced:
-        # The old process is gone, by mpsd's command or by itself: any present or future process is its successor.
         return DrainStep.DONE if observed.process is not None and observed.answers else DrainStep.WAIT
     if not desired.quitting and (observed.blockers or not observed.answers):
-        # The clients of a daemon that does not answer are unknown.
         return _emptied(desired, observed)
     return DrainStep.FORCE if desired.is_late(observed.now) and desired.quitting else DrainStep.QUIT
 
 
 def _drained(desired: DesiredState, observed: ObservedState) -> DrainStep:
+    # 1. A process that got `quit` cannot be kept, even if its blockers are gone by now.
+    # 2. Nothing is left, and the daemon stays.
+    # 3. The blockers must end. A daemon that does not answer is not forced for a drain, since its clients are unknown.
     if desired.quitting and observed.process is not None and observed.process == desired.replaced:
         return DrainStep.FORCE if desired.is_late(observed.now) else DrainStep.QUIT
     if observed.answers and not observed.blockers:
         return DrainStep.DONE
     step = _emptied(desired, observed)
-    # A daemon that does not answer is not replaced for a drain, since its clients are unknown.
     return DrainStep.WAIT if step is DrainStep.FORCE and not observed.answers else step
 
 
@@ -223,13 +230,13 @@ def take_up(desired: DesiredState, boot: str) -> DesiredState:
 
 
 def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -> DesiredState:
-    """Return the desired state after a second command. `silent` says whether the daemon does not answer.
-
-    The same command again continues the operation with the latest deadline; if the successor of the old process does
-    not answer, it becomes the process to replace. A process that is being forced to quit is still forced: its clients
-    may be gone already, and an unreachable one does not end otherwise. A restart that cannot be undone continues, and
-    the second command takes effect after it.
-    """
+    """Return the desired state after a second command. `silent` says whether the daemon does not answer."""
+    # 1. The same command again continues the operation, with the new deadline. If the successor of the old process does
+    #    not answer, the successor is to be replaced instead. A process that is being forced to quit is still forced:
+    #    its clients may be gone already, and an unreachable process does not end otherwise.
+    # 2. A restart that has sent `quit` cannot be undone: the second command takes effect after it.
+    # 3. A restart of a daemon that is not to run, as after a hold, returns to that state.
+    # 4. Any other command replaces the one before.
     if before.intent is after.intent and before.waits and before.operation:
         again = replace(before, deadline=after.deadline, because=after.because)
         if silent and after.replaced != before.replaced:

@@ -72,14 +72,17 @@ def dated(decision: Decision, deaths: Sequence[Death], now: float, wall: datetim
 def decide(deaths: Sequence[Death], policy: RestartPolicy, now: float, jitter: float) -> Decision:
     """Return the reaction to the latest of `deaths`.
 
-    After the first death in the window, the daemon starts again at once, because clients do not wait. Each further
-    death doubles the delay. `jitter` in [0, 1) spreads it over its upper half, so that eight daemons that died of one
-    cause do not start at the same time. Deaths that do not count towards giving up delay the start all the same.
+    `jitter`, in [0, 1), spreads the delay over its upper half: eight daemons that died of one cause do not start at the
+    same time.
     """
     counting = recent(deaths, policy, now)
     count = len(counting)
     last = counting[-1].how if counting else "unknown"
     tally = f"{count} death{'s' if count != 1 else ''} within {policy.window:g} s, the last one: {last}"
+    # 1. Too many deaths: another start would only add one. Deaths that users may have caused do not count here, so that
+    #    no user can take a GPU out of service.
+    # 2. The first death in the window: the daemon starts at once, because clients do not wait.
+    # 3. Each further death doubles the delay, whoever caused it.
     if sum(death.counts for death in counting) >= policy.deaths:
         return Decision(RestartVerdict.GIVE_UP, 0.0, f"{tally}; giving up")
     if count <= 1:

@@ -125,11 +125,13 @@ class CanaryEnd:
 def proof(*, made: bool, code: int | None, inside: bool) -> Proof:
     """Return the evidence of a canary's answer: it made a context, or a call returned the error with this code.
 
-    `inside` tells whether it was known to be a client of MPS. A context that is refused, as under a closed ceiling, is
-    an answer too: in a wedge the canary hangs before. Other errors do not show that the server serves clients: 805 to
-    807 say that it does not accept any now, a process that misses MPS gets 46 or 100, and LEFTOVER shows only that this
-    client was not served.
+    `inside` tells whether it was known to be a client of MPS.
     """
+    # 1. A context proves that the server serves, if it is one of MPS.
+    # 2. Only a server that answers says that it has no place, so that counts even where MPS is not known.
+    # 3. A context that is refused, as under a closed ceiling, is an answer too: in a wedge the canary hangs before.
+    # 4. Other errors prove nothing: 805 to 807 say that the server accepts no client now, a process that misses MPS
+    #    gets 46 or 100, and LEFTOVER shows only that this client was not served.
     if made:
         return Proof.CONTEXT if inside else Proof.NOTHING
     return Proof.ERROR if code in _NO_PLACE or (inside and code in _NO_CONTEXT) else Proof.NOTHING
@@ -194,6 +196,10 @@ class Suspicions:
         The others are examined again after SPACING.
         """
         self._next = now + SPACING
+        # 1. A suspicion that is younger than the canary is about a later moment: it needs another canary.
+        # 2. A canary with any evidence settles all older ones.
+        # 3. Where no canary can be sent at all, some causes hold nothing any longer: grants would wait for ever.
+        # 4. The canary showed nothing: another one follows.
         for each, when in [*self._open.items()]:
             if when.since > begun:
                 continue

@@ -338,6 +338,11 @@ class ControlLog:
         has_ended = reaped is not None and reaped != self._reaped
         if any(isinstance(each, ServerExited) for each in events):
             self._reaped = reaped
+        # 1. A start names a server. The kernel says whether it is a child of the daemon, and only then is it known.
+        # 2. The end of an unknown server may be that of one that was gone before mpsd looked: the count of ended
+        #    children decides.
+        # 3. The end of a known server is believed once the kernel shows it: a zombie, no such process, or another one.
+        # 4. Anything else is believed about known servers alone.
         for event in events:
             match event:
                 case ServerStarting(server=server):

@@ -168,6 +168,9 @@ def look(
     daemon of root's or of mpsd's uid that mpsd did not start with its present configuration: mpsd would fight it for
     the directory, and lose.
     """
+    # 1. The record names the process for certain. It lacks a daemon only where it could not be written, or was lost.
+    # 2. Without a record, the processes that listen on the socket count, by uid, program, arguments and environment.
+    # 3. A daemon that was started in another CUDA_* environment counts as foreign, whoever started it.
     wanted = cuda_variables(environment)
     daemon = record.find()
     if daemon is None:

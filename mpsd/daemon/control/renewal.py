@@ -97,10 +97,14 @@ class Renewal:
 
         A daemon is distrusted, too, whose server answers in an unforeseen form, or does not recover from a fault, since
         nothing is granted on it. Its use is judged by the living processes, and not by the server's list. `ask` queries
-        the daemon once more, because a client may have connected meanwhile.
+        the daemon for its clients.
         """
         answers = (health.unforeseen(*each) for each in self._observer.unforeseen)
         because = self._distrusted or next(answers, None) or self._fault
+        # 1. No reason is left, or the daemon does not answer, or is used: everything begins anew.
+        # 2. A fault should end with its last client, so the server gets a moment to recover.
+        # 3. The daemon is asked once more, because a client may have connected meanwhile. The next call sees such a
+        #    client in step 1, and otherwise replaces the daemon.
         if because is None or self._lifecycle.state not in ANSWERED or not self.is_deserted:
             self._is_answered, self._deserted_at = None, inf
             return None

@@ -376,6 +376,10 @@ class Supervisor:
             self._move(Event.STOP, f"it is replaced: {because}")
 
     async def _one_round(self) -> None:
+        # 1. A daemon that died too often is not started again, not even by a new mpsd, until an operator resets it.
+        # 2. Otherwise a wanted daemon is searched for, and started only where none is found.
+        # 3. A daemon that is down and not wanted, or has failed, changes only by a command; meanwhile its orphans exit.
+        # 4. The other states have a process, or wait to start one again.
         match self._lifecycle.state:
             case State.DOWN if self._death_tally.failed is not None:
                 self._move(Event.REFUSED, self._death_tally.failed, self._reset_hint)
@@ -435,6 +439,11 @@ class Supervisor:
     # -- arriving: adopt what is there, or start ----------------------------------------------------------------------
 
     async def _adopt_or_start(self) -> None:
+        # 1. A foreign daemon, or a wrong configuration, stays until an operator acts: mpsd must not fight for the
+        #    directory.
+        # 2. A running daemon of mpsd's is adopted, and its limits are not trusted until they are read back.
+        # 3. Only at the first look, clients may have lost their contexts while mpsd did not run.
+        # 4. A start waits for the servers that an operator's command waits for.
         try:
             found = await self._instance.adopt()
         except (ConfigurationError, ForeignDaemonError) as error:
@@ -504,6 +513,15 @@ class Supervisor:
         desired = self.drainer.desired
         stopped = proc.is_stopped(self._instance.process.pid)
         is_unresponsive = self._lifecycle.state is State.UNRESPONSIVE
+        # 1. The last user keeps a daemon without clients from answering. It is replaced first, since it could answer
+        #    nothing.
+        # 2. A front-end of mpsd has the daemon's one seat: no question is possible until it is done.
+        # 3. The daemon is asked where that is due. A replacement for its next user follows only an answer, which names
+        #    all clients.
+        # 4. A daemon on which nothing is granted is replaced once it is unused, unless an operator's command decides
+        #    about it.
+        # 5. An operator's command goes on, by an answer that is younger than the command: an older one may lack a
+        #    client.
         if is_unresponsive and not stopped and await self._renewal.is_blocked_by_last_user():
             because = self._lifecycle.because
             self._move(Event.STOP, f"it is replaced, since its last user keeps it from answering: {because}")
@@ -520,7 +538,6 @@ class Supervisor:
             waits = self._lifecycle.state is State.DRAINING
             due = waits or clock.monotonic() >= self._due or self._launcher.socket_is_gone
         if self.pipe.waits_for:
-            # A front-end of mpsd has its one seat, so no other process is heard, and nothing can be asked.
             await self._sleep(_TICK)
             return
         if due:
@@ -532,7 +549,6 @@ class Supervisor:
         if distrusted is not None:
             self._move(Event.STOP, f"it is replaced, since mpsd grants nothing on it: {distrusted}")
             return
-        # The daemon was asked for its clients since the command, or it is asked now.
         if desired is self.drainer.desired and not self._drain():
             is_calm = not (is_called or desired.waits) and self._due > clock.monotonic() + _TICK
             await self._sleep(clock.until_next(_CALM if is_calm else _TICK))
@@ -544,8 +560,12 @@ class Supervisor:
         conversation = self._lifecycle.begin()
         async with self.pipe.whole:
             found = await self._prober.probe(self._instance.process, fresh=self._instance.is_fresh)
+        # 1. A daemon that was just started may be silent until its deadline.
+        # 2. Where an operator has stopped admission, the proof and the stop are one move: no grant falls between them.
+        # 3. The silence of a daemon that has ended is no event: its exit follows, and says more.
+        # 4. Any other result moves the state by itself.
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
-            return False  # a daemon that was just started has until its deadline
+            return False
         if found.event is Event.VERIFIED:
             self._instance.is_fresh = False
         if found.event is Event.VERIFIED and self.drainer.desired.intent is not Intent.RUN:
@@ -613,10 +633,12 @@ class Supervisor:
         served = self._observer.clients
         if (ended := self._instance.take_exit()) is None:
             return
+        # 1. mpsd made it quit, so this is no death.
+        # 2. Nor is this: the holder of the lock prevents every start, and may be gone soon.
+        # 3. Any other end is a death. It counts, and the contexts of its clients end with its servers.
         if self._lifecycle.state is State.STOPPING:
             self._move(Event.DIED, ended.how)
         elif self._lifecycle.state is State.STARTING and (holder := self._launcher.lock_holder()) is not None:
-            # This is not a death: the holder of the lock prevents every start, and may be gone soon.
             self._due = clock.monotonic() + _TICK
             self._move(Event.DIED, f"it could not start: {holder}", "end that process; mpsd retries by itself")
         else:

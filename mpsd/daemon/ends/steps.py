@@ -153,6 +153,9 @@ class EndSteps:
     async def _take(self, move: Move) -> None:
         if move.act is not Act.STAY and not self._powerless:
             self.progress = self.progress._replace(stays="", exhausted=False)  # the obstacle is gone
+        # 1. A pending answer is taken even where mpsd may signal nothing: it occupies the control daemon until then.
+        # 2. Where the process may not be signalled, no other step would end it.
+        # 3. The step that was decided. SIGKILL is sent once; only the kernel can do more.
         match move.act:
             case Act.AWAIT:
                 await self._await_answer()

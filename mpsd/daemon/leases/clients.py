@@ -114,6 +114,11 @@ class Clients:
 
     def _find(self, client: Client) -> tuple[AttributedClient, bool]:
         """Return a client with its lease, and whether the kernel's information alone attributes it."""
+        # 1. A client stays with its lease: the parent by which it was found may be gone by now.
+        # 2. Its family, and the groups that hold leases, come first: the kernel says so, and no process can forge that.
+        # 3. A lease whose processes share its control group comes next, if it is the only one of the user there.
+        # 4. The token comes last, since a process sets its own environment. It also finds room where the nearest lease
+        #    has none.
         attached = AttachedProcess(client.identity, client.gpu)
         own = next((each for each in self._leases_of(client.identity) if attached in each.attached), None)
         if own is not None:

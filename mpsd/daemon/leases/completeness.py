@@ -63,6 +63,10 @@ class Completeness:
 
         Raises StorageError when they are complete and that could not be stored.
         """
+        # 1. Nothing is missing on this GPU.
+        # 2. Its clients are not known yet, so anything may be in use.
+        # 3. The clients of that moment are noted once: later ones have leases that mpsd knows.
+        # 4. The leases are complete when all of these have ended.
         gpu = daemon.gpu
         because = self._store.incomplete(gpu)
         if not because:

@@ -84,6 +84,9 @@ class Holding:
             return
         if gone in holders.processes(lease):
             self._changed_users.look_at(lease)
+        # 1. Other processes or groups keep the lease alive: it only loses this process, as a client and as a holder.
+        # 2. The last one is gone, and the reason says what it was. The lease ends unless other processes carry its
+        #    token.
         if self.watch.live(lease):
             self.clients.remove(lease, gone)
             self._drop(lease_id, HoldingProcess(gone))

@@ -134,6 +134,11 @@ class Leases:
 
         Leases whose processes died meanwhile end now, and so do places in the queue that no caller can resume.
         """
+        # 1. Leases that cannot be decoded are set aside first: they hold their GPUs before anything can be granted.
+        # 2. All others enter the ledger before one of them ends: no share may be granted twice.
+        # 3. Then each is taken up, and ends where nothing keeps it alive. A lease that fails in either step is set
+        #    aside, too.
+        # 4. Groups are looked at now: one that has processes may be empty again at the first tick.
         found, now = self._store.read(self._published), clock.monotonic()
         if found.because:
             self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
@@ -141,11 +146,10 @@ class Leases:
         self._group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
         enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self._holder_watch.restore)
         entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
-        # All restored leases are in the ledger before one of them ends: no share must be granted twice.
         carriers = self._holding.carriers(entered)
         for lease in entered:
             self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
-        self._holder_watch.look()  # a group may be empty again at the first tick
+        self._holder_watch.look()
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)
@@ -275,10 +279,14 @@ class Leases:
             await self._group_commit.over()
 
     def _hang_up(self, lease_id: str, pending: PendingRequest) -> None:
+        # 1. Other callers wait for the lease, it has ended, or a caller got its outcome: nothing is lost.
+        # 2. Without a request_id, no caller could come back for it.
+        # 3. With one, it is kept for a while, unless its uid has too many such leases: users must not hoard shares that
+        #    way.
         pending.listeners -= 1
         lease = self.ledger.find(lease_id)
         if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
-            return  # other callers wait for it, it has ended, or a caller got its outcome
+            return
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
         elif is_full(self._pending.values(), pending.uid, most := self._settings.current.admission.hang_ups_per_uid):

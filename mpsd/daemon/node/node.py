@@ -342,6 +342,13 @@ class Node:
         Raises what `Leases.admit` does, QuotaError, NotPermittedError for a uid that cannot reach a control daemon or a
         process that does not see it, RequestIdReusedError, and StoppingError.
         """
+        # 1. An mpsd that stops grants nothing, not even by repetition.
+        # 2. A repeated request gets the lease of the first one, whatever would refuse it now.
+        # 3. The ledger learns the present offers, by which all later steps judge.
+        # 4. The quota restricts the GPUs, then the uid must not be quarantined, then the amount must be within the
+        #    quota.
+        # 5. The uid must reach the control daemons, and the holder must see their directories, before anything is
+        #    granted.
         if self._stopping:
             raise stopping()  # not logged: a waiting caller asks again and again
         if (

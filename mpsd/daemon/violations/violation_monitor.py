@@ -265,9 +265,15 @@ class ViolationMonitor:
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
         daemons = {daemon.process.identity for daemon in self._daemons.values() if daemon.process is not None}
         clients = {(each.client.gpu, each.client.identity): each for each in self.attached()}
+        # 1. Servers belong to no lease, and a process that has ended holds nothing, although NVML may list it a moment
+        #    longer.
+        # 2. The memory of a client belongs to the client's lease. A client beyond that lease's number is judged as one
+        #    without.
+        # 3. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
+        # 4. What is left may belong to a family in which a holder has changed its user.
+        # A holder that has changed its user skips 2 and 3: its memory is not its lease's any more.
         for gpu, usage in self._usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
-                # A process that has ended holds nothing, although NVML may list it a moment longer.
                 ticks = proc.live_ticks(pid) if pid not in servers else None
                 if ticks is None:
                     continue

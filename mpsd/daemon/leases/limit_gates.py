@@ -155,12 +155,14 @@ class LimitGates:
         if self._rules.attach is Attach.ANYTIME:
             return
         attached = [lease for lease in self._leases.values() if lease.attached]
+        listing = {gate.supervisor.gpu.uuid for gate in self._gates.values() if self._is_bound_once_listed(gate)}
         self._proofs = {
             each: ceiling.context_proof(each.process, usages.get(each.gpu))
             if each.gpu in listed.get(each.process, ())
             else ContextProof.MISSING
             for lease in attached
             for each in lease.attached
+            if each.gpu not in listing
         }
         for lease in attached:
             self._await(lease, anew=False)
@@ -221,12 +223,17 @@ class LimitGates:
             return Awaited.ALWAYS
         gpu = gate.supervisor.gpu
         attached = [each for each in lease.attached if each.gpu == gpu.uuid]
-        if (self._binds or mps_facts.binds(driver_branch(gpu.driver_version))) is Binds.CONNECT:
-            proofs = [ContextProof.SHOWN for _ in attached]  # the server lists it, so it has connected
+        if self._is_bound_once_listed(gate):
+            proofs = [ContextProof.SHOWN for _ in attached]
         else:
             new = ContextProof.UNKNOWN if gpu.uuid in self._unreadable else ContextProof.MISSING
             proofs = [self._proofs.get(each, new) for each in attached]
         return ceiling.awaited(lease.request.processes, proofs)
+
+    def _is_bound_once_listed(self, gate: _Gate) -> bool:
+        """Tell whether a client that the server lists, and that thus has connected, has its limits for good."""
+        moment = self._binds or mps_facts.binds(driver_branch(gate.supervisor.gpu.driver_version))
+        return moment is Binds.CONNECT
 
     def _wake_if_needed(self, gate: _Gate) -> None:
         """Wake `run` if callers wait, or if its next check must be earlier; the limits are settled already."""

@@ -23,7 +23,7 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event
 from tests.environments import any_environment
 from tests.harness import wait_until
-from tests.node import Node
+from tests.node import BINDS, Node
 from tests.simulated_clients import WAITS, SimulatedClient, gpus, variables
 
 pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
@@ -175,7 +175,7 @@ def test_never_more(make_node: Start, mode: Attach, unadmitted: Unadmitted) -> N
     Other processes get what a closed ceiling gives, or nothing where that is denied.
     """
     dice = random.Random(mode)
-    config = f'[enforcement]\nattach = "{mode}"\nunadmitted = "{unadmitted}"\n'
+    config = f'[enforcement]\nattach = "{mode}"\nlimits_bind = "{BINDS}"\nunadmitted = "{unadmitted}"\n'
     config += LIMITS if unadmitted is Unadmitted.DEFAULTS else ""
     node = make_node(simulate=1, control=None, config=config).start()
     gpus(node)[0].set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)

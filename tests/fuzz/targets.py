@@ -49,7 +49,6 @@ from mpsd.daemon.control.discovery import DaemonRecord, orphans
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
-from mpsd.daemon.record import trace
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName, configure
 from mpsd.simulator.cuda import Pinned, pinned
@@ -441,11 +440,9 @@ def terminal(data: bytes) -> None:
 
 
 def headers(data: bytes) -> None:
-    """For any header, metrics have one of two formats, and a trace is valid or None; labels keep their text."""
+    """For any header, metrics have one of two formats; labels keep their text."""
     text = text_of(data)
     assert exposition.negotiated(text) in {exposition.TEXT, exposition.OPENMETRICS}
-    found = trace.parse(data)
-    assert found is None or text.split("-")[1:3] == [found["trace_id"], found["span_id"]]
     gauge = exposition.gauges(families.DAEMON_SERVERS, {(text,): 1})
     line = exposition.render([gauge]).decode().split("\n", 2)[2]
     if "\r" not in text:  # the parser takes \r for the end of a line; no label of mpsd's can have it

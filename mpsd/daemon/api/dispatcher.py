@@ -19,7 +19,6 @@ from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
-from mpsd.daemon.record import trace
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import descriptors
@@ -89,8 +88,7 @@ class Dispatcher(Generic[H]):
                 answer: Answer | Stream = unroutable(message, methods)
             elif endpoint.body is None or message.complete or await self._arrival(message):
                 request = _decoded(endpoint, message, principal, names)
-                handled = endpoint.handle(request)
-                answer = endpoint.encode(await (_traced(message.trace, handled) if message.trace else handled))
+                answer = endpoint.encode(await endpoint.handle(request))
             else:
                 answer = unreadable(message)
             if isinstance(answer, Answer):
@@ -141,12 +139,6 @@ class Dispatcher(Generic[H]):
         return problem_answer(
             InternalError("an internal error occurred in mpsd", hint="see mpsd's log for the details, and report them")
         )
-
-
-async def _traced(header: bytes, handled: Awaitable[A]) -> A:
-    """Have a request handled as a part of the trace that its header names."""
-    with trace.following(header):
-        return await handled
 
 
 def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:

@@ -41,7 +41,7 @@ _SLOW: Final = 5.0
 
 _VERSIONS: Final = {"1.0", "1.1"}
 
-_READ: Final = {b"expect", b"accept", b"traceparent"}
+_READ: Final = {b"expect", b"accept"}
 """The headers that matter here; httptools handles the length of a body and the end of a connection."""
 
 _NO_CONTENT: Final = int(http.HTTPStatus.NO_CONTENT)
@@ -80,7 +80,6 @@ class Connection(asyncio.BufferedProtocol):
         self._target = b""
         self._expects = False
         self._accept = b""
-        self._trace = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head = b""
         """The head of a request that offers another protocol, without the offer."""
@@ -214,8 +213,6 @@ class Connection(asyncio.BufferedProtocol):
                 self._expects = self._expects or value.lower() == b"100-continue"
             case b"accept":
                 self._accept += b"," + value
-            case b"traceparent":
-                self._trace += value  # two such headers together are not a valid value
 
     def on_headers_complete(self) -> None:
         """Begin a request.
@@ -231,7 +228,7 @@ class Connection(asyncio.BufferedProtocol):
             self._head = b"%b %b HTTP/%b\r\n%b\r\n" % (method, self._target, version.encode(), b"".join(left))
         else:
             self._begin(parser, method.decode(), version)
-        self._target, self._expects, self._accept, self._trace = b"", False, b"", b""
+        self._target, self._expects, self._accept = b"", False, b""
         self._headers.clear()
 
     def _begin(self, parser: httptools.HttpRequestParser, method: str, version: str) -> None:
@@ -239,7 +236,6 @@ class Connection(asyncio.BufferedProtocol):
         message.old = version == "1.0"
         if self._accept:
             message.accept = self._accept.decode(errors="replace")
-        message.trace = self._trace
         message.expects = self._expects and not message.old  # HTTP/1.0 has no such header
         message.close = message.old or not parser.should_keep_alive()
         if version not in _VERSIONS:

@@ -39,8 +39,6 @@ class Message(Struct, eq=False):
     """Whether the caller waits for permission before it sends the body."""
     accept: str = ""
     """The media types that the caller accepts; empty where it names none."""
-    trace: bytes = b""
-    """The value of the header `traceparent`; empty without one."""
     old: bool = False
     """Whether it is HTTP/1.0, which has no chunks."""
     close: bool = False

@@ -13,7 +13,6 @@ from mpsd.core.holders import group_names
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
-from mpsd.daemon.record import trace
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import EventName, Logger, LogRecord
 from mpsd.system import clock
@@ -59,8 +58,6 @@ class GroupCommit:
         """Whether something has to be stored, at the scheduled end of this turn of the loop."""
         self._changed: dict[str, Lease] = {}
         self._events: list[LeaseEvent] = []
-        self._traces: dict[str, dict[str, object]] = {}
-        """By waiting request, its trace."""
 
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
         """Store a lease in its present state at the end of this turn of the loop, and then log what happened to it."""
@@ -70,26 +67,10 @@ class GroupCommit:
         # Lines beyond the uid's share are not logged; the lease is stored and shown nevertheless.
         if event is None:
             return
-        if self._traces or trace.CURRENT.get() is not None:
-            facts.update(self._trace_of(lease, event, waited="waited" in facts))
         if self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
         else:
             self._log.tally.count_omitted(event, facts)
-
-    def _trace_of(self, lease: Lease, event: EventName, *, waited: bool) -> dict[str, object]:
-        """Return an event's facts about the trace of the request that caused it.
-
-        The grant of a request that `waited` has the trace of that request, and not that of the request that made room
-        for it.
-        """
-        now = trace.facts()
-        if lease.state is LeaseState.WAITING:
-            if event is EventName.LEASE_WAITS and now:
-                self._traces[lease.id] = now
-            return now
-        earlier = self._traces.pop(lease.id, {})
-        return earlier if waited else now or earlier
 
     def decided(self, lease: Lease) -> None:
         """Store a decided request, and log the decision."""

@@ -24,10 +24,8 @@ COMMON: Final = {
     "at": "The time of the event, in RFC 3339 and UTC.",
     "level": "`info`, `warning` or `error`.",
     "event": "The kind of the event.",
-    "trace_id": "The trace of the request that caused it, where its header `traceparent` names one.",
-    "span_id": "The caller's span in that trace.",
 }
-"""The fields of every event; those of the trace are present if the event has one."""
+"""The fields of every event."""
 
 FACTS: Final = {
     "active_thread_percentage": "Percent of a GPU's threads.",

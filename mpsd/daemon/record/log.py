@@ -16,7 +16,6 @@ from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import ViolationKind
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
-from mpsd.daemon.record import trace
 from mpsd.daemon.record.encoding import to_json
 from mpsd.system import clock
 from mpsd.system.journal import Journal
@@ -205,8 +204,6 @@ class Logger:
         self._say("error", event, facts)
 
     def _say(self, level: str, event: EventName, facts: Mapping[str, object]) -> None:
-        if trace.CURRENT.get() is not None:
-            facts = {**facts, **trace.facts()}
         self.write((LogRecord(clock.now(), level, event, {**self._bound, **facts}),))
 
     def defect(self, event: EventName, error: BaseException, **facts: object) -> None:

@@ -42,14 +42,13 @@ answer_deadline = 1.0
 grace = 0.3
 on_violation = "terminate"
 [violations]
-limits = "report"
 outside = "report"
 [admission]
 patience = 2.0
 hang_up_grace = 3.0
 """
 """Policy ends every kind of violation, except for clients that found no control daemon, since MPS itself lets those
-pass, and for clients that their server alone limits: chaos starts its clients before it has the environment of a lease.
+pass.
 """
 
 MANY: Final = CONFIG.replace("[daemon]", '[daemon]\nusers = "many"')

@@ -145,8 +145,6 @@ class Server(TypedDict):
 
 
 class Daemon(TypedDict):
-    """A control daemon."""
-
     name: str
     gpu: str
     state: str
@@ -220,8 +218,6 @@ class Gpus(TypedDict):
 
 
 class Violation(TypedDict):
-    """An open violation."""
-
     kind: str
     pid: int
     lease: str | None
@@ -287,8 +283,6 @@ class Verify(TypedDict):
 
 
 class Reason(TypedDict):
-    """One problem."""
-
     kind: str
     subject: str
     because: str

@@ -40,7 +40,6 @@ class Api(Client):
         return self.text(f"/metrics?users={str(users).lower()}")
 
     def gpus(self) -> "answer_types.Gpus":
-        """Return the GPUs."""
         return cast("answer_types.Gpus", self.get("/v1/gpus"))
 
     def daemons(self) -> "answer_types.Daemons":
@@ -115,7 +114,6 @@ class Api(Client):
         return cast("answer_types.Canary", self.post(f"/v1/daemons/{segment(daemon)}/canary", {}, deadline=inf))
 
     def reload(self) -> "answer_types.Reload":
-        """Reload the configuration."""
         return cast("answer_types.Reload", self.post("/v1/reload", {}))
 
     def pardon(self, uid: int) -> None:

@@ -110,7 +110,6 @@ class Client:
         return self._request("POST", path, json.dumps(body).encode(), deadline=deadline, meanwhile=meanwhile)
 
     def delete(self, path: str) -> None:
-        """Send a DELETE for the path."""
         self._request("DELETE", path)
 
     def lines(
@@ -298,7 +297,6 @@ class _Connection:
         self._next_look = inf
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def begin(self, seconds: float, meanwhile: Meanwhile | None) -> None:

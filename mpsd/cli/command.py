@@ -246,13 +246,11 @@ class ForEval(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the options."""
         evaluated = any(each.endswith("env") for each in args)
         with _failing(evaluated=evaluated):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command."""
         with _failing(evaluated=ctx.params["form"] == "env"):
             return super().invoke(ctx)
 

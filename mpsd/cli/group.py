@@ -89,7 +89,6 @@ class _Commands(click.Group):
     """The commands, each imported when it is first used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """Return their names."""
         return list(_NAMES)
 
     def resolve_command(
@@ -101,7 +100,6 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
-        """Return one of them."""
         if cmd_name == _HELP:
             return help_
         if cmd_name not in _MODULES:

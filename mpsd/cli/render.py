@@ -208,7 +208,7 @@ def lack(limit: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Print a count with its noun."""
+    """Print a count with its noun, whose plural has a plain s."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -120,7 +120,6 @@ class PinnedDeviceMemLimit(Struct, frozen=True, order=True):
 
     @property
     def bytes(self) -> int:
-        """The limit in bytes."""
         return self.mebibytes * MIB
 
     @property

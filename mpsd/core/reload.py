@@ -17,8 +17,6 @@ RELOAD: Final = "mpsctl reload"
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """The result of a reload."""
-
     applied: tuple[str, ...]
     """The settings that changed, and are in force now, except where `daemons` has them."""
     needs_restart: tuple[str, ...]

@@ -35,7 +35,6 @@ class UserNames(Struct, frozen=True):
 
 
 def text(value: object) -> str:
-    """Accept text."""
     if not isinstance(value, str):
         raise ValueError("it is not text")
     if "\0" in value:
@@ -127,7 +126,6 @@ def percentage(value: object) -> ActiveThreadPercentage:
 
 
 def mem_limit(value: object) -> PinnedDeviceMemLimit | None:
-    """Accept a pinned device memory limit."""
     if not isinstance(value, (str, int)):
         raise ValueError("it is not a size")
     return PinnedDeviceMemLimit.parse(value)
@@ -141,14 +139,12 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def capabilities(value: object) -> tuple[str, ...]:
-    """Accept a list of capabilities."""
     found = names(value)
     parse_capabilities(found)
     return found
 
 
 def priority(value: object) -> int:
-    """Accept a priority."""
     if isinstance(value, bool) or not isinstance(value, int) or not -100 <= value <= 100:  # noqa: PLR2004
         raise ValueError("it is not a whole number from -100 to 100")
     return value

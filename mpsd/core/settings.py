@@ -610,7 +610,7 @@ class Settings:
 
     @property
     def socket(self) -> Path:
-        """The path of the API socket."""
+        """The path of the API's socket; by default, mpsd.sock in the runtime directory."""
         return self.api.socket or self.paths.runtime_dir / "mpsd.sock"
 
     @property
@@ -661,8 +661,6 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One row of the table."""
-
     key: str
     default: object
     unit: str
@@ -701,5 +699,4 @@ def rows() -> Iterator[SettingRow]:
 
 
 def quota_rows() -> Iterator[SettingRow]:
-    """Yield every setting of a quota."""
     yield from rows_of("quota.NAME", Quota)

@@ -190,7 +190,6 @@ class Allocations:
                 )
 
     def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Granted:
-        """Claim a lease."""
         settings = self._settings
         claim: dict[str, object] = {"deadline": settings.claim_deadline}
         if settings.uid is not None:

@@ -31,7 +31,6 @@ class GpuFollower:
         """Why the node cannot be offered as configured."""
 
     def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._follow, name="mpsd", daemon=True).start()
 
     def _follow(self) -> None:

@@ -37,8 +37,6 @@ def inode(path: Path) -> Inode | None:
 
 
 class Kubelet:
-    """kubelet on this node."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         root = Path(settings.kubelet_dir)

@@ -16,8 +16,6 @@ from mpsd.system import clock
 
 
 class EventName(StrEnum):
-    """The events of the log lines."""
-
     PLUGIN_STARTED = "plugin_started"
     PLUGIN_ENDED = "plugin_ended"
     RESOURCE_REGISTERED = "resource_registered"
@@ -62,7 +60,6 @@ class Log:
         )
 
     def info(self, event: EventName, **facts: object) -> None:
-        """Log a normal event."""
         self._log.info(event.value, **facts)
 
     def warning(self, event: EventName, **facts: object) -> None:

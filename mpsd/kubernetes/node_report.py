@@ -45,7 +45,6 @@ class NodeReport:
         self._because = ""
 
     def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._report, name="node", daemon=True).start()
 
     def _report(self) -> None:

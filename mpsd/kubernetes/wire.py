@@ -27,8 +27,6 @@ DEADLINE: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Q, A]):
-    """A call of a service."""
-
     service: str
     name: str
     request: type[Q]

@@ -99,8 +99,6 @@ def _listen(path: Path) -> socket.socket:
 
 
 class _Service:
-    """One running control daemon."""
-
     def __init__(self, daemon: ControlDaemon, directory: _PipeDirectory, gpus: Gpus | None) -> None:
         self._daemon = daemon
         self._directory = directory

@@ -142,7 +142,6 @@ class Device:
 
     @property
     def compute_mode(self) -> ComputeMode:
-        """Its compute mode."""
         try:
             return ComputeMode((self._path / _COMPUTE_MODE).read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -118,7 +118,6 @@ class Link:
             self._connection.send(json.dumps(message).encode())
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
 
@@ -149,7 +148,6 @@ class Gpus:
         self.devices = visible(known, environment.get("CUDA_VISIBLE_DEVICES"))
 
     def listen(self, pipe_directory: Path) -> socket.socket:
-        """Listen for clients."""
         path = pipe_directory / CLIENTS
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

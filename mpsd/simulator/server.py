@@ -50,8 +50,6 @@ def program() -> tuple[str, tuple[str, ...]]:
 
 
 class _Service:
-    """One running server."""
-
     def __init__(self, link: socket.socket) -> None:
         said = json.loads(link.recv(PACKET))
         self._link = link

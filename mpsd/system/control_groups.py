@@ -139,7 +139,6 @@ class OpenGroup:
         return OpenGroup(descriptors.duplicate(self._descriptor, purpose), self.group)
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -282,7 +282,6 @@ class _Nvml:
         return Known(gpu)
 
     def usage(self, uuid: str) -> Reading[GpuUsage]:
-        """Read what is in use on a GPU."""
         try:
             handle = self.lib.nvmlDeviceGetHandleByUUID(uuid)
             _, _, used = self._memory(handle)

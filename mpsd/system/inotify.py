@@ -49,7 +49,6 @@ class DirectoryWatch:
         self._watch = watch
 
     def close(self) -> None:
-        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
         if self._descriptor is not None:

@@ -27,8 +27,6 @@ def is_behind(descriptor: int, stream: str) -> bool:
 
 
 class Journal:
-    """A connection to the journal."""
-
     def __init__(self, path: str = _SOCKET) -> None:
         self.gap: Callable[[int], Mapping[str, str]] | None = None
         """Makes the entry that reports how many entries were lost before it."""

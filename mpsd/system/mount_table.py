@@ -45,7 +45,7 @@ def mounts(pid: int | str) -> tuple[Mount, ...] | None:
 
 
 def parse(table: str) -> tuple[Mount, ...]:
-    """Parse such a table."""
+    """Parse the text of /proc/PID/mountinfo."""
     lines = (line.split(" ") for line in table.split("\n"))
     return tuple(
         Mount(int(words[0]), int(words[1]), Place(words[2], _path(words[3])), _path(words[4]))

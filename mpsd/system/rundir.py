@@ -26,8 +26,6 @@ LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-c
 
 @dataclass(frozen=True)
 class DaemonPaths:
-    """The paths of one control daemon."""
-
     pipe_directory: Path
     log_directory: Path
     death_tally: Path

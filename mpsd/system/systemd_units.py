@@ -71,7 +71,6 @@ def seconds(span: str) -> float:
 
 
 def drop_in(unit: str) -> Path:
-    """Return the path of a unit's drop-in."""
     return _UNITS / f"{unit}.d" / _DROP_IN
 
 

@@ -42,8 +42,6 @@ class Selection(NamedTuple):
 
 
 class GpuNames(NamedTuple):
-    """One GPU by all of its names."""
-
     number: int
     uuid: str | None
     daemon: str | None

@@ -175,8 +175,6 @@ def _last_words(connection: socket.socket, status: HTTPStatus, why: str) -> None
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
-
     server: Server
     protocol_version = "HTTP/1.1"
     server_version = f"mpsctl/{__version__}"

@@ -187,7 +187,6 @@ class Accounts:
                 account.total.carried, account.total.first_carried = account.open, account.first
 
     def end(self, record: LeaseRecord, at: int) -> None:
-        """Note that a lease has ended."""
         self._leave(record, at)
         record.advance(at)
         record.ended = at

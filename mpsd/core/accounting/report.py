@@ -47,7 +47,6 @@ class Amounts(Struct):
     clients: float = 0.0
 
     def add(self, other: "Amounts") -> None:
-        """Add other sums."""
         self.threads += other.threads
         self.memory += other.memory
         self.held += other.held

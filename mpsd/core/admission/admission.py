@@ -41,7 +41,6 @@ class Amount(Struct, frozen=True):
     clients: int = 0
 
     def __add__(self, other: "Amount") -> "Amount":
-        """Add the amounts, field by field."""
         return Amount(self.threads + other.threads, self.memory + other.memory, self.clients + other.clients)
 
     def __sub__(self, other: "Amount") -> "Amount":

@@ -48,7 +48,6 @@ class Queue:
         """Since when a lease has stood first on a GPU. A lease that was overtaken later keeps its time."""
 
     def join(self, lease: Lease) -> None:
-        """Add a lease."""
         self.leases[lease.id] = lease
         self._of[lease.owner.uid] += 1
 

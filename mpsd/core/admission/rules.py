@@ -18,8 +18,6 @@ class Now(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """The operator's rules of admission."""
-
     placement: Placement = Placement.BEST_FIT
     queue_length: int = 1000
     leases: int = 10_000

@@ -16,7 +16,6 @@ _PREFIX: Final = "mpsd-share_"
 
 
 def file_name(claim: str) -> str:
-    """Return the name of a claim's file."""
     return f"{_PREFIX}{claim}.json"
 
 

@@ -14,8 +14,6 @@ def _camel(name: str) -> str:
 
 
 class Metadata(Struct, rename=_camel):
-    """The identity of an object."""
-
     name: str = ""
     namespace: str = ""
     uid: str = ""
@@ -63,14 +61,10 @@ class Devices(Struct, rename=_camel):
 
 
 class Allocation(Struct, rename=_camel):
-    """The scheduler's allocation."""
-
     devices: Devices | None = None
 
 
 class Status(Struct, rename=_camel):
-    """The status of a claim."""
-
     allocation: Allocation | None = None
     reserved_for: list[Consumer] | None = None
 

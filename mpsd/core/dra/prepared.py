@@ -103,8 +103,6 @@ def request_id(claim: str, number: int) -> str:
 
 
 class ShareLease(NamedTuple):
-    """The lease of a share."""
-
     lease: str
     claim: str
     number: int

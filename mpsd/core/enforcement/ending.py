@@ -139,8 +139,6 @@ class Seen(NamedTuple):
 
 
 class Act(StrEnum):
-    """The next action."""
-
     DONE = "done"
     """None: the process is gone."""
     AWAIT = "await"

@@ -339,7 +339,6 @@ def of_lingering(attached: AttributedClient, seconds: float, *, proven: bool) ->
 
 
 def of_quarantined(attached: AttributedClient, uid: int) -> Violation:
-    """Judge a client whose uid is quarantined."""
     client, lease = attached.client, attached.lease
     because = f"process {client.identity.pid} is a client of {client.daemon}, and its uid {uid} is quarantined"
     lease_id = lease.id if lease is not None else None

@@ -13,8 +13,6 @@ from mpsd.core.units import MIB
 
 
 class PodShare(TypedDict):
-    """The share of a pod on a GPU."""
-
     pod: str
     """NAMESPACE/NAME; the uid where the name is unknown; empty where no pod has the share."""
     threads: float
@@ -23,8 +21,6 @@ class PodShare(TypedDict):
 
 
 class GpuRow(TypedDict):
-    """A GPU."""
-
     uuid: str
     index: int
     model: str
@@ -37,8 +33,6 @@ class GpuRow(TypedDict):
 
 
 class NodeRow(TypedDict):
-    """A node."""
-
     name: str
     because: str
     """Why its GPUs are unknown; empty where they are known."""

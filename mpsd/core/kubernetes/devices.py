@@ -54,8 +54,6 @@ class Gpu(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of one GPU."""
-
     tenths: int
     mebibytes: int
 
@@ -110,7 +108,6 @@ def count(kind: Kind, gpu: Gpu, settings: Settings) -> int:
 
 
 def device_id(gpu: str, number: int) -> str:
-    """Return the id of a device."""
     return f"{gpu}::{number}"
 
 

@@ -35,8 +35,6 @@ class ShareState(NamedTuple):
 
 
 class GpuState(NamedTuple):
-    """A GPU and the shares on it."""
-
     uuid: str
     position: int
     model: str

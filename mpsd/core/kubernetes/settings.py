@@ -154,8 +154,6 @@ def row(default: T, parse: Callable[[object], T], text: str, shown: str = "") ->
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings."""
-
     socket: str = row("/run/mpsd/mpsd.sock", _path, "mpsd's socket.")
     kubelet_dir: str = row("/var/lib/kubelet", _path, "kubelet's root directory (`--root-dir`).")
     node: str = row("", _text, "Name of the Node object of this node.")

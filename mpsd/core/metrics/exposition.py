@@ -54,7 +54,6 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 

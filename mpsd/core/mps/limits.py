@@ -65,7 +65,7 @@ class Setting(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limit:
-    """One limit of MPS."""
+    """One of the two limits of MPS, with all that differs between them."""
 
     name: str
     """Its name in the API, in the configuration, in events and in errors: NVIDIA's word."""
@@ -105,7 +105,6 @@ class Limit:
 
     # Access, and output.
     found: Callable[[ReadBack], LimitValue]
-    """Return the value from a reading."""
     put: Callable[[ReadBack, LimitValue], ReadBack]
     """Return a reading with another value."""
     shown: Callable[[LimitValue], float | int | None]
@@ -113,7 +112,7 @@ class Limit:
     amounts: Callable[[int, int], tuple[str, ...]]
     """Write two values that are compared for output."""
     resource: str
-    """The resource that it limits, for output."""
+    """The resource that it limits, as the noun of a sentence."""
 
     @property
     def measured(self) -> int:

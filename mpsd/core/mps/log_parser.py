@@ -71,8 +71,6 @@ _Meaning = Callable[[LogLine, re.Match[str]], LogEvent | None]
 
 @dataclass(frozen=True, slots=True)
 class KnownLine:
-    """A known line."""
-
     pattern: str
     """A regular expression, in which <N> is a number, and <C> a client: its pid and the number of one of its
     contexts."""
@@ -283,7 +281,7 @@ class LogReader:
         self.unknown = 0
         """The number of unknown lines."""
         self.latest: deque[str] = deque(maxlen=_MOST_REMEMBERED)
-        """The latest of them."""
+        """The latest unknown lines, shortened."""
         self._keys: tuple[str, ...] = (key,)
 
     def renew(self, key: str) -> None:

@@ -27,10 +27,8 @@ class Intent(StrEnum):
     """The intent of an operator for a control daemon. Each is a promise that survives restarts of mpsd and reboots."""
 
     promise: str
-    """The promise to the operator."""
 
     def __new__(cls, value: str, promise: str) -> Self:
-        """Make a member from its value and its promise."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.promise = promise
@@ -51,8 +49,6 @@ TIMEOUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OperatorCommand:
-    """A command of an operator."""
-
     intent: Intent
     because: str
     operation: str = ""
@@ -157,8 +153,6 @@ class ObservedState:
 
 
 class DrainStep(StrEnum):
-    """The next step."""
-
     NOTHING = "nothing"
     WAIT = "wait"
     """Wait for the blockers to end, or for the daemon to answer."""

@@ -46,8 +46,6 @@ _NO_CONTEXT: Final = frozenset({2, 801})
 
 
 class Cause(StrEnum):
-    """The cause of a suspicion."""
-
     STILL_LISTED = "client_still_listed"
     """A client ended, and its server still lists it."""
     TERMINATE = "terminate_client"
@@ -109,8 +107,6 @@ class Proof(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CanaryEnd:
-    """The result of one canary."""
-
     proof: Proof
     because: str
     """A sentence, which names the canary's pid where there was one."""
@@ -236,7 +232,6 @@ class ListedClients:
     """Listed clients that had ended a look before the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
-        """Record a listed client that lives."""
         before = self._known.get(listed)
         if before is None or before[0] != process:
             self._known[listed] = (process, uid, now)

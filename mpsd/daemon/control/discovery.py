@@ -97,7 +97,7 @@ class DaemonRecord:
         return token
 
     def note(self, daemon: DaemonProcess, variables: Mapping[str, str]) -> None:
-        """Record the process of the daemon."""
+        """Record the daemon as it runs, which names its process."""
         token = self._file.start.token if self._file.start is not None else ""
         start = _Start(
             token, daemon.executable, cuda_variables(variables), daemon.many_users, daemon.started, daemon.identity

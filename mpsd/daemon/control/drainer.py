@@ -91,7 +91,6 @@ class Drainer:
 
     @property
     def desired(self) -> DesiredState:
-        """The present desired state."""
         return self._leaving or self._stored.desired
 
     def load(self) -> None:

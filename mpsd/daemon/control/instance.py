@@ -50,12 +50,10 @@ class Instance:
 
     @property
     def identity(self) -> ProcessIdentity | None:
-        """The identity of the process."""
         return self.process.identity if self.process is not None else None
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process."""
         return self.process.pid if self.process is not None else None
 
     def outdated(self, settings: Settings) -> tuple[str, ...]:

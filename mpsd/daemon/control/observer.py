@@ -428,7 +428,6 @@ class Observer:
         self.control_log.follow(daemon)
 
     def forget(self, server: ProcessIdentity) -> None:
-        """Forget a server that was ended."""
         self._servers.pop(server, None)
 
     def check(self, *, awake: bool) -> bool:

@@ -31,7 +31,6 @@ class OperatorIntent:
 
     @property
     def desired(self) -> DesiredState:
-        """The desired state."""
         return self._stored.desired
 
     @property

@@ -228,8 +228,7 @@ class Quarantine(Protocol):
     """The quarantined uids, and the record of crashes."""
 
     @property
-    def uids(self) -> Collection[int]:
-        """The uids that are quarantined."""
+    def uids(self) -> Collection[int]: ...
 
     def crashed(self, crash: Crash) -> Collection[int]:
         """Record a crash; return the uids that are quarantined for it."""

@@ -140,7 +140,6 @@ class Renewal:
         return (self._distrusted or self._fault) is not None and not self._may_have_unseen_clients and not self.present
 
     def follow(self, state: State) -> None:
-        """Follow the state of the daemon."""
         self.is_running = self.is_running and state in {State.STOPPING, State.DOWN, State.STARTING}
         if state is not State.READY:
             self._next_user = None

@@ -118,8 +118,6 @@ class Lifecycle:
 
 
 class Heartbeat:
-    """The heartbeat of one loop."""
-
     def __init__(self) -> None:
         self._until = inf
 

@@ -43,17 +43,17 @@ class Survivors:
 
     @property
     def servers(self) -> tuple[Server, ...]:
-        """All of them, each with whether it may still be about to end."""
+        """The survivors, each with whether it may still be about to end."""
         return tuple(Server(each.pid, orphan=True, dying=each not in self._orphans) for each in self._servers)
 
     @property
     def all(self) -> tuple[ProcessIdentity, ...]:
-        """All of them."""
+        """The survivors, those that may still be about to end included."""
         return (*self._servers,)
 
     @property
     def used(self) -> tuple[ProcessIdentity, ...]:
-        """Those that may have clients; one that may still be about to end counts."""
+        """The survivors that may have clients; one that may still be about to end counts."""
         return tuple(each for each in self._servers if not (self._unused and each in self._orphans))
 
     def add(self, found: Iterable[ProcessIdentity]) -> None:

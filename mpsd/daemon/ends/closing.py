@@ -16,8 +16,6 @@ from mpsd.daemon.record.log import EventName, Logger
 
 
 class LeaseCommit(Protocol):
-    """Stores leases."""
-
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
         """Store the lease in its present state, and then publish the event."""
 

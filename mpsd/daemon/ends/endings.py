@@ -25,8 +25,6 @@ VIOLATION: Final = "violation"
 
 
 class Endings:
-    """The endings in progress."""
-
     def __init__(self, store: EndStore, settings: LiveSettings, log: Logger) -> None:
         self._store = store
         self._settings = settings
@@ -46,7 +44,6 @@ class Endings:
         """Called when `late_on` may return something else."""
 
     def add(self, daemon: DaemonOfClients) -> None:
-        """Add a control daemon."""
         self._daemons[daemon.name] = daemon
 
     def load(self) -> None:

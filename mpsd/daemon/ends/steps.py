@@ -96,7 +96,6 @@ class EndSteps:
 
     @property
     def pid(self) -> int:
-        """The pid of the process."""
         return self.ending.process.pid
 
     @property

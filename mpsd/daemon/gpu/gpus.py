@@ -23,8 +23,6 @@ _LOOK: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
 
 
 class Gpus:
-    """The state of every GPU."""
-
     def __init__(self, source: GpuSource, modes: ComputeModes, log: Logger, changed: Callable[[], None]) -> None:
         """`changed` is called when the state of a GPU changes."""
         self.by_index: dict[int, Gpu] = {}

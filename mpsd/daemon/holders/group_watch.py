@@ -82,7 +82,6 @@ class GroupWatch:
         return True
 
     def unwatch(self, lease_id: str) -> None:
-        """End all watches for a lease."""
         for holder in self._of.get(lease_id, ()):
             self.cut(lease_id, holder)
 

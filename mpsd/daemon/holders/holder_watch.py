@@ -15,8 +15,6 @@ from mpsd.system.process import Process
 
 
 class HolderWatch:
-    """The watched holders of all leases."""
-
     def __init__(
         self,
         process_gone: Callable[[str, ProcessIdentity], None],
@@ -70,7 +68,6 @@ class HolderWatch:
             self.processes.cut(lease.id, holder.identity)
 
     def unwatch(self, lease_id: str) -> None:
-        """End all watches for a lease."""
         self.processes.unwatch(lease_id)
         self.groups.unwatch(lease_id)
 
@@ -95,6 +92,5 @@ class HolderWatch:
         self.processes.let_go()
 
     def close(self) -> None:
-        """End all watches."""
         self.processes.close()
         self.groups.close()

@@ -26,7 +26,6 @@ class NamedHolder(Struct, frozen=True):
 
     @classmethod
     def claim(cls, claim: Claim) -> "NamedHolder":
-        """Return a claim."""
         return cls(claim)
 
     def close(self) -> None:

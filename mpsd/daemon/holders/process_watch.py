@@ -73,7 +73,6 @@ class ProcessWatch:
             self._of[lease_id] = (*others, identity)
 
     def unwatch(self, lease_id: str) -> None:
-        """End all watches for a lease."""
         for identity in self._of.pop(lease_id, ()):
             self._loosen(lease_id, identity)
 

@@ -20,7 +20,7 @@ _MOST_NAMED: Final = 8
 
 
 class Completeness:
-    """The completeness of each GPU's leases."""
+    """The GPUs of which mpsd may not know every lease, and the processes that have to end until it does."""
 
     def __init__(self, store: LeaseStore, log: Logger) -> None:
         self.changed: Callable[[], None] = lambda: None

@@ -90,8 +90,6 @@ class StoredLeases:
 
 
 class _Row(msgspec.Struct):
-    """The row of a lease on disk."""
-
     number: int
     state: LeaseState | None = None
     """None while it is not on disk."""

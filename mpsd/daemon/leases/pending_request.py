@@ -14,7 +14,6 @@ class PendingRequest(Struct):
     """The callers that wait for the outcome of a request, and that outcome."""
 
     uid: int
-    """The uid of the request."""
     until: float
     """The time until which its callers wait for it, on the monotonic clock."""
     decided: "asyncio.Future[None] | None" = None

@@ -62,7 +62,6 @@ class Quarantine:
 
     @property
     def uids(self) -> Collection[int]:
-        """The quarantined uids."""
         return self._quarantined.keys()
 
     @property

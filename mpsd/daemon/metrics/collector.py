@@ -15,8 +15,6 @@ from mpsd.system.own_cost import own_cost
 
 
 class Collector:
-    """The metrics of one node."""
-
     def __init__(self, node: Node, log: Logger) -> None:
         self._node = node
         self._log = log

@@ -10,8 +10,6 @@ from mpsd.daemon.record.log import EventName
 
 
 class EventKind(NamedTuple):
-    """One kind of event."""
-
     levels: str
     """Its possible levels, of `info`, `warning` and `error`."""
     facts: str

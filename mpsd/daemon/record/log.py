@@ -192,7 +192,6 @@ class Logger:
         self._sink.close(_LAST_WORDS)
 
     def info(self, event: EventName, **facts: object) -> None:
-        """Log a normal event."""
         self._say("info", event, facts)
 
     def warning(self, event: EventName, **facts: object) -> None:
@@ -223,7 +222,6 @@ class LibraryReports(logging.Handler):
         logging.getLogger().addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log a report."""
         facts: dict[str, object] = {"library": record.name, "because": record.getMessage()}
         if record.exc_info:
             facts["exception"] = logging.Formatter().formatException(record.exc_info)

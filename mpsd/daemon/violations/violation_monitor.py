@@ -91,7 +91,6 @@ class ViolationMonitor:
 
     @property
     def violations(self) -> tuple[Violation, ...]:
-        """The open violations."""
         return tuple(self._found)
 
     @property

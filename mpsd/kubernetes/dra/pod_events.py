@@ -36,7 +36,6 @@ class PodEvents:
         self._waiting: queue.Queue[tuple[str, Document]] = queue.Queue(_WAITING)
 
     def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._write, name="events", daemon=True).start()
 
     def warn(self, claim: PreparedClaim, message: str) -> None:

@@ -46,7 +46,6 @@ class PreparedStore:
         return self._claims.get(uid)
 
     def all(self) -> list[PreparedClaim]:
-        """Return all claims."""
         with self._lock:
             return list(self._claims.values())
 

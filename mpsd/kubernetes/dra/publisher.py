@@ -58,7 +58,6 @@ class Publisher:
         self._because = ""
 
     def start(self) -> None:
-        """Begin."""
         threading.Thread(target=self._watch, name="board", daemon=True).start()
         threading.Thread(target=self._publish, name="slices", daemon=True).start()
 

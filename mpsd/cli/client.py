@@ -68,7 +68,7 @@ class Client:
         return type(self)(self.path, deadline=deadline, trusted=self.trusted)
 
     def at(self, path: str) -> Self:
-        """Return a client of the mpsd with that socket; it trusts the same users."""
+        """Return a client of another mpsd, by the path of its socket, with the same trusted users."""
         return type(self)(path, deadline=self._deadline, trusted=self.trusted)
 
     def connect(self) -> "_Connection":

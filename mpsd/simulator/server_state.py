@@ -28,7 +28,8 @@ class Status(StrEnum):
 
 
 class Start(NamedTuple):
-    """The start values of a server; `percentage` and `limits` (bytes by ordinal) are the daemon's defaults then."""
+    """The start values of a server. `percentage`, and `limits` in bytes by ordinal, are the daemon's defaults when it
+    starts."""
 
     devices: tuple[str, ...]
     percentage: float

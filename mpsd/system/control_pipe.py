@@ -39,8 +39,8 @@ T = TypeVar("T")
 _NO_DAEMON: Final = "Cannot find MPS control daemon process"
 
 _LEAST: Final = 0.5
-"""The minimum number of seconds for a front-end. Without it, a front-end that starts just before the deadline, after
-others were rejected, would be killed at once, and a daemon that other front-ends keep busy would seem to hang."""
+"""Minimum seconds for a front-end, even if the deadline comes earlier. Otherwise, after some rejections, the last
+front-end would be killed as soon as it starts, and a daemon that is only busy would seem to hang."""
 
 
 @dataclass(frozen=True, slots=True)

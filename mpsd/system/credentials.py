@@ -89,9 +89,9 @@ def look_up(names: Iterable[str]) -> UserNames:
 def process_of(connection: socket.socket, who: PeerCredentials, accepted: float = inf) -> Process | None:
     """Watch the process that connected; None when it is gone, or not visible in mpsd's pid namespace.
 
-    A reused pid cannot deceive SO_PEERPIDFD. Kernels before 6.5 do not have it, and the pid of the credentials is
-    opened, which is equally safe while the process lives. If another process has the pid by then, it started after the
-    connection was `accepted` (seconds since boot).
+    SO_PEERPIDFD names the process for certain. On kernels before 6.5, which lack it, mpsd opens the pid of the
+    credentials: a process that started after the connection was `accepted` (seconds since boot) is another one with a
+    reused pid.
     """
     try:
         pidfd = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)

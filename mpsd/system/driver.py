@@ -50,7 +50,7 @@ class Driver:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """The directories of its programs: the control program searches PATH for the server (measured)."""
+        """The directories of the driver's programs, for PATH: the control program finds the server there (measured)."""
         programs = (self.control, self.server) if self.server is not None else (self.control,)
         return tuple(dict.fromkeys(str(each.parent) for each in programs))
 

@@ -139,8 +139,8 @@ class LogFollower:
     def keep_within(self, limit: int) -> int:
         """Free the oldest lines that were read when the file occupies more than `limit` bytes; return the bytes freed.
 
-        The range is cut out of the file itself (ext4, xfs), or becomes a hole where the file system cannot do that, so
-        that no line is lost that is written meanwhile. Raises OSError when it can do neither.
+        The range is cut out of the file itself (ext4, xfs), or else becomes a hole. A line that is written meanwhile is
+        not lost. Raises OSError when it can do neither.
         """
         try:
             taken = self._path.stat().st_blocks * 512

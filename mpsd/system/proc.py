@@ -146,9 +146,9 @@ def environment_of(pid: int, is_wanted: Callable[[str], bool]) -> Reading[Mappin
 
     /proc/PID/environ does not show later changes by setenv(3), but shows what the process writes over that area, as a
     program does that sets its title. So an area without a variable is unknown, and not an environment without
-    variables. That of a process that was started without any has no bytes, like that of one that is executing a program
-    or whose first thread has ended (measured on Linux 6.18); it is unknown as well, because a process can move the
-    area. Sources: proc(5), PR_SET_MM in prctl(2).
+    variables. An area without bytes is as unknown. A process has one if it was started without variables, while it
+    executes a program, and once its first thread has ended (measured on Linux 6.18); it can also move its area.
+    Sources: proc(5), PR_SET_MM in prctl(2).
     """
     path = f"/proc/{pid}/environ"
     try:

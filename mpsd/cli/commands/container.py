@@ -210,8 +210,8 @@ def hook(api: Api, lease: str, *, is_of_pod: bool) -> None:
     if is_of_pod:
         _check_same(_take_for_pod(api, lease, request, uid), lease, directory)
         return
-    # Where the runtime makes no control group (podman of a user on version 1), the container's group would belong to
-    # others too; and mpsd does not accept a user's group that was not delegated to the user.
+    # Without a control group by the runtime (podman of a user on version 1), the container would share one with others.
+    # Nor does mpsd accept a group that was not delegated to its user.
     has_group = _groups(state.pid) != _groups("self")
     try:
         taken = _take(api, lease, {**request, "group": has_group})

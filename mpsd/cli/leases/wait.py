@@ -32,7 +32,7 @@ _ASK_AT_LAST: Final = 5.0
 """Maximum seconds between two attempts: the next mpsd keeps the place for much longer (admission.hang_up_grace)."""
 
 _LONGEST_PAUSE: Final = 16.0
-"""Maximum seconds between two queries of the queue; a query costs mpsd more the more requests wait."""
+"""Maximum seconds between two queries of the queue. The longer the queue, the more each query costs mpsd."""
 
 _LOOK: Final = 2.0
 """Seconds for one query, or for the cancellation: neither may delay the user."""

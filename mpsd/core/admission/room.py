@@ -113,12 +113,11 @@ class Room:
         reserved: Reservations,
         placement: Placement,
     ) -> list[Candidate]:
-        """Return the places that a user's request can have now, beside what is reserved; none if there are too few.
+        """Return the GPUs on which a user's request fits now, beside all reservations; none if there are too few.
 
         Best fit takes the GPUs with the least memory left, so that the others stay whole; spread takes those with the
-        most. Of GPUs with equally much left, a GPU is preferred whose leases all give each process the same part as
-        this request: the control daemon has one ceiling for all its clients, and on such a GPU that ceiling is no
-        higher than the part of each.
+        most. Among equals, a GPU is preferred on which all leases give each process the same part as this request. A
+        control daemon has one ceiling for all its clients, and there the ceiling is no higher than each client's part.
         """
         fitting = [
             (offer, need)

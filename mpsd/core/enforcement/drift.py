@@ -93,10 +93,11 @@ def _may_be(pid: str, server: int) -> bool:
 
 
 def in_force(found: Collection[ReadBack], own: Collection[ReadBack]) -> Limits:
-    """Return the widest limits that are in force, by what the daemon and its servers report: limits to keep.
+    """Return the widest limits in force, as the daemon and its servers report them, so that mpsd can keep them.
 
-    `own` contains what mpsd itself set, where it knows that. Another value was set by another program, so the widest
-    one of mpsd's own counts in its place. Memory is rounded up, because MPS reports whole GiB, rounded down.
+    `own` contains the limits that mpsd itself set, as far as it knows them. A reported value that is not among them is
+    another program's, and the widest value of mpsd's own counts instead. Memory is rounded up, because MPS reports
+    whole GiB, rounded down.
     """
     result = NOTHING
     for limit in LIMITS:

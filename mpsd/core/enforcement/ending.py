@@ -140,7 +140,7 @@ class Seen(NamedTuple):
 
 class Act(StrEnum):
     DONE = "done"
-    """None: the process is gone."""
+    """Nothing is left to do: the process is gone."""
     AWAIT = "await"
     """Wait for the pending answer."""
     WAIT = "wait"
@@ -228,9 +228,9 @@ def are_tried(ends: Collection[Progress | None], *, silent: bool, steady: float,
 
     `silent` says that the daemon does not answer, and `steady` for how many seconds that, or the contrary, was so.
 
-    An end that cannot proceed for another reason, such as a control daemon that does not answer, counts as tried only
-    if that lasts: for `patience` seconds no end made progress, and the daemon did not change between silence and
-    answers. The clients of a silent daemon are unknown, so it must have been silent for that long in any case.
+    An end that something else obstructs, such as a silent control daemon, counts as tried only after `patience` seconds
+    in which no end made progress, and the daemon did not change between silence and answers. The clients of a silent
+    daemon are unknown, so it must have been silent for that long in any case.
     """
     is_steady = steady >= patience
     if silent and not is_steady:

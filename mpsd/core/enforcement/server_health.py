@@ -40,8 +40,8 @@ class ServerHealth:
     faults: dict[Pid, Moment] = field(default_factory=dict)
     """By a server's pid, since when it handles a fatal fault: it admits no client until those that it has are gone."""
     reported: dict[Pid, Moment] = field(default_factory=dict)
-    """By a server's pid, since when its log reports a fault, until an answer decides whether it has one: by its state
-    word where the driver has them, and otherwise by its clients, since a server without any has no fault."""
+    """By a server's pid, since when its log reports a fault that no answer has confirmed or refuted. The server's state
+    word decides, where the driver has such words; otherwise its clients do, since a server without any has no fault."""
     has_words: bool = False
     """Whether the servers have state words, as far as known."""
     given: dict[int, ReadBack] = field(default_factory=dict)

@@ -219,8 +219,8 @@ def of_client(
     """Judge a client, regardless of the memory that it holds.
 
     `denied` tells whether a client without a lease is a violation, and `memory` whether the driver limits memory.
-    `near` is, for a client without a lease or beyond the number of its lease, one that it may belong to, although no
-    evidence says so; or, for a client without a lease, the one that it was started under, of another user.
+    `near` is a lease to which an extra client, or one without a lease, may belong although no evidence says so. For a
+    client without a lease, it may also be another user's, under which the client was started.
     """
     client, lease = attached.client, attached.lease
     share = share_on(lease, client.daemon) if lease is not None else None

@@ -78,7 +78,7 @@ class Tally:
             "gpu_xid": self._fault,
             "lines_left_out": self._leave_out,
         }
-        """The events whose facts are counted too, by the method that counts them."""
+        """By event, the method that counts its facts, too."""
 
     def count(self, lines: Iterable[Line]) -> None:
         """Count lines that are about to be written."""

@@ -1,9 +1,9 @@
 """Whether the server of a control daemon serves clients: the causes of suspicion, and the proof by canaries. Pure.
 
-When a client is killed while one of its kernels is in flight, and no other client is connected, it can leave a *wedge*:
-the server reports ACTIVE, lists its clients, logs nothing, and every later client hangs for ever when it initialises
-CUDA. Only a new server ends that. Source: the package text of drain.go in kai-scheduler/gpu-fractioning, pull request
-147, which says that NVIDIA confirmed it.
+A client that is killed while one of its kernels is in flight, with no other client connected, can leave a *wedge*: the
+server reports ACTIVE, lists its clients, and logs nothing, but every later client hangs for ever in CUDA's
+initialisation. Only a new server ends that. Source: the package text of drain.go in kai-scheduler/gpu-fractioning, pull
+request 147, which says that NVIDIA confirmed it.
 
 No state word and no answer of the control pipe shows a wedge. A *canary* does: a client of mpsd's own that initialises
 CUDA, makes a context, and reports the result.

@@ -170,9 +170,9 @@ async def _watched(
 ) -> tuple[bool, str | None]:
     """Wait for a canary to begin to initialise CUDA, for `start` seconds, and then for its answer, or its end.
 
-    `lines` returns the lines that it has printed. Returns whether it has answered or ended, and if not, why that proves
-    nothing, if anything hindered it at any time: its user can stop it or its server, and resume it just before its time
-    is over. The checks for that therefore come at random moments.
+    `lines` returns the lines that it has printed. Returns whether it has answered or ended, and otherwise what hindered
+    it, if anything: then its silence proves nothing. A hindrance at any time counts, since its user can stop it or its
+    server, and resume it just before the end. The checks for that therefore come at random moments.
     """
     end, begun, hindered = clock.monotonic() + start, False, None
     while (left := end - clock.monotonic()) > 0:

@@ -51,7 +51,7 @@ class LetInRecord:
         self.let_in = LetIn()
 
     def begin(self, process: ProcessIdentity) -> None:
-        """Store that a control daemon was started to which no uid has pipe access yet, for the next mpsd."""
+        """Begin the record of a control daemon that was just started: no uid has pipe access yet."""
         self._process, self.let_in = process, LetIn()
         self._write()
 

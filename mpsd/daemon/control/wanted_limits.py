@@ -27,7 +27,7 @@ from mpsd.system import clock
 from mpsd.system.process import Process
 
 _MOMENT: Final = 0.2
-"""Seconds for which limits that were read back count as in force where the log does not show who changes them."""
+"""Where the log is silent, seconds for which a reading of the limits counts as their present state."""
 
 
 class WantedLimits:

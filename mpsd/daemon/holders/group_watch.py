@@ -14,9 +14,9 @@ from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
 from mpsd.system.descriptors import Purpose
 
 _MOST_SECONDS: Final = 0.02
-"""Seconds for which groups are polled at one tick; the remaining ones are polled at the next. A group of version 2
-answers within microseconds. For one of version 1, all groups below it are searched, of which its user may have made as
-many as mpsd searches: 12 ms (measured)."""
+"""Maximum seconds of one tick for polling groups; the others follow at the next tick. A group of version 2 answers
+within microseconds. In version 1, mpsd searches all groups below it, up to a maximum, and a user can make that many: 12
+ms (measured)."""
 
 
 @dataclass(slots=True)

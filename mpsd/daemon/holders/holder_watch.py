@@ -74,8 +74,8 @@ class HolderWatch:
     def around(self, pid: int) -> Iterator[tuple[str, ...]]:
         """Yield the leases that a process has through its ancestors and its control groups, the nearest first.
 
-        A control group comes after those ancestors that are in it, and before the others: a process that requested a
-        lease within a container has the lease for itself, and the process that started the container has no part in it.
+        A control group comes after the ancestors in it, and before all others. A process in a container thus has its
+        own lease first, then the container's, and last that of the process that started the container.
         """
         groups = [*self.groups.around(pid)]
         for ancestor in proc.ancestors(pid):

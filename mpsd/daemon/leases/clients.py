@@ -94,9 +94,10 @@ class Clients:
         return self._find(client)[0]
 
     def lease_near(self, client: Client) -> Lease | None:
-        """Return a lease on the GPU of a client without a lease that tells more about it; None where there is none.
+        """Return the lease that explains a client without one, on the client's GPU; None where no lease does.
 
-        It may belong to one of its uid that has room. Otherwise it may have been started under one of another user.
+        The client may belong to a lease of its own uid that has room. Otherwise, it may have been started under a lease
+        of another user.
         """
         own = (lease for lease in self._ledger.leases.values() if lease.owner.uid == client.uid)
         named = self._named(client)

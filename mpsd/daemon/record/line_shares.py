@@ -1,8 +1,8 @@
-"""How many lines of the log, and so events, one uid may cause; further lines are counted, and reported in one line.
+"""Each uid's share of the log, and so of the events. Lines beyond a share are counted, and reported in one line.
 
-The kept events are numbered without a gap, so none can be removed later. Lines beyond a uid's share are therefore left
-out before they get a number, because they would displace the events of all other users. The decisions are stored, and
-shown by the API, nevertheless.
+Without shares, the events of one user could displace those of all others. Events are numbered without a gap, so none
+can be removed later: a line is left out before it gets a number. Its decision is stored, and shown by the API, all the
+same.
 """
 
 import asyncio

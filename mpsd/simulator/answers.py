@@ -19,7 +19,7 @@ BRANCHES: Final = (470, 535, 550, 555, 580)
 ANNOUNCES_QUIT: Final = 535
 """The log reports each `quit -t`."""
 GUARDS_DEFAULTS: Final = 550
-"""Only root and the daemon's own user may change a default; before, any local user could."""
+"""Only root and the daemon's own user may change a default; on older branches, any local user can."""
 ANNOUNCES_FORCE: Final = 550
 """The log reports each forced shutdown of a server."""
 CHILD_LOGS_START: Final = 550

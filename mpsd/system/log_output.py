@@ -32,7 +32,7 @@ class LogOutput:
 
     def __init__(self, descriptor: int) -> None:
         self.gap: Callable[[int], bytes] = lambda _: b""
-        """Makes the line that reports how many lines were lost before it; called just before it is written."""
+        """Returns a line of the log that says how many lines were lost. It is called when that line can be written."""
         self.lost = 0
         """Lines lost since mpsd started."""
         self._not_logged = 0

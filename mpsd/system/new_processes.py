@@ -34,8 +34,7 @@ class NewProcesses:
         self._last = _last_pid()
         self._looks = 0
         self._again: dict[int, list[tuple[int, int]]] = {}
-        """The key is the number of a look; the value lists the pids that it returns again, and how often they were
-        returned."""
+        """By the number of a later look, the pids to return again then, each with how often that has happened."""
 
     def look(self) -> list[int]:
         """Return pids that started since the last look and still exist, and repeat some of recent looks.

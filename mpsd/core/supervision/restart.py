@@ -37,8 +37,6 @@ class RestartPolicy:
 
 
 class RestartVerdict(StrEnum):
-    """The reaction to a death."""
-
     AT_ONCE = "at_once"
     LATER = "later"
     GIVE_UP = "give_up"

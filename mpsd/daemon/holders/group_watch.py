@@ -15,8 +15,8 @@ from mpsd.system.descriptors import Purpose
 
 _MOST_SECONDS: Final = 0.02
 """Maximum seconds of one tick for polling groups; the others follow at the next tick. A group of version 2 answers
-within microseconds. In version 1, mpsd searches all groups below it, up to a maximum, and a user can make that many: 12
-ms (measured)."""
+within microseconds. In version 1, mpsd searches the groups below it too, and a user can make as many as the search
+allows: 12 ms (measured)."""
 
 
 @dataclass(slots=True)

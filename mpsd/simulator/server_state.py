@@ -28,7 +28,7 @@ class Status(StrEnum):
 
 
 class Start(NamedTuple):
-    """What a server starts with: `percentage`, and `limits` in bytes by ordinal, are its daemon's defaults then."""
+    """The start values of a server: `percentage`, and `limits` in bytes by ordinal, are its daemon's defaults then."""
 
     devices: tuple[str, ...]
     percentage: float

@@ -161,9 +161,9 @@ class Ledger:
         InvalidRequestError, QuotaError, NeverFitsError and ExceedsDaemonLimitError where waiting cannot help,
         DoesNotFitError and DaemonNotReadyError for a request that does not wait, QueueFullError and TooManyLeasesError.
         """
-        # 1. What never fits is refused first: to wait, or to release other leases, cannot help.
+        # 1. A request that never fits is refused first: neither a wait nor a release of other leases can help.
         # 2. The node's maximum of leases counts those that wait, too.
-        # 3. What fits beside all that comes before it is granted.
+        # 3. A request that fits beside all earlier ones is granted.
         # 4. A request that does not wait is refused with what it lacks. It needs no place in the queue, so a full queue
         #    is not its reason.
         # 5. The others join the queue while it has room, for the user and in all.

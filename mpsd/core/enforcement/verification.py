@@ -115,7 +115,7 @@ def verify(
     # 1. A violation is certain, whatever else is unknown.
     # 2. A doubt comes before "no client yet": an unseen process may be attached.
     # 3. Without a client, nothing was verified, so that is not `ok`.
-    # 4. All is well. What later contexts may lack changes the sentence, and not the verdict.
+    # 4. All is well. A later context may lack something: the sentence says so, and the verdict stays.
     if wrong:
         verdict, (because, hint) = Verdict.VIOLATION, wrong[0]
     elif doubts:

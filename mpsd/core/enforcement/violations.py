@@ -134,7 +134,7 @@ def unknown(client: Client, lease: Lease, share: Share, *, memory: bool) -> str:
     pid = client.identity.pid
     dropped = memory and _invisible_entry(client) is not None  # a violation, which says more
     more = "" if dropped else exceeds(can_use(client).most, part(lease, share), memory=memory)
-    # What a client may use beyond its part comes before what it may lack: only the former can harm others.
+    # A client that may use more than its part comes before one that may have less: only the former can harm others.
     # 1. mpsd cannot read the environment in which it was started. That matters where more than its part was open, and
     #    where memory is limited, since an entry there can make MPS drop the limit.
     # 2. It can use more, and what was open when it attached is unknown.

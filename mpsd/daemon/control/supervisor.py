@@ -520,7 +520,7 @@ class Supervisor:
         #    all clients.
         # 4. A daemon on which nothing is granted is replaced once it is unused, unless an operator's command decides
         #    about it.
-        # 5. An operator's command goes on, by an answer that is younger than the command: an older one may lack a
+        # 5. An operator's command continues. It needs an answer younger than itself, since an older one may lack a
         #    client.
         if is_unresponsive and not stopped and await self._renewal.is_blocked_by_last_user():
             because = self._lifecycle.because

@@ -37,9 +37,10 @@ _KEEP_ALIVE: Final = 75.0
 """Seconds for which a connection may be idle between two requests, or may take to send the next one."""
 
 _SLOW: Final = 5.0
-"""Seconds that a caller may take to receive what was sent to it, or the next `_LEAST` bytes of it."""
+"""Seconds that a caller may take to receive what was sent to it, or until the kernel takes `_LEAST` more of it."""
 
 _LEAST: Final = 64 * 1024
+"""Bytes. The kernel takes more only once three quarters of what it holds are read. Source: unix_writable, net/unix."""
 
 _VERSIONS: Final = {"1.0", "1.1"}
 

@@ -178,7 +178,12 @@ class LimitGates:
             if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
             how_long = self._awaited(lease, gate)
-            if anew and how_long is Awaited.ALWAYS and self._rules.attach is Attach.STRICT and lease.attached:
+            if (
+                anew
+                and how_long is Awaited.ALWAYS
+                and self._rules.attach is Attach.STRICT
+                and lease.clients_on(share.gpu)
+            ):
                 self._read_soon(now)
             limits = None if how_long is Awaited.NOBODY else ceiling.each_process(lease, share)
             if limits is None:

@@ -269,7 +269,7 @@ class ViolationMonitor:
         # 2. The memory of a client belongs to the client's lease. A client beyond that lease's number is judged as one
         #    without.
         # 3. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
-        # 4. What is left may belong to a family in which a holder has changed its user.
+        # 4. Any other process may belong to a family in which a holder has changed its user.
         # A holder that has changed its user skips 2 and 3: its memory is not its lease's any more.
         for gpu, usage in self._usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():

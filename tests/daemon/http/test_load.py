@@ -7,6 +7,7 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -355,6 +356,27 @@ class TestReaders:
         assert memory(line.node) - before < 50 * 2 * size + 8 * MIB
         wait_until(lambda: all(closed(each) for each in deaf), what="the deaf ones to be hung up on", deadline=20)
         assert served(line, ANN)
+
+    def test_large_answer_to_one_that_reads(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
+        """A caller that reads a large answer slowly gets all of it, also where that takes longer than its deadline."""
+        durations = {"mpsd.daemon.http.connection._SLOW": 2.0}
+        line = make_line(make_node(simulate=4, durations=durations, config="[api]\nrequests_per_uid = 50\n").start())
+        for number in range(160):
+            line.granted(**SMALL, gpu=f"{number % 4}", labels=LABELS)
+        slow, received = connect(line.node), b""
+        slow.send(message("GET", "/v1/leases"))
+
+        def whole() -> bool:
+            nonlocal received
+            piece = slow.connection.recv(16384)
+            assert piece, f"the connection was closed after {len(received)} bytes"
+            received += piece
+            head, _, body = received.partition(b"\r\n\r\n")
+            return len(body) == int(head.partition(b"Content-Length: ")[2].split()[0])
+
+        began = time.monotonic()
+        wait_until(whole, what="the whole answer", deadline=60)
+        assert time.monotonic() - began > durations["mpsd.daemon.http.connection._SLOW"]  # or nothing was tried
 
 
 class TestDescriptors:

@@ -411,7 +411,7 @@ class TestSocket:
         for caller in callers:
             caller.start()
         try:
-            for _ in range(5):
+            for _ in range(20):
                 before = node.pid
                 node.end()
                 node.start()
@@ -420,7 +420,7 @@ class TestSocket:
             over.set()
             for caller in callers:
                 caller.join()
-        assert not wrong
+        assert not wrong, wrong
 
     @needs_root
     def test_refused_start(self, hand: Callable[..., Handed]) -> None:

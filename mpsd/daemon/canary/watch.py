@@ -161,7 +161,7 @@ class ServerWatch:
             if watched.server is not None:
                 because = f"server {watched.server.pid} is older than this mpsd"
                 self.suspect(Suspicion(Cause.ADOPTED, because))
-            self._supervisor.unexamined.clear()
+            self._supervisor.note_examined()
         self._look_at_clients(servers)
         self._apply()
 

@@ -305,6 +305,11 @@ class Supervisor:
             self._suspect = because
             self._lifecycle.notify_changed()
 
+    def note_examined(self) -> None:
+        """Let grants continue that waited for the examination of adopted servers, unless one of them is suspect."""
+        self.unexamined.clear()
+        self._lifecycle.notify_changed()
+
     @property
     def canaries(self) -> set[int]:
         """The pids of the running canaries, which do not count as clients."""

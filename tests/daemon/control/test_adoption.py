@@ -58,6 +58,15 @@ class TestAway:
         # mpsd stopped on request, so there is nothing to report about the daemons either.
         assert node.events("daemon_death") == []
 
+    def test_grant_before_the_examination(self, make_node: Start) -> None:
+        """A grant waits for the examination of what was adopted, and continues as soon as that is over."""
+        durations = {"mpsd.daemon.canary.watch._ADOPTED": 0.5}
+        config = "[daemon]\nprobe_interval = 60.0\nanswer_deadline = 40.0\n"  # nothing else wakes the grant
+        node = make_node(simulate=1, config=config, durations=durations).start()
+        node.end(signal.SIGKILL)
+        node.start()
+        assert node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).status == 201
+
     def test_unwritable_record(self, node: Node) -> None:
         """A control daemon whose record can be neither read nor written is adopted by the kernel's evidence."""
         before = node.daemons()

@@ -411,7 +411,7 @@ class TestSocket:
         for caller in callers:
             caller.start()
         try:
-            for _ in range(20):
+            for _ in range(10):
                 before = node.pid
                 node.end()
                 node.start()

@@ -4,7 +4,7 @@ This is the only module of mpsd/cli that imports rooms other than core; `mpsctl 
 """
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Final, cast
 from mpsd import __version__
 from mpsd.core.configuration.document import from_mapping
 from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
-from mpsd.core.doctor.observed import Answers, DaemonAnswer, GpuAnswer, Observed, ProcessSeen, ServiceSeen, SocketSeen
-from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
-from mpsd.core.doctor.observed_records import RecordsSeen
+from mpsd.core.doctor.observed import Answers, ClientSeen, Observed, ProcessSeen, Report, ServiceSeen, SocketSeen
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
-from mpsd.core.health import Kind, Reason
+from mpsd.core.health import Kind
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
 from mpsd.system import host_environment
-from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, records, service
+from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types
@@ -97,7 +95,7 @@ async def _mend(
 async def _observe(api: "Api", where: Where) -> Observed:
     units = await service.units()  # before the first connection: it starts an mpsd whose socket systemd listens on
     socket = service.look_at_socket(where.socket)
-    answers, remedy, in_force = _ask(api)
+    answers, remedy = _ask(api)
     believed = socket.listener is not None and socket.listener[1] in {*_OWN, *api.trusted}
     process = proc.process(socket.listener[0]) if believed and socket.listener and socket.listener[0] else None
     if process is not None and not proc.is_mpsd(process.arguments):
@@ -109,61 +107,37 @@ async def _observe(api: "Api", where: Where) -> Observed:
     )
     root = where.root or arguments_of.root
     configuration = service.configuration(where.config or arguments_of.config, root)
-    settings = service.in_force(in_force, configuration.settings)
+    settings = _to_judge_by(answers, configuration.settings)
     holder = service.lock_holder(settings.paths.runtime_dir)
     processes = proc.processes((arguments_of.control or settings.daemon.control,), settings.paths.runtime_dir)
     process = process or _holder(holder, processes)
     simulated = isinstance(answers, Known) and answers.value.simulated
-    seen = ServiceSeen(
-        version=__version__,
-        socket=socket if believed or socket.listener is None else replace(socket, untrusted=True),
-        answers=answers,
-        remedy=remedy,
-        process=process,
-        lock_holder=holder,
-        units=units,
-        in_force=in_force,
-    )
-    if process is not None:
-        lacking = tuple(host_environment.lacking(settings, process.capabilities))
-        seen = replace(seen, lacking=lacking, few_uids=service.few_uids(process.pid), tasks=service.tasks(process.pid))
-    apart = _apart(settings, socket, process)
     return Observed(
         settings=settings,
         configuration=configuration,
-        service=seen,
-        files=disk.look(settings, private=root is not None, apart=apart),
+        service=ServiceSeen(
+            version=__version__,
+            socket=socket,
+            answers=answers,
+            remedy=remedy,
+            process=process.pid if process is not None else None,
+            lock_holder=holder,
+            units=units,
+        ),
+        files=disk.look(settings, private=root is not None, apart=_apart(settings, socket, process)),
         processes=processes,
         gpus=await gpus.look(settings, arguments_of.control, simulated=simulated),
         clients=_clients(api) if isinstance(answers, Known) else Unknown(answers.reason),
         host=machine.look({name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}),
-        records=_records(api, settings, seen, apart),
     )
 
 
-def _records(api: "Api", settings: Settings, seen: ServiceSeen, apart: Collection[Path]) -> RecordsSeen:
-    """Inspect the history and the metrics."""
-    state, answers = settings.paths.state_dir, seen.answers
-    elsewhere = f"{state} is a different directory for mpsd and for mpsctl, since one of them is in a container"
-    pid = seen.process.pid if seen.process is not None else None
-    return RecordsSeen(
-        store=Unknown(elsewhere) if state in apart else records.look_at_store(state / "accounts.db"),
-        trouble=_trouble(api) if isinstance(answers, Known) else Unknown("mpsd does not answer"),
-        listener=records.look_at_listener(settings, pid)
-        if isinstance(answers, Known) or not settings.metrics.listen
-        else Unknown("mpsd does not answer"),
-        textfile=records.look_at_textfile(seen.units),
-    )
-
-
-def _trouble(api: "Api") -> Reading[str]:
-    """Return the reason why mpsd cannot store samples of the history; empty if it can."""
-    try:
-        return Known(api.history(by="gpu", since="60", totals="true")["because"])
-    except MpsdError as error:
-        return Unknown(f"the history is unknown: {error.detail}")
-    except KeyError as strange:
-        return Unknown(f"the history is unknown: mpsd's answer has no {strange}")
+def _to_judge_by(answers: Reading[Answers], file: Reading[Settings]) -> Settings:
+    """Return the settings to judge by: mpsd's own if known, else the file's, else the defaults."""
+    for each in (answers.value.settings if isinstance(answers, Known) else answers, file):
+        if isinstance(each, Known):
+            return each.value
+    return Settings()
 
 
 def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> tuple[Path, ...]:
@@ -181,47 +155,54 @@ def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...
     return next((each for each in processes.value if each.pid == lock.value and each.part == "mpsd"), None)
 
 
-def _ask(api: "Api") -> tuple[Reading[Answers], str, Reading[Settings]]:
-    """Return mpsd's answers about the node, a remedy where it does not answer, and its settings."""
+def _ask(api: "Api") -> tuple[Reading[Answers], str]:
+    """Return mpsd's answers about the node, and a remedy where it does not answer."""
     try:
         status, config = api.status(), api.config()
-    except UnreachableError as error:
-        silent = Unknown(error.detail)
-        return silent, error.hint, silent
-    except UntrustedSocketError as error:
-        silent = Unknown(error.detail)
-        return silent, error.hint, silent
+    except (UnreachableError, UntrustedSocketError) as error:
+        return Unknown(error.detail), error.hint
     except MpsdError as error:
-        silent = Unknown(f"it refused this caller: {error.detail}")
-        return silent, error.hint, silent
+        return Unknown(f"it refused this caller: {error.detail}"), error.hint
     try:
+        daemons = status["daemons"]
         answers = Answers(
             version=status["version"],
-            healthy=status["healthy"],
-            because=status["because"],
             simulated=status["simulated"],
-            reasons=tuple(map(_reason, (*status["reasons"], *status["warnings"]))),
-            gpus=tuple(map(_gpu, status["gpus"])),
-            daemons=tuple(map(_daemon, status["daemons"])),
-            violations=tuple(map(_violation, status["violations"])),
+            settings=_settings(config),
+            reports=tuple(_reports(status)),
+            daemons=frozenset(each["pid"] for each in daemons if each["pid"] is not None),
+            servers=frozenset(server["pid"] for each in daemons for server in each["servers"]),
         )
-    except (KeyError, ValueError) as strange:
-        what = f"no {strange}" if isinstance(strange, KeyError) else f"a reason of an unknown kind ({strange})"
-        silent = Unknown(f"mpsd's answer has {what}, so mpsd and mpsctl are of different versions")
-        return silent, "restart mpsd so that both have the same version (clients are not affected)", silent
-    return Known(answers), "", _settings(config)
+    except KeyError as strange:
+        because = f"mpsd's answer has no {strange}, so mpsd and mpsctl are of different versions"
+        return Unknown(because), "restart mpsd so that both have the same version (clients are not affected)"
+    return Known(answers), ""
 
 
-def _reason(reason: "answer_types.Reason") -> Reason:
-    """Return a reason from mpsd's answer. Raises ValueError for a kind that this version does not know."""
-    return Reason(Kind(reason["kind"]), reason["subject"], reason["because"], reason["hint"])
+def _reports(status: "answer_types.Status") -> Iterator[Report]:
+    """Yield all that mpsd says about the node, the gravest first."""
+    for reason in status["reasons"]:
+        verdict = "warn" if reason["kind"] == Kind.HOLD else "fail"  # an operator chose that
+        yield Report(verdict, reason["because"], reason["hint"], reason["subject"])
+    for warning in status["warnings"]:
+        yield Report("warn", warning["because"], warning["hint"], warning["subject"])
+    for violation in status["violations"]:
+        yield Report("warn", violation["because"], violation["hint"], f"pid {violation['pid']}")
+    for daemon in status["daemons"]:
+        if daemon["unknown_lines"]:
+            latest = next(reversed(daemon["latest_unknown_lines"]), "")
+            because = f"mpsd does not know {daemon['unknown_lines']} lines in the logs of {daemon['name']}: {latest!r}"
+            hint = "a newer mpsd may know the words of this driver; for the latest of them: mpsctl daemons -o json"
+            yield Report("warn", because, hint, daemon["name"])
+    for note in status["notes"]:
+        yield Report("note", note)
 
 
 def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
     """Inspect the processes of the leases that the caller may see."""
     try:
         processes = [
-            (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]), pid in lease["clients"])
+            (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]))
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))
@@ -232,28 +213,6 @@ def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
     except (KeyError, TypeError, ValueError) as strange:  # the answer of an mpsd of another version, or a forged one
         return Unknown(f"the leases are unknown: mpsd's answer has other fields than this mpsctl knows ({strange})")
     return Known(clients.look_at_all(processes))
-
-
-def _gpu(gpu: "answer_types.Gpu") -> GpuAnswer:
-    mode, uuid = gpu["compute_mode"], gpu["uuid"]
-    return GpuAnswer(gpu["index"], uuid, gpu["health"], mode, gpu["clients"], gpu["clients_max"])
-
-
-def _violation(each: "answer_types.Violation") -> ViolationAnswer:
-    return ViolationAnswer(each["kind"], each["pid"], each["because"], each["hint"])
-
-
-def _daemon(daemon: "answer_types.Daemon") -> DaemonAnswer:
-    return DaemonAnswer(
-        name=daemon["name"],
-        state=daemon["state"],
-        pid=daemon["pid"],
-        pipe_directory=daemon["pipe_directory"],
-        orphans=tuple(each["pid"] for each in daemon["servers"] if each["orphan"]),
-        unknown_lines=daemon["unknown_lines"],
-        latest_unknown_line=next(reversed(daemon["latest_unknown_lines"]), ""),
-        dying=tuple(each["pid"] for each in daemon["servers"] if each.get("dying")),
-    )
 
 
 def _settings(config: "answer_types.Config") -> Reading[Settings]:

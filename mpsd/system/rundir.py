@@ -269,6 +269,21 @@ def closed_to_others(path: Path) -> Path | None:
     return None
 
 
+def check_directory(directory: Path) -> None:
+    """Refuse an existing directory that mpsd would not use. Raises ConfigurationError, and OSError."""
+    path_safety.check_path(directory)
+    try:
+        own = path_safety.is_own(directory)
+    except FileNotFoundError:
+        return  # mpsd makes it
+    if not own:
+        raise ConfigurationError(
+            f"{directory} is not private to mpsd: it is a symbolic link, belongs to another user, or is"
+            " writable for all users, or for users or groups other than root's and mpsd's",
+            hint="choose a directory that only mpsd can write to",
+        )
+
+
 def _make(directory: Path, mode: int) -> None:
     """Make a directory and its parents. No stranger may be able to write to it or to replace it."""
     try:
@@ -277,20 +292,13 @@ def _make(directory: Path, mode: int) -> None:
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode=0o700)
             directory.chmod(mode)
-        path_safety.check_path(directory)
-        own = path_safety.is_own(directory)
+        check_directory(directory)
     except OSError as error:
         raise ConfigurationError(
             f"cannot create {directory}: {error.strerror}",
             hint="choose a directory that mpsd may write to, for example with --root; in a container, mount a"
             " volume there",
         ) from error
-    if not own:
-        raise ConfigurationError(
-            f"{directory} is not private to mpsd: it is a symbolic link, belongs to another user, or is"
-            " writable for all users, or for users or groups other than root's and mpsd's",
-            hint="choose a directory that only mpsd can write to",
-        )
     if not os.access(directory, os.W_OK | os.X_OK):
         raise _not_writable(directory)
 

@@ -14,7 +14,6 @@ import pytest
 
 from tests.cli.conftest import run_mpsctl
 from tests.daemon.caller import needs_root
-from tests.daemon.conftest import Start
 
 pytestmark = [needs_root, pytest.mark.thorough]
 
@@ -195,13 +194,5 @@ class TestDoctor:
             assert done.returncode == 77
             assert "--fix" in done.stderr
         else:
-            (check,) = [each for each in json.loads(done.stdout)["checks"] if each["id"] == "socket"]
+            (check,) = [each for each in json.loads(done.stdout)["checks"] if each["id"] == "mpsd"]
             assert (check["verdict"], f"uid {ANN}" in check["because"]) == ("fail", True)
-
-    def test_opens_its_own(self, make_node: Start) -> None:
-        """A directory of mpsd's own is opened as usual."""
-        node = make_node(simulate=1, control=None).start()
-        run = node.root / "run" / "mps"
-        run.chmod(0o700)
-        done = node.mpsctl("doctor", "--fix", "--only", "traverse", "--root", str(node.root))
-        assert (done.returncode, stat.S_IMODE(run.stat().st_mode)) == (0, 0o701), done.stdout + done.stderr

@@ -131,7 +131,7 @@ def test_doctor(make_node: Start) -> None:
     """The doctor mentions look-alikes of MPS, and reports no fault for them."""
     node = make_node(simulate=1).start()
     env = environment(node)
-    checks = ("foreign-daemon", "orphans", "front-end", "other-daemon", "stopped", "look-alikes")
+    checks = ("foreign-daemon", "orphans", "other-daemon", "stopped", "look-alikes")
     with disguised(*CONTROL, env=env) as control, disguised(*SERVER, env=env) as server:
         os.kill(server.pid, signal.SIGSTOP)
         done = node.mpsctl("doctor", "-o", "json", *(each for check in checks for each in ("--only", check)))

@@ -4,16 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import Observed
-from mpsd.core.doctor.observed_clients import ClientSeen
-from mpsd.core.model import Known, Unknown, ViolationKind
+from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
+from mpsd.core.doctor.observed import ClientSeen, Observed
+from mpsd.core.model import Known, Unknown
 from mpsd.core.units import MIB, format_size
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-
-_HOST_MEMORY: Final = 50 * MIB
-"""Approximate bytes of the node's own memory that a context takes (NVIDIA, fractions of a GPU in Dynamo)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +56,6 @@ def _unreadable(seen: Observed) -> Iterator[Finding]:
             yield unknown(each.variables.reason, subject=f"pid {each.pid}")
 
 
-def _violations(seen: Observed, kind: ViolationKind) -> Iterator[Finding]:
-    answers = seen.service.answers
-    if isinstance(answers, Unknown):
-        yield unknown(answers.reason)
-        return
-    for each in answers.value.violations:
-        if each.kind == kind:
-            yield Finding(Verdict.WARN, each.because, {"pid": each.pid}, each.hint, f"pid {each.pid}")
-
-
-def _short(seen: Observed) -> Iterator[Finding]:
-    yield from _violations(seen, ViolationKind.SHORT)
-
-
-def _trap(seen: Observed) -> Iterator[Finding]:
-    yield from _violations(seen, ViolationKind.LIMITS)
-
-
 def _ordinals(seen: Observed) -> Iterator[Finding]:
     yield from _unreadable(seen)
     for each in _there(seen):
@@ -97,31 +75,6 @@ def _ordinals(seen: Observed) -> Iterator[Finding]:
             " set it in the program's own start (for Ray: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1)"
         )
         yield Finding(verdict, because, {"pid": each.pid, VISIBLE: value}, remedy, f"pid {each.pid}")
-
-
-def _host_memory(seen: Observed) -> Iterator[Finding]:
-    yield from _unread(seen)
-    closed = [each.pid for each in _there(seen) if isinstance(each.group, Unknown)]
-    if closed:
-        yield unknown(f"the memory control group of pid {', '.join(map(str, closed))} cannot be read", AS_ROOT)
-    known = [(each, each.group.value) for each in _there(seen) if isinstance(each.group, Known)]
-    groups = {group.path: (group, each) for each, group in known if group is not None}
-    for group, one in groups.values():
-        inside = [each for each, its in known if its is not None and its.path == group.path]
-        needed = _HOST_MEMORY * len(inside)
-        left = group.limit - group.used
-        if group.limit >= needed and (left >= _HOST_MEMORY or all(each.client for each in inside)):
-            continue
-        limit, free = (format_size(max(number, 0) // MIB * MIB) for number in (group.limit, left))
-        because = (
-            f"{group.path} limits {len(inside)} processes with leases, such as pid {one.pid}, to"
-            f" {limit} of host memory, of which {free} are free: each context takes about"
-            f" {format_size(_HOST_MEMORY)}, and CUDA says out of memory without it"
-        )
-        verdict = Verdict.FAIL if group.limit < needed else Verdict.WARN
-        evidence = {"group": group.path, "limit": group.limit, "used": group.used, "processes": len(inside)}
-        remedy = "raise the memory limit of that control group, container or unit (memory.max, MemoryMax=)"
-        yield Finding(verdict, because, evidence, remedy, group.path)
 
 
 def _framework(seen: Observed) -> Iterator[Finding]:
@@ -162,28 +115,10 @@ def _framework_of(each: ClientSeen) -> Framework | None:
 
 CHECKS: Final = (
     Check(
-        "short-client",
-        "every client attached while its lease's part was open",
-        "The client has less than its lease, for as long as it lives.",
-        _short,
-    ),
-    Check(
-        "invisible-gpu",
-        "no client's memory limit names a GPU that it does not see",
-        "MPS drops every memory limit of such a client, the server's too.",
-        _trap,
-    ),
-    Check(
         "gpu-numbers",
         f"the processes of leases name their GPU by UUID in {VISIBLE}",
         "A process finds no GPU, or another one.",
         _ordinals,
-    ),
-    Check(
-        "host-memory",
-        "the control groups of clients have room for CUDA's host memory",
-        "CUDA fails with an out-of-memory error, although the GPU has memory.",
-        _host_memory,
     ),
     Check(
         "framework-memory",

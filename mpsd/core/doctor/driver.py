@@ -1,7 +1,6 @@
 """Checks of NVIDIA's driver and its programs: whether they exist, match, and support what mpsd needs."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from mpsd.core import gpus
@@ -9,7 +8,6 @@ from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
 from mpsd.core.doctor.observed import NodeGpus, Observed
 from mpsd.core.model import Known, Unknown
 from mpsd.core.mps.daemon_flags import MANY_USERS
-from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.settings import Users
 
 
@@ -17,20 +15,6 @@ def node_of(seen: Observed) -> NodeGpus | None:
     """Return what NVML reported of the node; None where it reported nothing."""
     node = seen.gpus.node
     return node.value if isinstance(node, Known) else None
-
-
-_ANONYMOUS: Final = 580
-"""The first driver whose servers share memory with their clients without a file in /dev/shm (its own logs)."""
-
-
-def without_shm(seen: Observed, finding: Finding) -> Finding:
-    """Adapt a finding about /dev/shm to this driver: from 580 on it is unknown whether it matters."""
-    node = node_of(seen)
-    branch = gpus.driver_branch(node.driver) if node is not None else None
-    if branch is None or branch < _ANONYMOUS:
-        return finding
-    because = f"{finding.because}; from driver {_ANONYMOUS} on that may not matter: servers share memory without a file"
-    return replace(finding, verdict=Verdict.UNKNOWN, because=because)
 
 
 def unread(seen: Observed) -> Iterator[Finding]:
@@ -72,10 +56,10 @@ def _versions(seen: Observed) -> Iterator[Finding]:
     node = node_of(seen)
     if node is None:
         return
-    found = [*_of_package(seen, node), *_of_logs(seen, node)]
+    found = [*_of_package(seen, node), *_of_logs(seen, node), *_of_library(seen, node)]
     yield from (each for each in found if each.verdict is not Verdict.OK)
     if not found:
-        yield unknown("neither a package nor a log gives the version of the control program")
+        yield unknown("no package, log or library gives a version to compare with the driver's")
 
 
 def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
@@ -96,7 +80,7 @@ def _of_package(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
 
 def _of_logs(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
     """Compare the driver with the versions in the logs of control daemons and servers (R580 on)."""
-    for each in seen.files.servers.value if isinstance(seen.files.servers, Known) else ():
+    for each in seen.files.versions.value if isinstance(seen.files.versions, Known) else ():
         branch = gpus.driver_branch(each.driver or "")
         if branch is not None:
             because = f"its last server ran with driver {each.driver}, but the driver is now {node.driver}"
@@ -116,38 +100,15 @@ def _cuda(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _library(seen: Observed) -> Iterator[Finding]:
-    yield from unread(seen)
-    node, library = node_of(seen), seen.gpus.library
-    if node is None:
-        return
-    if library is None:
-        yield unknown("libcuda.so.1 is in none of the usual places; servers load it by the rules of the dynamic loader")
-    elif library.version != node.driver:
+def _of_library(seen: Observed, node: NodeGpus) -> Iterator[Finding]:
+    """Compare the driver with CUDA's library, which servers load."""
+    library = seen.gpus.library
+    if library is not None:
         because = f"{library.path} has version {library.version}, but the kernel driver has {node.driver}"
         evidence = {"path": str(library.path), "version": library.version, "driver": node.driver}
         remedy = "after an upgrade, reboot or reload the driver's kernel module; a container needs the host's libraries"
-        yield Finding(Verdict.FAIL, because, evidence, remedy)
-
-
-def _memory_limit(seen: Observed) -> Iterator[Finding]:
-    yield from unread(seen)
-    node = node_of(seen)
-    branch = gpus.driver_branch(node.driver) if node is not None else None
-    limit = PINNED_DEVICE_MEM_LIMIT
-    if node is None or branch is None or branch >= limit.measured:
-        return
-    evidence = {"driver": node.driver, "since": limit.since}
-    if branch >= limit.since:
-        yield unknown(
-            f"driver {node.driver} was not tested with a memory limit; driver {limit.measured} was", "mpsctl verify"
-        )
-        return
-    is_set = seen.settings.limits.pinned_device_mem_limit is not None
-    because = f"driver {node.driver} has no pinned device memory limit, which needs driver {limit.since}"
-    because += ", and limits.pinned_device_mem_limit is set" if is_set else ""
-    remedy = "install driver 535 or newer, or remove the memory limit"
-    yield Finding(Verdict.FAIL if is_set else Verdict.WARN, because, evidence, remedy)
+        verdict = Verdict.OK if library.version == node.driver else Verdict.FAIL
+        yield Finding(verdict, because, evidence, remedy)
 
 
 def _many_users(seen: Observed) -> Iterator[Finding]:
@@ -175,21 +136,9 @@ CHECKS: Final = (
     ),
     Check(
         "versions",
-        "the control program and the driver have the same version",
-        "Servers exit with status 1, and clients fail with 805.",
+        "the control program, CUDA's library and the driver have the same version",
+        "Servers exit with status 1; clients fail with 805, or with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803).",
         _versions,
-    ),
-    Check(
-        "cuda-library",
-        "CUDA's library and the driver have the same version",
-        "Servers exit with status 1, and CUDA fails with CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803).",
-        _library,
-    ),
-    Check(
-        "memory-limit",
-        "the driver supports a pinned device memory limit",
-        "A memory limit is accepted without an answer, and has no effect.",
-        _memory_limit,
     ),
     Check(
         "many-users",

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from mpsd.core.doctor.observed import Observed
+from mpsd.core.model import Known
 
 AS_ROOT: Final = "run it as root, on the host"
 """The remedy for something that could not be inspected: the caller lacks the rights, or is in a container."""
@@ -30,12 +31,8 @@ class Means(StrEnum):
 
     REMOVE = "remove"
     """Remove files that no process of MPS uses, under the lock that keeps an mpsd from starting meanwhile."""
-    REMOVE_SHARED_MEMORY = "remove shared memory"
-    """Remove files of dead servers in /dev/shm."""
     GIVE_BACK = "give back"
     """Restore the compute mode that mpsd found on a GPU, under that lock."""
-    OPEN = "open"
-    """Let other uids traverse a directory of mpsd's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +71,8 @@ class Check:
     """Yields what is wrong or unknown; nothing where all is well, or where there is nothing to inspect."""
     mends: str = ""
     """The effect of `--fix`."""
+    unwatched: bool = False
+    """Whether a running mpsd watches this itself, so that the check is for a node without one."""
 
 
 def unknown(because: str, remedy: str | None = None, *, subject: str = "") -> Finding:
@@ -91,8 +90,12 @@ class Result:
 
 def examine(checks: Iterable[Check], observed: Observed) -> list[Result]:
     """Run every check on the observations; a check without findings is ok."""
+    answers = isinstance(observed.service.answers, Known)
     results: list[Result] = []
     for check in checks:
-        found = list(check.look(observed)) or [Finding(Verdict.OK, check.right)]
+        if check.unwatched and answers:
+            found = [Finding(Verdict.OK, "mpsd watches this itself, and reports it in check node")]
+        else:
+            found = list(check.look(observed)) or [Finding(Verdict.OK, check.right)]
         results += [Result(check, finding) for finding in found]
     return results

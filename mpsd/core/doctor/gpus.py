@@ -11,11 +11,6 @@ from mpsd.core.doctor.observed import GpuSeen, Observed
 from mpsd.core.doctor.processes import SERVER
 from mpsd.core.model import Gpu, Known, Unknown
 from mpsd.core.mps_facts import VOLTA, clients_max
-from mpsd.core.reload import RELOAD
-from mpsd.core.settings import WantedComputeMode
-
-_FULL: Final = 0.9
-"""The part of its maximum number of clients from which on a GPU counts as nearly full."""
 
 
 def _name(gpu: Gpu) -> str:
@@ -29,65 +24,54 @@ def _gpus(seen: Observed) -> Iterator[GpuSeen]:
 
 def _architecture(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
+    watched = isinstance(seen.service.answers, Known)
     for each in _gpus(seen):
         capability = ".".join(map(str, each.gpu.compute_capability))
-        evidence = {"name": each.gpu.name, "compute_capability": capability}
+        evidence = {"name": each.gpu.name, "compute_capability": capability, "mig": each.gpu.mig}
         none = gpus.unsupported(each.gpu)
-        if none is not None and not each.gpu.mig:
+        if none is not None and not watched:
             yield Finding(Verdict.WARN, none[0], evidence, none[1], _name(each.gpu))
-        elif each.gpu.compute_capability < VOLTA:
+        elif none is None and each.gpu.compute_capability < VOLTA:
             most = clients_max(each.gpu.compute_capability, gpus.driver_branch(each.gpu.driver_version))
             because = (
-                f"{each.gpu.name} (compute capability {capability}) is older than Volta: it supports neither"
-                " limit, admits"
+                f"{each.gpu.name} (compute capability {capability}) is older than Volta: it supports neither limit,"
+                f" admits {most} clients, and a fault of one client ends all of them"
             )
-            because += f" {most} clients, and a fault of one client ends all of them"
-            yield Finding(
-                Verdict.FAIL, because, evidence, "use this GPU for work that does not share it", _name(each.gpu)
+            remedy = "use this GPU for work that does not share it"
+            yield Finding(Verdict.FAIL, because, evidence, remedy, _name(each.gpu))
+        if any(word in each.gpu.name for word in _INTEGRATED):
+            because = (
+                f"{each.gpu.name} shares its memory with the node: NVML reports no memory of its processes, so mpsd"
+                " cannot see how much they hold"
             )
+            if not any(word in each.gpu.name for word in _DESKTOP):
+                because += "; a Tegra has no compute mode, and its MPS no terminate_client"
+            remedy = "set memory limits by the processes' control groups as well; see docs/gpu.md"
+            yield Finding(Verdict.WARN, because, evidence, remedy, _name(each.gpu))
 
 
-def _mig(seen: Observed) -> Iterator[Finding]:
-    yield from unread(seen)
-    for each in _gpus(seen):
-        none = gpus.unsupported(each.gpu) if each.gpu.mig else None
-        if none is not None:
-            yield Finding(Verdict.WARN, none[0], {"uuid": each.gpu.uuid}, none[1], _name(each.gpu))
+_DESKTOP: Final = ("GB10",)
+_INTEGRATED: Final = (*_DESKTOP, "Tegra", "Orin", "Xavier", "Thor")
+"""Words in the names of GPUs that share the node's memory."""
 
 
 def _compute_mode(seen: Observed) -> Iterator[Finding]:
-    answers = seen.service.answers
-    if isinstance(answers, Known) and (seen.gpus.simulated or node_of(seen) is None):
-        modes = {each.index: each.compute_mode for each in answers.value.gpus}
-    else:
-        yield from unread(seen)
-        modes = {
-            each.gpu.index: each.usage.value.compute_mode if isinstance(each.usage, Known) else None
-            for each in _gpus(seen)
-        }
-    leave = seen.settings.daemon.compute_mode is WantedComputeMode.LEAVE
-    for index, mode in modes.items():
-        evidence = {"index": index, "compute_mode": str(mode) if mode else None}
-        if mode == ComputeMode.PROHIBITED:
-            remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
-            yield Finding(
-                Verdict.FAIL, "its compute mode is prohibited: no process can use it", evidence, remedy, f"GPU {index}"
-            )
-        elif mode == ComputeMode.EXCLUSIVE_PROCESS and isinstance(answers, Unknown) and not _is_left(seen):
-            because = (
-                "its compute mode is exclusive-process, but was not set by mpsd: only one process can use it,"
-                " others fail with 46"
-            )
-            remedy = f"start mpsd; or, as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
-        elif mode == ComputeMode.EXCLUSIVE_THREAD:
-            remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
+    yield from unread(seen)
+    for each in _gpus(seen):
+        index, mode = each.gpu.index, each.usage.value.compute_mode if isinstance(each.usage, Known) else None
+        because, verdict = "", Verdict.WARN
+        if mode is ComputeMode.PROHIBITED:
+            because, verdict = "its compute mode is prohibited: no process can use it", Verdict.FAIL
+        elif mode is ComputeMode.EXCLUSIVE_THREAD:
             because = "its compute mode is exclusive-thread, which NVIDIA no longer supports"
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
-        elif mode == ComputeMode.DEFAULT and leave:
-            because = "its compute mode is default: a process that bypasses MPS runs on it without limits"
-            remedy = f'set daemon.compute_mode = "exclusive-process" in mpsd.toml, then: {RELOAD}'
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"GPU {index}")
+        elif mode is ComputeMode.EXCLUSIVE_PROCESS and not _is_left(seen):
+            because = (
+                "its compute mode is exclusive-process, but was not set by mpsd: only one process can use it, others"
+                " fail with 46"
+            )
+        if because:
+            remedy = f"as root: {compute_mode.command(index, ComputeMode.DEFAULT)}"
+            yield Finding(verdict, because, {"index": index, "compute_mode": str(mode)}, remedy, _name(each.gpu))
 
 
 def _is_left(seen: Observed) -> bool:
@@ -98,8 +82,8 @@ def _is_left(seen: Observed) -> bool:
 
 def _left(seen: Observed) -> Iterator[Finding]:
     left = seen.gpus.left
-    if left is None or isinstance(seen.service.answers, Known):
-        return  # a running mpsd keeps or restores the mode, and reports in gpu-health where it cannot
+    if left is None:
+        return
     holder = seen.service.lock_holder
     if isinstance(holder, Known) and holder.value is not None:
         yield unknown(
@@ -168,33 +152,6 @@ def _persistence(seen: Observed) -> Iterator[Finding]:
 _TO_REMAP: Final = "memory rows need a reset to be remapped"
 
 
-def _integrated(seen: Observed) -> Iterator[Finding]:
-    yield from unread(seen)
-    node = node_of(seen)
-    if node is None:
-        return
-    for each in _gpus(seen):
-        if any(word in each.gpu.name for word in _INTEGRATED):
-            because = (
-                f"{each.gpu.name} shares its memory with the node: NVML reports no memory of its processes, so mpsd"
-            )
-            because += " cannot see how much they hold"
-            if not any(word in each.gpu.name for word in _DESKTOP):
-                because += "; a Tegra has no compute mode, and its MPS no terminate_client"
-            remedy = "set memory limits by the processes' control groups as well; see docs/gpu.md"
-            yield Finding(Verdict.WARN, because, {"name": each.gpu.name}, remedy, _name(each.gpu))
-    for index, reason in node.unreadable.items():
-        if "Not Supported" in reason:
-            because = f"NVML does not report what mpsd needs ({reason}), as for a GPU that shares the node's memory"
-            because += " (Tegra, GB10)"
-            yield Finding(Verdict.FAIL, because, {"index": index}, "use MPS there without mpsd", f"GPU {index}")
-
-
-_DESKTOP: Final = ("GB10",)
-_INTEGRATED: Final = (*_DESKTOP, "Tegra", "Orin", "Xavier", "Thor")
-"""Words in the names of GPUs that share the node's memory."""
-
-
 def _ecc(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     for each in _gpus(seen):
@@ -219,22 +176,6 @@ def _ecc(seen: Observed) -> Iterator[Finding]:
             yield Finding(verdict, "; ".join(wrong), evidence, remedy, _name(each.gpu))
 
 
-def _clients(seen: Observed) -> Iterator[Finding]:
-    yield from unread(seen)
-    for each in _gpus(seen):
-        if isinstance(each.usage, Unknown):
-            yield unknown(each.usage.reason, subject=_name(each.gpu))
-            continue
-        most = clients_max(each.gpu.compute_capability, gpus.driver_branch(each.gpu.driver_version))
-        clients = sorted(each.usage.value.clients)
-        if len(clients) >= most * _FULL:
-            because = f"it has {len(clients)} of at most {most} clients: the next one fails with 808 or 809"
-            verdict = Verdict.FAIL if len(clients) >= most else Verdict.WARN
-            remedy = "grant larger shares, or use fewer processes; each context of a process counts"
-            evidence = {"clients": len(clients), "most": most, "pids": clients}
-            yield Finding(verdict, because, evidence, remedy, _name(each.gpu))
-
-
 def _outside(seen: Observed) -> Iterator[Finding]:
     yield from unread(seen)
     servers = (
@@ -248,13 +189,17 @@ def _outside(seen: Observed) -> Iterator[Finding]:
             AS_ROOT,
         )
         return
+    answers = seen.service.answers
+    reported = {each.subject for each in answers.value.reports} if isinstance(answers, Known) else set()
     for each in _gpus(seen):
         if isinstance(each.usage, Unknown):
             yield unknown(each.usage.reason, subject=_name(each.gpu))
             continue
         usage = each.usage.value
         outside = sorted(
-            pid for pid, process in usage.processes.items() if not process.mps and pid not in (servers or ())
+            pid
+            for pid, process in usage.processes.items()
+            if not process.mps and pid not in (servers or ()) and f"pid {pid}" not in reported
         )
         if outside:
             exclusive = usage.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
@@ -271,23 +216,24 @@ def _outside(seen: Observed) -> Iterator[Finding]:
 CHECKS: Final = (
     Check(
         "architecture",
-        "every GPU is Volta or newer",
-        "GPUs older than Volta have no limits and at most 16 clients, and a fault of one client ends all.",
+        "mpsd can share every GPU, with limits",
+        "mpsd does not use a GPU in MIG mode; older ones than Volta have no limits; integrated ones hide held memory.",
         _architecture,
     ),
-    Check("mig", "MIG mode is off", "mpsd shares whole GPUs, and does not use a GPU with MIG mode on.", _mig),
     Check(
         "compute-mode",
-        "no GPU is open to processes that bypass MPS, unless configured so",
-        "MPS fails open: such a process can use the whole GPU without limits.",
+        "every GPU has a compute mode in which processes can use it",
+        "Processes fail with CUDA_ERROR_DEVICE_UNAVAILABLE (46), or mpsd does not grant the GPU.",
         _compute_mode,
+        unwatched=True,
     ),
     Check(
         "compute-mode-left",
         "no GPU was left in a changed compute mode",
         "Processes outside MPS fail with CUDA_ERROR_DEVICE_UNAVAILABLE (46).",
         _left,
-        "restores the mode if no mpsd is running",
+        "restores the mode",
+        unwatched=True,
     ),
     Check(
         "persistence",
@@ -295,19 +241,7 @@ CHECKS: Final = (
         "The first client waits for seconds, and the compute mode is lost when the last process exits.",
         _persistence,
     ),
-    Check(
-        "integrated",
-        "every GPU has memory of its own",
-        "Memory above a lease's part is not seen, and a GPU may be one that mpsd cannot share.",
-        _integrated,
-    ),
     Check("ecc", "no GPU has uncorrected memory errors", "Work fails, or its results are wrong.", _ecc),
-    Check(
-        "clients",
-        "no GPU has the maximum number of clients of its architecture",
-        "The next client fails with 808 or 809, however much capacity is free.",
-        _clients,
-    ),
     Check(
         "outside",
         "no process uses a GPU outside MPS",

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Final
 
 from mpsd.core import gpus
-from mpsd.core.doctor.driver import without_shm
+from mpsd.core.doctor.driver import node_of
 from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import LogLine, Observed
-from mpsd.core.doctor.processes import USUAL
+from mpsd.core.doctor.observed import LogLine, Observed, SharedMemoryPlace
+from mpsd.core.doctor.processes import FRONT_END, MPSD, USUAL, hidden, is_elsewhere, living, unreadable_processes
 from mpsd.core.model import Known, Unknown
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.units import MIB, format_size
@@ -18,9 +19,8 @@ _SHM: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is
 _SMALL: Final = 64 * MIB
 """Bytes of /dev/shm in a container by default; servers need more for many clients."""
 
-_NAMES: Final = re.compile(r"nvidia-cuda-mps|\bmpsd\b|/dev/nvidia|nvidia-mps")
-
-_XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<where>[0-9A-Fa-f:.]+)\): (?P<xid>[0-9]+)")
+_ANONYMOUS: Final = 580
+"""The first driver whose servers share memory with their clients without a file in /dev/shm (its own logs)."""
 
 _RECENT: Final = 3600.0
 """Seconds during which a log line counts as current."""
@@ -42,11 +42,8 @@ def _environment(seen: Observed) -> Iterator[Finding]:
     directory = variables.get("CUDA_MPS_PIPE_DIRECTORY")
     own = seen.settings.paths.runtime_dir / "mps"
     if directory is not None and directory.rstrip("/") not in {str(each.path) for each in seen.files.own}:
-        where = (
-            "is the default directory"
-            if directory.rstrip("/") in USUAL
-            else f"is not one of mpsd's, which are in {own}"
-        )
+        usual = directory.rstrip("/") in USUAL
+        where = "is the default directory" if usual else f"is not one of mpsd's, which are in {own}"
         because = (
             f"CUDA_MPS_PIPE_DIRECTORY={directory} {where}: programs started from this shell do not find"
             " mpsd's control daemons"
@@ -59,25 +56,31 @@ def _environment(seen: Observed) -> Iterator[Finding]:
         because = f"{name}={limit} names several GPUs: a client that does not see one of them ignores every limit,"
         because += " including those of the server"
         yield Finding(Verdict.WARN, because, {name: limit}, f"unset {name}", name)
-    if variables.get("CUDA_MPS_PROTOCOL_VERSION", "2") != "2":
-        version = variables["CUDA_MPS_PROTOCOL_VERSION"]
-        because = (
-            f"CUDA_MPS_PROTOCOL_VERSION={version} selects another protocol than that of mpsd's control daemons (2)"
-        )
-        evidence = {"CUDA_MPS_PROTOCOL_VERSION": version}
-        yield Finding(Verdict.WARN, because, evidence, "unset CUDA_MPS_PROTOCOL_VERSION", "CUDA_MPS_PROTOCOL_VERSION")
+    name = "CUDA_MPS_PROTOCOL_VERSION"
+    version = variables.get(name, "2")
+    if version != "2":
+        because = f"{name}={version} selects another protocol than that of mpsd's control daemons (2)"
+        yield Finding(Verdict.WARN, because, {name: version}, f"unset {name}", name)
 
 
 def _shm(seen: Observed) -> Iterator[Finding]:
-    yield from (without_shm(seen, each) for each in _of_shm(seen))
-
-
-def _of_shm(seen: Observed) -> Iterator[Finding]:
-    if isinstance(seen.host.shared_memory, Unknown):
+    place = seen.host.shared_memory
+    if isinstance(place, Unknown):
         remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm; or share the host's (docker run --ipc=host)"
-        yield Finding(Verdict.FAIL, seen.host.shared_memory.reason, {}, remedy)
-        return
-    place = seen.host.shared_memory.value
+        found = [Finding(Verdict.FAIL, place.reason, {}, remedy)]
+    else:
+        found = [*_of_place(place.value), *_shared(seen, place.value)]
+    node = node_of(seen)
+    branch = gpus.driver_branch(node.driver) if node is not None else None
+    for each in found:
+        if branch is not None and branch >= _ANONYMOUS and each.verdict is not Verdict.UNKNOWN:
+            doubt = f"from driver {_ANONYMOUS} on that may not matter: servers share memory without a file"
+            yield replace(each, verdict=Verdict.UNKNOWN, because=f"{each.because}; {doubt}")
+        else:
+            yield each
+
+
+def _of_place(place: SharedMemoryPlace) -> Iterator[Finding]:
     evidence = {"file_system": place.file_system, "bytes": place.bytes, "free": place.free, "mode": f"{place.mode:04o}"}
     if place.read_only:
         yield Finding(Verdict.FAIL, f"{_SHM} is read-only", evidence, "mount -o remount,rw /dev/shm")
@@ -85,14 +88,31 @@ def _of_shm(seen: Observed) -> Iterator[Finding]:
         because = f"{_SHM} has mode {place.mode:04o}, so servers of some uids cannot create their shared memory there"
         yield Finding(Verdict.FAIL, because, evidence, "chmod 1777 /dev/shm")
     elif place.bytes <= _SMALL:
-        because = (
-            f"{_SHM} has a size of {format_size(place.bytes // 1024 * 1024)}: servers and clients share memory there"
-        )
+        size = format_size(place.bytes // 1024 * 1024)
+        because = f"{_SHM} has a size of {size}: servers and clients share memory there"
         remedy = "mount -o remount,size=50% /dev/shm; in a container --shm-size=1g, or the host's (--ipc=host)"
         yield Finding(Verdict.WARN, because, evidence, remedy)
     elif place.free <= _SMALL:
         because = f"only {format_size(place.free // 1024 * 1024)} are left in {_SHM}"
         yield Finding(Verdict.WARN, because, evidence, "see what uses it: du -a /dev/shm | sort -n | tail")
+
+
+def _shared(seen: Observed, own: SharedMemoryPlace) -> Iterator[Finding]:
+    """Compare the caller's /dev/shm with that of mpsd and its control daemons."""
+    yield from hidden(seen)
+    looked = [each for each in living(seen) if each.part != FRONT_END and not is_elsewhere(seen, each)]
+    if not any(each.part == MPSD for each in looked) and not seen.host.first_pid_namespace:
+        yield unknown("mpsd and its control daemons are not visible in this pid namespace", AS_ROOT)
+    closed = [each for each in looked if isinstance(each.shared_memory, Unknown)]
+    if closed:
+        yield unreadable_processes(seen, closed)
+    for each in looked:
+        if isinstance(each.shared_memory, Known) and each.shared_memory.value != own.device:
+            because = f"pid {each.pid} ({each.part}) has another /dev/shm than mpsctl: clients that share mpsctl's"
+            because += " cannot connect (805)"
+            evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.device}
+            remedy = "share one /dev/shm: hostIPC: true, or mount the host's into both (docker run --ipc=host)"
+            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
 
 
 def _devices(seen: Observed) -> Iterator[Finding]:
@@ -113,94 +133,6 @@ def _devices(seen: Observed) -> Iterator[Finding]:
             yield Finding(Verdict.WARN, because, evidence, remedy, str(each.path))
 
 
-def _log(seen: Observed) -> Iterator[Finding]:
-    """Yield a finding where the kernel's log could not be read."""
-    if isinstance(seen.host.kernel_log, Unknown):
-        yield unknown(seen.host.kernel_log.reason, AS_ROOT)
-
-
-def _lines(seen: Observed) -> tuple[LogLine, ...]:
-    return seen.host.kernel_log.value if isinstance(seen.host.kernel_log, Known) else ()
-
-
-def _report_of(lines: list[LogLine]) -> dict[str, object]:
-    return {"times": len(lines), "seconds_ago": round(lines[-1].age), "lines": [each.text for each in lines[-5:]]}
-
-
-def _how_bad(lines: list[LogLine]) -> Verdict:
-    """Return the verdict by age: an old problem may be fixed by now, and no fix removes a line from a log."""
-    return Verdict.FAIL if lines[-1].age < _RECENT else Verdict.WARN
-
-
-def _denied(seen: Observed, by: str, word: str, remedy: str) -> Iterator[Finding]:
-    """Search both logs for denials: where auditd runs, denials do not appear in the kernel's log."""
-    yield from _log(seen)
-    if isinstance(seen.host.audit_log, Unknown):
-        yield unknown(seen.host.audit_log.reason, AS_ROOT)
-    audited = seen.host.audit_log.value if isinstance(seen.host.audit_log, Known) else ()
-    both = (*_lines(seen), *audited)
-    lines = [each for each in both if by in each.text and word in each.text and _NAMES.search(each.text)]
-    if lines:
-        because = f"{len(lines)} denials, the last one {lines[-1].age:.0f} s ago: {lines[-1].text}"
-        yield Finding(_how_bad(lines), because, _report_of(lines), remedy)
-
-
-def _selinux(seen: Observed) -> Iterator[Finding]:
-    if seen.host.selinux == "enforcing":
-        remedy = "ausearch -m avc -c nvidia-cuda-mps; label the pipe directory: chcon -R -t container_file_t DIR"
-        yield from _denied(seen, "avc:", "denied", remedy)
-
-
-def _apparmor(seen: Observed) -> Iterator[Finding]:
-    if seen.host.apparmor:
-        remedy = "aa-status; allow the access in that profile, then apparmor_parser -r FILE"
-        yield from _denied(seen, "apparmor=", "DENIED", remedy)
-
-
-def _xid(seen: Observed) -> Iterator[Finding]:
-    yield from _log(seen)
-    found: dict[tuple[str, int], list[LogLine]] = {}
-    for line in _lines(seen):
-        match = _XID.search(line.text)
-        if match is not None:
-            found.setdefault((match["where"], int(match["xid"])), []).append(line)
-    for (where, number), lines in found.items():
-        last = lines[-1]
-        because = (
-            f"the GPU at {where} reported {gpus.describe_xid(number)}, most recently {last.age:.0f} s ago: {last.text}"
-        )
-        evidence = {"pci": where, "xid": number, **_report_of(lines)}
-        verdict, remedy = Verdict.WARN, "find the program that caused it; the GPU can still be used"
-        if gpus.condemns(number):
-            verdict, remedy = (
-                _how_bad(lines),
-                ("unless this was done already: drain the control daemon, nvidia-smi --gpu-reset, mpsctl reset"),
-            )
-        yield Finding(verdict, because, evidence, remedy, where)
-
-
-def _oom(seen: Observed) -> Iterator[Finding]:
-    yield from _log(seen)
-    lines = [each for each in _lines(seen) if "Killed process" in each.text and _NAMES.search(each.text)]
-    if lines:
-        because = (
-            f"the kernel killed processes of MPS because memory ran out, most recently {lines[-1].age:.0f} s ago: "
-        )
-        remedy = (
-            "free -h; give more memory to the control group of mpsd and its servers (MemoryMax=, a container's limit)"
-        )
-        yield Finding(_how_bad(lines), because + lines[-1].text, _report_of(lines), remedy)
-
-
-def _sandbox(seen: Observed) -> Iterator[Finding]:
-    yield from _log(seen)
-    if any("Starting gVisor" in line.text for line in _lines(seen)):
-        remedy = "use another container runtime: runc, not runsc"
-        yield Finding(
-            Verdict.FAIL, "the kernel is gVisor, which does not pass on the identity of MPS clients", {}, remedy
-        )
-
-
 def _kernel(seen: Observed) -> Iterator[Finding]:
     match = re.match(r"([0-9]+)\.([0-9]+)", seen.host.kernel)
     if match is None:
@@ -219,6 +151,85 @@ def _kernel(seen: Observed) -> Iterator[Finding]:
         yield Finding(Verdict.WARN, because, evidence, "run mpsd with hostPID: true, or use a newer kernel")
 
 
+# -- what the logs of the machine say of MPS ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """A kind of log line that is a finding."""
+
+    pattern: re.Pattern[str]
+    words: str
+    remedy: str
+
+
+_OURS: Final = r"(?=.*(?:nvidia-cuda-mps|\bmpsd\b|/dev/nvidia|nvidia-mps))"
+"""Lines that name MPS, mpsd or a device file of NVIDIA's driver."""
+
+_SIGNS: Final = (
+    _Sign(
+        re.compile(_OURS + r".*avc: +denied(?!.*permissive=1)"),
+        "SELinux denied an access to MPS",
+        "ausearch -m avc -c nvidia-cuda-mps; label the pipe directory: chcon -R -t container_file_t DIR",
+    ),
+    _Sign(
+        re.compile(_OURS + r'.*apparmor="DENIED"'),
+        "AppArmor denied an access to MPS",
+        "aa-status; allow the access in that profile, then apparmor_parser -r FILE",
+    ),
+    _Sign(
+        re.compile(_OURS + r".*Killed process"),
+        "the kernel killed a process of MPS because memory ran out",
+        "free -h; give more memory to the control group of mpsd and its servers (MemoryMax=, a container's limit)",
+    ),
+    _Sign(
+        re.compile(r"Starting gVisor"),
+        "the kernel is gVisor, which does not pass on the identity of MPS clients",
+        "use another container runtime: runc, not runsc",
+    ),
+)
+
+_XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<where>[0-9A-Fa-f:.]+)\): (?P<xid>[0-9]+)")
+
+
+def _logs(seen: Observed) -> Iterator[Finding]:
+    lines: list[LogLine] = []
+    for log in seen.host.logs.values():
+        if isinstance(log, Unknown):
+            yield unknown(log.reason, AS_ROOT)
+        else:
+            lines += log.value
+    for sign in _SIGNS:
+        found = [each for each in lines if sign.pattern.search(each.text)]
+        if found:
+            yield _of_lines(found, sign.words, sign.remedy)
+    yield from _xids(lines)
+
+
+def _of_lines(lines: list[LogLine], words: str, remedy: str, subject: str = "", *, grave: bool = True) -> Finding:
+    """Return the finding of these lines; old ones are a warning, since no fix removes a line from a log."""
+    last = lines[-1]
+    because = f"{words}, most recently {last.age:.0f} s ago: {last.text}"
+    evidence = {"times": len(lines), "seconds_ago": round(last.age), "lines": [each.text for each in lines[-5:]]}
+    verdict = Verdict.FAIL if grave and last.age < _RECENT else Verdict.WARN
+    return Finding(verdict, because, evidence, remedy, subject)
+
+
+def _xids(lines: list[LogLine]) -> Iterator[Finding]:
+    found: dict[tuple[str, int], list[LogLine]] = {}
+    for line in lines:
+        match = _XID.search(line.text)
+        if match is not None:
+            found.setdefault((match["where"], int(match["xid"])), []).append(line)
+    for (where, number), of_gpu in found.items():
+        grave = gpus.condemns(number)
+        remedy = "find the program that caused it; the GPU can still be used"
+        if grave:
+            remedy = "unless this was done already: drain the control daemon, nvidia-smi --gpu-reset, mpsctl reset"
+        words = f"the GPU at {where} reported {gpus.describe_xid(number)}"
+        yield _of_lines(of_gpu, words, remedy, where, grave=grave)
+
+
 CHECKS: Final = (
     Check(
         "environment",
@@ -228,8 +239,8 @@ CHECKS: Final = (
     ),
     Check(
         "shm",
-        f"{_SHM} is large enough, and writable for every uid",
-        "Servers fail to create shared memory; clients fail with 805.",
+        f"{_SHM} is large enough, writable for every uid, and the same for mpsd, control daemons and mpsctl",
+        "Servers fail to create shared memory; clients hang, or fail with 805.",
         _shm,
     ),
     Check(
@@ -238,26 +249,12 @@ CHECKS: Final = (
         "Servers exit with status 1, without a reason.",
         _devices,
     ),
-    Check(
-        "selinux",
-        "SELinux has not denied MPS anything",
-        "Clients cannot connect, or mpsd cannot label or open files.",
-        _selinux,
-    ),
-    Check(
-        "apparmor",
-        "AppArmor has not denied MPS anything",
-        "Clients cannot connect, or mpsd cannot open files.",
-        _apparmor,
-    ),
-    Check(
-        "xid",
-        "no GPU reported an error since boot",
-        "After some errors, work on that GPU fails until it is reset.",
-        _xid,
-    ),
-    Check("oom", "the kernel has not killed a process of MPS", "When a server is killed, all its clients end.", _oom),
-    Check("sandbox", "the kernel is Linux", "In gVisor, clients cannot be identified, and none is served.", _sandbox),
     Check("kernel", "the kernel has what mpsd needs", "Processes cannot be watched, or cannot be told apart.", _kernel),
+    Check(
+        "kernel-log",
+        "the kernel has denied MPS nothing, killed none of its processes, and reported no error of a GPU",
+        "Clients cannot connect or end; after some errors, work on that GPU fails until it is reset.",
+        _logs,
+    ),
 )
 """In the order of the report."""

@@ -1,113 +1,47 @@
-"""The observations that the checks of a node judge: values that were read once.
+"""The observations of a node that the checks judge: values that were read once.
 
 A value that could not be read is Unknown, with the reason. Any user may have written a text in it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.doctor.observed_clients import ClientSeen, ViolationAnswer
-from mpsd.core.doctor.observed_records import UNSEEN, RecordsSeen
 from mpsd.core.gpus import Condition
-from mpsd.core.health import Reason
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
 _NOT_LOOKED: Final = Unknown("it was not checked")
 
-# -- mpsd's answers ----------------------------------------------------------------------------------------------------
+# -- mpsd --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class GpuAnswer:
-    """A running mpsd's answer about a GPU."""
+class Report:
+    """A sentence of a running mpsd about its node: a reason, a warning, a violation or a note."""
 
-    index: int
-    uuid: str | None
-    health: str
-    compute_mode: str | None
-    clients: int
-    clients_max: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class DaemonAnswer:
-    """A running mpsd's answer about a control daemon."""
-
-    name: str
-    state: str
-    pid: int | None
-    pipe_directory: str
-    orphans: tuple[int, ...]
-    """Servers whose control daemon is dead."""
-    unknown_lines: int = 0
-    """Lines in its logs that mpsd does not know, since mpsd started."""
-    latest_unknown_line: str = ""
-    dying: tuple[int, ...] = ()
-    """Servers whose control daemon died just now, and that are probably about to end."""
+    verdict: str
+    """The verdict that it deserves: `fail`, `warn` or `note`."""
+    because: str
+    hint: str | None = None
+    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A running mpsd's answers about the node."""
+    """A running mpsd's answers."""
 
     version: str
-    healthy: bool
-    because: str
     simulated: bool
-    reasons: tuple[Reason, ...] = ()
-    """The reasons why it is not healthy, the gravest first, then those that leave the node healthy."""
-    gpus: tuple[GpuAnswer, ...] = ()
-    daemons: tuple[DaemonAnswer, ...] = ()
-    violations: tuple[ViolationAnswer, ...] = ()
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSeen:
-    """A process of MPS, or an mpsd, from /proc."""
-
-    pid: int
-    part: str
-    """`mpsd`, or its part in MPS: control daemon, server, front-end."""
-    uid: int
-    parent: int
-    state: str
-    """The letter of proc(5): T is stopped, Z has ended and was not waited for."""
-    age: float
-    """Seconds since it started."""
-    arguments: tuple[str, ...]
-    executable: Reading[str]
-    """Ends in ` (deleted)` where the program was replaced after it was started."""
-    variables: Reading[Mapping[str, str]]
-    """Its CUDA_* environment at its start."""
-    open_files: Reading[int]
-    """The maximum number of open files."""
-    capabilities: int
-    """Its effective set, as a bit mask."""
-    pid_namespace: Reading[str]
-    shared_memory: Reading[int]
-    """The device of its /dev/shm."""
-    lookalike: bool = False
-    """Whether only its name, arguments and environment identify it, which any user can forge."""
-    apart: bool = False
-    """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
-
-    @property
-    def pipe_directory(self) -> str | None:
-        """The pipe directory that it was started with; None where it has none, or that cannot be read."""
-        if isinstance(self.variables, Known):
-            return self.variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") or None
-        return None
-
-
-# -- mpsd, seen from outside -------------------------------------------------------------------------------------------
+    settings: Reading[Settings]
+    """The settings in force."""
+    reports: tuple[Report, ...] = ()
+    daemons: frozenset[int] = frozenset()
+    """The pids of its control daemons."""
+    servers: frozenset[int] = frozenset()
+    """The pids of their servers, orphans included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,24 +53,10 @@ class SocketSeen:
     """`socket`, another kind of file, or None where there is nothing."""
     mode: int = 0
     owner: int = 0
-    refused: str | None = None
-    """Why no connection is accepted there; None where one is."""
     listener: tuple[int, int] | None = None
     """The pid and uid of the listener; pid 0 where that process is in a pid namespace that the caller does not see."""
     closed: Path | None = None
     """The first directory of the path that the caller cannot traverse."""
-    untrusted: bool = False
-    """Whether the listener belongs neither to root, nor to the caller, nor to a user whom the caller trusts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tasks:
-    """The processes and threads of a control group; that of mpsd includes servers, with threads for each client."""
-
-    group: Path
-    there: int
-    most: int | None
-    """None: without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,45 +79,79 @@ class ServiceSeen:
     answers: Reading[Answers]
     remedy: str = ""
     """The remedy where mpsd does not answer."""
-    process: ProcessSeen | None = None
-    """The process that listens on the socket, or holds the lock."""
-    lacking: tuple[tuple[str, str], ...] = ()
-    """The capabilities that it needs and lacks, with the effect of each absence."""
-    tasks: Reading[Tasks] = _NOT_LOOKED
-    """The number of processes and threads in its control group."""
-    few_uids: Reading[bool] = _NOT_LOOKED
-    """Whether it is in a user namespace that does not map each uid to itself."""
+    process: int | None = None
+    """The pid of the mpsd that listens on the socket, or holds the lock."""
     lock_holder: Reading[int | None] = _NOT_LOOKED
     """The pid of the process that holds the lock of the runtime directory."""
     units: Reading[Mapping[str, Mapping[str, str]]] = _NOT_LOOKED
     """systemd's properties of mpsd's units, for those that it has."""
-    in_force: Reading[Settings] = _NOT_LOOKED
-    """The settings of a running mpsd."""
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """A process of MPS, or an mpsd, from /proc."""
+
+    pid: int
+    part: str
+    """`mpsd`, or its part in MPS: control daemon, server, front-end."""
+    uid: int
+    parent: int
+    state: str
+    """The letter of proc(5): T is stopped, Z has ended and was not waited for."""
+    arguments: tuple[str, ...]
+    executable: Reading[str]
+    """Ends in ` (deleted)` where the program was replaced after it was started."""
+    variables: Reading[Mapping[str, str]]
+    """Its CUDA_* environment at its start."""
+    shared_memory: Reading[int]
+    """The device of its /dev/shm."""
+    lookalike: bool = False
+    """Whether only its name, arguments and environment identify it, which any user can forge."""
+    apart: bool = False
+    """Whether the path of its pipe directory leads it elsewhere than the caller, because it is in another container."""
+
+    @property
+    def pipe_directory(self) -> str | None:
+        """The pipe directory that it was started with; None where it has none, or that cannot be read."""
+        if isinstance(self.variables, Known):
+            return self.variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") or None
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSeen:
+    """A process that holds a lease on a GPU, or is a client of one."""
+
+    pid: int
+    lease: str
+    gpu: str
+    """The UUID of the GPU."""
+    granted: int
+    """Bytes of memory that the lease has on that GPU."""
+    arguments: tuple[str, ...]
+    variables: Reading[Mapping[str, str]]
+    """Its environment at its start, as far as CUDA and frameworks use it."""
+    frameworks: frozenset[str] = frozenset()
+    """The framework libraries that it has loaded, as far as that can be read."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class DirectorySeen:
-    """A directory that mpsd writes to."""
+class Space:
+    """The free space for one of mpsd's directories."""
 
-    setting: str
-    """The setting that names it."""
     path: Path
-    exists: bool
-    strange: tuple[str, str] | None = None
-    """Why mpsd would not use it, and the remedy."""
-    there: Path = Path("/")
-    """The directory itself, or its nearest existing ancestor, which is on the same file system."""
-    file_system: str = ""
-    """The type of that file system."""
-    free: int | None = None
-    """Free bytes on it for the calling user."""
-    free_files: int | None = None
-    """Free inodes on it; None where it does not count them."""
+    """The directory, or its nearest existing ancestor, which is on the same file system."""
+    free: int
+    """Free bytes for the calling user."""
+    free_files: int | None
+    """Free inodes; None where the file system does not count them."""
     read_only: bool = False
-    keeps_acls: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,56 +167,32 @@ class PipeDirectorySeen:
 
 
 @dataclass(frozen=True, slots=True)
-class ServersSeen:
-    """The last lines about servers in the logs of a control daemon."""
+class LoggedVersions:
+    """The versions that the logs of a control daemon name (R580 on)."""
 
     name: str
-    failures: int
-    """The number of servers in a row that could not start, up to the end of the log."""
-    words: str
-    """The message of the last of them."""
+    log: Path
     cuda: int | None = None
-    """The CUDA version that the control program reports (R580 on), such as 13000."""
+    """The CUDA version of the control program, such as 13000."""
     driver: str | None = None
-    """The driver version that a server reports, such as 580."""
-    log: Path = Path()
-    waiting: tuple[tuple[int, int], ...] = ()
-    """The pids and uids of living clients that wait for a server of their own uid (R580 on)."""
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemorySeen:
-    """A file of a server in /dev/shm."""
-
-    name: str
-    uid: int
-    server: int
-    """The pid of the server that made it, from its name."""
-    bytes: int
+    """The driver version of its last server, such as 580."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilesSeen:
     """Files on the disk."""
 
-    directories: tuple[DirectorySeen, ...] = ()
     apart: tuple[Path, ...] = ()
     """Those of mpsd's directories that were not inspected, because the caller is in another container and has
     others."""
-    private: bool = False
-    """Whether mpsd serves only users that can traverse its directory (--root)."""
-    closed: Path | None = None
-    """The first directory of the path to the pipe directories that other uids cannot traverse."""
+    unfit: tuple[tuple[str, str], ...] = ()
+    """Why mpsd would not start with these directories, each with the remedy."""
+    space: tuple[Space, ...] = ()
     own: tuple[PipeDirectorySeen, ...] = ()
     """The pipe directories below mpsd's runtime directory."""
     usual: tuple[PipeDirectorySeen, ...] = ()
     """The default directories that clients try."""
-    shared_memory: tuple[SharedMemorySeen, ...] = ()
-    damaged: tuple[Path, ...] = ()
-    """Files that mpsd set aside because they did not parse."""
-    servers: Reading[tuple[ServersSeen, ...]] = _NOT_LOOKED
-    ahead: tuple[Path, float] | None = None
-    """A file of mpsd's with a modification time in the future, and by how many seconds."""
+    versions: Reading[tuple[LoggedVersions, ...]] = _NOT_LOOKED
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -373,18 +303,12 @@ class HostSeen:
     uid: int
     variables: Mapping[str, str]
     """The caller's own environment, as far as MPS and mpsd use it."""
-    now: datetime
     kernel: str
     first_pid_namespace: bool
     """Whether the caller is in the machine's initial pid namespace, and so sees every process."""
-    pid_namespace: str
     shared_memory: Reading[SharedMemoryPlace]
-    kernel_log: Reading[tuple[LogLine, ...]]
-    audit_log: Reading[tuple[LogLine, ...]]
-    """The latest lines of auditd, which keeps denials out of the kernel's log; empty where there is no such log."""
-    selinux: str | None
-    """`enforcing` or `permissive`; None where SELinux is absent."""
-    apparmor: bool
+    logs: Mapping[str, Reading[tuple[LogLine, ...]]] = field(default_factory=dict)
+    """The latest lines of the kernel's log, and of auditd's, which keeps denials out of it; empty without auditd."""
     devices: tuple[DeviceNode, ...] = ()
 
 
@@ -402,4 +326,3 @@ class Observed:
     host: HostSeen
     clients: Reading[tuple[ClientSeen, ...]] = _NOT_LOOKED
     """The processes with leases that the caller may see."""
-    records: RecordsSeen = UNSEEN

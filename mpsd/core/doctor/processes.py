@@ -21,17 +21,8 @@ protocol 3 (NVIDIA's documentation)."""
 
 _PROTOCOL_3: Final = re.compile(r"(?:^| )(?:-p|--protocol)[ =]?3(?: |$)")
 
-_OPEN_FILES: Final = 16384
-"""The number of open files that NVIDIA recommends to allow; with fewer, servers cannot make shared memory
-(documentation before R590)."""
-
 _SIMULATED: Final = frozenset({"--simulate", "demo"})
 """Arguments of an mpsd that manages no real GPU."""
-
-_NOBODY: Final[frozenset[int]] = frozenset()
-
-_BRIEF: Final = 30.0
-"""Maximum seconds that a front-end may take; mpsd's own take milliseconds."""
 
 
 def _all(seen: Observed) -> tuple[ProcessSeen, ...]:
@@ -92,18 +83,18 @@ def _is_own(seen: Observed, each: ProcessSeen) -> bool:
     return directory is not None and Path(directory).parent == _own(seen) and not each.apart
 
 
-def _known(seen: Observed) -> frozenset[int]:
-    """Return the pids of the control daemons that mpsd reports as its own."""
+def _reported(seen: Observed) -> frozenset[int]:
+    """Return the pids of the control daemons and servers that mpsd reports as its own."""
     answers = seen.service.answers
-    return frozenset(each.pid for each in answers.value.daemons if each.pid) if isinstance(answers, Known) else _NOBODY
+    return answers.value.daemons | answers.value.servers if isinstance(answers, Known) else frozenset()
 
 
-def belongs(seen: Observed, each: ProcessSeen) -> bool:
-    """Tell whether a process belongs to this node: the mpsd that answers, or a process of MPS in no other container."""
+def is_elsewhere(seen: Observed, each: ProcessSeen) -> bool:
+    """Tell whether a process belongs to another mpsd than the one that answers, or to a control daemon elsewhere."""
     own = seen.service.process
     if each.part == MPSD:
-        return own is None or each.pid == own.pid
-    return not each.apart or bool({each.pid, each.parent} & _known(seen))
+        return own is not None and each.pid != own
+    return each.apart and not {each.pid, each.parent} & _reported(seen)
 
 
 def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
@@ -120,7 +111,7 @@ def _looks_like_ours(seen: Observed, each: ProcessSeen) -> bool:
 def _foreign(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
     answers = seen.service.answers
-    known = {each.pid for each in answers.value.daemons} if isinstance(answers, Known) else None
+    known = answers.value.daemons if isinstance(answers, Known) else None
     for each in living(seen):
         if each.part != DAEMON or not _is_own(seen, each):
             continue
@@ -179,7 +170,7 @@ def _other(seen: Observed) -> Iterator[Finding]:
         directory = each.pipe_directory
         if each.part != DAEMON or directory is None or directory in USUAL:
             continue
-        if _is_own(seen, each) or each.pid in _known(seen):
+        if _is_own(seen, each) or each.pid in _reported(seen):
             continue
         devices = each.variables.value.get("CUDA_VISIBLE_DEVICES", "") if isinstance(each.variables, Known) else ""
         if devices and _sees_none(seen, devices):
@@ -202,7 +193,7 @@ def _sees_none(seen: Observed, devices: str) -> bool:
 
 def _other_mpsd(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
-    own = seen.service.process.pid if seen.service.process is not None else None
+    own = seen.service.process
     for each in living(seen):
         if each.part != MPSD or each.pid == own or _SIMULATED & set(each.arguments):
             continue
@@ -216,42 +207,24 @@ def _other_mpsd(seen: Observed) -> Iterator[Finding]:
 
 def _orphans(seen: Observed) -> Iterator[Finding]:
     yield from _unseen(seen)
-    by_pid = {each.pid: each for each in living(seen)}
-    answers = seen.service.answers
-    daemons = answers.value.daemons if isinstance(answers, Known) else ()
-    known = {pid for each in daemons for pid in each.orphans}
-    dying = {pid for each in daemons for pid in each.dying}
-    parents = {each.pid for each in by_pid.values() if each.part == DAEMON} | {each.pid for each in daemons}
-    for pid in known - by_pid.keys():
-        because = f"server {pid} is an orphan: its control daemon is dead, and nothing limits it any more"
-        yield Finding(Verdict.FAIL, because, {"pid": pid}, f"when its clients have exited: kill {pid}", f"pid {pid}")
-    for each in by_pid.values():
-        # A simulated control daemon does not look like NVIDIA's: only mpsd reports it as one.
-        if each.part == SERVER and each.parent not in parents and each.pid not in dying:
-            because = (
-                f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing limits it"
-            )
-            because += " any more"
+    there, reported = tuple(living(seen)), _reported(seen)
+    # A simulated control daemon does not look like NVIDIA's: only mpsd reports it as one.
+    parents = {each.pid for each in there if each.part == DAEMON} | reported
+    for each in there:
+        if each.part == SERVER and each.parent not in parents and each.pid not in reported:
+            because = f"server {each.pid} (uid {each.uid}) is an orphan: its control daemon is dead, and nothing"
+            because += " limits it any more"
             remedy = f"when its clients have exited: kill {each.pid}"
             yield Finding(Verdict.FAIL, because, _report_of(each), remedy, f"pid {each.pid}")
 
 
-def _front_end(seen: Observed) -> Iterator[Finding]:
-    yield from hidden(seen)
-    for each in living(seen):
-        if each.part == FRONT_END and each.age > _BRIEF:
-            where = each.pipe_directory or "a control daemon"
-            because = (
-                f"pid {each.pid} (uid {each.uid}) has kept the front-end of {where} open for {each.age:.0f}"
-                " s: MPS serves"
-            )
-            because += " one front-end at a time, and refuses all others"
-            yield Finding(Verdict.FAIL, because, _report_of(each), f"end it: kill {each.pid}", f"pid {each.pid}")
-
-
 def _stopped(seen: Observed) -> Iterator[Finding]:
     yield from hidden(seen)
+    answers = seen.service.answers
+    reported = answers.value.servers if isinstance(answers, Known) else frozenset()
     for each in living(seen):
+        if each.pid in reported:
+            continue  # mpsd says what it means for the clients: check node
         if each.state in {"T", "t"}:
             because = f"pid {each.pid} ({each.part}) is stopped (state {each.state}), and does not answer"
             remedy = (
@@ -269,38 +242,6 @@ def _stopped(seen: Observed) -> Iterator[Finding]:
                 "if this persists: dmesg | grep -i -e nvrm -e xid",
                 f"pid {each.pid}",
             )
-
-
-def _zombies(seen: Observed) -> Iterator[Finding]:
-    yield from hidden(seen)
-    dead = [each for each in _all(seen) if each.state == "Z" and not each.lookalike]
-    if dead:
-        parents = sorted({each.parent for each in dead})
-        because = (
-            f"{len(dead)} processes of MPS are zombies, because pid {', '.join(map(str, parents))} does not"
-            " wait for them"
-        )
-        evidence = {"pids": [each.pid for each in dead], "parents": parents}
-        yield Finding(
-            Verdict.WARN, because, evidence, "give the container an init that reaps processes (docker run --init)"
-        )
-
-
-def _nofile(seen: Observed) -> Iterator[Finding]:
-    yield from hidden(seen)
-    closed = [each for each in living(seen) if isinstance(each.open_files, Unknown)]
-    if closed:
-        yield unreadable_processes(seen, closed)
-    for each in living(seen):
-        if each.part == FRONT_END:
-            continue
-        if isinstance(each.open_files, Known) and each.open_files.value < _OPEN_FILES:
-            because = f"pid {each.pid} ({each.part}) may open {each.open_files.value} files, but NVIDIA recommends"
-            because += f" {_OPEN_FILES}; a control daemon and its servers inherit the limit from mpsd"
-            evidence = {"pid": each.pid, "nofile": each.open_files.value, "wanted": _OPEN_FILES}
-            remedy = f"set LimitNOFILE={_OPEN_FILES} in mpsd's unit (--ulimit nofile for a container), then restart "
-            remedy += "mpsd" if each.part == MPSD else "the control daemon: mpsctl restart"
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
 
 
 def _program(seen: Observed) -> Iterator[Finding]:
@@ -359,25 +300,12 @@ CHECKS: Final = (
         _orphans,
     ),
     Check(
-        "front-end",
-        "no process keeps a control daemon's front-end open",
-        "MPS serves one front-end at a time: limits can neither be set nor read back.",
-        _front_end,
-    ),
-    Check(
         "look-alikes",
         "no process of another user only looks like one of MPS",
         "None: mpsd and these checks trust no names. The user of such a process may be mistaken, or hostile.",
         _lookalikes,
     ),
     Check("stopped", "no process of MPS is stopped or stuck", "Front-ends and clients hang.", _stopped),
-    Check("zombies", "no process of MPS is a zombie", "Zombies add up until no new process can be started.", _zombies),
-    Check(
-        "nofile",
-        "mpsd, control daemons and servers may open enough files",
-        "Servers fail to create shared memory; callers are refused.",
-        _nofile,
-    ),
     Check(
         "replaced-program",
         "every running program is the installed version",

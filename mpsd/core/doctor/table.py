@@ -2,16 +2,14 @@
 
 from typing import Final
 
-from mpsd.core.doctor import clients, driver, gpus, host, namespaces, paths, processes, records, service
+from mpsd.core.doctor import clients, driver, gpus, host, paths, processes, service
 from mpsd.core.doctor.finding import Check
 
 FAMILIES: Final[dict[str, tuple[Check, ...]]] = {
     "mpsd": service.CHECKS,
     "files": paths.CHECKS,
-    "history and metrics": records.CHECKS,
     "processes": processes.CHECKS,
     "clients": clients.CHECKS,
-    "surroundings": namespaces.CHECKS,
     "driver": driver.CHECKS,
     "GPUs": gpus.CHECKS,
     "machine": host.CHECKS,

@@ -9,10 +9,10 @@ from typing import BinaryIO, Final
 
 from mpsd.core.compute_mode import ComputeModeStep, step
 from mpsd.core.doctor.finding import Means, Mend
-from mpsd.core.errors import ComputeModeError, ConfigurationError, GpuUnknownError
+from mpsd.core.errors import ComputeModeError, GpuUnknownError
 from mpsd.core.model import Known
 from mpsd.core.settings import Settings
-from mpsd.system import clock, path_safety, rundir
+from mpsd.system import clock, rundir
 from mpsd.system.doctor import disk, gpus, proc
 from mpsd.system.gpu import NvmlGpus, change_compute_mode
 from mpsd.system.journal import Journal
@@ -21,25 +21,21 @@ from mpsd.system.saved_compute_modes import SavedComputeModes
 
 _FIXED: Final = "doctor_fixed"
 
-_LOCKED: Final = frozenset({Means.REMOVE, Means.GIVE_BACK})
-"""The fixes that run only while no mpsd can run."""
-
 
 async def mend(settings: Settings, check: str, wanted: Mend) -> list[str]:
     """Apply a fix, record in the log each change that it made, and return the changes.
 
-    Opens the log first, so that nothing changes where the log cannot be written. Raises AlreadyRunningError where the
-    fix needs a node without mpsd, and MpsdError and OSError where it is impossible.
+    Takes the lock, so that no mpsd runs meanwhile, and opens the log first, so that nothing changes where the log
+    cannot be written. Raises AlreadyRunningError beside an mpsd, and MpsdError and OSError where it is impossible.
     """
-    lock = RunDir.claim(settings) if wanted.means in _LOCKED else None
+    lock = RunDir.claim(settings)
     try:
         with _log(settings) as log:
             done = await _mend(settings, wanted)
             for did in done:
                 _write_down(log, check, did)
     finally:
-        if lock is not None:
-            lock.close()
+        lock.close()
     return done
 
 
@@ -47,10 +43,6 @@ async def _mend(settings: Settings, wanted: Mend) -> list[str]:
     match wanted.means:
         case Means.REMOVE:
             return [f"removed {path}" for path in _free(settings, wanted.targets) if _remove(path)]
-        case Means.REMOVE_SHARED_MEMORY:
-            return [f"removed /dev/shm/{name}" for name in wanted.targets if rundir.remove_shared_memory(name)]
-        case Means.OPEN:
-            return [f"opened {path} to every uid (o+x)" for path in wanted.targets if _open(settings, Path(path))]
         case Means.GIVE_BACK:
             return await _give_back(settings, wanted.targets)
 
@@ -74,26 +66,6 @@ def _remove(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _open(settings: Settings, path: Path) -> bool:
-    """Let every uid traverse one of mpsd's own two directories, but nothing that was put in its place.
-
-    Raises ConfigurationError for a path that another user could have redirected.
-    """
-    runtime_dir = settings.paths.runtime_dir
-    path_safety.check_path(path)
-    if path not in {runtime_dir, runtime_dir / "mps"} or not path_safety.is_own(path):
-        raise ConfigurationError(
-            f"{path} is not a directory of mpsd's own", hint="find out what it is, and which user made it"
-        )
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        mode = os.fstat(descriptor).st_mode & 0o7777
-        os.fchmod(descriptor, mode | 0o001)
-    finally:
-        os.close(descriptor)
-    return not mode & 0o001
 
 
 async def _give_back(settings: Settings, uuids: Sequence[str]) -> list[str]:

@@ -28,15 +28,10 @@ def look(variables: Mapping[str, str]) -> HostSeen:
     return HostSeen(
         uid=os.geteuid(),
         variables=variables,
-        now=clock.now(),
         kernel=os.uname().release,
         first_pid_namespace=namespace.stat().st_ino == host_environment.FIRST_PID_NAMESPACE,
-        pid_namespace=os.readlink(namespace),  # noqa: PTH115 - the link's text is no path
         shared_memory=_shared_memory(host_environment.SHARED_MEMORY),
-        kernel_log=kernel_log(Path("/dev/kmsg")),
-        audit_log=audit_log(Path("/var/log/audit/audit.log")),
-        selinux=_selinux(Path("/sys/fs/selinux/enforce")),
-        apparmor=_says_yes(Path("/sys/module/apparmor/parameters/enabled")),
+        logs={"kernel": kernel_log(Path("/dev/kmsg")), "audit": audit_log(Path("/var/log/audit/audit.log"))},
         devices=tuple(_device(path) for path in _devices(Path("/dev"))),
     )
 
@@ -99,22 +94,6 @@ def audit_log(path: Path) -> Reading[tuple[LogLine, ...]]:
         return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
     stamped = ((_AUDITED.search(text), text) for text in texts)
     return Known(tuple(LogLine(max(0.0, now - float(found[1])), text) for found, text in stamped if found is not None))
-
-
-def _selinux(path: Path) -> str | None:
-    try:
-        return "enforcing" if path.read_text(encoding="ascii").strip() == "1" else "permissive"
-    except FileNotFoundError:
-        return None
-    except OSError:
-        return "enforcing"  # the file exists, and SELinux denies even this
-
-
-def _says_yes(path: Path) -> bool:
-    try:
-        return path.read_text(encoding="ascii").strip() == "Y"
-    except OSError:
-        return False
 
 
 def _devices(directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from mpsd.core.doctor.observed import ProcessSeen
 from mpsd.core.doctor.processes import MPSD, USUAL
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import text
-from mpsd.system import clock, host_environment, mount_table, proc, process_table, unix_sockets
+from mpsd.system import host_environment, mount_table, proc, process_table, unix_sockets
 from mpsd.system.process_table import ProgramKind
 
 _PROC: Final = Path("/proc")
@@ -129,20 +129,15 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
     )
     variables = proc.environment_of(pid, process_table.is_of_cuda) or Known({})  # it has ended, and uses nothing
     arguments_of = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
-    ticks = int((at / "stat").read_bytes().rpartition(b")")[2].split()[19])
     return ProcessSeen(
         pid=pid,
         part=part,
         uid=int(status["Uid"].split()[1]),
         parent=int(status["PPid"]),
         state=status["State"].split()[0],
-        age=max(0.0, clock.since_boot() - clock.since_boot(ticks)),
         arguments=arguments,
         executable=_link(at / "exe"),
         variables=variables,
-        open_files=_open_files(at),
-        capabilities=int(status["CapEff"], 16),
-        pid_namespace=_link(at / "ns/pid"),
         shared_memory=_shared_memory(at),
         apart=part != MPSD and host_environment.leads_elsewhere(pid, PurePosixPath(arguments_of or USUAL[0])),
     )
@@ -157,19 +152,6 @@ def _link(path: Path) -> Reading[str]:
         return Known(text(os.readlink(path)))  # noqa: PTH115 - the link's text is no path
     except OSError as error:
         return _denied(path, error)
-
-
-def _open_files(at: Path) -> Reading[int]:
-    """Return the soft limit, which is the one in force."""
-    try:
-        lines = (at / "limits").read_text(encoding="ascii").splitlines()
-    except OSError as error:
-        return _denied(at / "limits", error)
-    for line in lines:
-        if line.startswith("Max open files"):
-            soft = line.split()[3]
-            return Known(int(soft) if soft.isdecimal() else 2**31)
-    return Unknown(f"{at / 'limits'} has no line about open files")
 
 
 def _shared_memory(at: Path) -> Reading[int]:

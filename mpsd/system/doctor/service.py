@@ -5,32 +5,26 @@ import shutil
 import socket
 import stat
 import struct
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
-from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen, Tasks
+from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.core.settings import Settings
-from mpsd.system import exit_status, host_environment, process
+from mpsd.system import exit_status, process
 from mpsd.system.configuration import read_configuration
-from mpsd.system.doctor import records
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
-_UNITS: Final = ("mpsd.service", "mpsd.socket", records.TEXTFILE, records.TIMER)
+_UNITS: Final = ("mpsd.service", "mpsd.socket")
 
 _PROPERTIES: Final = (
     "Id", "LoadState", "ActiveState", "SubState", "Result", "UnitFileState", "NRestarts", "ExecMainStatus",
-    "FragmentPath", "DropInPaths", "ExecStart", "KillMode", "PrivateDevices", "PrivateIPC", "PrivateUsers",
+    "FragmentPath", "DropInPaths", "KillMode", "PrivateDevices", "PrivateIPC", "PrivateUsers",
     "PrivateTmp", "RuntimeDirectory", "RuntimeDirectoryPreserve",
 )  # fmt: skip
-
-_CGROUPS: Final = {"": "/sys/fs/cgroup", "pids": "/sys/fs/cgroup/pids"}
-"""Mount points of hierarchies that count processes, by their controllers in /proc/PID/cgroup. Source: cgroups(7)."""
 
 _DEADLINE: Final = 5.0
 """Timeout in seconds for a connection, and for systemctl."""
@@ -59,8 +53,8 @@ def look_at_socket(path: Path) -> SocketSeen:
         try:
             connection.connect(os.fspath(path))
             pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-        except OSError as error:
-            return replace(seen, refused=error.strerror or str(error))
+        except OSError:
+            return seen  # mpsctl's own client says why
     return replace(seen, listener=(pid, uid))
 
 
@@ -141,55 +135,3 @@ def read_units(output: str) -> dict[str, dict[str, str]]:
     """Parse the output of `systemctl show`: a line for each property, and a blank line between units."""
     blocks = [dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in output.split("\n\n")]
     return {block["Id"]: block for block in blocks if block.get("Id") and block.get("LoadState") != "not-found"}
-
-
-def in_force(settings: Reading[Settings], fallback: Reading[Settings]) -> Settings:
-    """Return the settings to judge by: mpsd's own if known, else the file's, else the defaults."""
-    for each in (settings, fallback):
-        if isinstance(each, Known):
-            return each.value
-    return Settings()
-
-
-def few_uids(pid: int) -> Reading[bool]:
-    """Tell whether an mpsd is in a user namespace that does not map each uid to itself."""
-    try:
-        return Known(host_environment.has_few_uids(pid))
-    except OSError as error:
-        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
-
-
-def tasks(pid: int) -> Reading[Tasks]:
-    """Return the number of processes and threads of an mpsd's control group, and their limit.
-
-    Of this group and its ancestors, the result is that of the one with the least room. Unknown where this process sees
-    no such file, as in most containers. Source: cgroups(7).
-    """
-    try:
-        lines = Path(f"/proc/{pid}/cgroup").read_bytes().decode("utf-8", errors="replace").split("\n")
-    except OSError as error:
-        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
-    found = [_tasks(Path(root) / path.lstrip("/")) for root, path in _groups(lines)]
-    limited = [each for each in found if each is not None]
-    if not limited:
-        return Unknown("the control group of mpsd is not visible from here")
-    return Known(min(limited, key=lambda each: each.most - each.there if each.most is not None else sys.maxsize))
-
-
-def _groups(lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each group from that of the process up to the root, where its hierarchy is mounted."""
-    for line in filter(None, lines):
-        _, controllers, path = line.split(":", 2)
-        mounted = _CGROUPS.get(controllers)
-        if mounted is not None:
-            for each in (PurePosixPath(path), *PurePosixPath(path).parents):
-                yield mounted, str(each)
-
-
-def _tasks(group: Path) -> Tasks | None:
-    try:
-        there = int((group / "pids.current").read_text(encoding="ascii"))
-        most = (group / "pids.max").read_text(encoding="ascii").strip()
-    except OSError:
-        return None  # the root group has no limit, and a container may see no group at all
-    return Tasks(group, there, int(most) if most.isdecimal() else None)

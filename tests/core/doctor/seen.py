@@ -1,7 +1,6 @@
 """A healthy node as doctor sees it, and functions that change one thing about it."""
 
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,38 +9,33 @@ from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.finding import Finding, examine
 from mpsd.core.doctor.observed import (
     Answers,
+    ClientSeen,
     ConfigurationSeen,
-    DaemonAnswer,
     DeviceNode,
-    DirectorySeen,
     FilesSeen,
-    GpuAnswer,
     GpuSeen,
     GpusSeen,
     HostSeen,
     Left,
     Library,
+    LoggedVersions,
     LogLine,
     NodeGpus,
     Observed,
     PipeDirectorySeen,
     ProcessSeen,
-    ServersSeen,
+    Report,
     ServiceSeen,
     SharedMemoryPlace,
     SocketSeen,
-    Tasks,
+    Space,
 )
-from mpsd.core.doctor.observed_clients import ClientSeen
-from mpsd.core.doctor.observed_records import ListenerSeen, RecordsSeen, StoreSeen, TextfileSeen
 from mpsd.core.doctor.table import CHECKS
 from mpsd.core.gpus import Condition
-from mpsd.core.health import Kind, Reason
-from mpsd.core.model import Gpu, GpuUsage, Known
+from mpsd.core.model import Gpu, GpuUsage, Known, Unknown
 from mpsd.core.settings import Settings
-from mpsd.core.units import GIB, MIB
+from mpsd.core.units import GIB
 
-PID_NAMESPACE: Final = "pid:[4026531836]"
 SETTINGS: Final = parse('[daemon]\ncompute_mode = "exclusive-process"\n')
 DIRECTORY: Final = "/run/mpsd/mps/gpu0"
 CONTROL: Final = "/usr/bin/nvidia-cuda-mps-control"
@@ -56,13 +50,9 @@ def process(pid: int, part: str, **otherwise: Any) -> ProcessSeen:
         "uid": 0,
         "parent": 100,
         "state": "S",
-        "age": 0.5,
         "arguments": ("mpsd", "run") if part == "mpsd" else (CONTROL, "-f"),
         "executable": Known("/usr/bin/python3" if part == "mpsd" else CONTROL),
         "variables": Known({} if part == "mpsd" else variables),
-        "open_files": Known(65536),
-        "capabilities": 0x1FFFFFFFFFF,
-        "pid_namespace": Known(PID_NAMESPACE),
         "shared_memory": Known(DEVICE),
     }
     return ProcessSeen(**{"pid": pid, "part": part, **usual, **otherwise})
@@ -76,24 +66,13 @@ USAGE: Final = GpuUsage(0, {}, ComputeMode.EXCLUSIVE_PROCESS)
 CONDITION: Final = Condition(True, 0, False, False, False)
 
 
-def directory(setting: str, path: str, **otherwise: Any) -> DirectorySeen:
-    """Return one of mpsd's directories, healthy."""
-    usual: dict[str, Any] = {"there": Path(path), "file_system": "ext4", "free": 9 * GIB, "free_files": 10**6}
-    return DirectorySeen(**{"setting": setting, "path": Path(path), "exists": True, **usual, **otherwise})
-
-
 def pipe_directory(name: str, path: str, *entries: str, listening: bool = False) -> PipeDirectorySeen:
     """Return a pipe directory with this in it."""
     return PipeDirectorySeen(name, Path(path), Known(entries), listening)
 
 
 ANSWERS: Final = Answers(
-    version="1.0",
-    healthy=True,
-    because="every control daemon is ready",
-    simulated=False,
-    gpus=(GpuAnswer(0, GPU.uuid, "ok", "exclusive-process", 0, 60),),
-    daemons=(DaemonAnswer("gpu0", "ready", DAEMON.pid, DIRECTORY, ()),),
+    "1.0", False, Known(SETTINGS), daemons=frozenset({DAEMON.pid}), servers=frozenset({SERVER.pid})
 )
 
 WELL: Final = Observed(
@@ -103,10 +82,8 @@ WELL: Final = Observed(
         version="1.0",
         socket=SocketSeen(Path("/run/mpsd/mpsd.sock"), "socket", 0o666, 0, listener=(MPSD.pid, 0)),
         answers=Known(ANSWERS),
-        process=MPSD,
+        process=MPSD.pid,
         lock_holder=Known(MPSD.pid),
-        few_uids=Known(value=False),
-        tasks=Known(Tasks(Path("/sys/fs/cgroup/system.slice/mpsd.service"), 9, None)),
         units=Known(
             {
                 "mpsd.service": {
@@ -122,17 +99,12 @@ WELL: Final = Observed(
                 }
             }
         ),
-        in_force=Known(SETTINGS),
     ),
     files=FilesSeen(
-        directories=(
-            directory("paths.runtime_dir", "/run/mpsd", file_system="tmpfs"),
-            directory("paths.state_dir", "/var/lib/mpsd"),
-            directory("paths.log_dir", "/var/log/mpsd"),
-        ),
+        space=(Space(Path("/run/mpsd"), 9 * GIB, 10**6),),
         own=(pipe_directory("gpu0", DIRECTORY, "control", "log", listening=True),),
         usual=(pipe_directory("/tmp/nvidia-mps", "/tmp/nvidia-mps"),),
-        servers=Known((ServersSeen("gpu0", 0, "", 13000, "580", Path("/var/log/mpsd/gpu0/control.log")),)),
+        versions=Known((LoggedVersions("gpu0", Path("/var/log/mpsd/gpu0/control.log"), 13000, "580"),)),
     ),
     processes=Known((MPSD, DAEMON, SERVER)),
     gpus=GpusSeen(
@@ -146,45 +118,22 @@ WELL: Final = Observed(
     host=HostSeen(
         uid=0,
         variables={},
-        now=datetime(2026, 11, 21, tzinfo=UTC),
         kernel="6.12.0-amd64",
         first_pid_namespace=True,
-        pid_namespace=PID_NAMESPACE,
         shared_memory=Known(SharedMemoryPlace("tmpfs", 32 * GIB, 31 * GIB, 0o1777, False, DEVICE)),
-        kernel_log=Known((LogLine(9.0, "usb 1-1: new device"),)),
-        audit_log=Known(()),
-        selinux="enforcing",
-        apparmor=True,
+        logs={"kernel": Known((LogLine(9.0, "usb 1-1: new device"),)), "audit": Known(())},
         devices=(DeviceNode(Path("/dev/nvidiactl"), 0o666), DeviceNode(Path("/dev/nvidia-uvm"), 0o666)),
     ),
     clients=Known(()),
-    records=RecordsSeen(
-        store=Known(
-            StoreSeen(Path("/var/lib/mpsd/accounts.db"), "file", 0, 0, 0o600, 9 * MIB, 20.0, Known(value=True))
-        ),
-        trouble=Known(""),
-        listener=Known(ListenerSeen("127.0.0.1:9410")),
-        textfile=Known(TextfileSeen("mpsd-textfile.service", Path("/var/lib/x/mpsd.prom"), "active", "", 9.0)),
-    ),
 )
+"""A healthy node whose mpsd answers."""
 
 
-def records(**otherwise: Any) -> Observed:
-    """Return the node with a change in its history or its metrics."""
-    return replace(WELL, records=replace(WELL.records, **otherwise))
-
-
-def store(**otherwise: Any) -> Observed:
-    """Return the node with a change in the file of its history."""
-    assert isinstance(WELL.records.store, Known)
-    return records(store=Known(replace(WELL.records.store.value, **otherwise)))
-
-
-def textfile(**otherwise: Any) -> Observed:
-    """Return the node with a change in its file for node_exporter."""
-    assert isinstance(WELL.records.textfile, Known)
-    assert WELL.records.textfile.value is not None
-    return records(textfile=Known(replace(WELL.records.textfile.value, **otherwise)))
+def alone(observed: Observed = WELL) -> Observed:
+    """Return the node without its mpsd."""
+    silent = Unknown("there is no socket")
+    gone: dict[str, Any] = {"answers": silent, "remedy": "start it", "lock_holder": Known(None), "process": None}
+    return replace(observed, service=replace(observed.service, **gone))
 
 
 def clients(*found: ClientSeen) -> Observed:
@@ -197,7 +146,6 @@ def client(pid: int = 500, **otherwise: Any) -> ClientSeen:
     usual: dict[str, Any] = {
         "arguments": ("python", "train.py"),
         "variables": Known({"CUDA_VISIBLE_DEVICES": GPU.uuid}),
-        "group": Known(None),
     }
     return ClientSeen(pid, "lease-1", GPU.uuid, 8 * GIB, **{**usual, **otherwise})
 
@@ -222,15 +170,9 @@ def answers(**otherwise: Any) -> Observed:
     return service(answers=Known(replace(ANSWERS, **otherwise)))
 
 
-def reason(kind: Kind, because: str) -> Observed:
-    """Return the node with a reason that mpsd reports."""
-    subject = "GPU 0" if kind.startswith("gpu") else "gpu0"
-    return answers(reasons=(Reason(kind, subject, because, "what to do"),))
-
-
-def daemon_answer(**otherwise: Any) -> Observed:
-    """Return the node with a change in mpsd's answer about its control daemon."""
-    return answers(daemons=(replace(ANSWERS.daemons[0], **otherwise),))
+def report(verdict: str, because: str, subject: str = "gpu0") -> Observed:
+    """Return the node with a sentence of mpsd about it."""
+    return answers(reports=(Report(verdict, because, "what to do", subject),))
 
 
 def unit(**otherwise: str) -> Observed:
@@ -262,7 +204,7 @@ def settings(text: str, observed: Observed = WELL) -> Observed:
         observed,
         settings=new,
         configuration=replace(observed.configuration, settings=Known(new)),
-        service=replace(observed.service, in_force=Known(new)),
+        service=replace(observed.service, answers=Known(replace(ANSWERS, settings=Known(new)))),
     )
 
 
@@ -271,6 +213,7 @@ def look(check: str, observed: Observed) -> list[Finding]:
     return [each.finding for each in examine([CHECKS[check]], observed)]
 
 
-def said(text: str, age: float = 5.0) -> Known[tuple[LogLine, ...]]:
-    """Return a log that has this line, written so many seconds ago."""
-    return Known((LogLine(age + 9, "systemd[1]: Reached target"), LogLine(age, text)))
+def logged(text: str, age: float = 5.0, log: str = "kernel") -> Observed:
+    """Return the node with a log that has this line, written so many seconds ago."""
+    lines = Known((LogLine(age + 9, "systemd[1]: Reached target"), LogLine(age, text)))
+    return host(logs={**WELL.host.logs, log: lines})

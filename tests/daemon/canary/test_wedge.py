@@ -48,9 +48,9 @@ def test_beside_a_lease(node: Node) -> None:
     status = node.mpsctl("status")
     assert status.returncode == 1
     assert "is wedged" in status.stdout
-    doctor = node.mpsctl("doctor", "--only", "wedge")
+    doctor = node.mpsctl("doctor", "--only", "node")
     assert doctor.returncode == 1
-    assert "wedge: gpu0 is wedged" in doctor.stdout
+    assert "node: gpu0 is wedged" in doctor.stdout
     assert "mpsctl restart gpu0 --timeout 0" in doctor.stdout
     release(node, mine)
     next_ready(node, "gpu0", before)

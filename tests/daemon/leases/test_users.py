@@ -91,7 +91,7 @@ def test_holder_that_changed(node: Node, python: str) -> None:
         assert as_here(expected) in node.mpsctl("verify", lease).stdout
         for command in (("status",), ("show", lease)):
             assert as_here(expected) in node.mpsctl(*command).stdout, command
-        assert as_here(expected) in node.mpsctl("doctor", "--only", "violations").stdout
+        assert as_here(expected) in node.mpsctl("doctor", "--only", "node").stdout
         go(program)
         assert not program.hello["mps"]
         outside = expected.replace("runs as", "runs outside MPS, without limits, on the GPU of gpu0 as")

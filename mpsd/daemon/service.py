@@ -183,6 +183,12 @@ def _report(log: Logger, events: Events, *databases: Database) -> None:
 
 
 async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, log: Logger) -> None:
+    # The order is that of what callers may rely on.
+    # Start: 1. the socket, so that callers wait instead of failing; 2. where they already wait, or mpsd only stops
+    # control daemons, the state of each daemon; 3. answers; 4. the word to the service manager, which starts others.
+    # End: 1. callers at a socket of the manager are left to the next mpsd; 2. no new grants; 3. a drain, while the API
+    # still answers; 4. the socket's name goes; 5. the last event, and only then the followers' connections;
+    # 6. control daemons that end at once.
     settings = plan.settings
     notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
     reload = partial(_reload, plan, node, notifier, log, asyncio.Lock())

@@ -32,6 +32,8 @@ def _mpsd(seen: Observed) -> Iterator[Finding]:
             because = f"pid {pid} of uid {uid} listens on {socket.path}, which belongs to uid {socket.owner}"
             yield Finding(Verdict.WARN, because, evidence, f"see ps -p {pid}")
         return
+    # The error of the connection is the reason, unless the path shows a better one. The holder of the lock tells
+    # whether an mpsd runs nevertheless: one whose socket was removed looks just like none.
     because, remedy = service.answers.reason, service.remedy
     if socket.closed is not None:
         because = f"uid {seen.host.uid} may not traverse {socket.closed} to reach {socket.path}"

@@ -54,7 +54,11 @@ class ServerHealth:
     """The names of what servers made in /dev/shm; a server that is killed leaves them there."""
 
     def note(self, events: Iterable[LogEvent], now: datetime) -> None:
-        """Process the events of the logs, in their order."""
+        """Process the events of the logs, in their order.
+
+        A reported fault stands until its server says more. Servers whose logs have no words for the end of a fault end
+        it by the next contexts that they make.
+        """
         for event in events:
             match event:
                 case ServerFaulted():

@@ -75,6 +75,11 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
         raise NotPermittedError(
             "only an administrator that takes a claim can name the owner of the lease", hint="omit owner"
         )
+    # 1. A process holds by itself, and counts as another user's where its uid is not that of the lease's owner.
+    # 2. A process with `group` holds through its control group, which is opened before the process may be gone:
+    #    the group is then certainly that of this process.
+    # 3. A named group or unit has no owner of its own: it is the one that the caller names, else the one for whom a
+    #    claim was made, else the user of the group's processes.
     is_bounded, life = lease.ttl is not None, GroupLife(body.life)
     if body.cgroup is None and body.unit is None:
         with _process(request, body.pid) as (living, uid, gid):

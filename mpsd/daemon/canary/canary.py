@@ -259,6 +259,10 @@ def _judge(output: bytes, who: str, unlisted: str | None) -> CanaryEnd:
 
     `unlisted` is why it may not have been a client of MPS, where CUDA did not tell.
     """
+    # 1. Without an answer, the canary was ended or broke: this says nothing about the server.
+    # 2. With an answer but no code of CUDA's, it did not get as far as CUDA: likewise.
+    # 3. CUDA's own word about MPS (drivers that have it) replaces the guess from the list of clients.
+    # 4. With both, the proof is that of the code; `LEFTOVER` comes from an earlier client, so another canary decides.
     said = _answer(output)
     if "ok" not in said:
         text = [each for each in output.decode(errors="replace").strip().splitlines() if each != BEGINS]

@@ -87,8 +87,11 @@ class ComputeModes:
 
     async def settle(self, gpu: Gpu, usage: Reading[GpuUsage]) -> Reading[GpuUsage]:
         """Take the next step for a GPU that was just read, and return the reading after it."""
+        # 1. A GPU that cannot be read may come back reset, together with its mode: nothing about it is remembered.
+        # 2. A mode is taken or given back once: where that was refused, new settings or `reset` try again.
+        # 3. A mode that is neither the found nor the wanted one is somebody else's: mpsd forgets what it found.
         if isinstance(usage, Unknown):
-            self.reset(gpu.uuid)  # when it is back, it may have been reset, together with its mode
+            self.reset(gpu.uuid)
             return usage
         now = usage.value.compute_mode
         if now is _EXCLUSIVE:

@@ -313,6 +313,10 @@ class LimitGates:
             self._changed.set()
 
     async def _open(self, gate: _Gate, lease_id: str, until: float = 0.0) -> None:
+        # 1. Open and without trouble: the clients can attach.
+        # 2. An end of a client keeps the pipe busy for as long as its work takes. That is no fault: wait without bound.
+        # 3. Open, but the limits cannot be verified: wait for the patience that a caller has, and refuse then.
+        # 4. Not open yet: another lease has its turn, which has a bound of its own.
         supervisor, patience = gate.supervisor, None
         while gate.expected.expects(lease_id):
             is_open = gate.expected.is_open_to(lease_id)

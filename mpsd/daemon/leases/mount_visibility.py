@@ -20,9 +20,13 @@ def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], lo
     GPU is left. A holder whose /dev/shm differs from that of the servers is logged: CUDA may not reach its server then
     (error 805). A holder of which this is unknown gets the lease, and is logged.
     """
+    # 1. Same root and mount namespace: every path is the same for the holder. This is the usual case.
+    # 2. Unknown: no reason to refuse, and its log line names what mpsd lacks. A holder that is gone needs no line.
+    # 3. Another file system at a pipe directory: that GPU is not offered, and without any left the request is refused.
+    # 4. Another /dev/shm: servers of drivers before 580 need a shared one, so this alone refuses nothing.
     alike, pid = holder.sees_alike(), holder.pid
     if alike == Known(value=True):
-        return request  # the usual case
+        return request
     if isinstance(alike, Unknown):
         if not holder.is_gone():
             log.warning(

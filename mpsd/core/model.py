@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.lifecycle import State
+from mpsd.core.mps_facts import Binds
 from mpsd.core.quantities import ActiveThreadPercentage, Moment, Opened, Pid, PinnedDeviceMemLimit
 
 T = TypeVar("T")
@@ -377,6 +378,8 @@ class Daemon:
     """Whether its driver supports a pinned device memory limit at all; drivers before 495 do not."""
     has_client_priority: bool = True
     """Whether its driver supports a priority of clients, as far as is known; drivers before 535 do not."""
+    limits_bind: Binds = Binds.CONTEXT
+    """When its servers' limits bind a client."""
     client_end: str = ""
     """The reason why the end of one of its clients takes time; the daemon answers no other command meanwhile."""
     client_end_late: str = ""

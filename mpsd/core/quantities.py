@@ -156,8 +156,8 @@ class Bounds:
 class Opened:
     """The limits of a client's server that may have become the client's own.
 
-    It is not documented whether MPS applies them when a process connects, or each time it makes a context (mps-facts
-    C), so both are kept.
+    MPS applies them when a process connects, or each time it makes a context (`mps_facts.Binds`). Where that is not
+    measured, both count.
     """
 
     connecting: Bounds

@@ -10,9 +10,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
+from mpsd.core import mps_facts
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, PipeAccessError, StorageError
+from mpsd.core.gpus import driver_branch
 from mpsd.core.lifecycle import ANSWERED, RUNNING, Event, State
 from mpsd.core.model import Daemon, Gpu, GpuUsage, Limits, ProcessIdentity, Reading, Server
+from mpsd.core.mps_facts import Binds
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.core.supervision.drain import Answers, Intent, OperatorCommand
@@ -159,6 +162,7 @@ class Supervisor:
             cannot_start_for=self._pipe_access.users,
             has_mem_limit=self._observer.has_mem_limit,
             has_client_priority=self._observer.has_client_priority,
+            limits_bind=self.limits_bind,
             client_end=self.pipe.waits_for,
             client_end_late=late,
             unknown_lines=self._control_log.unknown,
@@ -168,6 +172,12 @@ class Supervisor:
             restart_for=self._instance.outdated(self._settings.current),
             unrestored=self._leases.unrestored(self.gpu.uuid),
         )
+
+    @property
+    def limits_bind(self) -> Binds:
+        """When its servers' limits bind a client: as set, else as measured with its driver."""
+        measured = mps_facts.binds(driver_branch(self.gpu.driver_version))
+        return self._settings.current.enforcement.limits_bind or measured
 
     def reset(self) -> None:
         """Forget the deaths and try again, by an operator's command; a running daemon is not affected."""

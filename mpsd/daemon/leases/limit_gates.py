@@ -13,11 +13,9 @@ from typing import Final
 
 from msgspec import structs
 
-from mpsd.core import mps_facts
 from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextProof, ExpectedClients
 from mpsd.core.errors import DaemonNotReadyError
-from mpsd.core.gpus import driver_branch
 from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import AttachedProcess, GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
@@ -85,7 +83,6 @@ class LimitGates:
 
     def _configure(self, settings: Settings) -> None:
         self._rules, self._patience = CeilingRules.of(settings), 2 * settings.daemon.answer_deadline
-        self._binds = settings.enforcement.limits_bind
         for lease in self._leases.values():
             self._await(lease, anew=False)
         self._settle_all()
@@ -237,8 +234,7 @@ class LimitGates:
 
     def _is_bound_once_listed(self, gate: _Gate) -> bool:
         """Tell whether a client that the server lists, and that thus has connected, has its limits for good."""
-        moment = self._binds or mps_facts.binds(driver_branch(gate.supervisor.gpu.driver_version))
-        return moment is Binds.CONNECT
+        return gate.supervisor.limits_bind is Binds.CONNECT
 
     def _wake_if_needed(self, gate: _Gate) -> None:
         """Wake `run` if callers wait, or if its next check must be earlier; the limits are settled already."""

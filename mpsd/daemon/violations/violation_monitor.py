@@ -31,6 +31,7 @@ from mpsd.core.model import (
     Unknown,
     ViolationKind,
 )
+from mpsd.core.mps_facts import Binds
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.daemon.ends.endings import VIOLATION, Endings
@@ -156,7 +157,9 @@ class ViolationMonitor:
         """Return a client that a server lists, with the limits that were open to it until now; None when it is gone."""
         key, opened = (daemon.name, identity), server.opened[identity]
         known, before = self._seen.get(key), self._client_record.of(key, server.pid)
-        if before is not None:
+        if before is not None and daemon.limits_bind is Binds.CONNECT:
+            opened = before.opened  # it was listed, so it has its limits for good
+        elif before is not None:
             opened = continued(before.opened, opened, has_context=before.has_context)
         if known is None or known.server != server.pid:
             environment = proc.environment_of(identity.pid, _VARIABLES.__contains__)

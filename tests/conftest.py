@@ -274,7 +274,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for reason, count in sorted(skipped.items()):
             terminalreporter.line(f"{count:5}  {reason}")
     absent = [f"{branch}" for branch in real.BRANCHES if branch not in real.real_daemons()]
-    needy = [each for kind in ("skipped", "error") for each in stats.get(kind, []) if "real_daemon" in each.keywords]
+    reports = [*stats.get("skipped", []), *stats.get("error", [])]
+    needy = [each for each in reports if "real_daemon" in getattr(each, "keywords", ())]  # not those of a collection
     if absent and needy:
         fetch = os.path.relpath(Path(__file__).parent / "real" / "fetch", config.invocation_params.dir)
         terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)

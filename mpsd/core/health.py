@@ -225,8 +225,7 @@ def of_node(
     if limited and daemons:
         found += not_closed(gpus)
     if store:
-        hint = "free space on the file system of paths.runtime_dir, or restore it; mpsd tries again by itself"
-        found.append(Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint))
+        found.append(_not_stored(store))
     found.sort(key=lambda each: _ORDER[each.kind])
     reasons = tuple(each for each in found if each.kind not in _WARNINGS)
     if not daemons and not reasons:
@@ -242,6 +241,25 @@ def refusal(gpu: GpuView, daemon: Daemon) -> Reason | None:
     """
     found = [each for each in (*of_gpu(gpu), *of_daemon(daemon)) if each.limit]
     return min(found, key=lambda each: (each.uids is not None, _ORDER[each.kind]), default=None)
+
+
+def refused(view: GpuView, daemons: Iterable[Daemon], store: str = "") -> str | None:
+    """Return why all requests for a GPU are refused, whatever is left of it; None where they are not.
+
+    This is the verdict on a GPU for everybody who offers it to others. `store` is the reason why no lease can be
+    stored, or empty.
+    """
+    found = list(of_gpu(view))
+    if view.gpu is not None:
+        found += [reason for each in daemons if each.gpu == view.gpu.uuid for reason in of_daemon(each)]
+    refusing = [each for each in found if each.limit and each.uids is None]
+    refusing += [_not_stored(store)] if store else []
+    return min(refusing, key=lambda each: _ORDER[each.kind]).because if refusing else None
+
+
+def _not_stored(store: str) -> Reason:
+    hint = "free space on the file system of paths.runtime_dir, or restore it; mpsd tries again by itself"
+    return Reason(Kind.STORE, "leases", f"no lease can be granted: {store}", hint)
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
 from mpsd.core.kubernetes import claims
 from mpsd.core.kubernetes.claims import Claimed, Holder
-from mpsd.core.kubernetes.health import Seen
+from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.units import MIB
 from mpsd.system import clock
 
@@ -30,11 +30,11 @@ PATIENCE: Final = 10.0
 
 _PAUSE: Final = 0.2
 
-_SILENCE: Final = 10.0
-"""Seconds without an event after which mpsd is queried to check that it still runs."""
+_LOOK: Final = 10.0
+"""Seconds after which mpsd is asked again, whatever it logs: it may have stopped, and a reason may have other words."""
 
-_TELLING: Final = ("daemon_", "gpu_", "settings_", "operation_")
-"""Prefixes of the names of events that may concern the health of a GPU."""
+_TELLING: Final = frozenset({"gpu_admission", "gpu_found", "settings_reloaded"})
+"""The events after which the GPUs to offer, or mpsd's verdict on one of them, may be others."""
 _ANSWER: Final = 10.0
 """Seconds for an answer, in addition to the wait that the request contains."""
 
@@ -57,27 +57,28 @@ class Mpsd:
         self._socket = socket
         self._ended = ended
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[Gpu]:
         """Return the GPUs that mpsd reports, with their control daemons; makes one attempt only."""
         with Api(self._socket, deadline=_ANSWER) as api:
             daemons = {each["gpu"]: each for each in api.daemons()["daemons"]}
             return [
-                _seen(each, daemons[uuid])
+                _gpu(each, daemons[uuid])
                 for each in api.gpus()["gpus"]
                 if (uuid := each["uuid"]) is not None and uuid in daemons
             ]
 
     def await_change(self, after: int) -> int:
-        """Wait for an event about a GPU or a control daemon, or for some seconds of silence; return the event's number.
+        """Wait for an event that changes what can be granted, or for some seconds; return the last event's number.
 
-        After a silence, the caller must query mpsd: a stopped mpsd keeps its connections open and sends nothing.
+        Afterwards the caller must query mpsd: a stopped mpsd keeps its connections open and sends nothing.
         """
+        end = clock.monotonic() + _LOOK
         try:
             with Api(self._socket, deadline=_ANSWER) as api:
-                for _, event in api.lines(f"/v1/events?after={after}&follow=true", silence=_SILENCE):
+                for _, event in api.lines(f"/v1/events?after={after}&follow=true&heartbeat=1", silence=_LOOK):
                     name, number = _event(event)
                     after = max(after, number)
-                    if name.startswith(_TELLING):
+                    if name in _TELLING or clock.monotonic() >= end:
                         return after
         except UnreachableError:
             return after
@@ -165,19 +166,15 @@ def _event(event: object) -> tuple[str, int]:
             return "", 0
 
 
-def _seen(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Seen:
-    mebibytes = max((gpu["memory_total"] or 0) - gpu["memory_reserved"], 0) // MIB
+def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
     version = daemon["version"]
-    return Seen(
+    return Gpu(
         uuid=daemon["gpu"],
-        mebibytes=mebibytes,
-        health=gpu["health"],
-        because=gpu["because"],
+        mebibytes=max((gpu["memory_total"] or 0) - gpu["memory_reserved"], 0) // MIB,
         daemon=daemon["name"],
-        state=daemon["state"],
-        state_because=daemon["because"],
         pipe_directory=daemon["pipe_directory"],
         driver=None if version is None else gpus.driver_branch(version),
+        because=gpu["refused"] or "",
         position=gpu["index"],
         model=gpu["name"] or "",
         version=version or "",

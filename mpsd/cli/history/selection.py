@@ -97,7 +97,7 @@ class Selector:
 
 
 _BY_INDEX: Final = frozenset(
-    {"gpu_found", "gpu_health", *(each for each in SENTENCES if each.startswith("compute_mode_"))}
+    {"gpu_found", "gpu_health", "gpu_admission", *(each for each in SENTENCES if each.startswith("compute_mode_"))}
 )
 
 

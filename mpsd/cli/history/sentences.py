@@ -48,6 +48,7 @@ SENTENCES: Final = {
     "gpu_found": "GPU {index} is a {name} ({uuid})",
     "gpu_xid": "{uuid} reported Xid {xid}: {because}",
     "gpu_health": "GPU {index} is {health}: {because}",
+    "gpu_admission": "GPU {index} admits {requests}: {because}",
     "compute_mode_set": "GPU {index}: its compute mode is {mode}",
     "compute_mode_restored": "GPU {index}: its compute mode is {mode} again: {because}",
     "compute_mode_left": "GPU {index}: its compute mode was left as it is, {mode}: {because}",
@@ -188,6 +189,8 @@ def _facts(event: "answer_types.Event") -> _Facts:
             facts["changes"] = f"{', '.join(map(str, applied)) or 'nothing has changed'}{later}"
         case "gpu_health", {"health": "ok"} if not event.get("because"):
             facts["because"] = "it answers"
+        case "gpu_admission", {"admits": bool(admits)}:
+            facts["requests"] = "requests" if admits else "no request"
     return facts
 
 

@@ -121,7 +121,7 @@ def _gpu(gpu: "answer_types.Gpu", daemons: "dict[str, answer_types.Daemon]") -> 
     part = gpu["memory_granted"] / total if total else 0.0
     return (
         str(gpu["index"]),
-        gpu["health"],
+        "refused" if gpu["health"] == "ok" and gpu["refused"] else gpu["health"],
         daemon["state"] if daemon is not None else _NONE,
         f"{bar(gpu['threads_granted'] / 100, _ENCODING)} {percent(gpu['threads_granted'])}",
         f"{bar(part, _ENCODING)} {size(gpu['memory_granted'])} of {_UNKNOWN if total is None else size(total)}",

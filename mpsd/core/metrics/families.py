@@ -71,7 +71,11 @@ REASONS: Final = _gauge(
 
 GPU: Final = Family("mpsd_gpu", Kind.INFO, "", "The GPUs of the node, by UUID.", ("gpu", "index", "name", "driver"))
 GPU_HEALTH: Final = Family(
-    "mpsd_gpu_health", Kind.STATESET, "", "Whether a GPU may be granted: only one that is ok may.", ("gpu",)
+    "mpsd_gpu_health",
+    Kind.STATESET,
+    "",
+    "The health of a GPU by itself, without its control daemon.",
+    ("gpu",),
 )
 GPU_MEMORY: Final = _gauge("mpsd_gpu_memory_bytes", "Memory of the GPU in total.", "gpu", unit="bytes")
 GPU_MEMORY_RESERVED: Final = _gauge(

@@ -109,7 +109,6 @@ class NodeHandlers:
 
     def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> schema.GpuOut:
         gpu = view.gpu
-        refusals = [health.refusal(view, each) for each in daemons if gpu is not None and each.gpu == gpu.uuid]
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         clients = mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
@@ -131,7 +130,7 @@ class NodeHandlers:
             health=view.health,
             because=view.because,
             hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=operator),
-            refused=next((each.because for each in refusals if each is not None and each.uids is None), None),
+            refused=health.refused(view, daemons, self._node.leases.trouble),
         )
 
     async def daemons(self, request: Request) -> schema.DaemonsOut:

@@ -15,7 +15,18 @@ from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED, State
-from mpsd.core.model import Daemon, Holder, Inventory, Known, Lease, LeaseRequest, LeaseState, Owner, ViolationKind
+from mpsd.core.model import (
+    Daemon,
+    GpuView,
+    Holder,
+    Inventory,
+    Known,
+    Lease,
+    LeaseRequest,
+    LeaseState,
+    Owner,
+    ViolationKind,
+)
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
@@ -88,6 +99,8 @@ class Node:
         self._offers: list[Offer] = []
         self._is_offered = False
         """Whether the offers are current."""
+        self._admits: dict[int, bool] = {}
+        """By index, whether requests for a GPU were admitted when that was last logged."""
         self._changed = asyncio.Event()
         self._touched = asyncio.Event()
         """Set, and replaced, whenever something has changed."""
@@ -155,6 +168,7 @@ class Node:
         """Process a reading of the GPUs."""
         self.inspect(read=True)
         self._supervise()
+        self._note_admission()
         if self.completeness.is_waiting:
             self._look()  # for processes whose end nothing else reports
 
@@ -165,6 +179,22 @@ class Node:
             self._changed.clear()
             self.inspect()  # first: what clients without a lease use must not be granted
             self.leases.offer(self.offers(), self.unleased.charged)
+            self._note_admission()
+
+    def _note_admission(self) -> None:
+        """Log each GPU on which grants begin or end: whoever offers the GPUs to others follows that."""
+        for view in self.gpus.views():
+            refused = self.refused(view)
+            if self._admits.get(view.index) is (refused is None):
+                continue
+            self._admits[view.index] = refused is None
+            facts: dict[str, object] = {"index": view.index, "admits": refused is None}
+            if view.gpu is not None:
+                facts["uuid"] = view.gpu.uuid
+            if refused is None:
+                self._log.info(EventName.GPU_ADMISSION, **facts)
+            else:
+                self._log.warning(EventName.GPU_ADMISSION, **facts, because=refused)
 
     def inspect(self, *, read: bool = False) -> None:
         """Inspect the processes on the GPUs; `read` tells whether the GPUs were read since the last time."""
@@ -289,6 +319,10 @@ class Node:
         self.leases.unrestored.clear(supervisor.gpu.uuid)
         supervisor.intend(OperatorCommand(Intent.RUN, because))
         self._look()
+
+    def refused(self, view: GpuView) -> str | None:
+        """Return why all requests for a GPU are refused now; None where they are not."""
+        return health.refused(view, self.daemons(), self.leases.trouble)
 
     def health(self) -> NodeHealth:
         """Return the GPUs and the control daemons at this moment, with their faults."""

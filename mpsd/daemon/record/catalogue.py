@@ -27,6 +27,7 @@ COMMON: Final = {
 
 FACTS: Final = {
     "active_thread_percentage": "Percent of a GPU's threads.",
+    "admits": "Whether requests for the GPU are admitted.",
     "address": "The address and port on TCP.",
     "answer": "An answer on the control pipe, as a literal, cut short.",
     "applied": "Settings that are in force from now on.",
@@ -135,6 +136,11 @@ CATALOGUE: Final = {
     EventName.GPU_XID: EventKind("error", "uuid xid because left_out?", "A GPU reported a fault."),
     EventName.GPU_HEALTH: EventKind(
         "info error", "index uuid health because?", "A GPU became readable, or is no longer readable."
+    ),
+    EventName.GPU_ADMISSION: EventKind(
+        "info warning",
+        "index uuid? admits because?",
+        "Requests for a GPU are admitted again, or all are refused.",
     ),
     EventName.COMPUTE_MODE_SET: EventKind("info", f"{_MODE} found because", "mpsd has set the compute mode of a GPU."),
     EventName.COMPUTE_MODE_RESTORED: EventKind("info", f"{_MODE} because", "A GPU has its own compute mode again."),

@@ -37,6 +37,7 @@ class EventName(StrEnum):
     GPU_FOUND = "gpu_found"
     GPU_XID = "gpu_xid"
     GPU_HEALTH = "gpu_health"
+    GPU_ADMISSION = "gpu_admission"
     COMPUTE_MODE_SET = "compute_mode_set"
     COMPUTE_MODE_RESTORED = "compute_mode_restored"
     COMPUTE_MODE_LEFT = "compute_mode_left"

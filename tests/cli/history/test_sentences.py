@@ -37,7 +37,7 @@ DEATH = event(
     "daemon_death", "warning", daemon="gpu0", how="pid 9 killed by SIGKILL", verdict="later", delay=0.5, suspects=[]
 )
 
-MADE = {"user", "daemons", "limits", "drift", "changes"}
+MADE = {"user", "daemons", "limits", "drift", "changes", "requests"}
 """Facts that sentences make of others."""
 
 STORY = {

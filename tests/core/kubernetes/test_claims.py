@@ -10,7 +10,6 @@ from mpsd.core.kubernetes import checkpoint, claims, health, pods
 from mpsd.core.kubernetes.checkpoint import Container
 from mpsd.core.kubernetes.claims import Action, Claimed, Holder, Open, Release, Renew
 from mpsd.core.kubernetes.devices import Gpu, Kind
-from mpsd.core.kubernetes.health import Seen
 from mpsd.core.kubernetes.settings import Offer, Settings
 
 NOW: Final = datetime(2026, 11, 23, tzinfo=UTC)
@@ -197,19 +196,7 @@ class TestCheckpoint:
 class TestHealth:
     """The health of devices."""
 
-    SEEN: Final = Seen("GPU-1", 81408, "ok", "", "gpu0", "ready", "", "/run/mpsd/mps/gpu0", 555)
-
-    @pytest.mark.parametrize(
-        ("change", "because"),
-        [
-            ({}, ""),
-            ({"health": "faulty", "because": "Xid 79"}, "GPU GPU-1 is faulty: Xid 79"),
-            ({"state": "held", "state_because": "root holds it"}, "control daemon gpu0 is held: root holds it"),
-        ],
-    )
-    def test_by_mpsd(self, change: dict[str, Any], because: str) -> None:
-        """mpsd's own reasons say why nothing new may start."""
-        assert health.offered([self.SEEN._replace(**change)], {})["GPU-1"].because == because
+    SEEN: Final = Gpu("GPU-1", 81408, "gpu0", "/run/mpsd/mps/gpu0", 555)
 
     def test_gone(self) -> None:
         """A GPU that mpsd no longer lists stays, unhealthy: otherwise kubelet would forget its devices."""

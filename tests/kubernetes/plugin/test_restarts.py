@@ -9,6 +9,7 @@ from tests.harness import wait_until
 from tests.kubernetes.plugin.cluster import SLICE, RefusedError, StandIn
 from tests.kubernetes.plugin.conftest import MakeCluster
 from tests.kubernetes.plugin.test_pods import await_idle
+from tests.simulated_clients import leased
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
@@ -31,8 +32,23 @@ class TestHealth:
         assert cluster.node.mpsctl(verb, "gpu0").returncode == 0
         wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices of gpu0 to be unhealthy")
         changed = next(each for each in cluster.log("devices_changed") if not each["healthy"])
-        assert "control daemon gpu0 is" in changed["because"]
+        refused = cluster.node.get("/v1/gpus").json["gpus"][0]["refused"]
+        assert changed["because"].partition(":")[0] == refused.partition(":")[0]
         assert cluster.node.mpsctl("resume", "gpu0").returncode == 0
+        wait_until(lambda: cluster.healthy(SLICE) == 200, what="all devices to be healthy again")
+
+    @pytest.mark.enforcement
+    def test_a_gpu_with_lost_leases(self, make_cluster: MakeCluster) -> None:
+        """Devices of a GPU on which mpsd refuses every request are unhealthy, whatever its control daemon's state."""
+        node = (cluster := make_cluster(simulate=2)).node
+        with leased(node, "--threads", "10", "--memory", "1GiB", "--gpu", "0"):
+            wait_until(lambda: node.get("/v1/clients").json["clients"], what="the client to be seen")
+            node.end(signal.SIGKILL)
+            (node.root / "run" / "leases.db").unlink()
+            node.start(ready=False)
+            wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices of gpu0 to be unhealthy")
+            assert node.daemons()["gpu0"]["state"] == "ready"
+            assert node.get("/v1/gpus").json["gpus"][0]["refused"]
         wait_until(lambda: cluster.healthy(SLICE) == 200, what="all devices to be healthy again")
 
     def test_mpsd_is_restarted(self, make_cluster: MakeCluster) -> None:
@@ -64,7 +80,7 @@ class TestHealth:
 
     def test_mpsd_hangs(self, make_cluster: MakeCluster) -> None:
         """A stopped mpsd keeps its connections, and is detected all the same."""
-        durations = {"mpsd.kubernetes.mpsd_client._SILENCE": 1.0, "mpsd.kubernetes.mpsd_client._ANSWER": 1.0}
+        durations = {"mpsd.kubernetes.mpsd_client._LOOK": 1.0, "mpsd.kubernetes.mpsd_client._ANSWER": 1.0}
         cluster = make_cluster(settings={"UNREACHABLE_GRACE": "0.2"}, durations=durations)
         os.kill(cluster.node.pid, signal.SIGSTOP)
         try:

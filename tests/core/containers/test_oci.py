@@ -10,7 +10,6 @@ from mpsd.core.errors import InvalidRequestError
 
 
 def raw(content: Any) -> bytes:
-    """Return JSON as a runtime writes it."""
     return json.dumps(content).encode()
 
 

@@ -27,7 +27,6 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 
 def leases(node: Node) -> dict[str, Any]:
-    """Return the leases by their ids."""
     return {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
 
 
@@ -45,7 +44,6 @@ class AsUser(Node):
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts it."""
         return [*AS_USER, *super().command]
 
     def most_processes(self, most: int) -> None:

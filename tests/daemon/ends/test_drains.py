@@ -31,7 +31,6 @@ def occupied(node: Node) -> Iterator[None]:
 
 @contextmanager
 def hung(node: Node) -> Iterator[None]:
-    """Have the control daemon hang."""
     with stopped(node.daemons()["gpu0"]["pid"]):
         node.wait_for_state("gpu0", "unresponsive")
         yield

@@ -19,7 +19,7 @@ from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, steps, target, unharmed
-from tests.daemon.helpers import BRISK, SWIFT, event, holding, is_running, program, states
+from tests.daemon.helpers import BRISK, SWIFT, event, is_running, program, states
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
@@ -28,14 +28,12 @@ pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 ANN: Final = 61421
-"""A uid without rights and without a name."""
 
 SMALL: Final = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a simulated node."""
     return make_node(simulate=1, control=None, config=GRACE).start()
 
 
@@ -43,12 +41,10 @@ def node(make_node: Start) -> Node:
 
 
 def by_release(node: Node, client: SimulatedClient) -> None:
-    """End the client by a release of its lease."""
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/end").status == 202
 
 
 def by_expiry(node: Node, client: SimulatedClient) -> None:
-    """End the client by the expiry of its lease."""
     node.reload(GRACE + 'on_expiry = "terminate"\n')
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/renew", {"ttl": 0.1}).status == 200
 
@@ -72,20 +68,6 @@ def test_each_way(node: Node, way: Callable[[Node, SimulatedClient], None]) -> N
         assert asked(node, client.pid) == 1
         event(node, "lease_ended", lease=lease)
         wait_until(lambda: not ends(node), what="nothing to be left on disk")
-
-
-def test_drain(node: Node) -> None:
-    """All clients are ended, one after the other, and none meets an error of another."""
-    with target(node) as one, target(node) as other:
-        for each in (one, other):
-            each.launch(BUSY)
-        ended(node, begin(node, "drain", timeout=0))
-        for each in (one, other):
-            assert each.process.wait(20) == -signal.SIGTERM
-            assert each.answer()["ok"]  # the client's kernel has finished
-            await_steps(node, each.pid, "terminate_client", "SIGTERM")
-            assert asked(node, each.pid) == 1
-    assert node.events("daemon_forced") == []
 
 
 def test_whoever_asks(node: Node) -> None:
@@ -168,10 +150,7 @@ def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
 
 
 def test_deadline(make_node: Start) -> None:
-    """When a server exceeds the deadline, a client beside others is left alone, and that is reported.
-
-    Once the client is alone on its server, signals end it.
-    """
+    """When a server exceeds the deadline, a client beside others is left alone, and that is reported."""
     config = "[enforcement]\ngrace = 0.3\nterminate_deadline = 0.5\n" + BRISK
     node = make_node(simulate=1, control=None, config=config).start()
     with target(node) as other, target(node) as client:
@@ -286,35 +265,6 @@ def in_force(node: Node) -> float:
     """Return the ceiling of threads, as read back."""
     daemon = node.daemons()["gpu0"]
     return float(daemon["limits"]["active_thread_percentage"]) if daemon["verified"] else 0.0
-
-
-def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
-    """The next mpsd does not know yet to which lease a process belongs; until then it sends no signal."""
-    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
-    with neighbour(node), target(node) as client:
-        client.launch(BUSY)
-        with holding(node, "gpu0"):
-            by_release(node, client)
-            event(node, "client_not_ended", pid=client.pid)
-            node.end(signal.SIGKILL)
-        node.start(ready=False)
-        assert event(node, "client_end_resumed", pid=client.pid)["step"] == "none"
-        assert client.process.wait(20) == -signal.SIGTERM
-        await_steps(node, client.pid, "terminate_client", "SIGTERM")
-
-
-def test_mpsd_is_killed_between_signals(node: Node) -> None:
-    """A client that has had its SIGTERM keeps its grace period, and then gets SIGKILL: there is no second SIGTERM."""
-    node.reload("[enforcement]\ngrace = 1.0\n")
-    with neighbour(node), target(node) as client:
-        client.do("ignore TERM")
-        by_release(node, client)
-        event(node, "client_forced", pid=client.pid, step="SIGTERM")
-        node.end(signal.SIGKILL)
-        node.start()
-        assert client.process.wait(20) == -signal.SIGKILL
-        event(node, "client_ended", pid=client.pid)
-        await_steps(node, client.pid, "terminate_client", "SIGTERM", "SIGKILL")
 
 
 def test_damaged_record(node: Node) -> None:

@@ -63,13 +63,11 @@ def change(node: Node, how: Callable[[str], str]) -> None:
 
 
 def fields(text: str, **otherwise: object) -> str:
-    """Return a stored lease with other fields."""
     return json.dumps({**json.loads(text), **otherwise})
 
 
 @contextlib.contextmanager
 def holder() -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process that holds a lease."""
     held = subprocess.Popen(["sleep", "600"])
     try:
         yield held
@@ -136,10 +134,7 @@ class TestStored:
         ids=["time", "request", "surrogate"],
     )
     def test_one_that_makes_no_sense(self, make_node: Start, how: Callable[[str], str]) -> None:
-        """An invalid lease is set aside and reported, and its GPU is held while its processes live.
-
-        Other leases are unaffected.
-        """
+        """An invalid lease is set aside and reported, and its GPU is held while its processes live."""
         node = make_node(simulate=2, config=BRISK).start()
         kept = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json
         with holder() as held:

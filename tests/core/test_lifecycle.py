@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.lifecycle import ANSWERED, BUG, IGNORE, RUNNING, TABLE, Event, Outcome, State, step
+from mpsd.core.lifecycle import ANSWERED, BUG, RUNNING, TABLE, Event, Outcome, State, step
 
 PAIRS: Final = [(state, event) for state in State for event in Event]
 
@@ -48,12 +48,6 @@ def test_no_word_of_an_operator_is_a_bug() -> None:
 def test_nothing_that_a_process_does_is_a_bug_while_it_runs() -> None:
     """No event of a process is a bug in a state that has a process."""
     assert not [(state, event) for state in RUNNING for event in WITNESSED if TABLE[state][event] is BUG]
-
-
-def test_every_death_ends_running() -> None:
-    """A death leaves every state that has a process."""
-    for state in RUNNING:
-        assert TABLE[state][Event.DIED] not in {*RUNNING, IGNORE, BUG}, state
 
 
 def test_a_process_comes_where_there_is_none() -> None:

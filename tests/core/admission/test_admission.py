@@ -29,38 +29,35 @@ def need(what: LeaseRequest, at: Offer) -> Amount:
     return amount
 
 
-class TestCheck:
-    """A request must state its amounts."""
-
-    @pytest.mark.parametrize(
-        ("what", "limit", "words"),
-        [
-            ({"fraction": 0.5, "threads": THREADS}, "fraction", "neither can be given with it"),
-            ({"fraction": 0.5, "memory": MEMORY}, "fraction", "neither can be given with it"),
-            ({"fraction": 0.5, "threads": THREADS, "memory": MEMORY}, "fraction", "neither can be given with it"),
-            ({"fraction": 0.0}, "fraction", "fraction 0 is not between 0.001 and 1"),
-            ({"fraction": -0.5}, "fraction", "fraction -0.5 is not"),
-            ({"fraction": 0.00099}, "fraction", "fraction 0.00099 is not"),
-            ({"fraction": 1.0000001}, "fraction", "fraction 1.0000001 is not between 0.001 and 1"),
-            ({"fraction": float("nan")}, "fraction", "fraction nan is not"),
-            ({"fraction": float("inf")}, "fraction", "fraction inf is not"),
-            ({"fraction": 5e-324}, "fraction", "fraction 5e-324 is not"),
-            ({}, "threads", "threads is missing"),
-            ({"memory": MEMORY}, "threads", "threads is missing"),
-            ({"threads": THREADS}, "memory", "memory is missing"),
-            ({"fraction": 0.5, "processes": 0}, "processes", "processes is 0"),
-            ({"fraction": 0.5, "processes": -1}, "processes", "processes is -1"),
-            ({"fraction": 0.5, "gpus": 0}, "gpus", "gpus is 0"),
-            ({"fraction": 0.5, "gpus": 2, "gpu": gpu(0)}, "gpus", "2 GPUs were requested, but gpu names a single one"),
-        ],
-    )
-    def test_refused(self, what: dict[str, Any], limit: str, words: str) -> None:
-        """A missing, duplicate or invalid amount is refused with its name and its number."""
-        with pytest.raises(InvalidRequestError) as refusal:
-            check(LeaseRequest(**what))
-        assert refusal.value.limit == limit
-        assert words in refusal.value.detail
-        assert refusal.value.hint
+@pytest.mark.parametrize(
+    ("what", "limit", "words"),
+    [
+        ({"fraction": 0.5, "threads": THREADS}, "fraction", "neither can be given with it"),
+        ({"fraction": 0.5, "memory": MEMORY}, "fraction", "neither can be given with it"),
+        ({"fraction": 0.5, "threads": THREADS, "memory": MEMORY}, "fraction", "neither can be given with it"),
+        ({"fraction": 0.0}, "fraction", "fraction 0 is not between 0.001 and 1"),
+        ({"fraction": -0.5}, "fraction", "fraction -0.5 is not"),
+        ({"fraction": 0.00099}, "fraction", "fraction 0.00099 is not"),
+        ({"fraction": 1.0000001}, "fraction", "fraction 1.0000001 is not between 0.001 and 1"),
+        ({"fraction": float("nan")}, "fraction", "fraction nan is not"),
+        ({"fraction": float("inf")}, "fraction", "fraction inf is not"),
+        ({"fraction": 5e-324}, "fraction", "fraction 5e-324 is not"),
+        ({}, "threads", "threads is missing"),
+        ({"memory": MEMORY}, "threads", "threads is missing"),
+        ({"threads": THREADS}, "memory", "memory is missing"),
+        ({"fraction": 0.5, "processes": 0}, "processes", "processes is 0"),
+        ({"fraction": 0.5, "processes": -1}, "processes", "processes is -1"),
+        ({"fraction": 0.5, "gpus": 0}, "gpus", "gpus is 0"),
+        ({"fraction": 0.5, "gpus": 2, "gpu": gpu(0)}, "gpus", "2 GPUs were requested, but gpu names a single one"),
+    ],
+)
+def test_amounts_that_are_refused(what: dict[str, Any], limit: str, words: str) -> None:
+    """A missing, duplicate or invalid amount is refused with its name and its number."""
+    with pytest.raises(InvalidRequestError) as refusal:
+        check(LeaseRequest(**what))
+    assert refusal.value.limit == limit
+    assert words in refusal.value.detail
+    assert refusal.value.hint
 
 
 class TestNeeds:

@@ -182,17 +182,6 @@ class TestRefusals:
         assert words in waits.because
         assert desk.waits_for(waits) == (limit, gpu(0))
 
-    @pytest.mark.parametrize("refusal", [ILL, ON_HOLD])
-    def test_not_in_order(self, refusal: Any) -> None:
-        """An unhealthy or held GPU grants nothing, even if empty; a request can wait for it."""
-        desk = Desk(offer(0, refusal=refusal))
-        with pytest.raises(DaemonNotReadyError, match=refusal.because) as error:
-            desk.ask()
-        assert (error.value.limit, error.value.hint) == (refusal.limit, refusal.hint)
-        waits = desk.waits()
-        assert desk.waits_for(waits) == (refusal.limit, gpu(0))
-        assert desk.offers(offer(0)) == [waits.id]
-
     def test_another_user(self) -> None:
         """Where a daemon serves one uid at a time, the refusal names the uid that has it, and what would help."""
         desk = Desk(offer(0, many_users=False))
@@ -328,29 +317,27 @@ class TestOrder:
         desk.end(held)
 
 
-class TestPatience:
-    """The first in the queue can be overtaken for a while, but not forever."""
+def light_user(desk: Desk) -> float | None:
+    """Have Ann wait for a whole GPU of which Bob always has a little; return how long she waits."""
+    had = desk.ask(100, uid=ANN)
+    desk.at += 36_000
+    desk.end(had)
+    little, whole, start = desk.ask(1, uid=BOB), desk.waits(100, uid=ANN), desk.at
+    while desk.at < start + 6 * 3600:
+        desk.at += 10
+        another = desk.ask(1, uid=BOB, wait=None)
+        desk.settle()
+        if whole.id in desk.end(little):
+            return desk.at - start
+        little = another
+    return None
 
-    def light_user(self, desk: Desk) -> float | None:
-        """Have Ann wait for a whole GPU of which Bob always has a little; return how long she waits."""
-        had = desk.ask(100, uid=ANN)
-        desk.at += 36_000
-        desk.end(had)
-        little, whole, start = desk.ask(1, uid=BOB), desk.waits(100, uid=ANN), desk.at
-        while desk.at < start + 6 * 3600:
-            desk.at += 10
-            another = desk.ask(1, uid=BOB, wait=None)
-            desk.settle()
-            if whole.id in desk.end(little):
-                return desk.at - start
-            little = another
-        return None
 
-    @pytest.mark.parametrize("many_users", [True, False])
-    @pytest.mark.parametrize(("patience", "waited"), [(0.0, 20), (300.0, 310), (1e9, None)])
-    def test_light_user(self, many_users: bool, patience: float, waited: float | None) -> None:  # noqa: FBT001
-        """A user that always holds a little of a GPU does not delay a request for the whole GPU for hours."""
-        assert self.light_user(Desk(offer(0, many_users=many_users), patience=patience)) == waited
+@pytest.mark.parametrize("many_users", [True, False])
+@pytest.mark.parametrize(("patience", "waited"), [(0.0, 20), (300.0, 310), (1e9, None)])
+def test_light_user(many_users: bool, patience: float, waited: float | None) -> None:  # noqa: FBT001
+    """A user that always holds a little of a GPU does not delay a request for the whole GPU for hours."""
+    assert light_user(Desk(offer(0, many_users=many_users), patience=patience)) == waited
 
 
 class TestReservations:
@@ -521,48 +508,36 @@ class TestOffers:
         assert desk.waits_for(small) == ("threads", gpu(0))
 
 
-class TestTime:
-    """Deadlines of waiting and of holding."""
-
-    def test_time_to_live_begins_with_the_grant(self) -> None:
-        """With the grant the wait ends, and the time to live begins."""
-        desk = Desk(offer(0))
-        held = desk.ask(100)
-        waiting = desk.waits(wait=30.0, ttl=60)
-        desk.at = 29
-        assert desk.end(held) == [waiting.id]
-        lease = desk.ledger.leases[waiting.id]
-        assert (lease.until, lease.ttl, lease.expires) == (None, 60, 89)
-        assert desk.ledger.overdue(88.9) == []
-        assert desk.ledger.overdue(89) == [lease]
+def test_time_to_live_begins_with_the_grant() -> None:
+    """With the grant the wait ends, and the time to live begins."""
+    desk = Desk(offer(0))
+    held = desk.ask(100)
+    waiting = desk.waits(wait=30.0, ttl=60)
+    desk.at = 29
+    assert desk.end(held) == [waiting.id]
+    lease = desk.ledger.leases[waiting.id]
+    assert (lease.until, lease.ttl, lease.expires) == (None, 60, 89)
+    assert desk.ledger.overdue(88.9) == []
+    assert desk.ledger.overdue(89) == [lease]
 
 
-class TestRestore:
-    """The state that an earlier mpsd left."""
-
-    def again(self, desk: Desk, *, offers: bool = True) -> Desk:
-        """Return another mpsd's ledger, with what the first one stored."""
-        other = Desk(*([offer(0), offer(1)] if offers else []))
-        for lease in desk.ledger.all():
-            other.ledger.restore(lease, desk.at)
-        other.at = desk.at
-        return other
-
-    def test_all_is_there(self) -> None:
-        """Leases are still held, waiting requests keep their places, and new requests come later."""
-        desk = Desk(offer(0), offer(1))
-        held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
-        active = desk.ledger.attach(held[1].id, on(gpu(1), 7))
-        waiting = [desk.waits(50, uid=BOB), desk.waits(50, uid=CAT, wait=30.0), desk.waits(50, uid=BOB)]
-        other = self.again(desk)
-        assert list(other.ledger.all()) == [held[0], active, *waiting]
-        assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
-        assert other.ledger.user(BOB) == UserTotals(2, awaits=Amount(1000, 2 * GIB, 2))
-        assert other.queue() == [lease.id for lease in waiting]
-        assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
-        assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
-        other.at = 10
-        assert other.ledger.usage.of(ANN, 10) == pytest.approx(3, rel=0.01)
+def test_restored() -> None:
+    """Leases are still held, waiting requests keep their places, and new requests come later."""
+    desk = Desk(offer(0), offer(1))
+    held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
+    active = desk.ledger.attach(held[1].id, on(gpu(1), 7))
+    waiting = [desk.waits(50, uid=BOB), desk.waits(50, uid=CAT, wait=30.0), desk.waits(50, uid=BOB)]
+    other = Desk(offer(0), offer(1))
+    for lease in desk.ledger.all():
+        other.ledger.restore(lease, desk.at)
+    assert list(other.ledger.all()) == [held[0], active, *waiting]
+    assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
+    assert other.ledger.user(BOB) == UserTotals(2, awaits=Amount(1000, 2 * GIB, 2))
+    assert other.queue() == [lease.id for lease in waiting]
+    assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
+    assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
+    other.at = 10
+    assert other.ledger.usage.of(ANN, 10) == pytest.approx(3, rel=0.01)
 
 
 class TestAnyNumber:
@@ -612,19 +587,16 @@ class TestAnyNumber:
         assert desk.ledger.taken(gpu(0)) == Amount()
 
 
-class TestSeveralGpus:
-    """Each GPU of a lease has its own places for the lease's clients."""
-
-    def test_a_number(self) -> None:
-        """A client on one GPU leaves the places on the other one; a process on both takes a place on each."""
-        desk = Desk(offer(0), offer(1))
-        lease = desk.ask(25, 2, gpus=2)
-        lease = desk.ledger.attach(lease.id, on(gpu(1), 7))
-        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [True, False]
-        lease = desk.ledger.attach(lease.id, (*lease.attached, *on(gpu(0), 7)))
-        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, False]
-        assert [each.pid for each in lease.clients] == [7]
-        assert desk.ledger.user(1000).holds == Amount(500, 4 * GIB, 2)
+def test_number_on_several_gpus() -> None:
+    """A client on one GPU leaves the places on the other one; a process on both takes a place on each."""
+    desk = Desk(offer(0), offer(1))
+    lease = desk.ask(25, 2, gpus=2)
+    lease = desk.ledger.attach(lease.id, on(gpu(1), 7))
+    assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [True, False]
+    lease = desk.ledger.attach(lease.id, (*lease.attached, *on(gpu(0), 7)))
+    assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, False]
+    assert [each.pid for each in lease.clients] == [7]
+    assert desk.ledger.user(1000).holds == Amount(500, 4 * GIB, 2)
 
 
 class TestUsers:

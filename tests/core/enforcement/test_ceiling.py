@@ -110,14 +110,11 @@ def test_context_proof(reading: Known[GpuUsage] | Unknown | None, expected: Cont
     assert context_proof(ProcessIdentity(7, 7), reading) is expected
 
 
-class TestTogether:
-    """The ceiling in `anytime`."""
-
-    def test_never_below_what_anybody_gets(self) -> None:
-        """Where an operator gives all processes something, a small lease does not reduce it."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
+def test_never_below_what_anybody_gets() -> None:
+    """Where an operator gives all processes something, a small lease does not reduce it."""
+    expected = ExpectedClients()
+    expected.expect("a", QUARTER, Awaited.ALWAYS)
+    assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
 
 
 class TestStrictly:

@@ -159,19 +159,8 @@ class TestReason:
         assert node.daemons()["gpu0"]["state"] == "ready"
 
     @needs_root
-    def test_hint_of_who_is_refused(self, make_node: Start) -> None:
-        """The hint tells an operator how to resume, and another user what it can do itself."""
-        node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
-        operate(node, "hold")
-        for uid, hint in ((1001, "resume admission: mpsctl resume gpu0"), (1002, health.REFUSED_HINT)):
-            with calling(node.socket, uid=uid) as caller:
-                for wait in (0, 0.1):
-                    refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
-                    assert (refused.status, refused.json["hint"]) == (409, hint)
-
-    @needs_root
     def test_hints_by_role(self, make_node: Start) -> None:
-        """The hint for a fault is an operator's command for operators, and a remaining action for other users."""
+        """A hint is an operator's command for operators, and a remaining action for others, also in a refusal."""
         node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
         operate(node, "hold")
         found = {}
@@ -181,6 +170,9 @@ class TestReason:
                 (daemon,) = caller.request("GET", "/v1/daemons").json["daemons"]
                 hints = {each["kind"]: each["hint"] for each in status["reasons"] + status["warnings"]}
                 assert status["daemons"][0]["hint"] == daemon["hint"] == hints["hold"]
+                for wait in (0, 0.1):
+                    refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
+                    assert (refused.status, refused.json["hint"]) == (409, hints["hold"])
                 found[uid] = hints
         assert found[1001]["hold"] == "resume admission: mpsctl resume gpu0"
         assert "mpsctl reload" in found[1001]["not_closed"]

@@ -221,21 +221,18 @@ class TestClients:
         assert node.daemons()["gpu0"]["pid"] != after
 
 
-class TestStopped:
-    """A control daemon that does not answer."""
-
-    @pytest.mark.real_daemon(535)
-    def test_it_is_waited_for(self, make_node: Start) -> None:
-        """The daemon's clients are unknown, so the restart waits; it proceeds when the daemon answers again."""
-        node = make_node(simulate=1, config=BRISK).start()
-        pid = node.daemons()["gpu0"]["pid"]
-        with stopped(pid):
-            node.wait_for_state("gpu0", "unresponsive")
-            operation = begin(node, "restart")
-            assert look(node, operation)["state"] == "running"
-            assert is_running(pid)
-        ended(node, operation)
-        assert not is_running(pid)
+@pytest.mark.real_daemon(535)
+def test_stopped_daemon_is_waited_for(make_node: Start) -> None:
+    """The daemon's clients are unknown, so the restart waits; it proceeds when the daemon answers again."""
+    node = make_node(simulate=1, config=BRISK).start()
+    pid = node.daemons()["gpu0"]["pid"]
+    with stopped(pid):
+        node.wait_for_state("gpu0", "unresponsive")
+        operation = begin(node, "restart")
+        assert look(node, operation)["state"] == "running"
+        assert is_running(pid)
+    ended(node, operation)
+    assert not is_running(pid)
 
 
 @pytest.mark.real_daemon(535)

@@ -61,32 +61,29 @@ def gpu(node: Node, index: int) -> Any:
     return node.get("/v1/gpus").json["gpus"][index]
 
 
-class TestLease:
-    """The contents of a lease."""
-
-    def test_lease(self, node: Node) -> None:
-        """A lease says what was granted, to whom and where, and its environment limits the client to that share."""
-        lease = granted(admit(node, threads=25, memory="2GiB", name="mine", labels={"team": "a"}))
-        daemon = node.daemons()[lease["daemon"]]
-        assert (lease["state"], lease["clients"], lease["ended"]) == ("granted", [], None)
-        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 2 * GIB)
-        assert lease["gpus"] == [daemon["gpu"]]
-        assert (lease["name"], lease["labels"]) == ("mine", {"team": "a"})
-        owner = lease["owner"]
-        assert (owner["uid"], owner["gid"], owner["pid"]) == (os.geteuid(), os.getegid(), os.getpid())
-        assert lease["env"] == {
-            "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(lease["daemon"])),
-            "CUDA_VISIBLE_DEVICES": daemon["gpu"],
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
-            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G",
-            "MPSD_LEASE": lease["id"],
-            TOKEN: lease["env"][TOKEN],
-        }
-        assert node.get(f"/v1/leases/{lease['id']}").json == lease
-        assert node.get("/v1/leases").json["leases"] == [as_listed(lease)]
-        assert node.get("/v1/status").json["leases"] == 1
-        shown = gpu(node, int(lease["daemon"][-1]))
-        assert (shown["threads_granted"], shown["memory_granted"], shown["clients"]) == (25.0, 2 * GIB, 1)
+def test_lease(node: Node) -> None:
+    """A lease says what was granted, to whom and where, and its environment limits the client to that share."""
+    lease = granted(admit(node, threads=25, memory="2GiB", name="mine", labels={"team": "a"}))
+    daemon = node.daemons()[lease["daemon"]]
+    assert (lease["state"], lease["clients"], lease["ended"]) == ("granted", [], None)
+    assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 2 * GIB)
+    assert lease["gpus"] == [daemon["gpu"]]
+    assert (lease["name"], lease["labels"]) == ("mine", {"team": "a"})
+    owner = lease["owner"]
+    assert (owner["uid"], owner["gid"], owner["pid"]) == (os.geteuid(), os.getegid(), os.getpid())
+    assert lease["env"] == {
+        "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(lease["daemon"])),
+        "CUDA_VISIBLE_DEVICES": daemon["gpu"],
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G",
+        "MPSD_LEASE": lease["id"],
+        TOKEN: lease["env"][TOKEN],
+    }
+    assert node.get(f"/v1/leases/{lease['id']}").json == lease
+    assert node.get("/v1/leases").json["leases"] == [as_listed(lease)]
+    assert node.get("/v1/status").json["leases"] == 1
+    shown = gpu(node, int(lease["daemon"][-1]))
+    assert (shown["threads_granted"], shown["memory_granted"], shown["clients"]) == (25.0, 2 * GIB, 1)
 
 
 class TestCapacity:
@@ -145,22 +142,19 @@ class TestPlacement:
         ]
 
 
-class TestDaemonLimits:
-    """The limits of a control daemon bound every grant."""
-
-    def test_more_than_the_daemon_gives(self, make_node: Start) -> None:
-        """A request above a configured default limit is refused by policy."""
-        config = '[limits]\nactive_thread_percentage = 50\npinned_device_mem_limit = "4GiB"\n'
-        node = make_node(simulate=1, config=config).start()
-        limit = "limits.pinned_device_mem_limit"
-        answer = admit(node, threads=10, memory="5GiB")
-        refused(answer, 403, "exceeds_daemon_limit", limit)
-        assert limit in answer.json["hint"]
-        refused(admit(node, threads=60, memory="1GiB"), 403, "exceeds_daemon_limit", "limits.active_thread_percentage")
-        granted(admit(node, threads=50, memory="4GiB"))
-        node.reload(config.replace("4GiB", "5GiB"))
-        wait_until(lambda: node.daemons()["gpu0"]["limits"]["pinned_device_mem_limit"] == 5 * GIB, what="the new limit")
-        granted(admit(node, threads=10, memory="5GiB"))
+def test_more_than_the_daemon_gives(make_node: Start) -> None:
+    """A request above a configured default limit is refused by policy."""
+    config = '[limits]\nactive_thread_percentage = 50\npinned_device_mem_limit = "4GiB"\n'
+    node = make_node(simulate=1, config=config).start()
+    limit = "limits.pinned_device_mem_limit"
+    answer = admit(node, threads=10, memory="5GiB")
+    refused(answer, 403, "exceeds_daemon_limit", limit)
+    assert limit in answer.json["hint"]
+    refused(admit(node, threads=60, memory="1GiB"), 403, "exceeds_daemon_limit", "limits.active_thread_percentage")
+    granted(admit(node, threads=50, memory="4GiB"))
+    node.reload(config.replace("4GiB", "5GiB"))
+    wait_until(lambda: node.daemons()["gpu0"]["limits"]["pinned_device_mem_limit"] == 5 * GIB, what="the new limit")
+    granted(admit(node, threads=10, memory="5GiB"))
 
 
 class TestRequestId:

@@ -212,48 +212,42 @@ class TestOrder:
         assert late.answer().status == 201
 
 
-class TestNever:
-    """A request that can never fit is refused at once, whatever its wait."""
-
-    @pytest.mark.parametrize(
-        ("asked", "refusal"),
-        [
-            ({"threads": 1, "memory": "80GiB"}, (422, "never_fits", "memory")),
-            ({"threads": 100, "memory": "1GiB", "processes": 49}, (422, "never_fits", "clients")),
-            ({"threads": 1, "memory": "1GiB", "gpus": 3}, (422, "never_fits", "gpus")),
-            ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
-            ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
-            ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),
-        ],
-    )
-    @pytest.mark.parametrize("wait", [60, None])
-    def test_never(self, line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
-        """A request that never fits is refused with the limit, also on a full node, and does not enter the queue."""
-        fill(line)
-        refused(line.ask(**asked, wait=wait), *refusal)
-        assert line.queue() == []
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"threads": 1, "memory": "80GiB"}, (422, "never_fits", "memory")),
+        ({"threads": 100, "memory": "1GiB", "processes": 49}, (422, "never_fits", "clients")),
+        ({"threads": 1, "memory": "1GiB", "gpus": 3}, (422, "never_fits", "gpus")),
+        ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
+        ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
+        ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),
+    ],
+)
+@pytest.mark.parametrize("wait", [60, None])
+def test_never(line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
+    """A request that never fits is refused with the limit, also on a full node, and does not enter the queue."""
+    fill(line)
+    refused(line.ask(**asked, wait=wait), *refusal)
+    assert line.queue() == []
 
 
-class TestSeveralGpus:
-    """`gpus` is all or nothing."""
-
-    def test_both_or_none(self, line: Line) -> None:
-        """The lease holds nothing until it can have all GPUs, and then has the same share on each."""
-        first = fill(line, threads=60, gpu="1")
-        call, lease = line.waits(threads=50, memory="3GiB", gpus=2)
-        assert (line.gpu(0)["threads_granted"], line.gpu(0)["memory_granted"]) == (0, 0)
-        refused(line.ask(threads=50, memory="3GiB", gpus=2), 409, "does_not_fit", "threads")
-        line.release(first)
-        granted = call.answer().json
-        assert granted["id"] == lease["id"]
-        assert granted["gpus"] == [share["gpu"] for share in granted["shares"]]
-        assert sorted(granted["gpus"]) == [line.gpu(index)["uuid"] for index in (0, 1)]
-        for share in granted["shares"]:
-            assert share["env"]["CUDA_VISIBLE_DEVICES"] == share["gpu"]
-            assert share["env"]["CUDA_MPS_PIPE_DIRECTORY"] == str(line.node.pipe_directory(share["daemon"]))
-        assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [50, 50]
-        line.release(granted)
-        assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [0, 0]
+def test_both_or_none(line: Line) -> None:
+    """The lease holds nothing until it can have all GPUs, and then has the same share on each."""
+    first = fill(line, threads=60, gpu="1")
+    call, lease = line.waits(threads=50, memory="3GiB", gpus=2)
+    assert (line.gpu(0)["threads_granted"], line.gpu(0)["memory_granted"]) == (0, 0)
+    refused(line.ask(threads=50, memory="3GiB", gpus=2), 409, "does_not_fit", "threads")
+    line.release(first)
+    granted = call.answer().json
+    assert granted["id"] == lease["id"]
+    assert granted["gpus"] == [share["gpu"] for share in granted["shares"]]
+    assert sorted(granted["gpus"]) == [line.gpu(index)["uuid"] for index in (0, 1)]
+    for share in granted["shares"]:
+        assert share["env"]["CUDA_VISIBLE_DEVICES"] == share["gpu"]
+        assert share["env"]["CUDA_MPS_PIPE_DIRECTORY"] == str(line.node.pipe_directory(share["daemon"]))
+    assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [50, 50]
+    line.release(granted)
+    assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [0, 0]
 
 
 class TestTimeToLive:

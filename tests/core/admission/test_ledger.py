@@ -269,15 +269,6 @@ class TestRefusals:
 class TestOrder:
     """The order of grants: priority, past usage, arrival."""
 
-    def test_priority(self) -> None:
-        """A higher priority precedes everything else."""
-        desk = Desk(offer(0))
-        held = desk.ask(100, uid=ANN)
-        low, plain, high = desk.waits(uid=BOB, priority=-1), desk.waits(uid=CAT), desk.waits(uid=ANN, priority=1)
-        desk.at = 1000
-        assert desk.queue() == [high.id, plain.id, low.id]
-        assert desk.end(held) == [high.id, plain.id, low.id]
-
     def test_usage(self) -> None:
         """The user with less past usage is served first, however late it came; past usage decays with time."""
         desk = Desk(offer(0))
@@ -304,17 +295,6 @@ class TestOrder:
         owners = [desk.ledger.leases[lease_id].owner.uid for lease_id in granted]
         assert owners == [ANN, BOB, CAT, ANN, BOB, CAT, ANN, BOB]
         assert len(waiting) - len(granted) == len(desk.queue())
-
-    def test_newcomer_goes_before(self) -> None:
-        """A late user with less past usage does not queue behind those with more."""
-        desk = Desk(offer(0))
-        held = desk.ask(60, uid=ANN)
-        desk.at = 10
-        desk.waits(50, uid=ANN)
-        assert desk.ask(40, uid=BOB).state is LeaseState.GRANTED
-        with pytest.raises(DoesNotFitError):
-            desk.ask(1, uid=ANN)
-        desk.end(held)
 
 
 def light_user(desk: Desk) -> float | None:
@@ -433,21 +413,6 @@ class TestReservations:
 
 class TestOneUser:
     """Daemons that serve one uid at a time."""
-
-    def test_turn_ends(self) -> None:
-        """While another user waits for the GPU, the uid that has it gets no further lease, so that it becomes free."""
-        desk = Desk(offer(0, many_users=False))
-        held = [desk.ask(10, uid=ANN), desk.ask(10, uid=ANN)]
-        bobs = desk.waits(10, uid=BOB)
-        desk.at = 1
-        with pytest.raises(DoesNotFitError) as refusal:
-            desk.ask(10, uid=ANN)
-        assert refusal.value.limit == "turn"
-        anns = desk.waits(10, uid=ANN)
-        assert desk.end(held[0]) == []
-        assert desk.end(held[1]) == [bobs.id]
-        assert desk.waits_for(anns) == ("user", gpu(0))
-        assert desk.end(bobs) == [anns.id]
 
     def test_turn_is_full(self) -> None:
         """The user whose turn it is gets everything that it waits for at once: no other user could use the rest."""

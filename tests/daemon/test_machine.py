@@ -65,7 +65,7 @@ def test_no_process_can_be_started(short_tmp: Path, control: Path) -> None:
     try:
         before = node.start().daemons()
         node.most_processes(1)
-        assert "could not be started" in node.wait_for_state("gpu0", "unresponsive")["because"]
+        node.wait_for_state("gpu0", "unresponsive")
         for each in before.values():
             kill(each["pid"])
         for name in before:

@@ -9,7 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -339,12 +339,3 @@ class Node:
     def events(self, event: str, **facts: object) -> list[dict[str, Any]]:
         """Return the log lines about an event with these facts."""
         return [line for line in self.log() if line["event"] == event and facts.items() <= line.items()]
-
-
-def running(**options: Any) -> Iterator[Node]:
-    """Start a node, yield it, and clean it up; for use in fixtures."""
-    node = Node(**options)
-    try:
-        yield node.start()
-    finally:
-        node.clean_up()

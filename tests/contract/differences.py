@@ -72,11 +72,9 @@ DIFFERENCES: Final = {
 
 
 def known(command: str, branch: int) -> bool:
-    """Return whether a branch knows a command; a command that is in no table is known to none."""
     row = TABLE.get(command.split(maxsplit=1)[0])
     return row is not None and row.since <= branch
 
 
 def answered(command: str, lines: list[str], branch: int) -> list[str]:
-    """Return a branch's answer to a command that branches with the command answer with these lines."""
     return lines if known(command, branch) else [echo_of(command.split(maxsplit=1)[0])]

@@ -56,7 +56,6 @@ class Subject:
 
     @property
     def program(self) -> ControlProgram:
-        """The program as mpsd represents it."""
         return ControlProgram(self.argv)
 
 
@@ -132,7 +131,6 @@ class Bench:
 
     @property
     def daemon(self) -> "subprocess.Popen[bytes]":
-        """The control daemon that was started last."""
         return self._daemons[-1]
 
     def launch(self, **variables: str) -> "subprocess.Popen[bytes]":
@@ -172,7 +170,6 @@ class Bench:
         return self.daemon.wait(_SECONDS)
 
     def kill(self) -> None:
-        """Kill the control daemon by SIGKILL."""
         self.daemon.kill()
         self.ended()
 
@@ -201,7 +198,6 @@ class Bench:
     # -- front-ends --
 
     def front_end(self, *lines: str, seconds: float = _SECONDS, as_stranger: bool = False) -> Said:
-        """Send these lines in a separate front-end. Raises subprocess.TimeoutExpired when it does not end in time."""
         argv = [*(_AS_STRANGER if as_stranger else ()), *self.subject.argv]
         text = "".join(f"{line}\n" for line in lines)
         done = subprocess.run(
@@ -253,7 +249,6 @@ class Bench:
         return results
 
     def let_go(self) -> None:
-        """End the open front-ends."""
         for front_end in self._front_ends:
             front_end.kill()
 
@@ -267,7 +262,6 @@ class Bench:
         return text[: text.rfind("\n") + 1].splitlines()
 
     def log(self) -> list[str]:
-        """Return the text of the log's lines, without their prefixes."""
         return [line.text for raw in self.raw_log() if (line := log_parser.parse(raw)) is not None]
 
     def complete_log(self) -> list[str]:
@@ -278,8 +272,6 @@ class Bench:
         return self.log()
 
     def logged_conversation(self, line: str, times: int = 1) -> list[str]:
-        """Return the conversation in which a line was logged for this time, once its end is logged."""
-
         def look() -> list[str] | None:
             lines = self.log()
             found = [index for index, each in enumerate(lines) if each == line]
@@ -299,7 +291,6 @@ class Bench:
         program.chmod(0o755)
 
     def start_server(self, uid: int = OWNER) -> int:
-        """Have the daemon start a server, and return its pid once it is listed; a stand-in sleeps by then."""
         self.front_end(f"start_server -uid {uid}")
         listed = wait_until(lambda: self.front_end("get_server_list").printed, what="the server to be listed")
         assert len(listed) == 1

@@ -29,7 +29,6 @@ LINES: Final = st.builds(
 
 
 def assert_alike(bench: Bench, lines: list[str], *, as_stranger: bool) -> None:
-    """Fail unless the model's answer and log for each of these lines equal those of the bench's control daemon."""
     model = ControlDaemon(bench.subject.branch, owner=OWNER)
     # Settings of an earlier example are still in force in the daemon, so both are first set to the same values.
     same = ["set_default_active_thread_percentage 100", "set_default_client_priority 0"]

@@ -41,13 +41,7 @@ def make(short_tmp: Path) -> Iterator[MakeBench]:
         bench.close()
 
 
-def uid_of(pid: int) -> int:
-    """Return the uid of a process."""
-    return Path(f"/proc/{pid}").stat().st_uid
-
-
 def ended(pid: int) -> bool:
-    """Return whether a process has ended."""
     process = look_at(pid)
     return process is None or process.zombie
 

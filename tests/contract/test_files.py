@@ -62,10 +62,7 @@ def test_what_quitting_leaves(bench: Bench) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_signals(bench: Bench, number: signal.Signals) -> None:
-    """SIGTERM and SIGKILL end a daemon at once and leave every file.
-
-    Another daemon starts over them without trouble.
-    """
+    """SIGTERM and SIGKILL end a daemon at once and leave every file; another daemon starts over them."""
     before = names(bench.pipe)
     bench.daemon.send_signal(number)
     assert bench.ended() == -number

@@ -37,7 +37,6 @@ def long(bench: Bench, seconds: float = 20.0) -> LongCommand[LimitValue]:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a test's own coroutine."""
     asyncio.run(test())
 
 

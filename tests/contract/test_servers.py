@@ -45,13 +45,11 @@ BUSY: Final = {
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process is running."""
     process = look_at(pid)
     return process is not None and not process.zombie
 
 
 def log_from(line: str, lines: list[str]) -> list[str]:
-    """Return the log from a line on."""
     return lines[lines.index(line) :]
 
 

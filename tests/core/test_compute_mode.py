@@ -2,49 +2,10 @@
 
 from itertools import product
 
-import pytest
+from mpsd.core.compute_mode import ComputeMode, command, trouble
 
-from mpsd.core.compute_mode import ComputeMode, ComputeModeStep, command, step, trouble
-
-DEFAULT, THREAD, PROHIBITED, EXCLUSIVE = ComputeMode
+DEFAULT, EXCLUSIVE, PROHIBITED = ComputeMode.DEFAULT, ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED
 NOBODY_KNOWS = None
-
-
-@pytest.mark.parametrize(
-    ("found", "now", "held", "wanted"),
-    [
-        (None, DEFAULT, False, ComputeModeStep.TAKE),
-        (None, THREAD, False, ComputeModeStep.TAKE),
-        (None, EXCLUSIVE, False, ComputeModeStep.NOTHING),  # the mode of another program stays
-        (None, PROHIBITED, False, ComputeModeStep.NOTHING),
-        (None, NOBODY_KNOWS, False, ComputeModeStep.NOTHING),
-        (DEFAULT, DEFAULT, False, ComputeModeStep.TAKE),  # mpsd died in between, or the driver was reloaded
-        (DEFAULT, EXCLUSIVE, False, ComputeModeStep.NOTHING),
-        (DEFAULT, EXCLUSIVE, True, ComputeModeStep.NOTHING),
-        # Another program changed it: mpsd reports that, and does not undo it.
-        (DEFAULT, DEFAULT, True, ComputeModeStep.NOTHING),
-        (DEFAULT, PROHIBITED, True, ComputeModeStep.NOTHING),
-        (None, DEFAULT, True, ComputeModeStep.NOTHING),
-    ],
-)
-def test_where_it_is_wanted(
-    found: ComputeMode | None,
-    now: ComputeMode | None,
-    held: bool,  # noqa: FBT001 - a column of the table
-    wanted: ComputeModeStep,
-) -> None:
-    """A wanted mode is set once, where it is not in force; a later change by another program is left."""
-    assert step(wanted=True, found=found, now=now, held=held) is wanted
-
-
-@pytest.mark.parametrize(("found", "held"), list(product([DEFAULT, THREAD], [False, True])))
-def test_where_it_is_not_wanted(found: ComputeMode, held: bool) -> None:  # noqa: FBT001 - a table
-    """mpsd's own mode is restored, a later foreign mode is left, and without a record nothing is touched."""
-    steps = {now: step(wanted=False, found=found, now=now, held=held) for now in (*ComputeMode, NOBODY_KNOWS)}
-    assert steps.pop(EXCLUSIVE) is ComputeModeStep.GIVE_BACK
-    assert set(steps.values()) == {ComputeModeStep.FORGET}
-    for now in (*ComputeMode, NOBODY_KNOWS):
-        assert step(wanted=False, found=None, now=now, held=held) is ComputeModeStep.NOTHING
 
 
 def test_trouble() -> None:

@@ -41,36 +41,6 @@ def test_gpu_in_mig_mode() -> None:
 
 
 _FIRST: Final = replace(_GPU, index=0, uuid="GPU-5ba1e000-0000-4000-8000-00000000000a")
-_SECOND: Final = replace(_GPU, index=1, uuid="GPU-5ba1f000-0000-4000-8000-00000000000b")
-_ELEVENTH: Final = replace(_GPU, index=10, uuid="GPU-10000000-0000-4000-8000-00000000000c")
-_GPUS: Final = (_SECOND, _FIRST, _ELEVENTH)  # an index is NVML's number, not a position
-
-
-@pytest.mark.parametrize(
-    ("wanted", "meant"),
-    [
-        ("0", _FIRST),
-        ("1", _SECOND),
-        ("10", _ELEVENTH),
-        (_FIRST.uuid, _FIRST),
-        ("GPU-5ba1e", _FIRST),
-        ("GPU-5ba1f", _SECOND),
-        ("GPU-1", _ELEVENTH),
-    ],
-)
-def test_gpu_is_named_by_index_or_uuid(wanted: str, meant: Gpu) -> None:
-    """A GPU is named by its index, its UUID, or a beginning of the UUID that no other GPU has."""
-    assert select(_GPUS, wanted) is meant
-
-
-@pytest.mark.parametrize(
-    "wanted", ["", "any", "2", "-1", "00", "1.0", " 1", "\u0661", "G", "GPU-", "gpu-5ba1e", "5ba1e", "GPU-6"]
-)
-def test_gpu_that_is_not_there(wanted: str) -> None:
-    """Any other text names no GPU, `any` included, and the hint lists the existing ones."""
-    with pytest.raises(InvalidRequestError, match="is not a GPU of this node") as refused:
-        select(_GPUS, wanted)
-    assert all(f"{gpu.index} ({gpu.uuid})" in refused.value.hint for gpu in _GPUS)
 
 
 def test_start_of_a_uuid_is_not_the_start_of_an_index() -> None:
@@ -78,15 +48,6 @@ def test_start_of_a_uuid_is_not_the_start_of_an_index() -> None:
     for wanted in ("", "G", "GPU", "GPU-"):
         with pytest.raises(InvalidRequestError):
             select([_FIRST], wanted)
-
-
-def test_start_that_two_uuids_have() -> None:
-    """A beginning that two GPUs share names none; the hint lists these two only."""
-    with pytest.raises(InvalidRequestError, match="2 GPUs") as refused:
-        select(_GPUS, "GPU-5ba1")
-    assert _FIRST.uuid in refused.value.hint
-    assert _SECOND.uuid in refused.value.hint
-    assert _ELEVENTH.uuid not in refused.value.hint
 
 
 def test_node_without_gpus_names_none() -> None:

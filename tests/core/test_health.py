@@ -63,7 +63,6 @@ def daemon(**otherwise: Any) -> Daemon:
 
 
 def gpu(state: Health, because: str = "why", hint: str | None = "what to do") -> GpuView:
-    """Return a GPU with this health."""
     return replace(GPU, health=state, because=because, hint=hint)
 
 
@@ -259,14 +258,6 @@ def test_no_gpu_is_no_second_reason() -> None:
     assert [each.kind for each in node.reasons] == [Kind.GPU_UNKNOWN]
 
 
-def test_warnings_leave_a_node_healthy() -> None:
-    """A GPU that cannot run MPS, and a working one that was not restored, are warnings and no reasons."""
-    found = [GPU, gpu(Health.UNSUPPORTED), gpu(Health.OK)]
-    node = health.of_node(found, [DAEMON])
-    assert (node.healthy, node.because) == (True, WELL)
-    assert [each.kind for each in node.warnings] == [Kind.GPU_UNSUPPORTED, Kind.GPU_NOT_RESTORED]
-
-
 def test_one_reason_for_a_stopped_server() -> None:
     """That its control daemon does not answer is no second reason, unless an operator's command waits for it."""
     found = daemon(state=State.UNRESPONSIVE, stopped=(STOPPED,))
@@ -363,12 +354,6 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
 def test_what_refuses_nobody(view: GpuView, found: Daemon) -> None:
     """A minor fault refuses no request, and nor does the replacement of a control daemon for its next user."""
     assert health.refusal(view, found) is None
-
-
-def test_kinds_without_a_limit() -> None:
-    """A reason that is not about one GPU refuses no request there."""
-    assert not Reason(Kind.STORE, "leases", "", "").limit
-    assert not Reason(Kind.NO_GPU, "node", "", "").limit
 
 
 # -- the sentence for drift --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.lifecycle import ANSWERED, BUG, IGNORE, RUNNING, TABLE, Event, LifecycleBugError, Outcome, State, step
+from mpsd.core.lifecycle import ANSWERED, BUG, RUNNING, TABLE, Event, Outcome, State, step
 
 PAIRS: Final = [(state, event) for state in State for event in Event]
 
@@ -40,18 +40,6 @@ def test_the_table_is_total() -> None:
         assert TABLE[state].keys() == set(Event), state
 
 
-@pytest.mark.parametrize(("state", "event"), PAIRS)
-def test_every_pair(state: State, event: Event) -> None:
-    """A transition is the one in the table: another state, no change, or a bug that names state and event."""
-    outcome = TABLE[state][event]
-    if outcome is BUG:
-        with pytest.raises(LifecycleBugError, match=f"{event} cannot happen .* {state}"):
-            step(state, event)
-    else:
-        assert step(state, event) == (None if outcome is IGNORE else outcome)
-        assert outcome != state, "a step that leads to where one is would be stamped and told as a change"
-
-
 def test_no_word_of_an_operator_is_a_bug() -> None:
     """No operator's command is a bug in any state."""
     assert not [(state, event) for state in State for event in OPERATOR if TABLE[state][event] is BUG]
@@ -60,12 +48,6 @@ def test_no_word_of_an_operator_is_a_bug() -> None:
 def test_nothing_that_a_process_does_is_a_bug_while_it_runs() -> None:
     """No event of a process is a bug in a state that has a process."""
     assert not [(state, event) for state in RUNNING for event in WITNESSED if TABLE[state][event] is BUG]
-
-
-def test_every_death_ends_running() -> None:
-    """A death leaves every state that has a process."""
-    for state in RUNNING:
-        assert TABLE[state][Event.DIED] not in {*RUNNING, IGNORE, BUG}, state
 
 
 def test_a_process_comes_where_there_is_none() -> None:
@@ -115,11 +97,6 @@ def test_stopping_is_an_operator_s_word() -> None:
     assert TABLE[State.STOPPING][Event.DIED] is State.DOWN
 
 
-def test_a_reset_touches_no_process() -> None:
-    """A reset does not change a running daemon."""
-    assert {TABLE[state][Event.RESET] for state in RUNNING} == {IGNORE}
-
-
 def test_every_state_is_reachable() -> None:
     """Every state is reachable; the operator's states only by an operator."""
     assert reachable(frozenset(Event)) == set(State)
@@ -136,36 +113,6 @@ def test_every_state_can_be_left_for_ready(state: State) -> None:
                 found.add(outcome)
                 pending.append(outcome)
     assert State.READY in found
-
-
-@pytest.mark.parametrize(
-    ("events", "ends"),
-    [
-        ("started verified", State.READY),
-        ("started died cooled started verified", State.READY),
-        ("started silent verified", State.READY),
-        ("adopted silent died cooled started verified", State.READY),
-        ("adopted verified unproven verified", State.READY),
-        ("started unproven died", State.COOLING),
-        ("started verified hold silent verified", State.READY),  # a hold is stored with the operator's intent
-        ("started verified drain hold resume", State.READY),
-        ("started verified drain died cooled started verified", State.READY),
-        ("started verified stop silent verified died", State.DOWN),
-        ("started stop died", State.DOWN),
-        ("started died stop", State.DOWN),
-        ("started died gave_up cooled reset started verified", State.READY),
-        ("started died reset started verified", State.READY),
-        ("died gave_up", State.FAILED),  # the daemon could not even be started
-        ("refused reset refused", State.FAILED),
-        ("reset hold drain resume stop cooled", State.DOWN),
-    ],
-)
-def test_sequences(events: str, ends: State) -> None:
-    """Complete and interrupted lifecycles end in the expected state."""
-    state = State.DOWN
-    for event in events.split():
-        state = step(state, Event(event)) or state
-    assert state is ends
 
 
 @given(st.lists(st.sampled_from(Event), max_size=60))

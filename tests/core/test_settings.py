@@ -265,10 +265,3 @@ def test_reload(old: Settings, new: Settings) -> None:
     result = reload.reloaded(old, new)
     assert reload.changed(result, new) == ((), waiting)
     assert reload.changed(old, result) == (applied, ())
-
-
-def test_reload_of_the_same() -> None:
-    """An unchanged setting is neither applied nor pending, and stays the same object."""
-    settings = parse("[daemon]\ndeaths = 3\n")
-    assert reload.changed(settings, parse("[daemon]\ndeaths = 3\n")) == ((), ())
-    assert reload.reloaded(settings, Settings()).daemon.deaths == Settings().daemon.deaths

@@ -76,7 +76,6 @@ class Caller:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
         return self._process.pid
 
     def request(self, method: str, path: str, body: object = None) -> Answer:
@@ -92,7 +91,6 @@ class Caller:
         return Answer(int(status.split()[1]), named, text.encode())
 
     def admit(self, **asked: Any) -> Answer:
-        """Request a lease."""
         return self.request("POST", "/v1/leases", asked)
 
     def _line(self) -> str:
@@ -102,7 +100,6 @@ class Caller:
         return line
 
     def kill(self) -> None:
-        """End it by SIGKILL."""
         self._process.kill()
         self.end()
 
@@ -119,3 +116,15 @@ def calling(socket: Path | str, **options: Any) -> Iterator[Caller]:
         yield caller
     finally:
         caller.kill()
+
+
+def granted(caller: Caller, **asked: Any) -> str:
+    """Request a lease, by default a small one on the first GPU, which must be granted; return its id."""
+    answer = caller.admit(**{"threads": 10, "memory": "1GiB", "gpu": "0", **asked})
+    assert answer.status == 201, answer.body
+    lease: str = answer.json["id"]
+    return lease
+
+
+def end(caller: Caller, lease: str) -> None:
+    assert caller.request("DELETE", f"/v1/leases/{lease}").status == 204

@@ -115,7 +115,6 @@ def by_hand(node: Node, name: str, real: RealDaemon | None = None) -> tuple[list
 
 
 def next_ready(node: Node, name: str, before: int) -> Any:
-    """Wait until a control daemon is ready with a pid other than this one, and return it."""
     return wait_until(
         lambda: (found := node.daemons()[name])["state"] == "ready" and found["pid"] != before and found,
         what=f"another {name} than pid {before} to be ready; the log is {node.stderr}",
@@ -184,7 +183,6 @@ class Gate:
         self._gate.unlink()
 
     def has_held(self) -> bool:
-        """Return whether a front-end was held."""
         return self._held.exists()
 
 

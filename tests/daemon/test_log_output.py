@@ -28,7 +28,6 @@ TOO_MUCH: Final = {"threads": 10, "memory": "1GiB", "gpu": "0", "gpus": 2}
 
 
 def pipe() -> tuple[int, int]:
-    """Return a pipe."""
     return os.pipe()
 
 
@@ -40,7 +39,6 @@ def terminal() -> tuple[int, int]:
 
 
 def sockets() -> tuple[int, int]:
-    """Return a pair of sockets."""
     mine, its = socket.socketpair()
     return mine.detach(), its.detach()
 

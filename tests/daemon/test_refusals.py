@@ -43,18 +43,6 @@ def refusal(node: Node, code: str = "configuration", status: int = CONFIGURATION
 class TestPlace:
     """The paths that mpsd writes to."""
 
-    def test_path_is_too_long(self, make_node: Start, short_tmp: Path) -> None:
-        """A directory too long for the paths of sockets is refused.
-
-        The refusal states which path is too long, and by how much.
-        """
-        root = short_tmp / ("x" * 90)
-        root.mkdir()
-        said = refusal(make_node(root=root))
-        assert "the maximum is 106" in said
-        assert "choose a shorter paths.runtime_dir (or --root)" in said
-        assert not (root / "run").exists()
-
     def test_longest_path_that_works(self, make_node: Start, short_tmp: Path) -> None:
         """The longest accepted directory works: the limit is exactly that of the control daemon."""
         # The longest path below the root is run/mps/gpu0/control_privileged; its limit is one byte less than the
@@ -67,7 +55,8 @@ class TestPlace:
         assert (node.pipe_directory("gpu0") / "control_privileged").is_socket()
         longer = short_tmp / ("x" * (room + 1))
         longer.mkdir()
-        refusal(make_node(root=longer, simulate=1))
+        assert "the maximum is 106" in refusal(make_node(root=longer, simulate=1))
+        assert not (longer / "run").exists()
 
     def test_longest_path_of_mpsd_s_own_socket(self, make_node: Start, short_tmp: Path) -> None:
         """The path of the API's socket may be as long as the kernel allows, and not a byte longer."""
@@ -82,40 +71,13 @@ class TestPlace:
         remove_tree(node.root / "run")
         assert "the maximum is 107" in refusal(node)
 
-    @pytest.mark.parametrize("root", ["/proc/mpsd", "/dev/null/mpsd"])
-    def test_directory_that_cannot_be_made(self, make_node: Start, short_tmp: Path, root: str) -> None:
-        """A directory that cannot be created is named, with the reason."""
-        node = make_node(rooted=False, arguments=["--root", root])
-        said = refusal(node)
-        assert f"cannot create {root}" in said
-        assert "--root; in a container, mount a volume there" in said
-        assert list(short_tmp.iterdir()) == [node.root]
-
-    @pytest.mark.parametrize(
-        "kind",
-        [
-            "symbolic link",
-            "writable for all users",
-            pytest.param("another user", marks=pytest.mark.root("give a file away")),
-        ],
-    )
-    def test_directory_that_is_not_mpsd_s(self, make_node: Start, short_tmp: Path, kind: str) -> None:
-        """A directory to which another user could write is not used."""
+    def test_directory_that_is_not_mpsd_s(self, make_node: Start) -> None:
+        """A directory to which another user could write is not used; tests/system/test_rundir.py has all kinds."""
         node = make_node()
         run = node.root / "run"
-        match kind:
-            case "symbolic link":
-                (short_tmp / "elsewhere").mkdir()
-                run.symlink_to(short_tmp / "elsewhere")
-            case "writable for all users":
-                run.mkdir()
-                run.chmod(0o777)
-            case _:
-                run.mkdir()
-                os.chown(run, 65534, 65534)
-        said = refusal(node)
-        assert str(run) in said
-        assert kind in said
+        run.mkdir()
+        run.chmod(0o777)
+        assert str(run) in refusal(node)
 
     @needs_root
     def test_directory_closed_to_other_users(self, make_node: Start) -> None:
@@ -159,29 +121,10 @@ class TestProgram:
 class TestConfiguration:
     """The configuration file."""
 
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            (
-                "[limits]\nactive_thread_percentag = 50\n",
-                ("'limits.active_thread_percentag'", "did you mean", "active_thread_percentage'"),
-            ),
-            ("[limit]\n", ("unknown section 'limit'", "did you mean 'limits'?")),
-            (
-                "[limits]\nactive_thread_percentage = 150\n",
-                ("limits.active_thread_percentage = 150", "more than 100 %", "100.0"),
-            ),
-            (
-                '[limits]\npinned_device_mem_limit = "10T"\n',
-                ("limits.pinned_device_mem_limit = '10T'", "ambiguous unit T", "absent"),
-            ),
-            ("[limits]\nactive_thread", ("not TOML", "Expected '='")),
-        ],
-    )
-    def test_what_is_wrong_is_named(self, make_node: Start, text: str, words: tuple[str, ...]) -> None:
-        """An invalid configuration is refused with the setting, the value, and valid values."""
-        said = refusal(make_node(config=text))
-        assert all(word in said for word in words), said
+    def test_what_is_wrong_is_named(self, make_node: Start) -> None:
+        """An invalid configuration is refused with the setting and the value."""
+        said = refusal(make_node(config="[limits]\nactive_thread_percentage = 150\n"))
+        assert "limits.active_thread_percentage = 150" in said
 
     def test_no_such_file(self, make_node: Start, short_tmp: Path) -> None:
         """When the named file is missing, mpsd does not start with other settings."""
@@ -200,7 +143,6 @@ class Apart(Node):
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts mpsd there."""
         script = f'mount -t tmpfs -o mode=755 none {self.root}; exec "$@"'
         return ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script, "sh", *super().command]
 
@@ -266,10 +208,7 @@ class TestAnother:
 
     @pytest.mark.parametrize("how", ["-d", "-f"])
     def test_foreign_control_daemon(self, make_node: Start, how: str, control: Path) -> None:
-        """A control daemon that mpsd did not start is left alone, with the commands that end it.
-
-        The other GPU works.
-        """
+        """A control daemon that mpsd did not start is left alone, with the commands that end it."""
         node = make_node()
         pipes = node.pipe_directory("gpu0")
         pipes.mkdir(parents=True)

@@ -70,7 +70,6 @@ def shared(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def node(shared: Node) -> Node:
-    """Return the shared node, with its original limits."""
     shared.reload(LIMITS)
     wait_for_limits(shared, "gpu0", 50.0, 8 * GIB)
     return shared
@@ -140,10 +139,7 @@ class TestReload:
 @pytest.mark.parametrize("real", branches(470))
 @pytest.mark.thorough
 def test_limit_that_the_driver_does_not_know(make_node: Start, real: RealDaemon) -> None:
-    """A driver without memory limits is not healthy while such a limit is configured, and grants nothing.
-
-    This holds from the start, and after a reload, until the limit is removed.
-    """
+    """A driver without memory limits is not healthy while such a limit is configured, and grants nothing."""
     memory = '[limits]\npinned_device_mem_limit = "2GiB"\n'
     node = make_node(simulate=1, control=real.control, config=memory).start(ready=False)
     asked = {"threads": 10, "memory": "1GiB"}

@@ -78,7 +78,6 @@ class Ears:
         self._socket.setblocking(False)
 
     def listen(self) -> list[str]:
-        """Return all assignments received so far."""
         while True:
             try:
                 self.said += self._socket.recv(4096).decode().split("\n")
@@ -104,7 +103,6 @@ class Ears:
         wait_until(look, what=f"silence; said was {self.said}", deadline=30)
 
     def close(self) -> None:
-        """Stop listening."""
         self._socket.close()
 
 
@@ -122,10 +120,7 @@ class TestNotifications:
 
     @pytest.mark.parametrize("ears", ["path", "abstract"], indirect=True)
     def test_life(self, ears: Ears, short_tmp: Path) -> None:
-        """mpsd notifies that it is ready once the API answers, of changes in health and of its stop.
-
-        Signs of life come in between.
-        """
+        """mpsd notifies of its readiness, of signs of life, of changes in health, and of its stop."""
         usec = {"NOTIFY_SOCKET": ears.name, "WATCHDOG_USEC": "300000"}
         node = Node(root=short_tmp, config="", env=usec)
         try:
@@ -219,22 +214,6 @@ class TestNotifications:
         assert status == 78
         assert [line[:7] for line in said.splitlines()] == ["<3>mpsd", "<3>  hi"]
 
-    def test_watchdog_of_another(self, ears: Ears, short_tmp: Path) -> None:
-        """mpsd ignores a variable that is meant for another process."""
-        env = {
-            "NOTIFY_SOCKET": ears.name,
-            "WATCHDOG_USEC": "1",
-            "WATCHDOG_PID": "1",
-            "LISTEN_PID": "1",
-            "LISTEN_FDS": "9",
-        }
-        node = Node(root=short_tmp, env=env)
-        try:
-            node.start()
-            ears.wait_for("READY=1")
-        finally:
-            node.clean_up()
-
     @pytest.mark.parametrize("name", ["gone", "deaf"])
     def test_nobody_listens(self, short_tmp: Path, name: str) -> None:
         """A manager that is gone, or does not read for long, has no effect on mpsd."""
@@ -257,7 +236,6 @@ class Defective(Node):
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts mpsd."""
         return [sys.executable, "-c", self.defect, *super().command[3:]]
 
 

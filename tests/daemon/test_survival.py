@@ -3,8 +3,6 @@
 The file tests the promises of docs/reliability.md that no other file tests.
 """
 
-import os
-import random
 import resource
 import signal
 import socket
@@ -18,17 +16,14 @@ from tests.daemon.conftest import Start
 from tests.daemon.helpers import (
     BRISK,
     LIMITS,
-    PERCENTAGE,
     branches,
     by_hand,
     event,
     is_running,
     kill,
-    needs_last_pid,
     next_ready,
     program,
     stopped,
-    with_pid,
 )
 from tests.harness import look_at, pids, wait_until
 from tests.node import Node
@@ -42,7 +37,6 @@ SETS: Final = "set_default_active_thread_percentage 33"
 
 
 def leases(node: Node) -> dict[str, Any]:
-    """Return the leases by their names."""
     return {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
 
 
@@ -169,23 +163,6 @@ def test_clients(make_node: Start, which: tuple[str, ...], number: signal.Signal
     wait_until(lambda: node.daemons()["gpu0"]["state"] == "ready", what="gpu0 to be ready")
 
 
-@pytest.mark.real_daemon(535)
-@needs_last_pid
-def test_pid_of_a_control_daemon(make_node: Start) -> None:
-    """The next mpsd neither adopts nor signals a process that reuses the pid of an ended control daemon."""
-    node = make_node(simulate=1).start()
-    pid = node.daemons()["gpu0"]["pid"]
-    node.end(signal.SIGKILL)
-    kill(pid)
-    wait_until(lambda: look_at(pid) is None, what="it to be gone, and its pid free")
-    with with_pid(pid, "true") as another:
-        node.start()
-        assert node.daemons()["gpu0"]["pid"] != pid
-        assert node.mpsctl("restart", "gpu0", "--timeout", "0").returncode == 0
-        assert another.poll() is None
-        another.communicate()
-
-
 @pytest.mark.parametrize("real", branches(535, 555))
 def test_impostor(make_node: Start, real: RealDaemon) -> None:
     """While another process listens in a control daemon's place, no lease is granted; the daemon is left alone."""
@@ -212,25 +189,6 @@ def test_impostor(make_node: Start, real: RealDaemon) -> None:
         node.wait_for_state("gpu0", "unresponsive")
         kill(pid)
         next_ready(node, "gpu0", pid)
-
-
-@pytest.mark.parametrize("real", branches())
-def test_log_that_is_blocked(make_node: Start, real: RealDaemon) -> None:
-    """A control daemon whose FIFO others have filled keeps running, and its limits hold whatever its log contains."""
-    node = make_node(simulate=1, control=real.control, config=PERCENTAGE + BRISK).start()
-    pid = node.daemons()["gpu0"]["pid"]
-    noise = random.Random(real.branch).randbytes(4096)
-    with stopped(pid), (node.pipe_directory("gpu0") / "log").open("r+b", buffering=0) as fifo:
-        os.set_blocking(fifo.fileno(), False)
-        while fifo.write(noise) is not None:
-            pass
-    assert event(node, "log_silent")["daemon"] == "gpu0"
-    with node.control_log("gpu0").open("ab") as log:
-        log.write(noise * 500)
-    assert node.wait_for_state("gpu0", "ready")["pid"] == pid
-    node.ask("gpu0", SETS)
-    wait_until(lambda: node.daemons()["gpu0"]["undone"], what="the stranger's limit to be put back")
-    assert node.ask("gpu0", "get_default_active_thread_percentage") == ["50.0"]
 
 
 @pytest.mark.real_daemon(535)

@@ -56,7 +56,6 @@ def cache_directory() -> Path:
 
 
 def version_of(directory: Path) -> tuple[int, ...] | None:
-    """Return the version that a directory of the cache is named after, or None."""
     parts = directory.name.split(".")
     return tuple(map(int, parts)) if len(parts) > 1 and all(part.isdecimal() for part in parts) else None
 
@@ -79,7 +78,6 @@ def required() -> bool:
 
 
 def missing(branch: int | None = None) -> str | None:
-    """Return what is missing for a test of this branch (or any), or None if nothing is."""
     if branch in real_daemons() if branch is not None else real_daemons():
         return None
     which = f"no control daemon of driver branch {branch}" if branch is not None else "no real control daemon"

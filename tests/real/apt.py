@@ -57,7 +57,6 @@ def run(*command: str, config: Path | None = None, cwd: Path | None = None, seco
 
 
 def mirrors() -> list[str]:
-    """Return the mirrors of Debian itself in this machine's apt configuration, the likeliest first."""
     targets = run("apt-get", "indextargets", "--format", "$(LABEL)|$(REPO_URI)", "Created-By: Packages")
     labels = {uri: label for label, uri in (line.split("|", 1) for line in targets.splitlines())}
     if not labels:  # apt lists its targets only once it has lists; before that, the URIs of an update say as much
@@ -70,7 +69,6 @@ def mirrors() -> list[str]:
 
 
 def architecture() -> str:
-    """Return Debian's name for this machine's architecture."""
     return run("dpkg", "--print-architecture").strip()
 
 

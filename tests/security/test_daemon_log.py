@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.caller import calling, granted, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import Gate, branches, event, kill, next_ready, program, stopped
 from tests.daemon.leases.line import Talk, message
@@ -26,7 +26,6 @@ from tests.simulated_clients import WAITS, SimulatedClient, variables
 pytestmark = pytest.mark.thorough
 
 ANN: Final = 61201
-"""A uid without rights and without a name."""
 
 QUIET: Final = '[daemon]\nprobe_interval = 600\n[enforcement]\nunadmitted = "deny"\n'
 """During the test mpsd does not probe a daemon without a reason."""
@@ -47,20 +46,10 @@ os.write(fifo, bytes.fromhex(sys.argv[3]))
 
 
 def write(uid: int, fifo: Path, what: bytes) -> None:
-    """Have a uid write to a FIFO."""
     subprocess.run([sys.executable, "-I", "-c", WRITE, str(uid), str(fifo), what.hex()], check=True, timeout=30)
 
 
-def granted(caller: Caller) -> str:
-    """Request a small lease, and return its id."""
-    answer = caller.admit(threads=10, memory="1GiB", gpu="0")
-    assert answer.status == 201, answer.body
-    lease: str = answer.json["id"]
-    return lease
-
-
 def reasons(node: Node) -> list[str]:
-    """Return the kinds of reasons for which a node is not healthy."""
     return [each["kind"] for each in node.get("/v1/status").json["reasons"]]
 
 
@@ -71,7 +60,6 @@ def is_put_back(node: Node) -> bool:
 
 
 def children(pid: int) -> set[int]:
-    """Return the running children of a process."""
     found = {child: look_at(child) for child in pids()}
     return {child for child, each in found.items() if each is not None and each.parent == pid and not each.zombie}
 
@@ -87,7 +75,6 @@ def is_free(node: Node) -> bool:
 
 
 def conversations(node: Node) -> int:
-    """Count mpsd's conversations in the log."""
     key = json.loads((node.root / "run/gpu0.reading.json").read_text())["key"]
     return node.control_log("gpu0").read_text(errors="replace").count(f"Cmd:mpsd-{key}")
 

@@ -24,7 +24,6 @@ from tests.real import RealDaemon
 pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN: Final = 61401
-"""A uid without rights and without a name."""
 
 MOST: Final = 64
 """Descriptors that the control daemon may have; it needs about 15."""

@@ -5,7 +5,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -43,8 +43,6 @@ while True:
 
 ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_MPS_PIPE_DIRECTORY": "/tmp/mps"}
 
-Listening = Callable[..., Path]
-
 
 def lease(**environment: str) -> dict[str, Any]:
     """Return a lease in the API's format, with this environment added."""
@@ -62,7 +60,6 @@ def lease(**environment: str) -> dict[str, Any]:
 
 @contextmanager
 def listening(path: Path, uid: int, answers: dict[str, Any]) -> Iterator["subprocess.Popen[bytes]"]:
-    """Have a user listen there."""
     command = [sys.executable, "-I", "-c", ANSWERS, str(path), str(uid), json.dumps(answers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -82,7 +79,6 @@ class TestAnother:
 
     @pytest.fixture
     def listener(self, short_tmp: Path) -> Iterator["subprocess.Popen[bytes]"]:
-        """Have ANN listen."""
         with listening(short_tmp / "s", ANN, {"/v1/leases": lease(), "/v1/leases/lease-1": lease()}) as process:
             yield process
 
@@ -100,10 +96,7 @@ class TestAnother:
         ids=lambda arguments: arguments[0],
     )
     def test_is_asked_nothing(self, listener: "subprocess.Popen[bytes]", short_tmp: Path, arguments: list[str]) -> None:
-        """mpsctl sends nothing.
-
-        It names the listening process and its user, says how to trust it, and exits with 77.
-        """
+        """mpsctl sends nothing: it names the listener and its user, says how to trust it, and exits with 77."""
         done = run_mpsctl(short_tmp / "s", *arguments)
         assert done.returncode == 77, done
         assert f"uid {ANN}" in done.stderr

@@ -60,7 +60,6 @@ def disguised(
 
 
 def record(node: Node) -> Path:
-    """Return the path where mpsd records which process it started."""
     return node.root / "run" / "gpu0.process.json"
 
 

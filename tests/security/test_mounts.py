@@ -22,7 +22,6 @@ from tests.tools import lacking
 pytestmark = needs_root
 
 EVE: Final = 61301
-"""A uid without rights and without a name."""
 
 SMALL: Final[dict[str, Any]] = {"threads": 1, "memory": "1GiB"}
 

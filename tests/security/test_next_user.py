@@ -5,11 +5,11 @@ The subjects are NVIDIA's own control daemons.
 
 import subprocess
 import sys
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
-from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.caller import calling, end, granted, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, SWIFT, branches, event
 from tests.harness import wait_until
@@ -20,7 +20,6 @@ from tests.simulated_clients import SimulatedClient, variables
 pytestmark = pytest.mark.thorough
 
 ANN, BOB = 61401, 61402
-"""Two uids without rights and without a name."""
 
 STAYS: Final = """
 import os, socket, sys
@@ -56,21 +55,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as seat:
 """Connects and sends nothing: a control daemon answers no other process meanwhile."""
 
 
-def granted(caller: Caller, **more: Any) -> str:
-    """Request a small lease, and return its id."""
-    answer = caller.admit(**{"threads": 10, "memory": "1GiB", "gpu": "0", **more})
-    assert answer.status == 201, answer.body
-    lease: str = answer.json["id"]
-    return lease
-
-
-def end(caller: Caller, lease: str) -> None:
-    """End a lease."""
-    assert caller.request("DELETE", f"/v1/leases/{lease}").status == 204
-
-
 def pid(node: Node) -> int:
-    """Return the pid of the control daemon."""
     found: int = node.daemons()["gpu0"]["pid"]
     return found
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.caller import calling, granted, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import branches, event, kill, next_ready, program, states
 from tests.harness import wait_until
@@ -22,7 +22,6 @@ from tests.real import RealDaemon
 pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN, BOB = 61101, 61102
-"""Two uids without rights and without a name."""
 
 TRY: Final = """
 import os, sys
@@ -76,14 +75,6 @@ def opens(uid: int, path: Path, flags: int) -> bool:
     tried = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert tried.stderr.strip() in {"", "Permission denied"}
     return tried.returncode == 0
-
-
-def granted(caller: Caller) -> str:
-    """Request a small lease, and return its id."""
-    answer = caller.admit(threads=10, memory="1GiB", gpu="0")
-    assert answer.status == 201, answer.body
-    lease: str = answer.json["id"]
-    return lease
 
 
 def holding(path: Path, uid: int) -> "subprocess.Popen[str]":

@@ -71,7 +71,6 @@ class Bounded(Node):
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts mpsd."""
         bounding_set = ",".join(("-all", *(f"+{each}" for each in self.capabilities)))
         return ["setpriv", f"--bounding-set={bounding_set}", "--inh-caps=-all", *self.more, *super().command]
 
@@ -84,13 +83,11 @@ def make(short_tmp: Path) -> "Callable[..., Bounded]":
 
 
 def status_of(pid: int, name: str) -> str:
-    """Return a field of /proc/PID/status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(line.split("\t")[1] for line in lines if line.startswith(f"{name}:"))
 
 
 def client_of(node: Node, environment: Mapping[str, str]) -> DrivenProgram:
-    """Start another user's client, in this environment."""
     return DrivenProgram([sys.executable, "-c", CLIENT], {**variables(node), **environment})
 
 
@@ -153,7 +150,6 @@ def bears(node: Node) -> bool:
 
 
 def environ(pid: int) -> list[bytes]:
-    """Return the environment of a process."""
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 

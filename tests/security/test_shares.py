@@ -30,10 +30,7 @@ def make(make_node: Start, make_line: MakeLine) -> "Any":
 
 @pytest.mark.parametrize("wants", [{"threads": 100}, {"threads": 10, "processes": 47}])
 def test_own_leases_in_the_way(make: Any, wants: dict[str, Any]) -> None:
-    """A user that holds a little of each GPU, and waits for all of one, withholds neither from others.
-
-    This holds beyond patience, too.
-    """
+    """A user that holds a little of each GPU, and waits for all of one, withholds neither from others."""
     line: Line = make("[admission]\npatience = 0.1\n")
     mine = [line.granted(uid=MALLORY, **SMALL, gpu=gpu) for gpu in ("0", "1")]
     call, waiting = line.waits(uid=MALLORY, memory="1GiB", **wants)

@@ -120,7 +120,6 @@ def node(node_for_all: Start) -> Node:
 
 @pytest.fixture
 def line(node: Node, make_line: MakeLine) -> Line:
-    """Return a line in front of it."""
     return make_line(node)
 
 
@@ -158,10 +157,7 @@ class TestRefusalLog:
         assert line.lease(lease) == lease
 
     def test_no_flood(self) -> None:
-        """At most 16 lines a minute of any length are logged for one uid.
-
-        The number left out is logged, and other uids are unaffected.
-        """
+        """At most 16 lines a minute are logged for one uid, with the number left out; other uids are unaffected."""
         asyncio.run(self.flood())
 
     @staticmethod
@@ -279,7 +275,6 @@ class Contained(Node):
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts mpsd there."""
         return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *super().command]
 
 
@@ -317,7 +312,6 @@ class TestImpostor:
     """A process that took the socket's path first."""
 
     def impostor(self, path: Path) -> "subprocess.Popen[bytes]":
-        """Have another user listen there."""
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", IMPOSTOR, str(path), str(ANN)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -326,10 +320,7 @@ class TestImpostor:
         return process
 
     def test_socket_is_replaced(self, make_node: Start) -> None:
-        """Where users may remove only their own files, mpsd takes the path.
-
-        Callers reach mpsd, and its log names the other process.
-        """
+        """Where users may remove only their own files, mpsd takes the path."""
         node = make_node(simulate=1, rooted=False)
         shared = node.root / "shared"
         shared.mkdir()

@@ -56,7 +56,6 @@ def harmless(text: str) -> bool:
 
 
 def names(node: Node) -> dict[int, str]:
-    """Return the names of all clients, by pid."""
     return {each["pid"]: each["name"] for each in node.get("/v1/clients").json["clients"]}
 
 

@@ -63,13 +63,11 @@ def change(node: Node, how: Callable[[str], str]) -> None:
 
 
 def fields(text: str, **otherwise: object) -> str:
-    """Return a stored lease with other fields."""
     return json.dumps({**json.loads(text), **otherwise})
 
 
 @contextlib.contextmanager
 def holder() -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a process that holds a lease."""
     held = subprocess.Popen(["sleep", "600"])
     try:
         yield held
@@ -78,34 +76,28 @@ def holder() -> Iterator["subprocess.Popen[bytes]"]:
         held.wait()
 
 
-class TestFind:
-    """The kernel's answers for the number of a thread."""
-
-    def test_is_no_process(self) -> None:
-        """No process is found by it, whatever the kernel reports, nor by a number that no process can have."""
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            thread = pool.submit(threading.get_native_id).result()
-            ticks = proc.start_ticks(thread)
-            assert ticks is not None
-            for pid in (thread, 0, -1, 2**22 + 1, 2**31 - 1, 2**31, 2**70):
-                assert process.adopt(ProcessIdentity(pid, ticks)) is None
-                assert process.find(pid) is None
+def test_is_no_process() -> None:
+    """No process is found by it, whatever the kernel reports, nor by a number that no process can have."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        ticks = proc.start_ticks(thread)
+        assert ticks is not None
+        for pid in (thread, 0, -1, 2**22 + 1, 2**31 - 1, 2**31, 2**70):
+            assert process.adopt(ProcessIdentity(pid, ticks)) is None
+            assert process.find(pid) is None
 
 
 @pytest.mark.real_daemon(535)
-class TestRequest:
-    """The number of a thread as the holder in a request."""
-
-    def test_is_refused(self, make_node: Start) -> None:
-        """The refusal says that there is no such process, and the log has no defect."""
-        node = make_node(simulate=1).start()
-        with thread_of_another() as (thread, pid):
-            answer = node.request("POST", "/v1/leases", {**SMALL, "pid": thread})
-            assert (answer.status, answer.json["limit"]) == (422, "pid")
-            assert answer.json["detail"] == f"{thread} is the number of a thread of process {pid}"
-            assert f"{pid}" in answer.json["hint"]
-            assert node.request("POST", "/v1/leases", {**SMALL, "pid": pid}).status == 201
-        assert node.events("api_defect") == []
+def test_is_refused(make_node: Start) -> None:
+    """The refusal says that there is no such process, and the log has no defect."""
+    node = make_node(simulate=1).start()
+    with thread_of_another() as (thread, pid):
+        answer = node.request("POST", "/v1/leases", {**SMALL, "pid": thread})
+        assert (answer.status, answer.json["limit"]) == (422, "pid")
+        assert answer.json["detail"] == f"{thread} is the number of a thread of process {pid}"
+        assert f"{pid}" in answer.json["hint"]
+        assert node.request("POST", "/v1/leases", {**SMALL, "pid": pid}).status == 201
+    assert node.events("api_defect") == []
 
 
 @pytest.mark.real_daemon(535)
@@ -136,10 +128,7 @@ class TestStored:
         ids=["time", "request", "surrogate"],
     )
     def test_one_that_makes_no_sense(self, make_node: Start, how: Callable[[str], str]) -> None:
-        """An invalid lease is set aside and reported, and its GPU is held while its processes live.
-
-        Other leases are unaffected.
-        """
+        """An invalid lease is set aside and reported, and its GPU is held while its processes live."""
         node = make_node(simulate=2, config=BRISK).start()
         kept = node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).json
         with holder() as held:

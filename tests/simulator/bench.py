@@ -7,7 +7,7 @@ from typing import Final
 
 from mpsd.core.mps_facts import Binds
 from mpsd.simulator.control import program
-from mpsd.simulator.devices import VARIABLE, Device, set_binds, set_outlives
+from mpsd.simulator.devices import VARIABLE, Device, set_binds
 from tests.contract.subjects import Bench, Subject
 from tests.harness import wait_until
 from tests.simulated_clients import SimulatedClient
@@ -42,10 +42,6 @@ class GpuBench(Bench):
         """Make the limits of servers that start from now on bind at this moment."""
         set_binds(self.root / "g", moment)
 
-    def outlives(self) -> None:
-        """Let servers that start from now on outlive their control daemon."""
-        set_outlives(self.root / "g")
-
     def server(self) -> int:
         """Start a server for the user of the tests, and return its pid when it is ready."""
         server = self.start_server(os.geteuid())
@@ -57,14 +53,11 @@ class GpuBench(Bench):
         wait_until(lambda: line in self.log(), what=f"{line!r} in the log")
 
     def ask(self, *commands: str) -> list[str]:
-        """Return the output of a front-end."""
         return self.front_end(*commands).printed
 
     def server_log(self) -> list[str]:
-        """Return the text of server.log's lines."""
         return [line.partition("] ")[2] for line in (self.logs / "server.log").read_text().splitlines()]
 
     def close(self) -> None:
-        """End all processes that were started here."""
         self._clients.close()
         super().close()

@@ -10,16 +10,13 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.mps.log_events import ClientArrived, ServerExited, ServerFaulted, ServerReady
 from mpsd.core.mps.log_parser import LogReader
 from mpsd.simulator.answers import BRANCHES
-from mpsd.simulator.devices import MEMORY as WHOLE
-from mpsd.simulator.devices import Held, Kind
 from tests.contract.subjects import STRANGER, as_root
 from tests.harness import look_at, wait_until
 from tests.simulated_clients import SimulatedClient
-from tests.simulator.bench import GPU, MEMORY, PERCENTAGE, GpuBench
+from tests.simulator.bench import MEMORY, PERCENTAGE, GpuBench
 
 pytestmark = pytest.mark.thorough
 
@@ -146,30 +143,6 @@ def test_defaults_are_for_the_next_server(bench: GpuBench) -> None:
     assert bench.ask(*(line.replace(str(server), str(again)) for line in ask)) == ["30.0", "3G"]
 
 
-def test_memory(bench: GpuBench) -> None:
-    """A client allocates up to its limit; memory that it frees, and that of ended clients, is available again."""
-    client = bench.client(**{MEMORY: "0=1G"})
-    assert client.alloc("1GiB") == {**DONE, "allocated": GIB}
-    assert client.alloc("1B") == OUT_OF_MEMORY
-    assert bench.device.processes()[client.pid] == Held(GIB, Kind.MPS_COMPUTE)
-    assert client.free("512MiB") == {**DONE, "allocated": GIB // 2}
-    assert client.alloc("513MiB") == OUT_OF_MEMORY
-    assert client.free() == {**DONE, "allocated": 0}
-    other = bench.client()
-    assert other.alloc(f"{WHOLE}B") == OUT_OF_MEMORY  # the server has some itself
-    assert other.alloc("79GiB")["ok"]
-    assert client.alloc("1GiB") == OUT_OF_MEMORY
-    other.kill()
-    assert client.alloc("1GiB")["ok"]
-
-
-def test_work_takes_longer_on_fewer_threads(bench: GpuBench) -> None:
-    """Half of the threads take at least twice as long for the same work."""
-    half = bench.client(**{PERCENTAGE: "50"})
-    assert half.hello["multiprocessors"] == 66
-    assert half.compute(0.05)["seconds"] >= 0.1
-
-
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -233,15 +206,6 @@ def test_log_has_the_words_of_nvidias(bench: GpuBench) -> None:
     assert [*control.latest, *served.latest] == []
 
 
-def test_death_of_the_server(bench: GpuBench) -> None:
-    """Clients of a killed server get the error at their next call; the next client has a new server started."""
-    client = bench.client()
-    os.kill(client.hello["server"], signal.SIGKILL)
-    wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
-    assert client.sync() == error("MPS_RPC_FAILURE", 806)
-    assert bench.client().hello["server"] != client.hello["server"]
-
-
 @pytest.mark.parametrize("reads", [True, False])
 def test_death_of_whom_it_comes_to(tmp_path: Path, *, reads: bool) -> None:
     """A client whose control daemon ends before it has answered, or even read, the request cannot connect."""
@@ -278,95 +242,13 @@ def test_server_that_is_stopped(bench: GpuBench) -> None:
     assert client.answer()["server"] == server
 
 
-def test_gpu_that_is_lost(bench: GpuBench) -> None:
-    """On a GPU that fell off the bus calls fail, and no server starts: after six tries the client gets the error."""
-    client = bench.client()
-    assert client.hello["ok"]
-    bench.device.lose()
-    assert client.sync() == error("DEVICE_UNAVAILABLE", 46)
-    os.kill(client.hello["server"], signal.SIGKILL)
-    wait_until(lambda: bench.ask("get_server_list") == [], what="its end")
-    assert bench.client().hello == error("MPS_CONNECTION_FAILED", 805)
-    assert bench.server_log().count("MPS server failed to start") == 6
-    bench.device.recover()
-    assert bench.client().hello["mps"]
-
-
-def test_clients_that_do_not_go(bench: GpuBench) -> None:
-    """A client may ignore SIGTERM, and one may hang: then only SIGKILL ends it."""
-    client = bench.client()
-    assert client.do("ignore TERM") == DONE
-    client.process.send_signal(signal.SIGTERM)
-    assert client.sync() == DONE
-    client.tell("hang")
-    client.process.send_signal(signal.SIGTERM)
-    assert client.kill() == -signal.SIGKILL
-
-
 # -- without MPS -------------------------------------------------------------------------------------------------------
-
-
-def test_fails_open(idle: GpuBench) -> None:
-    """Without a reachable control daemon, a client runs outside MPS, and none of its limits holds."""
-    client = idle.client(**{PERCENTAGE: "10", MEMORY: "0=1G"})
-    assert (client.hello["mps"], client.hello["server"], client.hello["gpu"]) == (False, None, GPU)
-    assert limits(client) == (100.0, None)
-    assert client.alloc("70GiB")["ok"]
-    assert idle.device.processes() == {client.pid: Held(70 * GIB, Kind.COMPUTE)}
-    assert client.fault() == LAUNCH_FAILED
-    assert idle.client().hello["ok"]
-
-
-def test_exclusive_process(idle: GpuBench) -> None:
-    """On a GPU in mode exclusive-process the first process has it; others then get in only through MPS."""
-    idle.device.set_compute_mode(ComputeMode.EXCLUSIVE_PROCESS)
-    idle.start()
-    assert idle.client().hello["mps"]
-    idle.kill()
-    assert idle.client().hello == error("DEVICE_UNAVAILABLE", 46)
-
-
-def test_prohibited(idle: GpuBench) -> None:
-    """On a GPU in mode prohibited no process runs."""
-    idle.device.set_compute_mode(ComputeMode.PROHIBITED)
-    assert idle.client().hello == error("DEVICE_UNAVAILABLE", 46)
-    idle.device.set_compute_mode(ComputeMode.DEFAULT)
-    assert idle.client().hello["ok"]
 
 
 def test_invisible_gpu(bench: GpuBench) -> None:
     """A client that sees no GPU cannot start."""
     assert bench.client(CUDA_VISIBLE_DEVICES="1").hello == error("NO_DEVICE", 100)
     assert bench.client(CUDA_VISIBLE_DEVICES="GPU-0").hello["mps"]
-
-
-def test_death_of_the_daemon(bench: GpuBench) -> None:
-    """The server of a killed daemon ends, and its clients' work with it, while their processes live on."""
-    client = bench.client()
-    client.loop(0.05)
-    bench.kill()
-    wait_until(lambda: look_at(client.hello["server"]) is None, what="the end of the server")
-    assert client.answer() == error("MPS_RPC_FAILURE", 806)
-    assert client.pid not in bench.device.processes()
-    assert client.context() == error("MPS_CONNECTION_FAILED", 805)
-    bench.start()
-    assert client.context() == error("MPS_CONNECTION_FAILED", 805)
-    assert bench.client().hello["mps"]
-
-
-def test_server_that_outlives_its_daemon(bench: GpuBench) -> None:
-    """By a setting, clients and server of a killed daemon keep running; new clients get another server."""
-    bench.outlives()
-    client = bench.client()
-    server = client.hello["server"]
-    bench.kill()
-    assert client.alloc("1GiB")["ok"]
-    assert not bench.client().hello["mps"]
-    bench.start()
-    assert bench.ask("get_server_list") == []
-    assert bench.client().hello["server"] != server
-    assert client.sync() == DONE
-    assert look_at(server) is not None
 
 
 # -- quitting ----------------------------------------------------------------------------------------------------------
@@ -383,15 +265,6 @@ def test_quit_waits_for_clients(bench: GpuBench) -> None:
     client.end()
     assert bench.ended() == 0
     wait_until(lambda: not bench.processes(), what="the end of the client that was refused")
-
-
-def test_quit_with_a_time(bench: GpuBench) -> None:
-    """`quit -t` interrupts the server at its deadline, and its clients lose it."""
-    client = bench.client()
-    assert client.hello["ok"]
-    bench.front_end("quit -t 0")
-    assert bench.ended() == 0
-    assert client.sync() == error("MPS_RPC_FAILURE", 806)
 
 
 def test_shutdown(bench: GpuBench) -> None:

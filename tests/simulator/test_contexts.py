@@ -23,12 +23,10 @@ INVALID_CONTEXT: Final = error("INVALID_CONTEXT", 201)
 
 
 def narrow(bench: GpuBench, server: int) -> None:
-    """Close a server behind its clients."""
     bench.ask(f"set_active_thread_percentage {server} 10", f"set_device_pinned_mem_limit {server} 0 1G")
 
 
 def widen(bench: GpuBench, server: int) -> None:
-    """Open a server for the next client."""
     bench.ask(f"set_active_thread_percentage {server} 60", f"set_device_pinned_mem_limit {server} 0 8G")
 
 
@@ -155,12 +153,10 @@ def test_framework(bench: GpuBench) -> None:
 
 
 def status(bench: GpuBench, server: int) -> list[str]:
-    """Return a server's status, and its clients."""
     return bench.ask(f"get_server_status {server}", f"get_client_list {server}")
 
 
 def ends_by(how: str) -> signal.Signals:
-    """Return the signal that ends a client."""
     return signal.Signals[f"SIG{how.rpartition(' ')[2]}"]
 
 

@@ -1,11 +1,8 @@
 """The GPUs of a simulated node, which behave like real ones for every reader."""
 
 import asyncio
-import os
 import re
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +10,7 @@ import pytest
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.gpus import driver_branch, unsupported
-from mpsd.core.model import GpuFault, GpuProcess, GpuUsage, Known, Unknown
-from mpsd.simulator.devices import MEMORY, Device, Kind
+from mpsd.core.model import GpuUsage, Known, Unknown
 from mpsd.simulator.gpus import SimulatedGpus
 
 if TYPE_CHECKING:
@@ -56,73 +52,12 @@ def test_nothing_is_in_use() -> None:
     source.close()
 
 
-def test_what_processes_hold(tmp_path: Path) -> None:
-    """For a GPU in a shared directory, each living process's memory is reported, and whether it is a client of MPS."""
-    source = SimulatedGpus(2, directory=tmp_path)
-    first, second = asyncio.run(source.inventory()).gpus
-    assert asyncio.run(source.usage(first)) == Known(GpuUsage(0))
-    device = Device(tmp_path, first.uuid)
-    with subprocess.Popen(["sleep", "1000"]) as other:
-        assert device.hold(os.getpid(), 1000, Kind.COMPUTE)
-        assert device.hold(other.pid, 2000, Kind.MPS_COMPUTE)
-        assert not device.hold(other.pid, MEMORY, Kind.MPS_COMPUTE)
-        held = {os.getpid(): GpuProcess(Known(1000)), other.pid: GpuProcess(Known(2000), mps=True)}
-        assert asyncio.run(source.usage(first)) == Known(GpuUsage(3000, held))
-        other.kill()
-    assert asyncio.run(source.usage(first)) == Known(GpuUsage(1000, {os.getpid(): GpuProcess(Known(1000))}))
-    assert asyncio.run(source.usage(second)) == Known(GpuUsage(0))
-
-
-def test_gpu_that_is_lost(tmp_path: Path) -> None:
-    """A GPU that fell off the bus is unknown until it is back; the others are not."""
-    source = SimulatedGpus(2, directory=tmp_path)
-    first, second = asyncio.run(source.inventory()).gpus
-    asyncio.run(source.usage(first))
-    device = Device(tmp_path, first.uuid)
-    device.lose()
-    assert asyncio.run(source.usage(first)) == Unknown("NVML: GPU is lost")
-    assert isinstance(asyncio.run(source.usage(second)), Known)
-    device.recover()
-    assert isinstance(asyncio.run(source.usage(first)), Known)
-
-
-def test_compute_mode(tmp_path: Path) -> None:
-    """A mode is set on one GPU for all that see it, and reads back; for a lost GPU it is unknown."""
-    source: GpuSource = SimulatedGpus(2, directory=tmp_path)
-    first, second = asyncio.run(source.inventory()).gpus
-    for mode in ComputeMode:
-        assert asyncio.run(source.set_compute_mode(first, mode)) == Known(mode)
-        assert asyncio.run(source.usage(first)) == Known(GpuUsage(0, compute_mode=mode))
-        assert Device(tmp_path, first.uuid).compute_mode is mode
-    assert asyncio.run(source.usage(second)) == Known(GpuUsage(0))
-    device = Device(tmp_path, first.uuid)
-    device.set_compute_mode(ComputeMode.DEFAULT)
-    device.lose()
-    assert asyncio.run(source.set_compute_mode(first, ComputeMode.PROHIBITED)) == Unknown("NVML: GPU is lost")
-    device.recover()
-    assert asyncio.run(source.usage(first)) == Known(GpuUsage(0))
-
-
 def test_compute_mode_without_a_directory() -> None:
     """Without a shared directory, the modes are known in this process only."""
     source = SimulatedGpus(1)
     (gpu,) = asyncio.run(source.inventory()).gpus
     assert asyncio.run(source.set_compute_mode(gpu, ComputeMode.PROHIBITED)) == Known(ComputeMode.PROHIBITED)
     assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(0, compute_mode=ComputeMode.PROHIBITED))
-
-
-def test_faults(tmp_path: Path) -> None:
-    """A fault is reported once; faults from the time of an earlier node are not."""
-    earlier = SimulatedGpus(1, directory=tmp_path)
-    (gpu,) = asyncio.run(earlier.inventory()).gpus
-    asyncio.run(earlier.usage(gpu))
-    device = Device(tmp_path, gpu.uuid)
-    device.report(79)
-    device.report(31)
-    assert asyncio.run(earlier.faults()) == Known((GpuFault(gpu.uuid, 79), GpuFault(gpu.uuid, 31)))
-    later = SimulatedGpus(1, directory=tmp_path)
-    device.report(48)
-    assert asyncio.run(later.faults()) == asyncio.run(earlier.faults()) == Known((GpuFault(gpu.uuid, 48),))
 
 
 @pytest.mark.parametrize("count", [0, -1])

@@ -14,13 +14,11 @@ GPU: Final = "GPU-00000000-0000-4000-8000-000000000000"
 
 @pytest.fixture
 def log() -> list[str]:
-    """Return the server's log."""
     return []
 
 
 @pytest.fixture
 def server(log: list[str]) -> Server:
-    """Return a server that has begun."""
     server = Server(77, Start((GPU,), 50.0, {0: 2 * GIB}, priority=1), log.append)
     server.begin()
     return server
@@ -58,23 +56,6 @@ def test_not_begun(log: list[str]) -> None:
     server = Server(77, Start((GPU,), 50.0, {}, priority=0), log.append)
     assert server.status is Status.INITIALIZING
     assert server.admit(1, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
-
-
-def test_as_many_as_it_takes(server: Server) -> None:
-    """A server takes 48 contexts, of any clients, and another when one of them is gone; processes do not count."""
-    for pid in range(1, 47):
-        context(server, pid)
-    for _ in range(2):
-        context(server, 1)
-    admit(server, 47)
-    assert server.context(47) is CudaError.MPS_MAX_CLIENTS_REACHED
-    server.left(7, said=True)
-    context(server, 47)
-    assert server.context(47) is CudaError.MPS_MAX_CLIENTS_REACHED
-    assert server.destroy(1, 1)
-    assert not server.destroy(1, 1)
-    context(server, 47)
-    assert len(server.answer("get_client_list", []).printed) == 46
 
 
 @pytest.mark.parametrize("places", [16, 60])
@@ -116,28 +97,6 @@ def test_setters(server: Server) -> None:
     assert context(server, 3).memory is None
 
 
-def test_fault(server: Server, log: list[str]) -> None:
-    """A fault hits all clients; until the last of them, even a terminated one, has exited, no client is accepted."""
-    for pid in (1, 2, 3):
-        context(server, pid)
-    admit(server, 5)  # without a context the fault does not hit it
-    assert server.fault() == (1, 2, 3)
-    assert server.answer("get_server_status", []).printed == ["FAULT"]
-    assert server.answer("terminate_client", ["3"]).terminated == 3
-    for pid in (2, 1):
-        server.left(pid, said=True)
-        assert server.admit(4, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
-    before = len(log)
-    server.left(3, said=False)
-    assert log[before:] == [
-        "Receive command failed, assuming client exit. Client process disconnected",
-        "Destroy server context on device 0",
-        "Creating server context on device 0 (Simulated GPU)",
-    ]
-    assert server.status is Status.ACTIVE
-    admit(server, 4)
-
-
 def test_fault_again(server: Server) -> None:
     """A second fault during the first does not prolong it."""
     context(server, 1)
@@ -146,53 +105,13 @@ def test_fault_again(server: Server) -> None:
     assert server.status is Status.ACTIVE
 
 
-def test_terminate(server: Server) -> None:
-    """A client is terminated once; a process that is no client cannot be."""
-    admit(server, 1)
-    answer = server.answer("terminate_client", ["1"])
-    assert (answer.printed, answer.terminated) == (["0"], 1)
-    answer = server.answer("terminate_client", ["1"])
-    assert (answer.printed, answer.terminated) == (["1"], None)
-    assert server.clients == {}
-
-
 # -- contexts, and when limits bind ------------------------------------------------------------------------------------
-
-NARROW: Final = ("set_active_thread_percentage", ["10"])
-WIDE: Final = ("set_active_thread_percentage", ["80"])
 
 
 def bound(log: list[str], moment: Binds) -> Server:
-    """Return a server whose limits bind at this moment."""
     server = Server(77, Start((GPU,), 80.0, {0: 8 * GIB}, priority=0, binds=moment), log.append)
     server.begin()
     return server
-
-
-def test_binds_when_it_connects(log: list[str]) -> None:
-    """If limits bind at the connection, all contexts of a client have what was open then, however late."""
-    server = bound(log, Binds.CONNECT)
-    admit(server, 1)
-    server.answer(*NARROW)
-    server.answer("set_device_pinned_mem_limit", ["0", "1G"])
-    assert context(server, 1) == context(server, 1) == Pinned(GPU, 80.0, 8 * GIB)
-    admit(server, 2)
-    server.answer(*WIDE)
-    assert context(server, 2) == Pinned(GPU, 10.0, GIB)
-
-
-def test_binds_with_each_context(log: list[str]) -> None:
-    """If limits bind with a context, each has what is open at its creation: a second one, and one after a reset."""
-    server = bound(log, Binds.CONTEXT)
-    admit(server, 1)
-    server.answer(*NARROW)
-    assert context(server, 1) == Pinned(GPU, 10.0, 8 * GIB)
-    server.answer(*WIDE)
-    server.answer("set_device_pinned_mem_limit", ["0", "1G"])
-    assert context(server, 1) == Pinned(GPU, 80.0, GIB)
-    assert server.destroy(1, 0)
-    assert context(server, 1) == Pinned(GPU, 80.0, GIB)
-    assert [*server.clients[1].contexts] == [1, 2]
 
 
 @pytest.mark.parametrize("moment", Binds)
@@ -206,54 +125,7 @@ def test_own_variables_bind_when_it_starts(log: list[str], moment: Binds) -> Non
     assert [each.pinned.percentage for each in found if isinstance(each, Context)] == [50, 50, 50, 20, 50, 50]
 
 
-@pytest.mark.parametrize("moment", Binds)
-def test_invisible_gpu_drops_every_limit(log: list[str], moment: Binds) -> None:
-    """An entry for an invisible GPU drops every pinned limit of every context; threads stay limited (NVG)."""
-    server = bound(log, moment)
-    server.admit(1, "", "", {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G,1=4G"})
-    assert context(server, 1) == context(server, 1) == Pinned(GPU, 80.0, None)
-
-
-def test_contexts_in_lists_and_log(server: Server, log: list[str]) -> None:
-    """`ps` has a line for each context and one for a client without any; the log names contexts by their numbers."""
-    admit(server, 1)
-    context(server, 2)
-    context(server, 2)
-    assert server.answer("get_client_list", []).printed == ["1", "2"]
-    assert [line.split()[:2] for line in server.answer("ps", []).printed[1:]] == [["1", "0"], ["2", "0"], ["2", "1"]]
-    assert "Client {PID: 2, Context ID: 1} connected" in log
-    server.destroy(2, 1)
-    assert log[-1] == "Client {PID: 2, Context ID: 1} exit"
-
-
 # -- ends --------------------------------------------------------------------------------------------------------------
-
-
-def test_killed_in_mid_kernel_beside_others(server: Server) -> None:
-    """A client killed in mid-kernel causes an illegal address in all others with a context, and the server faults."""
-    for pid in (1, 2, 3):
-        context(server, pid)
-    admit(server, 4)
-    server.clients[1].working = True
-    assert server.left(1, said=False) == (2, 3)
-    assert not server.wedged
-    assert server.answer("get_server_status", []).printed == ["FAULT"]
-    assert server.context(4) is CudaError.MPS_SERVER_NOT_READY
-    assert server.left(2, said=False) == server.left(3, said=True) == ()
-    assert server.answer("get_server_status", []).printed == ["ACTIVE"]
-
-
-@pytest.mark.parametrize("how", ["idle", "goodbye", "terminated"])
-def test_ends_that_harm_nobody(server: Server, how: str) -> None:
-    """A client without a running kernel, after a disconnect, or whose contexts were ended has no effect by its end."""
-    context(server, 1)
-    context(server, 2)
-    server.clients[1].working = how == "goodbye"
-    if how == "terminated":
-        assert server.terminate(1).printed == ["0"]
-    assert server.left(1, said=how == "goodbye") == ()
-    assert (server.status, server.wedged) == (Status.ACTIVE, False)
-    context(server, 3)
 
 
 def test_error_for_the_next_context(server: Server) -> None:
@@ -265,37 +137,6 @@ def test_error_for_the_next_context(server: Server) -> None:
     admit(server, 2)
     assert server.context(2) is CudaError.LAUNCH_FAILED
     context(server, 3)
-
-
-def test_wedge(server: Server, log: list[str]) -> None:
-    """A client that wedges, killed in mid-kernel alone, leaves a server that is ACTIVE, lists it, and logs nothing."""
-    context(server, 1)
-    server.clients[1].wedges = True
-    admit(server, 2)  # this client has no context that could consume the fault
-    server.clients[1].working = True
-    before = list(log)
-    assert server.left(1, said=False) == ()
-    assert server.wedged
-    assert server.answer("get_server_status", []).printed == ["ACTIVE"]
-    admit(server, 3)
-    assert server.answer("get_client_list", []).printed == ["1", "2", "3"]
-    server.left(3, said=False)
-    assert server.answer("get_client_list", []).printed == ["1", "2"]
-    assert server.terminate(1).awaits == 1  # forever
-    assert server.answer("get_server_status", []).printed == ["ACTIVE"]
-    assert log == before
-
-
-def test_terminate_takes_as_long_as_the_work(server: Server) -> None:
-    """Contexts end when their work ends: until then nothing is printed, and no other client is accepted (TS)."""
-    context(server, 1)
-    server.clients[1].working = True
-    assert server.answer("terminate_client", ["1"]).awaits == 1
-    assert server.admit(2, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
-    server.clients[1].working = False
-    answer = server.terminate(1)
-    assert (answer.printed, answer.terminated, answer.awaits) == (["0"], 1, None)
-    context(server, 2)
 
 
 def test_terminated_too_late(server: Server) -> None:

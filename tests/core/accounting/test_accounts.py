@@ -25,7 +25,6 @@ STEPS = st.lists(
 
 
 def record(number: int, at: int, *, name: str = "", gpus: int = 1, uid: int | None = None) -> LeaseRecord:
-    """Return the record of a new lease."""
     shares = tuple(ShareRecord(f"GPU-{gpu}", 10 + number % 7, 100 + number) for gpu in range(gpus))
     return LeaseRecord(f"lease-{number}", number % 3 if uid is None else uid, name, (), shares, at, at)
 
@@ -86,22 +85,6 @@ def test_sums_are_exact(steps: list[tuple[str, int, int]]) -> None:
     assert summed(rollup.sums) == summed(stored)
 
 
-def test_a_restart_with_what_had_not_changed() -> None:
-    """A series without changes is missing in the last samples; its sum continues from its own last sample."""
-    accounts, stored = Accounts(), Periods()
-    accounts.begin(record(1, START))
-    stored += accounts.take(START + SECOND, everything=False)
-    accounts.note_stored()
-    accounts.begin(record(2, START + 30 * SECOND))
-    stored += accounts.take(START + 31 * SECOND, everything=False)
-    disk = list(accounts.open.values())
-    since = {series: period.end for series, period in stored}
-    later = Accounts()
-    later.restore(disk, since, START, START + 31 * SECOND)
-    stored += later.take(START + 40 * SECOND, everything=True)
-    assert summed(stored)["GPU-0"] == [(11 * 40 + 12 * 10) * SECOND, (101 * 40 + 102 * 10) * SECOND, 2]
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 2 * HOUR), st.integers(0, HOUR), st.integers(0, 10**15)), max_size=20),
     st.sampled_from([1, 7, 60, 3600]),
@@ -127,7 +110,6 @@ def test_only_what_is_between_counts() -> None:
 
 
 def held(by_lease: dict[str, Any]) -> GpuReading:
-    """Return a reading."""
     return GpuReading(1000, by_lease)
 
 

@@ -29,7 +29,6 @@ def taken_on(held: Iterable[Lease], offer: Offer) -> Amount:
 
 
 def each_of(tenths: int, memory: int, request: LeaseRequest) -> tuple[int, int]:
-    """Return what each process of a request gets of this, in tenths of a percent and in MiB."""
     processes = request.processes or 1
     return tenths // processes, memory // MIB // processes
 
@@ -149,7 +148,6 @@ class HandLedger:
         return -lease.request.priority, due, round(rank, 6), lease.arrival, lease.id
 
     def in_order(self) -> list[Lease]:
-        """Return the waiting leases in order."""
         return sorted(self.waiting.values(), key=self.order)
 
     # -- deciding ------------------------------------------------------------------------------------------------------
@@ -295,12 +293,10 @@ class HandLedger:
         return stood_first
 
     def enter(self, lease: Lease) -> None:
-        """Record the current state of a lease."""
         self.strike(lease.id)
         (self.waiting if lease.state is LeaseState.WAITING else self.leases)[lease.id] = lease
 
     def strike(self, lease_id: str) -> None:
-        """Remove a lease."""
         for book in (self.waiting, self.leases):
             book.pop(lease_id, None)
         self.first_since.pop(lease_id, None)

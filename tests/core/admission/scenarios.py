@@ -32,12 +32,10 @@ _numbers = count(1)
 
 
 def now(seconds: float) -> Now:
-    """Return a moment."""
     return Now(seconds, START)
 
 
 def offer(index: int = 0, **differences: Any) -> Offer:
-    """Return the offer of an 80 GiB GPU to many users, with these differences."""
     plain = {
         "gpu": gpu(index),
         "daemon": f"gpu{index}",
@@ -52,7 +50,6 @@ def offer(index: int = 0, **differences: Any) -> Offer:
 
 
 def gpu(index: int) -> str:
-    """Return the UUID of a GPU."""
     return f"GPU-{index}"
 
 
@@ -106,7 +103,6 @@ class Desk:
         ttl: float | None = None,
         **more: Any,
     ) -> Lease:
-        """Request a lease."""
         lease = asked(request(threads, memory, **more), uid=uid, wait=wait, ttl=ttl, at=self.at)
         return self.ledger.submit(lease, now(self.at))
 
@@ -138,7 +134,6 @@ class Desk:
         return list(places)
 
     def waits_for(self, lease: Lease) -> tuple[str, str | None]:
-        """Return the limit that a lease waits for, and the GPU."""
         place = self.ledger.place(lease.id, self.at)
         assert place is not None
         assert place == self.ledger.places(self.at)[lease.id]

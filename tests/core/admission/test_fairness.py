@@ -28,12 +28,10 @@ Ask = Callable[[Random, int], dict[str, Any]]
 
 
 def quarters(_: Random, __: int) -> dict[str, Any]:
-    """Always a quarter."""
     return {"threads": 25, "memory": 10}
 
 
 def mixed(random: Random, _: int) -> dict[str, Any]:
-    """Anything from a twentieth to both GPUs."""
     some = {"threads": random.choice((5, 10, 25, 25, 50, 100)), "memory": random.choice((1, 4, 10, 20, 40, 75))}
     kind = random.random()
     if kind < 0.1:
@@ -80,7 +78,6 @@ class Day:
         seed: int,
         placement: Placement = Placement.BEST_FIT,
     ) -> "Day":
-        """Return a day at its beginning."""
         offers = (offer(index, many_users=many_users) for index in range(2))
         return cls(Desk(*offers, placement=placement), Random(seed), ask, mean)
 
@@ -113,7 +110,6 @@ class Day:
             self.begin(lease)
 
     def settle(self) -> None:
-        """Grant what can be granted."""
         for lease in self.desk.ledger.settle(now(self.desk.at)):
             self.begin(lease)
 

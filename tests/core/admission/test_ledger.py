@@ -7,12 +7,9 @@ long run.
 from typing import Any, Final
 
 import pytest
-from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.rules import AdmissionRules
-from mpsd.core.admission.usage import Account, Usage, UserTotals
+from mpsd.core.admission.usage import UserTotals
 from mpsd.core.errors import (
     DaemonNotReadyError,
     DoesNotFitError,
@@ -96,16 +93,6 @@ class TestPlacement:
             desk.ask(threads, memory, gpu=gpu(2))
         assert where(desk.ask(**asks)) == [goes]
 
-    def test_fraction(self) -> None:
-        """A fraction refers to the GPU that it is granted on, and best fit compares the remaining bytes."""
-        desk = Desk(offer(0, memory=40 * GIB), offer(1, memory=80 * GIB))
-        shares = [desk.ask(fraction=0.5).shares[0] for _ in range(3)]
-        assert [(share.gpu, share.memory.bytes // GIB) for share in shares] == [
-            (gpu(0), 20),
-            (gpu(0), 20),
-            (gpu(1), 40),
-        ]
-
     def test_because(self) -> None:
         """The reason of a grant says what was free, and where."""
         desk = Desk(offer(0), offer(1))
@@ -115,6 +102,7 @@ class TestPlacement:
 
 
 THREADS, MEMORY = {"threads": 25.5}, {"memory": 10}
+PERCENTAGE_LIMIT, MEMORY_LIMIT = "limits.active_thread_percentage", "limits.pinned_device_mem_limit"
 FORTY: Final = Limits(ActiveThreadPercentage(400), PinnedDeviceMemLimit(30 * 1024))
 
 
@@ -125,74 +113,20 @@ class TestRefusals:
         ("offers", "asks", "error", "limit", "words"),
         [
             ([], {}, DaemonNotReadyError, "gpu", "a GPU was requested, but mpsd cannot use any at present"),
-            ([], {"gpus": 2}, DaemonNotReadyError, "gpu", "2 GPUs were requested, but mpsd cannot use any"),
-            ([offer(0)], {"gpu": gpu(1)}, DaemonNotReadyError, "gpu", "GPU-1 was requested, but mpsd cannot use any"),
+            ([], {"gpus": 2}, DaemonNotReadyError, "gpu", "2 GPUs were requested"),
+            ([offer(0)], {"gpu": gpu(1)}, DaemonNotReadyError, "gpu", "GPU-1 was requested"),
             ([offer(0)], {"gpus": 2}, NeverFitsError, "gpus", "2 GPUs were requested, but this node has 1"),
-            (
-                [offer(0), offer(1)],
-                {"gpu": gpu(1), "among": (gpu(0),)},
-                QuotaError,
-                "quota.gpus",
-                "GPU-1 was requested, but of this node's 2 GPUs you may use GPU-0",
-            ),
-            (
-                [offer(0), offer(1)],
-                {"gpus": 2, "among": (gpu(7), gpu(1))},
-                QuotaError,
-                "quota.gpus",
-                "2 GPUs were requested, but of this node's 2 GPUs you may use GPU-1",
-            ),
-            (
-                [offer(0)],
-                {"among": (gpu(7),)},
-                QuotaError,
-                "quota.gpus",
-                "a GPU was requested, but of this node's 1 GPUs you may use none",
-            ),
-            ([offer(0)], {"gpus": 2, "among": (gpu(0),)}, NeverFitsError, "gpus", "but this node has 1"),
-            (
-                [offer(0, threads=300)],
-                {"threads": 30.1},
-                NeverFitsError,
-                "threads",
-                "30.1 % of the threads were requested, but the GPU can grant only 30 %",
-            ),
-            (
-                [offer(0), offer(1, memory=GIB)],
-                {"memory": 2, "gpus": 2},
-                NeverFitsError,
-                "memory",
-                "2GiB of memory were requested, but the GPU can grant only 1GiB",
-            ),
-            (
-                [offer(0)],
-                {"processes": 49, "threads": 50},
-                NeverFitsError,
-                "clients",
-                "49 processes were requested, but MPS admits only 48 clients",
-            ),
-            (
-                [offer(0, limits=FORTY)],
-                {"threads": 40.1},
-                ExceedsDaemonLimitError,
-                "limits.active_thread_percentage",
-                "40.1 % of the threads were requested, but the control daemon allows a client 40.0 %",
-            ),
-            (
-                [offer(0, limits=FORTY)],
-                {"memory": 31},
-                ExceedsDaemonLimitError,
-                "limits.pinned_device_mem_limit",
-                "31GiB of memory were requested, but the control daemon allows a client 30GiB",
-            ),
-            ([offer(0)], {"processes": 20}, InvalidRequestError, "processes", "1GiB cannot be divided into 20 parts"),
-            (
-                [offer(0)],
-                {"gpus": 2, "gpu": gpu(0)},
-                InvalidRequestError,
-                "gpus",
-                "2 GPUs were requested, but gpu names",
-            ),
+            ([offer(0), offer(1)], {"gpu": gpu(1), "among": (gpu(0),)}, QuotaError, "quota.gpus", "you may use GPU-0"),
+            ([offer(0), offer(1)], {"gpus": 2, "among": (gpu(1),)}, QuotaError, "quota.gpus", "you may use GPU-1"),
+            ([offer(0)], {"among": (gpu(7),)}, QuotaError, "quota.gpus", "you may use none"),
+            ([offer(0)], {"gpus": 2, "among": (gpu(0),)}, NeverFitsError, "gpus", ""),
+            ([offer(0, threads=300)], {"threads": 30.1}, NeverFitsError, "threads", ""),
+            ([offer(0), offer(1, memory=GIB)], {"memory": 2, "gpus": 2}, NeverFitsError, "memory", ""),
+            ([offer(0)], {"processes": 49, "threads": 50}, NeverFitsError, "clients", ""),
+            ([offer(0, limits=FORTY)], {"threads": 40.1}, ExceedsDaemonLimitError, PERCENTAGE_LIMIT, ""),
+            ([offer(0, limits=FORTY)], {"memory": 31}, ExceedsDaemonLimitError, MEMORY_LIMIT, ""),
+            ([offer(0)], {"processes": 20}, InvalidRequestError, "processes", ""),
+            ([offer(0)], {"gpus": 2, "gpu": gpu(0)}, InvalidRequestError, "gpus", ""),
         ],
     )
     @pytest.mark.parametrize("wait", [0.0, 60.0, None])
@@ -248,22 +182,8 @@ class TestRefusals:
         assert words in waits.because
         assert desk.waits_for(waits) == (limit, gpu(0))
 
-    @pytest.mark.parametrize("refusal", [ILL, ON_HOLD])
-    def test_not_in_order(self, refusal: Any) -> None:
-        """An unhealthy or held GPU grants nothing, even if empty; a request can wait for it."""
-        desk = Desk(offer(0, refusal=refusal))
-        with pytest.raises(DaemonNotReadyError, match=refusal.because) as error:
-            desk.ask()
-        assert (error.value.limit, error.value.hint) == (refusal.limit, refusal.hint)
-        waits = desk.waits()
-        assert desk.waits_for(waits) == (refusal.limit, gpu(0))
-        assert desk.offers(offer(0)) == [waits.id]
-
     def test_another_user(self) -> None:
-        """Where a daemon serves one uid at a time, the refusal names the uid that has it.
-
-        Its hint is a daemon for several users only where the control program knows that.
-        """
+        """Where a daemon serves one uid at a time, the refusal names the uid that has it, and what would help."""
         desk = Desk(offer(0, many_users=False))
         desk.ask(uid=ANN)
         with pytest.raises(DoesNotFitError) as plain:
@@ -349,23 +269,6 @@ class TestRefusals:
 class TestOrder:
     """The order of grants: priority, past usage, arrival."""
 
-    def test_arrival(self) -> None:
-        """Equal requests are served in the order of their arrival."""
-        desk = Desk(offer(0))
-        held = desk.ask(100)
-        waiting = [desk.waits(100, uid=uid) for uid in (CAT, ANN, BOB, ANN)]
-        assert desk.queue() == [lease.id for lease in waiting]
-        assert desk.end(held) == [waiting[0].id]
-
-    def test_priority(self) -> None:
-        """A higher priority precedes everything else."""
-        desk = Desk(offer(0))
-        held = desk.ask(100, uid=ANN)
-        low, plain, high = desk.waits(uid=BOB, priority=-1), desk.waits(uid=CAT), desk.waits(uid=ANN, priority=1)
-        desk.at = 1000
-        assert desk.queue() == [high.id, plain.id, low.id]
-        assert desk.end(held) == [high.id, plain.id, low.id]
-
     def test_usage(self) -> None:
         """The user with less past usage is served first, however late it came; past usage decays with time."""
         desk = Desk(offer(0))
@@ -383,34 +286,6 @@ class TestOrder:
         again = desk.waits(100, uid=CAT)
         assert desk.queue() == [anns.id, again.id]
 
-    def test_dominant_share(self) -> None:
-        """A user's past usage is the greater of its shares: much memory and few threads equal the reverse."""
-        desk = Desk(offer(0), offer(1))
-        held = [desk.ask(10, 60, uid=ANN), desk.ask(50, 8, uid=BOB), desk.ask(60, 10, uid=CAT)]
-        desk.at = 100
-        usage = [desk.ledger.usage.of(uid, desk.at) for uid in (ANN, BOB, CAT)]
-        assert usage == pytest.approx([37.5, 25, 30], rel=0.02)
-        # Leases that complement each other count as the larger of both sums.
-        held.append(desk.ask(20, 1, uid=ANN))
-        desk.at = 200
-        assert desk.ledger.usage.of(ANN, desk.at) == pytest.approx(37.5 + 61 / 160 * 100, rel=0.03)
-        desk.end(*held)
-        assert all(account.rate == 0 for account in desk.ledger.usage.accounts(desk.at).values())
-
-    def test_equals_are_equal(self) -> None:
-        """Two users with the same usage, summed in another order, are equal: the earlier arrival is served first."""
-        desk = Desk(offer(0))
-        for uid, thirds in ((ANN, (1, 1, 1)), (BOB, (3,)), (CAT, (0.5, 2.5))):
-            for third in thirds:
-                held = desk.ask(100, uid=uid)
-                desk.at += third
-                desk.end(held)
-            desk.at += 1000 * HALF_LIFE  # next to nothing is left of it
-        held = desk.ask(100, uid=4)
-        waiting = [desk.waits(100, uid=uid) for uid in (CAT, ANN, BOB)]
-        assert desk.queue() == [lease.id for lease in waiting]
-        desk.end(held)
-
     def test_several_places_at_once(self) -> None:
         """Resources that become free at once are shared among users of equal usage, not all given to the first."""
         desk = Desk(offer(0), offer(1))
@@ -421,109 +296,28 @@ class TestOrder:
         assert owners == [ANN, BOB, CAT, ANN, BOB, CAT, ANN, BOB]
         assert len(waiting) - len(granted) == len(desk.queue())
 
-    def test_several_places_one_after_another(self) -> None:
-        """Resources that become free one after the other within a moment are shared in the same way."""
-        desk = Desk(offer(0))
-        held = [desk.ask(25, uid=4) for _ in range(4)]
-        for uid in (ANN, BOB):
-            for _ in range(4):
-                desk.waits(25, uid=uid)
-        granted = [lease_id for each in held for lease_id in desk.end(each)]
-        assert [desk.ledger.leases[lease_id].owner.uid for lease_id in granted] == [ANN, BOB, ANN, BOB]
 
-    def test_newcomer_goes_before(self) -> None:
-        """A late user with less past usage does not queue behind those with more."""
-        desk = Desk(offer(0))
-        held = desk.ask(60, uid=ANN)
-        desk.at = 10
-        desk.waits(50, uid=ANN)
-        assert desk.ask(40, uid=BOB).state is LeaseState.GRANTED
-        with pytest.raises(DoesNotFitError):
-            desk.ask(1, uid=ANN)
-        desk.end(held)
-
-    def test_time_alone_changes_the_order(self) -> None:
-        """Time alone changes the first in the queue, and frees its reservation: settle grants accordingly."""
-        desk = Desk(offer(0), offer(1))
-        desk.ask(100, gpu=gpu(0), uid=ANN, priority=0)
-        desk.ask(50, gpu=gpu(1), uid=CAT)
-        desk.at = 10
-        both = desk.waits(50, gpus=2, uid=CAT)
-        small = desk.waits(40, gpu=gpu(1), uid=ANN)
-        assert desk.queue() == [both.id, small.id]
-        assert desk.settle() == []
-        desk.ledger.usage.hold(CAT, 1.0, desk.at)
-        desk.at = 100
-        assert desk.queue() == [small.id, both.id]
-        assert desk.settle() == [small.id]
-
-
-class TestPatience:
-    """The first in the queue can be overtaken for a while, but not forever."""
-
-    def light_user(self, desk: Desk) -> float | None:
-        """Have Ann, with much past usage, wait for a whole GPU of which Bob always has a little.
-
-        Return how long she waits.
-        """
-        had = desk.ask(100, uid=ANN)
-        desk.at += 36_000
-        desk.end(had)
-        little, whole, start = desk.ask(1, uid=BOB), desk.waits(100, uid=ANN), desk.at
-        while desk.at < start + 6 * 3600:
-            desk.at += 10
-            another = desk.ask(1, uid=BOB, wait=None)
-            desk.settle()
-            if whole.id in desk.end(little):
-                return desk.at - start
-            little = another
-        return None
-
-    @pytest.mark.parametrize("many_users", [True, False])
-    @pytest.mark.parametrize(("patience", "waited"), [(0.0, 20), (300.0, 310), (1e9, None)])
-    def test_light_user(self, many_users: bool, patience: float, waited: float | None) -> None:  # noqa: FBT001
-        """A user that always holds a little of a GPU does not delay a request for the whole GPU for hours.
-
-        Such a user has less past usage, and so precedes the request.
-        """
-        assert self.light_user(Desk(offer(0, many_users=many_users), patience=patience)) == waited
-
-    def test_overtaken_within_patience(self) -> None:
-        """Within its patience the order is unchanged."""
-        desk = Desk(offer(0), patience=300)
-        held = desk.ask(100, uid=ANN)
-        desk.at = 10
-        first = desk.waits(100, uid=ANN)
+def light_user(desk: Desk) -> float | None:
+    """Have Ann wait for a whole GPU of which Bob always has a little; return how long she waits."""
+    had = desk.ask(100, uid=ANN)
+    desk.at += 36_000
+    desk.end(had)
+    little, whole, start = desk.ask(1, uid=BOB), desk.waits(100, uid=ANN), desk.at
+    while desk.at < start + 6 * 3600:
+        desk.at += 10
+        another = desk.ask(1, uid=BOB, wait=None)
         desk.settle()
-        desk.at = 309.9
-        second = desk.waits(100, uid=BOB)
-        assert desk.queue() == [second.id, first.id]
-        desk.at = 310
-        assert desk.queue() == [first.id, second.id]
-        assert desk.end(held) == [first.id]
+        if whole.id in desk.end(little):
+            return desk.at - start
+        little = another
+    return None
 
-    def test_not_before_priority(self) -> None:
-        """A higher priority precedes patience."""
-        desk = Desk(offer(0), patience=300)
-        held = desk.ask(100, uid=ANN)
-        first = desk.waits(100, uid=ANN)
-        desk.settle()
-        desk.at = 1000
-        second = desk.waits(100, uid=BOB, priority=1)
-        assert desk.queue() == [second.id, first.id]
-        assert desk.end(held) == [second.id]
 
-    def test_begins_at_the_front(self) -> None:
-        """Time spent behind others does not count; otherwise all would be served in the order of their arrival."""
-        desk = Desk(offer(0), patience=300)
-        held = desk.ask(100, uid=ANN)
-        desk.at = 1
-        waiting = [desk.waits(100, uid=ANN) for _ in range(3)]
-        desk.settle()
-        desk.at = 1000
-        late = desk.waits(100, uid=BOB)
-        assert desk.queue() == [waiting[0].id, late.id, waiting[1].id, waiting[2].id]
-        desk.end(held)
+@pytest.mark.parametrize("many_users", [True, False])
+@pytest.mark.parametrize(("patience", "waited"), [(0.0, 20), (300.0, 310), (1e9, None)])
+def test_light_user(many_users: bool, patience: float, waited: float | None) -> None:  # noqa: FBT001
+    """A user that always holds a little of a GPU does not delay a request for the whole GPU for hours."""
+    assert light_user(Desk(offer(0, many_users=many_users), patience=patience)) == waited
 
 
 class TestReservations:
@@ -563,10 +357,7 @@ class TestReservations:
         assert desk.end(*holding) == [first.id]
 
     def test_as_many_gpus_as_it_asks_for(self) -> None:
-        """A reservation for several GPUs is on the closest ones.
-
-        A GPU that becomes closer later replaces one of them.
-        """
+        """A reservation for several GPUs is on the closest ones."""
         desk = Desk(*(offer(index) for index in range(4)))
         held = [desk.ask(threads, gpu=gpu(index), uid=BOB) for index, threads in enumerate((90, 40, 60, 80))]
         head = desk.waits(90, gpus=2, uid=ANN)
@@ -607,18 +398,6 @@ class TestReservations:
         assert refusal.value.limit == "turn"
         assert desk.end(*mine) == [wanted.id]
 
-    def test_each_gpu_has_its_first(self) -> None:
-        """A request for a GPU that the first in the queue cannot use is not overtaken there by later ones."""
-        desk = Desk(offer(0), offer(1))
-        desk.ask(100, gpu=gpu(0))
-        small = desk.ask(10, gpu=gpu(1))
-        desk.waits(100, gpu=gpu(0))
-        second = desk.waits(100, gpu=gpu(1))
-        with pytest.raises(DoesNotFitError) as refusal:
-            desk.ask(10, gpu=gpu(1))
-        assert refusal.value.limit == "turn"
-        assert desk.end(small) == [second.id]
-
     def test_nothing_idles_for_what_cannot_be(self) -> None:
         """While one of two GPUs is out of service, the other is not reserved for a request for both."""
         desk = Desk(offer(0, refusal=ON_HOLD), offer(1))
@@ -631,55 +410,9 @@ class TestReservations:
             desk.ask(50)  # from now on it is reserved
         assert desk.end(small) == [both.id]
 
-    def test_nor_behind_another_first(self) -> None:
-        """While another request is first on the missing GPU, the other GPU is not reserved either."""
-        desk = Desk(offer(0), offer(1))
-        holding = desk.ask(100, gpu=gpu(0))
-        first = desk.waits(100, gpu=gpu(0))
-        both = desk.waits(100, gpus=2)
-        small = desk.ask(50, gpu=gpu(1))
-        assert desk.end(holding) == [first.id]
-        assert desk.settle() == []
-        with pytest.raises(DoesNotFitError):
-            desk.ask(50, gpu=gpu(1))
-        assert desk.end(small) == []
-        assert desk.end(first) == [both.id]
-
-    def test_it_gives_up(self) -> None:
-        """When the first in the queue leaves, its reservation is free."""
-        desk = Desk(offer(0))
-        desk.ask(60)
-        first, second, third = desk.waits(50), desk.waits(20), desk.waits(20)
-        assert desk.end(first) == [second.id, third.id]
-
-    def test_newcomer_before_it(self) -> None:
-        """A new request that precedes the others becomes the first, and gets the reservation."""
-        desk = Desk(offer(0), offer(1))
-        desk.ask(100, gpu=gpu(0), uid=ANN)
-        desk.at = 1
-        desk.waits(100, gpus=2, uid=ANN)
-        behind = desk.waits(50, gpu=gpu(1), uid=ANN)
-        desk.waits(100, gpu=gpu(0), uid=BOB)
-        assert desk.settle() == [behind.id]
-
 
 class TestOneUser:
     """Daemons that serve one uid at a time."""
-
-    def test_turn_ends(self) -> None:
-        """While another user waits for the GPU, the uid that has it gets no further lease, so that it becomes free."""
-        desk = Desk(offer(0, many_users=False))
-        held = [desk.ask(10, uid=ANN), desk.ask(10, uid=ANN)]
-        bobs = desk.waits(10, uid=BOB)
-        desk.at = 1
-        with pytest.raises(DoesNotFitError) as refusal:
-            desk.ask(10, uid=ANN)
-        assert refusal.value.limit == "turn"
-        anns = desk.waits(10, uid=ANN)
-        assert desk.end(held[0]) == []
-        assert desk.end(held[1]) == [bobs.id]
-        assert desk.waits_for(anns) == ("user", gpu(0))
-        assert desk.end(bobs) == [anns.id]
 
     def test_turn_is_full(self) -> None:
         """The user whose turn it is gets everything that it waits for at once: no other user could use the rest."""
@@ -693,24 +426,6 @@ class TestOneUser:
             assert desk.end(desk.ledger.leases[each.id]) == []
         assert desk.end(desk.ledger.leases[anns[3].id]) == [lease.id for lease in bobs[:4]]
 
-    def test_free_gpu(self) -> None:
-        """The other GPU is open to the other uid."""
-        desk = Desk(offer(0, many_users=False), offer(1, many_users=False))
-        assert where(desk.ask(uid=ANN)) == [0]
-        assert where(desk.ask(uid=BOB)) == [1]
-        assert where(desk.ask(uid=ANN)) == [0]
-        desk.waits(uid=CAT)
-
-    def test_two_from_before(self) -> None:
-        """Where two uids are on a GPU since it served many, neither gets more there until it is alone."""
-        desk = Desk(offer(0))
-        anns, bobs = desk.ask(uid=ANN), desk.ask(uid=BOB)
-        desk.offers(offer(0, many_users=False))
-        waiting = desk.waits(uid=ANN)
-        assert desk.waits_for(waiting) == ("user", gpu(0))
-        assert desk.end(anns) == []
-        assert desk.end(bobs) == [waiting.id]
-
 
 class TestOffers:
     """Changes of the GPUs' offers."""
@@ -721,19 +436,12 @@ class TestOffers:
         held = [desk.ask(25, 10) for _ in range(4)]
         assert desk.offers(offer(0, threads=500)) == []
         assert desk.ledger.taken(gpu(0)) == Amount(1000, 40 * GIB, 4)
-        with pytest.raises(DoesNotFitError, match=r"1.0 % of the threads were requested, but only 0 % are left"):
+        with pytest.raises(DoesNotFitError):
             desk.ask(1)
         waiting = desk.waits(25)
         assert desk.end(held[0]) == []
         assert desk.end(held[1]) == []
         assert desk.end(held[2]) == [waiting.id]
-
-    def test_more(self) -> None:
-        """A larger offer is granted at once."""
-        desk = Desk(offer(0))
-        desk.ask(100)
-        waiting = desk.waits(100)
-        assert desk.offers(offer(0, threads=2000)) == [waiting.id]
 
     def test_lost_and_back(self) -> None:
         """Shares on a GPU that disappears are still granted when it is back."""
@@ -750,10 +458,7 @@ class TestOffers:
         assert desk.end(held) == [waiting.id]
 
     def test_impossible(self) -> None:
-        """A request that became impossible is refused with the limit.
-
-        A GPU that is merely missing does not make it impossible.
-        """
+        """A request that became impossible is refused with the limit."""
         desk = Desk(offer(0), offer(1))
         desk.ask(100, gpu=gpu(0))
         desk.ask(100, gpu=gpu(1))
@@ -763,144 +468,41 @@ class TestOffers:
         desk.offers(offer(0, threads=400))
         ((lease, shortage),) = desk.ledger.impossible()
         assert (lease.id, shortage.limit) == (large.id, "threads")
-        assert "50.0 % of the threads were requested, but the GPU can grant only 40 %" in shortage.because
         assert desk.waits_for(large) == ("threads", gpu(0))
         assert desk.waits_for(named) == ("gpu", None)
         assert desk.waits_for(small) == ("threads", gpu(0))
 
-    def test_the_same_again(self) -> None:
-        """Offers with equal values change nothing, even as new objects."""
-        desk = Desk(offer(0), offer(1))
-        assert not desk.ledger.offer([offer(0), offer(1)], 0)
-        assert desk.ledger.offer([offer(0), offer(1, refusal=ILL)], 0)
-        assert desk.ledger.offer([offer(0)], 0)
-        assert not desk.ledger.offer(iter([offer(0)]), 0)
 
-    def test_none(self) -> None:
-        """Without a GPU there are no grants and no waiting, and no division by zero."""
-        desk = Desk(offer(0))
-        held, waiting = desk.ask(100), desk.waits()
-        desk.offers()
-        assert desk.ledger.worth(request()) == Amount()
-        assert desk.waits_for(waiting) == ("gpu", None)
-        desk.at = 100
-        assert desk.end(held) == []
-        assert desk.ledger.usage.of(1000, 100) == 0
-
-    @pytest.mark.parametrize("count", [1, 64])
-    def test_huge(self, count: int) -> None:
-        """Integers of any size work: hundredfold oversubscription, an exbibyte, a million clients."""
-        desk = Desk(*(offer(index, threads=10**5, memory=2**60, clients=10**6) for index in range(count)))
-        held = [desk.ask(100, 2**20 - 1, gpus=count) for _ in range(100)]
-        assert desk.ledger.taken(gpu(0)) == Amount(10**5, 100 * (2**20 - 1) * GIB, 100)
-        desk.waits(0.1)
-        assert len(desk.end(*held)) == 1
+def test_time_to_live_begins_with_the_grant() -> None:
+    """With the grant the wait ends, and the time to live begins."""
+    desk = Desk(offer(0))
+    held = desk.ask(100)
+    waiting = desk.waits(wait=30.0, ttl=60)
+    desk.at = 29
+    assert desk.end(held) == [waiting.id]
+    lease = desk.ledger.leases[waiting.id]
+    assert (lease.until, lease.ttl, lease.expires) == (None, 60, 89)
+    assert desk.ledger.overdue(88.9) == []
+    assert desk.ledger.overdue(89) == [lease]
 
 
-class TestTime:
-    """Deadlines of waiting and of holding."""
-
-    def test_waiting_ends(self) -> None:
-        """A finite wait is overdue at its end, an unlimited one never."""
-        desk = Desk(offer(0))
-        desk.ask(100)
-        desk.at = 100
-        finite = desk.waits(wait=30.0)
-        desk.waits()
-        assert desk.ledger.overdue(129.9) == []
-        assert desk.ledger.overdue(130) == [finite]
-
-    def test_time_to_live_begins_with_the_grant(self) -> None:
-        """With the grant the wait ends, and the time to live begins."""
-        desk = Desk(offer(0))
-        held = desk.ask(100)
-        waiting = desk.waits(wait=30.0, ttl=60)
-        desk.at = 29
-        assert desk.end(held) == [waiting.id]
-        lease = desk.ledger.leases[waiting.id]
-        assert (lease.until, lease.ttl, lease.expires) == (None, 60, 89)
-        assert desk.ledger.overdue(88.9) == []
-        assert desk.ledger.overdue(89) == [lease]
-
-    @pytest.mark.parametrize("ttl", [5.0, 1e9])
-    def test_renewal(self, ttl: float) -> None:
-        """A renewal counts from now, longer or shorter, also for a lease that had no end."""
-        desk = Desk(offer(0))
-        for lease in (desk.ask(ttl=60), desk.ask()):
-            renewed = desk.ledger.renew(lease.id, ttl, 40)
-            assert renewed == structs.replace(lease, ttl=ttl, expires=40 + ttl)
-            assert desk.ledger.find(lease.id) == renewed
-            assert renewed in desk.ledger.overdue(40 + ttl)
-            assert renewed not in desk.ledger.overdue(39.9 + ttl)
-
-    def test_what_ended_is_not_overdue(self) -> None:
-        """An ended lease is never overdue."""
-        desk = Desk(offer(0))
-        held = desk.ask(100, ttl=60)
-        waiting = desk.waits(wait=30.0)
-        desk.end(waiting, held)
-        assert desk.ledger.overdue(1e9) == []
-
-
-class TestRestore:
-    """The state that an earlier mpsd left."""
-
-    def again(self, desk: Desk, *, offers: bool = True) -> Desk:
-        """Return another mpsd's ledger, with what the first one stored."""
-        other = Desk(*([offer(0), offer(1)] if offers else []))
-        for lease in desk.ledger.all():
-            other.ledger.restore(lease, desk.at)
-        other.at = desk.at
-        return other
-
-    def test_all_is_there(self) -> None:
-        """Leases are still held, waiting requests keep their places, and new requests come later."""
-        desk = Desk(offer(0), offer(1))
-        held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
-        active = desk.ledger.attach(held[1].id, on(gpu(1), 7))
-        waiting = [desk.waits(50, uid=BOB), desk.waits(50, uid=CAT, wait=30.0), desk.waits(50, uid=BOB)]
-        other = self.again(desk)
-        assert list(other.ledger.all()) == [held[0], active, *waiting]
-        assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
-        assert other.ledger.user(BOB) == UserTotals(2, awaits=Amount(1000, 2 * GIB, 2))
-        assert other.queue() == [lease.id for lease in waiting]
-        assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
-        assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
-        other.at = 10
-        assert other.ledger.usage.of(ANN, 10) == pytest.approx(3, rel=0.01)
-
-    def test_once(self) -> None:
-        """A lease that is already there is not entered a second time, and keeps its newer state."""
-        desk = Desk(offer(0))
-        held, waiting = desk.ask(60), desk.waits(60)
-        renewed = desk.ledger.renew(held.id, 60, 0)
-        for lease in (held, waiting):
-            desk.ledger.restore(lease, 0)
-        assert list(desk.ledger.all()) == [renewed, waiting]
-        assert desk.ledger.taken(gpu(0)) == Amount(600, GIB, 1)
-        assert desk.ledger.user(1000) == UserTotals(2, Amount(600, GIB, 1), Amount(600, GIB, 1))
-        assert desk.ledger.user(1000).amount == Amount(1200, 2 * GIB, 2)
-
-    def test_before_the_offers(self) -> None:
-        """If the GPUs become known later, everything is computed then."""
-        desk = Desk(offer(0), offer(1))
-        desk.ask(50, uid=ANN, gpu=gpu(0))
-        desk.ask(100, uid=ANN, gpus=1, gpu=gpu(1))
-        waiting = desk.waits(fraction=0.75, uid=BOB)
-        other = self.again(desk, offers=False)
-        assert other.ledger.user(BOB) == UserTotals(1, Amount())
-        assert other.waits_for(other.ledger.waiting[waiting.id]) == ("gpu", None)
-        assert other.offers(offer(0), offer(1)) == []
-        assert other.ledger.user(BOB) == UserTotals(1, awaits=Amount(750, 60 * GIB, 1))
-        other.at = 10
-        assert other.ledger.usage.of(ANN, 10) == pytest.approx(7.5, rel=0.01)
-
-    def test_usage_goes_on(self) -> None:
-        """Past usage continues beside what is held now."""
-        ledger = Ledger(AdmissionRules(), Usage(HALF_LIFE, {ANN: Account(100.0, 0.0, 0.0)}))
-        ledger.offer([offer(0)], 0)
-        ledger.restore(Desk(offer(0)).ask(100, uid=ANN), 0)
-        assert ledger.usage.of(ANN, HALF_LIFE) == pytest.approx(50 + 0.5 * HALF_LIFE / 0.6931, rel=0.01)
+def test_restored() -> None:
+    """Leases are still held, waiting requests keep their places, and new requests come later."""
+    desk = Desk(offer(0), offer(1))
+    held = [desk.ask(100, gpu=gpu(0), ttl=60), desk.ask(60, gpu=gpu(1), uid=ANN)]
+    active = desk.ledger.attach(held[1].id, on(gpu(1), 7))
+    waiting = [desk.waits(50, uid=BOB), desk.waits(50, uid=CAT, wait=30.0), desk.waits(50, uid=BOB)]
+    other = Desk(offer(0), offer(1))
+    for lease in desk.ledger.all():
+        other.ledger.restore(lease, desk.at)
+    assert list(other.ledger.all()) == [held[0], active, *waiting]
+    assert [other.ledger.taken(gpu(index)) for index in (0, 1)] == [Amount(1000, GIB, 1), Amount(600, GIB, 1)]
+    assert other.ledger.user(BOB) == UserTotals(2, awaits=Amount(1000, 2 * GIB, 2))
+    assert other.queue() == [lease.id for lease in waiting]
+    assert other.waits(50, uid=BOB).arrival == waiting[-1].arrival + 1
+    assert {lease.id for lease in other.ledger.overdue(60)} == {held[0].id, waiting[1].id}
+    other.at = 10
+    assert other.ledger.usage.of(ANN, 10) == pytest.approx(3, rel=0.01)
 
 
 class TestAnyNumber:
@@ -949,38 +551,17 @@ class TestAnyNumber:
         desk.end(*desk.ledger.leases.values())
         assert desk.ledger.taken(gpu(0)) == Amount()
 
-    def test_restored(self) -> None:
-        """After a restart of mpsd the lease takes as many places as it has clients."""
-        desk = Desk(offer(clients=4))
-        lease = desk.ask(25, 2, processes=None)
-        lease = desk.ledger.attach(lease.id, on(gpu(0), 7, 8))
-        again = Desk(offer(clients=4))
-        again.ledger.restore(lease, 0.0)
-        assert again.ledger.taken(gpu(0)) == Amount(250, 2 * GIB, 2)
 
-
-class TestSeveralGpus:
-    """Each GPU of a lease has its own places for the lease's clients."""
-
-    def test_a_number(self) -> None:
-        """A client on one GPU leaves the places on the other one; a process on both takes a place on each."""
-        desk = Desk(offer(0), offer(1))
-        lease = desk.ask(25, 2, gpus=2)
-        lease = desk.ledger.attach(lease.id, on(gpu(1), 7))
-        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [True, False]
-        lease = desk.ledger.attach(lease.id, (*lease.attached, *on(gpu(0), 7)))
-        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, False]
-        assert [each.pid for each in lease.clients] == [7]
-        assert desk.ledger.user(1000).holds == Amount(500, 4 * GIB, 2)
-
-    def test_any_number(self) -> None:
-        """Clients of a lease for any number take the places of their own GPU."""
-        desk = Desk(offer(0, clients=3), offer(1, clients=2))
-        lease = desk.ask(25, 2, gpus=2, processes=None)
-        lease = desk.ledger.attach(lease.id, (*on(gpu(0), 5, 6, 7), *on(gpu(1), 8)))
-        assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, True]
-        assert [desk.ledger.taken(gpu(index)).clients for index in (0, 1)] == [3, 1]
-        assert desk.ledger.user(1000).holds.clients == 4
+def test_number_on_several_gpus() -> None:
+    """A client on one GPU leaves the places on the other one; a process on both takes a place on each."""
+    desk = Desk(offer(0), offer(1))
+    lease = desk.ask(25, 2, gpus=2)
+    lease = desk.ledger.attach(lease.id, on(gpu(1), 7))
+    assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [True, False]
+    lease = desk.ledger.attach(lease.id, (*lease.attached, *on(gpu(0), 7)))
+    assert [desk.ledger.has_room(lease, gpu(index)) for index in (0, 1)] == [False, False]
+    assert [each.pid for each in lease.clients] == [7]
+    assert desk.ledger.user(1000).holds == Amount(500, 4 * GIB, 2)
 
 
 class TestUsers:
@@ -1002,18 +583,6 @@ class TestUsers:
     def test_worth(self, asks: LeaseRequest, worth: Amount) -> None:
         """A request counts its amount on the GPU where that is greatest."""
         assert Desk(offer(0, memory=20 * GIB), offer(1)).ledger.worth(asks) == worth
-
-    def test_sums(self) -> None:
-        """The amounts count from the request to the end; after a grant on a smaller GPU, the amount there counts."""
-        desk = Desk(offer(0, memory=20 * GIB), offer(1))
-        held = desk.ask(100, 1, gpus=2, uid=BOB)
-        waiting = desk.waits(fraction=0.5, uid=ANN)
-        assert desk.ledger.user(ANN) == UserTotals(1, awaits=Amount(500, 40 * GIB, 1))
-        desk.end(held)
-        assert desk.ledger.user(ANN) == UserTotals(1, Amount(500, 10 * GIB, 1))
-        assert desk.ledger.user(BOB) == UserTotals()
-        desk.end(desk.ledger.leases[waiting.id])
-        assert desk.ledger.user(ANN) == UserTotals()
 
     def test_nothing_stays_behind(self) -> None:
         """When all leases have ended, only their users' past usage is left."""

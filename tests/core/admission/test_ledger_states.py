@@ -106,7 +106,6 @@ class Node(RuleBasedStateMachine):
 
     @initialize(memory=st.lists(st.sampled_from(SIZES), min_size=3, max_size=3), placement=st.sampled_from(Placement))
     def start(self, memory: list[int], placement: Placement) -> None:
-        """Offer the GPUs."""
         self.change_rules(replace(self.first_rules, placement=placement))
         for index in range(self.gpus):
             at = offer(index, memory=memory[index], clients=16, many_users=self.many_users)
@@ -123,7 +122,6 @@ class Node(RuleBasedStateMachine):
     def submit(
         self, request: LeaseRequest, uid: int, wait: float | None, ttl: float | None, claim: Claim | None = None
     ) -> None:
-        """Send a request, or a claim."""
         self.submit_one(request, uid, wait, ttl, claim)
         self.settle()
 
@@ -178,7 +176,6 @@ class Node(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((1e-6, 0.5, 7.0, 31.0, 61.0, 1000.0)))
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, and end what is overdue then."""
         books = self.books
         books.pass_time(seconds)
         late = {lease.id for lease in books.waiting.values() if lease.until is not None and lease.until <= books.now}
@@ -216,7 +213,6 @@ class Node(RuleBasedStateMachine):
         self.take_one(self.pick(self.claimed(), which), uid, ttl)
 
     def take_one(self, claim: Lease, uid: int, ttl: float | None) -> None:
-        """Take this claim."""
         books, user = self.books, self.pick(self.users, uid)
         where = {share.gpu for share in claim.shares}
         others = {
@@ -273,7 +269,6 @@ class Node(RuleBasedStateMachine):
             self.books.enter(handed)
 
     def claimed(self) -> list[Lease]:
-        """Return the leases without a holder."""
         return [lease for lease in self.books.leases.values() if claim_of(lease) is not None]
 
     def enter_again(self, lease: Lease) -> None:
@@ -417,7 +412,6 @@ class Node(RuleBasedStateMachine):
         assert self.ledger.settle(now(self.books.now)) == []
 
     def check_grant(self, lease: Lease) -> None:
-        """Compare a new grant with its request."""
         request, books = lease.request, self.books
         asked_for = books.waiting.get(lease.id)
         if asked_for is not None:
@@ -536,10 +530,7 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        """Check that the ledger has exactly the leases that it returned, unchanged, each in one place.
-
-        It has no lease that ended.
-        """
+        """Check that the ledger has exactly the leases that it returned, unchanged, each in one place."""
         books, ledger = self.books, self.ledger
         assert dict(ledger.leases) == books.leases
         assert dict(ledger.waiting) == books.waiting
@@ -579,7 +570,6 @@ class Node(RuleBasedStateMachine):
 
     @invariant()
     def places_are_in_order(self) -> None:
-        """Check that each waiting lease has its position in the order, and a limit that it really lacks."""
         places = self.ledger.places(self.books.now)
         assert list(places) == [lease.id for lease in self.books.in_order()]
         for position, (lease_id, place) in enumerate(places.items(), start=1):
@@ -599,11 +589,9 @@ class Node(RuleBasedStateMachine):
 
     @staticmethod
     def pick(among: Any, which: int) -> Any:
-        """Return one of several."""
         return among[which % len(among)]
 
     def end_one(self, lease: Lease, because: str) -> None:
-        """End a lease."""
         ended = self.ledger.end(lease.id, because, now(self.books.now))
         expected = structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now(0).time)
         assert ended == expected
@@ -613,7 +601,6 @@ class Node(RuleBasedStateMachine):
         self.behind.discard(lease.id)
 
     def change_offer(self, which: int, to: Callable[[Offer], Offer]) -> None:
-        """Change the offer of one GPU."""
         if self.books.offers:
             before = self.pick(list(self.books.offers.values()), which)
             self.books.offers[before.gpu] = to(before)
@@ -622,7 +609,6 @@ class Node(RuleBasedStateMachine):
             self.settle()
 
     def change_rules(self, rules: AdmissionRules) -> None:
-        """Change the rules in the ledger and in the reference."""
         self.ledger.rules = self.books.rules = rules
 
     def offer(self) -> None:
@@ -663,62 +649,6 @@ class Three(Node):
     """A node of three GPUs."""
 
     gpus = 3
-
-
-class TestOvertaken:
-    """Leases granted before the head, or while another is first, may take what the head waits for."""
-
-    def node(self, gpus: int) -> Node:
-        """Return a node of equal GPUs."""
-        node = Node()
-        node.gpus = gpus
-        node.start(memory=[1000 * MIB] * gpus, placement=Placement.BEST_FIT)
-        return node
-
-    def ask(self, node: Node, uid: int, fraction: float, **more: Any) -> str:
-        """Request a lease for one of the users, and return its id."""
-        before = {lease.id for lease in node.all()}
-        node.submit(LeaseRequest(fraction=fraction, **more), UIDS.index(uid), wait=None, ttl=None)
-        (lease_id,) = {lease.id for lease in node.all()} - before
-        return lease_id
-
-    def end(self, node: Node, *lease_ids: str) -> None:
-        """End leases before anything is granted, and check the head."""
-        for lease in [lease for lease in node.all() if lease.id in lease_ids]:
-            node.end_one(lease, "released")
-        node.settle()
-        node.head_is_not_delayed()
-
-    @pytest.mark.parametrize(("held", "overtakes"), [(0.1, True), (0.0, False)])
-    def test_by_one_who_had_less(self, held: float, overtakes: bool) -> None:  # noqa: FBT001 - a row of the table
-        """A user with less past usage is served first, even if it has more from then on.
-
-        Any other waits for the head.
-        """
-        node = self.node(1)
-        other = self.ask(node, 1002, 0.5)
-        if held:
-            self.ask(node, 1001, held)
-        head = self.ask(node, 1001, 0.6)
-        newcomer = self.ask(node, 1000, 0.4)
-        assert node.head == head
-        assert (newcomer in node.books.leases) == overtakes
-        self.end(node, other)
-        assert (head in node.books.waiting) == overtakes
-
-    def test_by_one_who_stands_first_meanwhile(self) -> None:
-        """A grant to the head's user can put the head behind another lease; only that lease's GPU is then reserved."""
-        node = self.node(2)
-        long, short = self.ask(node, 1002, 1.0, gpu=gpu(0)), self.ask(node, 1003, 0.9, gpu=gpu(1))
-        head = self.ask(node, 1001, 0.75, gpus=2)
-        of_its_user = self.ask(node, 1001, 0.25, gpu=gpu(1))
-        first = self.ask(node, 1000, 0.5, gpu=gpu(0))
-        last = self.ask(node, 1002, 0.5, gpu=gpu(1))
-        self.end(node, short)
-        assert list(node.books.leases) == [long, of_its_user, last]
-        assert [lease.id for lease in node.books.in_order()] == [first, head]
-        self.end(node, first, long)
-        assert list(node.books.waiting) == [head]
 
 
 def _steps(share: int) -> settings:

@@ -24,12 +24,10 @@ def known(*leases: Lease) -> RequestIds:
 
 
 def claimed() -> Lease:
-    """Return an administrator's claim for any user."""
     return structs.replace(asked(WANTED, uid=ROOT), holders=(CLAIM,), claimed_for=ROOT)
 
 
 def taken(lease: Lease) -> Lease:
-    """Return a claim after it was taken."""
     return structs.replace(lease, owner=Owner(ANN, ANN, 77, None), holders=(TAKER,))
 
 

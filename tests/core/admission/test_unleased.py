@@ -14,7 +14,6 @@ PART: Final = Amount(600, 60 * GIB, 1)
 
 
 def read(memory: Reading[int]) -> Known[GpuUsage]:
-    """Return a reading of a GPU on which process 7 has this memory."""
     return Known(GpuUsage(0, {7: GpuProcess(memory, mps=True)}))
 
 

@@ -43,25 +43,6 @@ def test_definition(history: list[tuple[float, float]], passed: float, half_life
     assert usage.of(7, at + passed) == pytest.approx(slices(history, at + passed, half_life), rel=1e-6, abs=1e-3)
 
 
-def test_halves() -> None:
-    """After a half-life without leases, past usage counts half."""
-    usage = Usage(HOUR, {7: Account(100.0, 0.0, 50.0)})
-    assert [usage.of(7, 50.0 + each * HOUR) for each in (0, 1, 2, 3)] == pytest.approx([100, 50, 25, 12.5])
-
-
-def test_grows() -> None:
-    """Half a node for a second is half a share-second; held forever, usage converges where decay equals growth."""
-    usage = Usage(HOUR)
-    usage.hold(7, 0.5, 0.0)
-    assert usage.of(7, 1.0) == pytest.approx(0.5, rel=1e-3)
-    assert usage.of(7, 1000 * HOUR) == pytest.approx(0.5 * HOUR / math.log(2))
-
-
-def test_stranger() -> None:
-    """A user that never held anything has no usage."""
-    assert Usage(HOUR).of(7, 1e9) == 0.0
-
-
 @given(histories, half_lives, times)
 def test_reading_changes_nothing(history: list[tuple[float, float]], half_life: float, passed: float) -> None:
     """Neither reading nor storing in between, nor setting the same share again, changes the sum."""
@@ -72,39 +53,6 @@ def test_reading_changes_nothing(history: list[tuple[float, float]], half_life: 
     kept.hold(7, history[-1][1] if history else 0.0, at + passed / 2)
     # Negligible amounts were left out, at most a thousandth of a share-second.
     assert kept.of(7, at + passed) == pytest.approx(usage.of(7, at + passed), rel=1e-9, abs=1.1e-3)
-
-
-@given(histories, st.floats(0.01, 100), half_lives, times)
-def test_additive(history: list[tuple[float, float]], scale: float, half_life: float, passed: float) -> None:
-    """A user that always holds n times as much has n times the usage: two halves of a user are one user."""
-    usage, at = after(history, half_life)
-    scaled, _ = after(history, half_life, scale=scale)
-    assert scaled.of(7, at + passed) == pytest.approx(scale * usage.of(7, at + passed), rel=1e-9)
-
-
-@given(histories, st.floats(0, 64), half_lives, times)
-def test_monotonic(history: list[tuple[float, float]], more: float, half_life: float, passed: float) -> None:
-    """A user that always holds more never has less usage, and usage is never negative."""
-    usage, at = after(history, half_life)
-    other, _ = after([(each, share + more) for each, share in history], half_life)
-    assert 0 <= usage.of(7, at + passed) <= other.of(7, at + passed) * (1 + 1e-12)
-
-
-@given(histories, half_lives, times, times)
-def test_decays(history: list[tuple[float, float]], half_life: float, sooner: float, later: float) -> None:
-    """Without leases, usage only decreases."""
-    usage, at = after([*history, (1.0, 0.0)], half_life)
-    sooner, later = sorted((sooner, later))
-    assert usage.of(7, at + later) <= usage.of(7, at + sooner)
-
-
-@given(histories, half_lives, times)
-def test_bounded(history: list[tuple[float, float]], half_life: float, passed: float) -> None:
-    """Usage is at most the greatest held share times the elapsed time, and at most what decay leaves of that."""
-    usage, at = after(history, half_life)
-    most = max((share for _, share in history), default=0.0)
-    bound = most * min(at + passed, half_life / math.log(2))
-    assert usage.of(7, at + passed) <= bound * (1 + 1e-9) + 1e-9
 
 
 @pytest.mark.parametrize("half_life", [5e-324, 1e-300, 1e-9, 1e9, 1e300, 1.7e308])
@@ -119,15 +67,6 @@ def test_extremes(half_life: float, passed: float) -> None:
         assert value == pytest.approx(10 + 1.5 * passed)
 
 
-def test_small_steps_add_up() -> None:
-    """A million readings within a second lose nothing to rounding."""
-    usage, at = Usage(1e9), 0.0
-    for step in range(100_000):
-        at = step * 1e-5
-        usage.hold(7, 1.0, at)
-    assert usage.of(7, 1.0) == pytest.approx(1.0, rel=1e-6)
-
-
 def test_clock_that_went_back() -> None:
     """A moment before the last one counts as the last one: nothing grows, nothing is lost, no time counts twice."""
     usage = Usage(HOUR)
@@ -136,17 +75,6 @@ def test_clock_that_went_back() -> None:
     assert usage.of(7, 20.0) == 0.0
     usage.hold(7, 1.0, 100.0)
     assert usage.of(7, 101.0) == pytest.approx(1.0, rel=1e-3)
-
-
-def test_users_are_apart() -> None:
-    """The usage of one user does not affect another."""
-    usage = Usage(HOUR)
-    usage.hold(7, 1.0, 0.0)
-    usage.hold(8, 0.25, 0.0)
-    usage.hold(7, 0.0, 10.0)
-    assert usage.of(7, 10.0) == pytest.approx(10, rel=1e-2)
-    assert usage.of(8, 10.0) == pytest.approx(2.5, rel=1e-2)
-    assert set(usage.accounts(10.0)) == {7, 8}
 
 
 def test_forgotten() -> None:

@@ -10,7 +10,6 @@ from mpsd.core.errors import InvalidRequestError
 
 
 def raw(content: Any) -> bytes:
-    """Return JSON as a runtime writes it."""
     return json.dumps(content).encode()
 
 
@@ -79,24 +78,21 @@ class TestContainer:
             oci.container(raw(content))
 
 
-class TestOutside:
-    """The uid of a user namespace, seen from outside of it."""
-
-    @pytest.mark.parametrize(
-        ("id_map", "inside", "expected"),
-        [
-            ("         0          0 4294967295\n", 2601, 2601),
-            ("         0      65534          1\n", 0, 65534),
-            ("         0      65534          1\n", 1, None),
-            ("0 1000 1\n1 100000 65536\n", 0, 1000),
-            ("0 1000 1\n1 100000 65536\n", 1, 100000),
-            ("0 1000 1\n1 100000 65536\n", 1000, 100999),
-            ("0 1000 1\n1 100000 65536\n", 65536, 165535),
-            ("0 1000 1\n1 100000 65536\n", 65537, None),
-            ("0 1 1000\n1000 0 1\n", 1000, 0),
-            ("", 0, None),
-        ],
-    )
-    def test_ids(self, id_map: str, inside: int, expected: int | None) -> None:
-        """A uid is mapped by the line that contains it; a uid without a line has no uid outside."""
-        assert oci.outside(id_map, inside) == expected
+@pytest.mark.parametrize(
+    ("id_map", "inside", "expected"),
+    [
+        ("         0          0 4294967295\n", 2601, 2601),
+        ("         0      65534          1\n", 0, 65534),
+        ("         0      65534          1\n", 1, None),
+        ("0 1000 1\n1 100000 65536\n", 0, 1000),
+        ("0 1000 1\n1 100000 65536\n", 1, 100000),
+        ("0 1000 1\n1 100000 65536\n", 1000, 100999),
+        ("0 1000 1\n1 100000 65536\n", 65536, 165535),
+        ("0 1000 1\n1 100000 65536\n", 65537, None),
+        ("0 1 1000\n1000 0 1\n", 1000, 0),
+        ("", 0, None),
+    ],
+)
+def test_outside(id_map: str, inside: int, expected: int | None) -> None:
+    """A uid is mapped by the line that contains it; a uid without a line has no uid outside."""
+    assert oci.outside(id_map, inside) == expected

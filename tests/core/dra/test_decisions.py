@@ -12,17 +12,6 @@ from hypothesis import strategies as st
 from mpsd.core.dra import cdi_devices, configuration, quantities, slices
 from mpsd.core.dra.objects import Configuration, Opaque
 from mpsd.core.dra.prepared import (
-    Finish,
-    Forget,
-    PreparedClaim,
-    PreparedShare,
-    Release,
-    Renew,
-    Replace,
-    ShareLease,
-    Stage,
-    Take,
-    next_actions,
     request_id,
     share_lease,
 )
@@ -80,19 +69,6 @@ def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, perce
     assert len(document["spec"]["devices"]) == (mebibytes >= 2 * step)
 
 
-def test_what_may_not_start_is_left_out() -> None:
-    """A GPU with a reason against new leases is no device; the generation alone makes no difference."""
-    node, steps = Node("n", "", "mpsd", "strict"), Steps(1, 256)
-    held = [Gpu("GPU-1", 8192, "gpu0", "/run", 550, "held"), Gpu("GPU-2", 8192, "gpu1", "/run", 550)]
-    document: Any = slices.document(node, held, steps, 1)
-    assert [each["name"] for each in document["spec"]["devices"]] == ["gpu-2"]
-    assert slices.same(slices.document(node, held, steps, 7), document)
-    assert not slices.same(slices.document(node, [], steps, 1), document)
-    empty = json.loads(json.dumps(slices.document(node, [], steps, 1)))
-    del empty["spec"]["devices"]  # as the API server returns it
-    assert slices.same(empty, slices.document(node, [], steps, 2))
-
-
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
@@ -126,53 +102,19 @@ def test_a_subrequest_has_the_configuration_of_its_request() -> None:
     assert found.user == 7
 
 
-class TestNext:
-    """The next action for claims and leases."""
-
-    def claim(self, stage: Stage, shares: int = 1) -> PreparedClaim:
-        """Return a claim."""
-        share = PreparedShare("r", "n", "gpu-1", None, "GPU-1", 250, 8192)
-        return PreparedClaim(UID, "default", "c", [], [share] * shares, stage)
-
-    def lease(self, number: int = 0, pod: str | None = None, left: float = 300.0) -> ShareLease:
-        """Return a lease of it."""
-        return ShareLease(f"lease-{number}", UID, number, pod, GROUP if pod else "", 0, left)
-
-    def test_prepared(self) -> None:
-        """A prepared claim's open leases are renewed and taken, and a missing lease is claimed again."""
-        claim, lease = self.claim(Stage.PREPARED, 2), self.lease(left=100)
-        assert next_actions([claim], [lease], lambda _: True, 300) == [Replace(claim), Renew(lease), Take(lease, claim)]
-        held = [self.lease(0, POD)._replace(has_clients=True), self.lease(1, POD)._replace(has_clients=True)]
-        assert next_actions([claim], held, lambda _: True, 300) == []
-
-    def test_begun_and_over(self) -> None:
-        """A claim that was only begun is left to kubelet; a finished one is undone."""
-        begun, over = self.claim(Stage.BEGUN), self.claim(Stage.OVER)
-        assert next_actions([begun], [self.lease(left=1)], lambda _: True, 300) == []
-        assert next_actions([begun], [], lambda _: True, 300) == [Forget(begun)]
-        assert next_actions([over], [self.lease()], lambda _: True, 300) == [Finish(over)]
-
-    def test_a_lease_that_no_claim_has(self) -> None:
-        """A lease without a claim is released, unless a pod with processes holds it."""
-        claimed, held = self.lease(), self.lease(1, POD)
-        assert next_actions([], [claimed, held], lambda _: True, 300) == [
-            Release(claimed, "no claim is prepared that has it")
-        ]
-        assert [type(each) for each in next_actions([], [held], lambda _: False, 300)] == [Release]
-
-    def test_which_leases_count(self) -> None:
-        """Any user can choose a request_id, so a lease counts only if root alone can have given it its holder."""
-        now = datetime.now(UTC)
-        claim = Holder("claim", "", (now + timedelta(seconds=60)).isoformat())
-        found = share_lease("lease-1", request_id(UID, 3), 0, [claim], now)
-        assert found is not None
-        assert (found.claim, found.number, found.pod, round(found.left)) == (UID, 3, None, 60)
-        held = share_lease("lease-1", request_id(UID, 3), 5, [Holder("cgroup", GROUP, None)], now)
-        assert held is not None
-        assert (held.pod, held.group, held.uid) == (POD, GROUP, 5)
-        for other in (Holder("process", "", None), Holder("cgroup", "/user.slice/x", None)):
-            assert share_lease("lease-1", request_id(UID, 3), 0, [other], now) is None
-        assert share_lease("lease-1", "mine", 0, [claim], now) is None
+def test_which_leases_count() -> None:
+    """Any user can choose a request_id, so a lease counts only if root alone can have given it its holder."""
+    now = datetime.now(UTC)
+    claim = Holder("claim", "", (now + timedelta(seconds=60)).isoformat())
+    found = share_lease("lease-1", request_id(UID, 3), 0, [claim], now)
+    assert found is not None
+    assert (found.claim, found.number, found.pod, round(found.left)) == (UID, 3, None, 60)
+    held = share_lease("lease-1", request_id(UID, 3), 5, [Holder("cgroup", GROUP, None)], now)
+    assert held is not None
+    assert (held.pod, held.group, held.uid) == (POD, GROUP, 5)
+    for other in (Holder("process", "", None), Holder("cgroup", "/user.slice/x", None)):
+        assert share_lease("lease-1", request_id(UID, 3), 0, [other], now) is None
+    assert share_lease("lease-1", "mine", 0, [claim], now) is None
 
 
 def test_devices() -> None:

@@ -18,7 +18,6 @@ from mpsd.core.enforcement.ceiling import (
     ExpectedClients,
     awaited,
     context_proof,
-    each_process,
 )
 from mpsd.core.model import (
     GpuProcess,
@@ -61,7 +60,6 @@ def fits(one: Limits, other: Limits) -> bool:
 
 
 def held(processes: int | None) -> Lease:
-    """Return a lease for so many processes."""
     lease = asked(LeaseRequest(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), processes=processes))
     share = Share("GPU-0", "gpu0", ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000), {})
     return structs.replace(lease, shares=(share,))
@@ -92,7 +90,6 @@ def test_awaited(processes: int | None, proofs: list[ContextProof], expected: Aw
 
 
 def usage(**memory: int | None) -> Known[GpuUsage]:
-    """Return the reading of a GPU with processes, by `p` and their pids; None: NVML does not report the memory."""
     held = {int(name[1:]): Unknown("not reported") if size is None else Known(size) for name, size in memory.items()}
     return Known(GpuUsage(0, {pid: GpuProcess(each, mps=True) for pid, each in held.items()}))
 
@@ -113,80 +110,18 @@ def test_context_proof(reading: Known[GpuUsage] | Unknown | None, expected: Cont
     assert context_proof(ProcessIdentity(7, 7), reading) is expected
 
 
-def test_part() -> None:
-    """A part is the granted share divided by the number of processes, or all of it for any number of them."""
-    parts = [each_process(lease, lease.shares[0]) for lease in (held(1), held(7), held(None))]
-    assert parts == [
-        Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000)),
-        Limits(ActiveThreadPercentage(71), PinnedDeviceMemLimit(428)),
-        Limits(ActiveThreadPercentage(500), PinnedDeviceMemLimit(3000)),
-    ]
-
-
-class TestTogether:
-    """The ceiling in `anytime`."""
-
-    def test_closed(self) -> None:
-        """Without expected clients, a process gets the limits of unadmitted ones."""
-        assert ExpectedClients().settle(ANYTIME, 0.0) == Ceiling(SMALLEST)
-        defaults = CeilingRules(QUARTER, attach=Attach.ANYTIME, window=WINDOW)
-        assert ExpectedClients().settle(defaults, 0.0).limits == QUARTER
-
-    def test_largest(self) -> None:
-        """The ceiling opens as far as the largest expected lease needs, each limit by itself."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        expected.expect("b", HALF, Awaited.ALWAYS)
-        assert expected.settle(ANYTIME, 2.0) == Ceiling(limits(50, 1024))
-        assert open_to(expected) == {"a", "b"}
-        expected.forget("a")
-        assert expected.settle(ANYTIME, 2.0).limits == HALF
-        expected.forget("b")
-        assert expected.settle(ANYTIME, 2.0).limits == SMALLEST
-
-    def test_never_below_what_anybody_gets(self) -> None:
-        """Where an operator gives all processes something, a small lease does not reduce it."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
-
-    def test_as_long_as_a_lease_lives(self) -> None:
-        """In `anytime` the ceiling opens as far as the largest living lease, whatever its clients do."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        expected.expect("b", HALF, Awaited.ALWAYS)
-        assert expected.settle(ANYTIME, 1e9) == Ceiling(limits(50, 1024))
-        expected.expect("b", HALF, Awaited.NOBODY)
-        assert expected.settle(ANYTIME, 1e9) == Ceiling(QUARTER)
+def test_never_below_what_anybody_gets() -> None:
+    """Where an operator gives all processes something, a small lease does not reduce it."""
+    expected = ExpectedClients()
+    expected.expect("a", QUARTER, Awaited.ALWAYS)
+    assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
 
 
 class TestStrictly:
     """The ceiling in strict mode."""
 
-    def test_one_at_a_time(self) -> None:
-        """Each lease has its turn, in order of arrival, under exactly its own limits."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        expected.expect("b", HALF, Awaited.ALWAYS)
-        assert expected.settle(STRICT, 2.0) == Ceiling(QUARTER, 32.0)
-        assert open_to(expected) == {"a"}
-        expected.forget("a")
-        assert expected.settle(STRICT, 10.0) == Ceiling(HALF, 40.0)
-        assert open_to(expected) == {"b"}
-        expected.forget("b")
-        assert expected.settle(STRICT, 11.0) == Ceiling(SMALLEST)
-
-    def test_exactly(self) -> None:
-        """Each lease has exactly its own limits also where all processes get more."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.STRICT, window=WINDOW), 0.0).limits == QUARTER
-
     def test_who_does_not_come_has_another_turn(self) -> None:
-        """A lease whose client does not come moves to the end and gets another turn.
-
-        One with some processes has to ask.
-        """
+        """A lease whose client does not come moves to the end and gets another turn."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS)
         expected.expect("b", HALF, Awaited.ONCE)
@@ -216,16 +151,6 @@ class TestStrictly:
         expected.answer("a", Awaited.ALWAYS, now=1010.0)
         assert expected.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
         assert expected.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
-
-    def test_a_turn_that_is_held_ends_with_its_lease(self) -> None:
-        """The turn passes to the next lease."""
-        expected = ExpectedClients()
-        expected.expect("a", QUARTER, Awaited.ALWAYS)
-        expected.expect("b", HALF, Awaited.ALWAYS)
-        expected.settle(STRICT, 0.0)
-        expected.hold("a")
-        expected.forget("a")
-        assert expected.settle(STRICT, 1.0) == Ceiling(HALF, 31.0)
 
     def test_who_asks_is_not_forgotten(self) -> None:
         """While a caller waits for its answer, the lease is not dropped; its turn begins with the answer."""
@@ -298,7 +223,6 @@ class Attachment(RuleBasedStateMachine):
 
     @rule(percent=st.integers(1, 100), mebibytes=st.integers(1, 4096))
     def grant(self, percent: int, mebibytes: int) -> None:
-        """Grant a lease."""
         self.number += 1
         self.waiting[str(self.number)] = limits(percent, mebibytes)
         self.expected.expect(str(self.number), limits(percent, mebibytes), Awaited.ALWAYS)
@@ -313,7 +237,6 @@ class Attachment(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.0, 100.0))
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
         self.now += seconds
 
     @precondition(lambda self: self.waiting)

@@ -33,7 +33,6 @@ PENDING = PendingAnswer("gpu0", SERVER, FRONT_END, "nonce", 100.0)
 
 
 def ending(**other: Any) -> Ending:
-    """Return an end without any step yet."""
     return structs.replace(Ending(CLIENT, 1000, (CAUSE,), "boot", THEN), **other)
 
 
@@ -43,12 +42,10 @@ def seen(*places: Place, **other: Any) -> Seen:
 
 
 def refused(attempts: int, again: float = 0.0, *, final: bool = False) -> tuple[Refused, ...]:
-    """Return so many refusals of a server."""
     return (Refused(SERVER, "it answered 1", attempts, again, final),)
 
 
 def refuse(stands: Ending, because: str = "it answered 1", **other: Any) -> Ending:
-    """Return an end that a server refused."""
     return endings.refused(
         stands, PENDING, because, **{"final": False, "late": False, "now": 0.0, "grace": 10.0, **other}
     )
@@ -87,16 +84,6 @@ def test_next_move(stands: Ending, sees: Seen, act: Act) -> None:
     assert endings.next_move(stands, sees).act is act
 
 
-def test_suspect() -> None:
-    """A signal to a client whose only server has not ended its contexts makes that server suspect.
-
-    Other signals do not.
-    """
-    assert endings.next_move(ending(refused=refused(1)), seen(ALONE)).suspects == (ALONE,)
-    assert endings.next_move(ending(released=(SERVER,)), seen(ALONE)).suspects == ()
-    assert endings.next_move(ending(), seen()).suspects == ()
-
-
 EXHAUSTED = Progress("it was refused 3 times", exhausted=True, since=0.0)
 STUCK = Progress("server 7 is busy", exhausted=False, since=0.0)
 BUSY = Progress("", exhausted=False, since=0.0)
@@ -133,22 +120,6 @@ def test_what_counts_as_tried(
     assert endings.are_tried(ends, silent=silent, steady=steady, now=now, patience=30.0) is tried
 
 
-def test_let_go() -> None:
-    """Withdrawing the only cause spares a process that was not touched yet, and no other."""
-    assert endings.let_go(ending(), CAUSE.by) is None
-    both = endings.joined(ending(), EndCause("drain of gpu0", "an operator drains it"), lost=False)
-    left = endings.let_go(both, CAUSE.by)
-    assert left is not None
-    assert [each.by for each in left.causes] == ["drain of gpu0"]
-    assert endings.let_go(ending(), "somebody else") is not None
-    for begun in (
-        ending(step=EndStep.SIGTERM_FIRST),
-        ending(step=EndStep.TERMINATE_CLIENT, pending=PENDING),
-        ending(step=EndStep.SIGTERM),
-    ):
-        assert endings.let_go(begun, CAUSE.by) is begun
-
-
 def test_what_a_server_refused() -> None:
     """A client that no server has touched can be spared; one that a server may still end cannot."""
     asking = endings.asking(ending(), PENDING)
@@ -170,36 +141,6 @@ def test_what_a_server_refused() -> None:
     # No program gets a second SIGTERM that was commanded to stop by a first one.
     polite = endings.asking(ending(stop=Stop.SIGTERM, step=EndStep.SIGTERM_FIRST), PENDING)
     assert endings.unheard(polite).step is EndStep.SIGTERM_FIRST
-
-
-def test_refusals_are_not_for_ever() -> None:
-    """After three attempts in a row mpsd makes single ones, after ever longer rests, for as long as the cause lasts."""
-    stands, now, rests = ending(), 0.0, list[float]()
-    for _ in range(9):
-        stands = refuse(endings.asking(stands, PENDING), now=now)
-        rests.append(stands.refused[0].again - now)
-        waits = endings.next_move(stands, seen(SHARED, now=now))
-        assert waits.exhausted is (len(rests) >= ATTEMPTS)
-        now = stands.refused[0].again
-        assert endings.next_move(stands, seen(SHARED, now=now)).act is Act.ASK
-    assert rests == [10.0, 10.0, 300.0, 600.0, 1200.0, 3600.0, 3600.0, 3600.0, 3600.0]
-
-
-def test_unknown_facts_exhaust_nothing() -> None:
-    """An end that waits for a fact, such as the clients of a silent daemon, has attempts left."""
-    assert not endings.next_move(ending(), seen(unknown="gpu0 does not answer")).exhausted
-    assert not endings.next_move(ending(refused=refused(ATTEMPTS, 20.0)), seen(unknown="it is busy")).exhausted
-
-
-def test_contexts_that_were_lost() -> None:
-    """A process that loses its contexts gets a signal, also if its end began before, and for the same cause."""
-    stays = ending(refused=refused(ATTEMPTS, again=20.0))
-    assert endings.next_move(endings.joined(stays, CAUSE, lost=True), seen(SHARED)).act is Act.SIGTERM
-    lingers = EndCause("violation lingers on gpu0", "it does not exit")
-    assert endings.next_move(endings.joined(stays, lingers, lost=True), seen(SHARED)).act is Act.SIGTERM
-    lost = ending(lost=True)
-    assert endings.joined(lost, CAUSE, lost=False) is lost
-    assert endings.joined(lost, lingers, lost=False).lost
 
 
 EVENTS = st.lists(

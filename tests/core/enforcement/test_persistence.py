@@ -15,16 +15,12 @@ KINDS: Final = {ViolationKind.PROCESSES, ViolationKind.MEMORY, ViolationKind.OUT
 
 
 def found(kind: ViolationKind) -> Violation:
-    """Return a finding of this kind."""
     return Violation(kind, ProcessIdentity(100, 1), "lease-1", "gpu0", "", "")
 
 
 @pytest.mark.parametrize("kind", ViolationKind)
 def test_persists(kind: ViolationKind) -> None:
-    """A finding that honest programs cause for a moment counts after a second, however often mpsd looks.
-
-    Any other finding counts at once.
-    """
+    """A finding that honest programs cause for a moment counts after a second, however often mpsd looks."""
     each = found(kind)
     first = suspected([each], [], {}, 10.0, read=True)
     assert first == ({each: 10.0} if kind in KINDS else {})

@@ -3,8 +3,6 @@
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
-import pytest
-
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.model import ReadBack
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT
@@ -22,7 +20,6 @@ T: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def after(seconds: float) -> datetime:
-    """Return a moment."""
     return T + timedelta(seconds=seconds)
 
 
@@ -61,60 +58,8 @@ def test_fault_that_outlasts_the_clients() -> None:
     assert serving.faults == {}
 
 
-def test_log_against_the_word() -> None:
-    """A fault in the log is only reported until the next word decides."""
-    serving = ServerHealth()
-    serving.statuses({7: "ACTIVE"}, (), after(1))
-    serving.note([ServerFaulted(7)], after(2))
-    serving.note([ServerFaulted(7)], after(3))
-    assert (serving.faults, serving.reported) == ({}, {7: after(2)})
-    serving.statuses({7: "FAULT"}, (), after(4))
-    assert (serving.faults, serving.reported) == ({7: after(2)}, {})
-    # Neither can a line end the fault, nor does another line report it again.
-    serving.note([ServerFaulted(7), ContextsMade(7)], after(5))
-    assert (serving.faults, serving.reported) == ({7: after(2)}, {})
-    serving.statuses({7: "ACTIVE"}, (), after(6))
-    assert (serving.faults, serving.reported) == ({}, {})
-
-
-def test_no_word_for_a_reported_fault() -> None:
-    """A server that does not answer has the fault that its log reports: what is unknown is not healthy."""
-    serving = ServerHealth()
-    serving.statuses({7: "ACTIVE"}, (), T)
-    serving.note([ServerFaulted(7)], after(1))
-    serving.statuses({7: None}, (), after(2))
-    assert serving.faults == {7: after(1)}
-
-
-def test_log_of_a_server_without_clients() -> None:
-    """A server without clients, whose user can write such lines at any rate, has no fault."""
-    serving = ServerHealth()
-    serving.statuses({7: None}, {7}, T)
-    for second in range(3):
-        serving.note([ServerFaulted(7)], after(second))
-        assert serving.faults == {}
-        serving.statuses({7: None}, {7}, after(second))
-    assert (serving.faults, serving.reported) == ({}, {})
-
-
-@pytest.mark.parametrize("gone_by", ["its exit", "the kernel"])
-def test_server_that_is_gone(gone_by: str) -> None:
-    """A server that is gone has no fault any more."""
-    serving = ServerHealth()
-    serving.note([ServerFaulted(7)], T)
-    serving.statuses({7: None}, (), T)
-    if gone_by == "its exit":
-        serving.note([ServerExited(7, 0)], after(1))
-    else:
-        serving.statuses({}, {7}, after(1))
-    assert serving.faults == {}
-
-
 def test_servers_that_cannot_start() -> None:
-    """As many failures in a row as NVIDIA tolerates for one client are a reason for a minute.
-
-    The reason has the last messages.
-    """
+    """As many failures in a row as NVIDIA tolerates for one client are a reason for a minute."""
     serving = ServerHealth()
     for second in range(5):
         serving.note([ServerExited(second + 1, 1)], after(second))

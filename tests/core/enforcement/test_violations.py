@@ -20,7 +20,6 @@ from mpsd.core.enforcement.violations import (
     can_use,
     of_client,
     of_lingering,
-    of_memory,
     of_outside,
     unknown,
 )
@@ -58,7 +57,6 @@ HIDDEN: Final = Unknown("its environment cannot be read")
 def lease(
     percent: int = 25, gibibytes: int = 2, *, processes: int = 1, clients: tuple[ProcessIdentity, ...] = ()
 ) -> Lease:
-    """Return a granted lease of these amounts."""
     request = LeaseRequest(
         ActiveThreadPercentage(percent * 10), PinnedDeviceMemLimit(gibibytes * 1024), processes=processes
     )
@@ -139,10 +137,7 @@ def test_both_readings() -> None:
 
 
 def test_what_was_open() -> None:
-    """The limits that were open combine two readings and the foreign commands in between.
-
-    An unknown beginning stays unknown.
-    """
+    """The limits that were open combine two readings and the foreign commands in between."""
     nobody, fixed, wide = Bounds(EVERYTHING, NOTHING), Bounds(PART, PART), Bounds(CLOSED, WIDE)
     assert between(None, PART, nobody) is None
     assert between(fixed, CLOSED, nobody) == Bounds(CLOSED, PART)
@@ -219,14 +214,6 @@ def test_control_groups(cgroup: str, *, telling: bool) -> None:
     assert attribution.is_telling(cgroup) is telling
 
 
-def test_only_one_in_the_control_group() -> None:
-    """A client without a family belongs to the lease that alone has processes in its control group."""
-    one, other = lease(25), lease(50)
-    assert attribution.by_cgroup(client(OTHER), [one], has_room).lease is one
-    assert attribution.by_cgroup(client(OTHER), [one, other], has_room).lease is None
-    assert not attribution.by_cgroup(client(OTHER), [lease(clients=(HOLDER,))], has_room).counted
-
-
 def test_another_uid_has_no_part_in_a_lease() -> None:
     """A client of another uid belongs to no lease, by family or control group; and one lease hides no other."""
     near, far = lease(25), lease(50)
@@ -243,7 +230,6 @@ def test_another_uid_has_no_part_in_a_lease() -> None:
 
 
 def kinds(attached: AttributedClient, *, denied: bool = True, memory: bool = True) -> list[ViolationKind]:
-    """Return the kinds of a client's violations."""
     return [each.kind for each in of_client(attached, denied=denied, memory=memory)]
 
 
@@ -274,10 +260,7 @@ def test_what_only_might_be(opened: ReadBack | None, environment: Reading[Mappin
 
 
 def test_variable_trap() -> None:
-    """An entry for a GPU that the client does not see makes MPS drop every memory limit.
-
-    It is reported, but is no proof.
-    """
+    """An entry for a GPU that the client does not see makes MPS drop every memory limit: reported, but no proof."""
     granted, variable = lease(), PINNED_DEVICE_MEM_LIMIT.variable
     for text, entry in (("0=2G,1=4G", "1=4G"), ("GPU-ffff=1G", "GPU-ffff=1G"), ("2G", "2G"), ("7=1G", "7=1G")):
         attached = AttributedClient(client(environment={variable: text}), granted, counted=True)
@@ -335,15 +318,6 @@ def test_fault_that_a_log_tells() -> None:
     assert [of_lingering(attached, 1, proven=each).own for each in (False, True)] == [False, True]
 
 
-def test_clients() -> None:
-    """A client without a lease is a violation; one beyond its lease's number is, too."""
-    granted = lease()
-    assert kinds(AttributedClient(client(of=granted, ceiling=WIDE), granted, counted=True)) == []
-    assert kinds(AttributedClient(client(of=granted), granted, counted=False)) == [ViolationKind.PROCESSES]
-    assert kinds(AttributedClient(client(), None, counted=False)) == [ViolationKind.NO_LEASE]
-    assert kinds(AttributedClient(client(), None, counted=False), denied=False) == []
-
-
 @pytest.mark.parametrize(
     ("environment", "near", "own"),
     [
@@ -380,27 +354,6 @@ def test_client_that_may_have_a_lease() -> None:
     assert foreign.own
     assert foreign.because.endswith(": it runs as uid 7, and lease lease-25 is for processes of uid 0")
     assert foreign.hint.startswith('start it again as uid 0: eval "$(mpsctl show lease-25 -o env)"; or ')
-
-
-def test_memory() -> None:
-    """The processes of a lease share its memory limit; the one that holds most is named."""
-    granted = lease(gibibytes=2, processes=2)
-    held = {HOLDER: GpuProcess(Known(GIB), mps=True), OTHER: GpuProcess(Known(GIB), mps=True)}
-    assert of_memory(granted, held, granted.shares[0], {}) is None
-    held[THIRD] = GpuProcess(Unknown("NVML does not say"), mps=True)
-    assert of_memory(granted, held, granted.shares[0], {}) is None
-    held[THIRD] = GpuProcess(Known(2 * GIB), mps=True)
-    found = of_memory(granted, held, granted.shares[0], {THIRD: 7})
-    assert found is not None
-    assert (found.kind, found.process, found.server) == (ViolationKind.MEMORY, THIRD, 7)
-    assert "4GiB" in found.because
-
-
-def test_outside() -> None:
-    """A process with a lease that runs outside MPS is a violation."""
-    granted = lease()
-    (found,) = of_outside(granted, granted.shares[0], [OTHER])
-    assert (found.kind, found.process, found.lease) == (ViolationKind.OUTSIDE, OTHER, granted.id)
 
 
 # -- whether a lease is well -------------------------------------------------------------------------------------------
@@ -449,46 +402,3 @@ def test_verify() -> None:
     found = Violation(ViolationKind.MEMORY, HOLDER, granted.id, "gpu0", "too much", "less")
     proven = verify(granted, [client(of=granted)], held, (found,), memory=True)
     assert (proven.because, proven.hint) == ("too much", "less")
-
-
-def test_verify_what_is_not_known() -> None:
-    """A lease that cannot be checked now is not well; a violation found all the same takes precedence."""
-    granted = lease(clients=(HOLDER,))
-    told = verify(granted, [client(of=granted)], {}, (), memory=True, unknown=["gpu0 is unresponsive"])
-    assert (told.verdict, told.because) == (Verdict.UNKNOWN, "gpu0 is unresponsive")
-    wrong = verify(granted, [client(ceiling=CLOSED)], {}, (), memory=True, unknown=["gpu0 is silent"])
-    assert (wrong.verdict, wrong.unknown) == (Verdict.VIOLATION, ("gpu0 is silent",))
-    assert "instead of 25 %" in wrong.because
-
-
-def test_verify_later_contexts() -> None:
-    """A client that has its part is well, and the verdict says that its later contexts may have less."""
-    granted = lease(clients=(HOLDER,))
-    found = client(of=granted)
-    assert found.opened is not None
-    found = replace(found, opened=replace(found.opened, later=CLOSED))
-    verdict = verify(granted, [found], {}, (), memory=True)
-    assert verdict.ok
-    assert verdict.because == (
-        "1 of 1 processes attached, each under MPS and within its limits with its first context; a later context of"
-        f" process {HOLDER.pid}, as after a reset of its device, may have only 0.1 % of the threads instead of 25 % and"
-        " 1MiB of memory instead of 2GiB"
-    )
-    assert kinds(AttributedClient(found, granted, counted=True)) == []
-
-
-def test_verify_without_processes() -> None:
-    """A lease without attached clients is not well, and says how far it is."""
-    granted = lease()
-    verdict = verify(granted, [], {}, (), memory=True)
-    assert (verdict.ok, [each.mps for each in verdict.processes]) == (False, [None])
-    assert "is a client of MPS yet" in verdict.because
-    assert verdict.hint == f'start a program in its environment: eval "$(mpsctl show {granted.id} -o env)"'
-    changed = Violation(ViolationKind.USER, HOLDER, granted.id, "gpu0", "it runs as uid 7", "see --help")
-    (row,) = verify(granted, [], {}, (changed,), memory=True).processes
-    assert (row.verdict, row.because, row.hint) == (Verdict.VIOLATION, "it runs as uid 7", "see --help")
-    for state, word in ((LeaseState.ENDED, "has ended: it was revoked"), (LeaseState.WAITING, "is waiting")):
-        other = structs.replace(granted, state=state, because="it was revoked")
-        verdict = verify(other, [client(of=granted)], {}, (), memory=True)
-        assert (verdict.ok, verdict.processes) == (False, ())
-        assert word in verdict.because

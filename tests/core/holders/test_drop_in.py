@@ -14,7 +14,6 @@ PROGRAM = PurePosixPath("/opt/my tools/mpsctl")
 
 
 def rendered(*options: str, on_restart: OnRestart = OnRestart.RENEW, end_clients: bool = False) -> str:
-    """Return the drop-in for these options."""
     return drop_in.render(PROGRAM, options, on_restart, end_clients=end_clients, start_seconds="")
 
 

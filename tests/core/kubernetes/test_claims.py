@@ -1,4 +1,4 @@
-"""The next action for the lease of a container, by the facts of mpsd, kubelet and the kernel."""
+"""Which leases, users and control groups belong to containers; kubelet's record, and the health of devices."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -8,79 +8,24 @@ import pytest
 
 from mpsd.core.kubernetes import checkpoint, claims, health, pods
 from mpsd.core.kubernetes.checkpoint import Container
-from mpsd.core.kubernetes.claims import Action, Claimed, Holder, Open, Release, Renew
+from mpsd.core.kubernetes.claims import Claimed, Holder
 from mpsd.core.kubernetes.devices import Gpu, Kind
 from mpsd.core.kubernetes.settings import Offer, Settings
 
 NOW: Final = datetime(2026, 11, 23, tzinfo=UTC)
 POD: Final = "0a1b2c3d-1111-2222-3333-444455556666"
-OTHER: Final = "ffffffff-1111-2222-3333-444455556666"
 GROUP: Final = f"/kubepods/burstable/pod{POD}"
 NUMBERS: Final = {Kind.SLICE: frozenset({0, 1})}
 CONTAINER: Final = Container(POD, "main", "GPU-1", NUMBERS, {Kind.SLICE: ""})
 CLAIM: Final = Claimed("lease-1", "GPU-1", NUMBERS, None, "", age=1, left=200)
-HELD: Final = CLAIM._replace(pod=POD, group=GROUP, has_clients=True)
 
 
-def actions(
-    lease: Claimed,
-    *containers: Container,
-    populated: bool = True,
-    group: bool = True,
-    settings: Settings = Settings(),  # noqa: B008 - it is frozen
-) -> list[Action]:
-    """Return the next actions for a lease."""
-    return claims.next_actions(
-        [lease], containers, is_populated=lambda _: populated, has_group=lambda _: group, settings=settings
-    )
-
-
-class TestNext:
-    """The next action."""
-
-    def test_a_claim(self) -> None:
-        """A claim that kubelet lists is held for the container's program, and renewed in time."""
-        assert actions(CLAIM, CONTAINER) == [Open("lease-1", CONTAINER, None)]
-        assert Renew("lease-1") in actions(CLAIM._replace(left=100), CONTAINER)
-
-    def test_an_orphan(self) -> None:
-        """A claim that kubelet does not list is released after a while, and not before."""
-        assert actions(CLAIM) == []
-        (released,) = actions(CLAIM._replace(age=21))
-        assert isinstance(released, Release)
-        assert released.is_claim
-
-    def test_a_pod_that_was_deleted(self) -> None:
-        """kubelet lists a deleted pod until its next allocation; the kernel knows that the pod is gone."""
-        assert actions(CLAIM, CONTAINER, group=False) == [Open("lease-1", CONTAINER, None)]
-        (released,) = actions(CLAIM._replace(age=21), CONTAINER, group=False)
-        assert isinstance(released, Release)
-
-    def test_a_pod_that_runs(self) -> None:
-        """Nothing is done while a process of the pod lives, whatever kubelet's record says."""
-        for containers in ([CONTAINER], [], [CONTAINER._replace(pod=OTHER)]):
-            assert actions(HELD, *containers) == []
-
-    def test_a_pod_without_a_process(self) -> None:
-        """A pod without a process keeps its lease while kubelet lists it: its container is being restarted."""
-        assert actions(HELD, CONTAINER, populated=False) == []
-        for containers in ([], [CONTAINER._replace(pod=OTHER)]):
-            (released,) = actions(HELD, *containers, populated=False)
-            assert isinstance(released, Release)
-            assert not released.is_claim
-
-    def test_the_user(self) -> None:
-        """Until a client of the pod appears, its program may change its user, unless the node is set to one user."""
-        early = HELD._replace(has_clients=False)
-        assert actions(early, CONTAINER) == [Open("lease-1", CONTAINER, 0)]
-        assert actions(early, CONTAINER, settings=Settings(uid=1000)) == []
-
-    @pytest.mark.parametrize(
-        ("uids", "user"), [({0}, 0), ({1000}, 1000), ({0, 1000}, 1000), ({0, 1000, 1001}, 0), ({1000, 1001}, 1000)]
-    )
-    def test_of_a_container(self, uids: set[int], user: int) -> None:
-        """A program that was started as root and became another user belongs to that user."""
-        assert claims.user_of(uids) == user
+@pytest.mark.parametrize(
+    ("uids", "user"), [({0}, 0), ({1000}, 1000), ({0, 1000}, 1000), ({0, 1000, 1001}, 0), ({1000, 1001}, 1000)]
+)
+def test_user_of_a_container(uids: set[int], user: int) -> None:
+    """A program that was started as root and became another user belongs to that user."""
+    assert claims.user_of(uids) == user
 
 
 def seen(holders: list[Holder], labels: dict[str, str] | None = None) -> Claimed | None:
@@ -150,12 +95,10 @@ class TestPods:
 
 
 def record(ids: Any, resource: str = "nvidia.com/mps-slice") -> dict[str, Any]:
-    """Return an entry of kubelet's checkpoint."""
     return {"PodUID": POD, "ContainerName": "main", "ResourceName": resource, "DeviceIDs": ids, "AllocResp": "eA=="}
 
 
 def written(*entries: dict[str, Any]) -> bytes:
-    """Return kubelet's checkpoint."""
     return json.dumps({"Data": {"PodDeviceEntries": [*entries], "RegisteredDevices": {}}, "Checksum": 1}).encode()
 
 

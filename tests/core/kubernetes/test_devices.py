@@ -13,7 +13,6 @@ from mpsd.core.kubernetes.devices import Gpu, Kind, Part
 from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings
 
 ONE: Final = Gpu("GPU-1", 81408, "gpu0", "/run/mpsd/mps/gpu0", 555)
-TWO: Final = ONE._replace(uuid="GPU-2", daemon="gpu1")
 SLICES: Final = Settings()
 MEMORY: Final = Settings(resources=Offer.MEMORY)
 BOTH: Final = Settings(resources=Offer.THREADS_AND_MEMORY)
@@ -34,16 +33,6 @@ BOTH: Final = Settings(resources=Offer.THREADS_AND_MEMORY)
 def test_a_part(settings: Settings, counts: Mapping[Kind, int], part: Part) -> None:
     """Threads and memory follow from the number of devices."""
     assert devices.part_of(counts, ONE, settings) == part
-
-
-@pytest.mark.parametrize(
-    ("counts", "lacking"),
-    [({Kind.CORE: 50}, "nvidia.com/mps-memory"), ({Kind.MEMORY: 8}, "nvidia.com/mps-core")],
-)
-def test_half_a_part(counts: Mapping[Kind, int], lacking: str) -> None:
-    """Neither limit is granted without the other."""
-    with pytest.raises(InvalidRequestError, match=f"and not for {lacking}"):
-        devices.part_of(counts, ONE, BOTH)
 
 
 def test_too_little() -> None:
@@ -73,18 +62,11 @@ def test_parts_fit_together(slices: int, mebibytes: int, wanted: list[int], kind
 
 
 def ids(gpu: str, *numbers: int) -> list[str]:
-    """Return the ids of devices."""
     return [devices.device_id(gpu, number) for number in numbers]
 
 
 class TestPreferred:
     """The devices that kubelet is advised to take."""
-
-    def test_best_fit(self) -> None:
-        """The devices are on the fullest GPU that has enough, so that large requests find room elsewhere."""
-        available = [*ids("GPU-1", *range(10)), *ids("GPU-2", *range(4))]
-        assert devices.preferred(available, [], 3) == ids("GPU-2", 0, 1, 2)
-        assert devices.preferred(available, [], 5) == ids("GPU-1", 0, 1, 2, 3, 4)
 
     def test_with_some(self) -> None:
         """The devices include those that kubelet has chosen already, which decide the GPU."""
@@ -131,14 +113,6 @@ def test_as_a_label(numbers: set[int]) -> None:
 def test_no_label(text: str) -> None:
     """A label that this code did not write is ignored."""
     assert devices.decode(text) is None
-
-
-def test_two_resources_need_one_gpu() -> None:
-    """Totals of a node are offered only where they are those of its GPU."""
-    devices.check_node([ONE], BOTH)
-    devices.check_node([ONE, TWO], SLICES)
-    with pytest.raises(ConfigurationError, match="the node has 2 GPUs"):
-        devices.check_node([ONE, TWO], BOTH)
 
 
 @pytest.mark.parametrize("unit", [100, 10**6])

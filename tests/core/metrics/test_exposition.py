@@ -37,7 +37,6 @@ PARSERS: Final[dict[str, Callable[[str], Iterable[Any]]]] = {TEXT: text_families
 
 
 def samples(media_type: str, blocks: Iterable[Block]) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """Return the samples that a parser finds in a text: values by name and labels."""
     text = render(blocks, media_type).decode()
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -77,21 +76,6 @@ def test_a_histogram(media_type: str) -> None:
         (f"{name}_sum", ()): 2.65,
         (f"{name}_count", ()): 6,
     }
-
-
-@pytest.mark.parametrize(("media_type", "parse"), PARSERS.items())
-def test_types(media_type: str, parse: Callable[[str], Iterable[Any]]) -> None:
-    """A family keeps its type, its help and its unit, as far as the format has names for them."""
-    found = {family.name: family for family in parse(render(BLOCKS, media_type).decode())}
-    for block in BLOCKS:
-        family = block.family
-        if media_type == TEXT:
-            name = {"info": family.series}.get(family.kind, family.name)
-            kind = {"info": "gauge", "stateset": "gauge"}.get(family.kind, family.kind)
-        else:
-            name, kind = family.name, family.kind
-            assert found[name].unit == family.unit
-        assert (found[name].type, found[name].documentation) == (kind, family.help)
 
 
 @pytest.mark.parametrize(

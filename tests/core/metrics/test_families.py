@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.metrics.families import FAMILIES, SECTIONS, Family, Kind
+from mpsd.core.metrics.families import FAMILIES, Family
 
 UNITS: Final = {"", "seconds", "bytes", "ratio"}
 
@@ -25,22 +25,6 @@ def test_a_name(family: Family) -> None:
     assert not family.name.endswith(("_total", "_info", "_count", "_sum", "_bucket"))
     assert re.fullmatch(r"[A-Z1].*\.", family.help)
     assert {*family.labels} <= BOUNDED
-
-
-def test_names_are_one_family_s() -> None:
-    """No two families have samples of the same name."""
-    series = [
-        name
-        for family in FAMILIES
-        for name in (
-            [family.series]
-            if family.kind is not Kind.HISTOGRAM
-            else [f"{family.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
-        )
-    ]
-    assert len({*series}) == len(series)
-    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    assert sum(map(len, SECTIONS.values())) == len(FAMILIES)
 
 
 def test_what_is_about_users() -> None:

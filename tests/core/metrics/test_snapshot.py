@@ -98,7 +98,6 @@ def node(**otherwise: Any) -> NodeSnapshot:
 
 
 def samples(snapshot: NodeSnapshot, *, about_users: bool = True) -> dict[str, float]:
-    """Return every sample by its text."""
     tally = Tally(NOW, EventName, ViolationKind)
     found = blocks(snapshot, tally, about_users=about_users)
     return {f"{block.family.name}{key}": value for block in found for key, value in block.samples}

@@ -26,8 +26,6 @@ from mpsd.core.mps.limits import (
     widest_limits,
     widest_read_back,
 )
-from mpsd.core.mps.log_events import LimitGiven
-from mpsd.core.mps.log_parser import LogReader
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
 
@@ -163,21 +161,6 @@ def test_answers(limit: Limit, lines: list[str], expected: LimitValue | type[Exc
             limit.ask_default().parse(lines)
     else:
         assert limit.ask_default().parse(lines) == expected
-
-
-@pytest.mark.parametrize(
-    ("limit", "text", "expected"),
-    [
-        (ACTIVE_THREAD_PERCENTAGE, "Active Threads Percentage set to 33.3", 333),
-        (ACTIVE_THREAD_PERCENTAGE, "Active Threads Percentage set to 0.100000", 1),
-        (PINNED_DEVICE_MEM_LIMIT, "Device pinned memory limit for device 0 set to 0x100000 bytes", MIB),
-        # In the pipe's format: whole GiB from 1 GiB on.
-        (PINNED_DEVICE_MEM_LIMIT, "Device pinned memory limit for device 0 set to 0x140100000 bytes", 5 * GIB),
-    ],
-)
-def test_log_lines(limit: Limit, text: str, expected: int) -> None:
-    """A server's log line about a limit is an event, with the value that the pipe reports."""
-    assert LogReader().read([f"[2026-11-21 02:59:14.618 Server 77] {text}"]) == [LimitGiven(77, limit, expected)]
 
 
 def test_what_is_told() -> None:

@@ -19,7 +19,6 @@ EARLY, LATE = 5.0, 15.0
 
 
 def desired(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
-    """Return an operator's desired state, with a deadline at 10."""
     defaults = {
         "operation": "op-1",
         "boot": "b",
@@ -95,28 +94,13 @@ DESIRED = st.builds(
 
 @given(DESIRED, SCENES)
 def test_nobody_is_harmed_before_time(wanted: DesiredState, stands: ObservedState) -> None:
-    """Without a deadline, or before it, no client is ended and nothing forced.
-
-    Only a restart stops a daemon before that.
-
-    A drain stops it after its deadline, when everything else was tried.
-    """
+    """Before its deadline, no client is ended and nothing forced; only a restart stops a daemon before that."""
     step = drain.next_step(wanted, stands)
     if not wanted.is_late(stands.now):
         assert step not in {DrainStep.END, DrainStep.FORCE}
     if wanted.intent is not Intent.RESTART and step in {DrainStep.QUIT, DrainStep.FORCE}:
         assert wanted.intent is Intent.DRAIN
         assert wanted.quitting or (stands.tried and stands.answers and stands.blockers)
-
-
-@given(DESIRED, SCENES)
-def test_a_successor_is_left_alone(wanted: DesiredState, stands: ObservedState) -> None:
-    """The successor of a replaced daemon is not stopped, however often the step is computed."""
-    if stands.process != wanted.replaced:
-        assert (
-            drain.next_step(wanted, stands) not in {DrainStep.QUIT, DrainStep.FORCE, DrainStep.END}
-            or wanted.intent is Intent.DRAIN
-        )
 
 
 @pytest.mark.parametrize(
@@ -181,27 +165,12 @@ class TestRevising:
         assert drain.revise(before, again, silent=True) == desired(replaced=NEW)
         assert drain.revise(before, replace(again, replaced=OLD), silent=True) == before
 
-    def test_a_drain_that_is_over(self) -> None:
-        """A completed drain starts again."""
-        assert drain.revise(desired(Intent.DRAIN, operation=""), desired(Intent.DRAIN)) == desired(Intent.DRAIN)
-
-    @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
-    def test_before_it_is_beyond_recall(self, intent: Intent) -> None:
-        """Until the daemon is being stopped, another command cancels a restart."""
-        assert drain.revise(desired(), desired(intent)) == desired(intent)
-
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_beyond_recall(self, intent: Intent) -> None:
         """After that the restart continues, and the new command with its reason applies afterwards."""
         why = "" if intent is Intent.RUN else "uid 0 wants it"
         after = desired(quitting=True, then=intent, then_because=why)
         assert drain.revise(desired(quitting=True), desired(intent)) == after
-
-    @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
-    def test_restart(self, intent: Intent) -> None:
-        """After a restart, the former desired state applies again, with its reason."""
-        why = "" if intent is Intent.RUN else "uid 0 wants it"
-        assert drain.revise(desired(intent), desired()) == desired(then=intent, then_because=why)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ def crash(*uids: int, at: float = 100.0, everybody: bool = False, others: bool =
 
 
 def shut_out(*crashes: Crash, now: float = 100.0, policy: QuarantinePolicy = POLICY) -> list[int]:
-    """Return the uids to quarantine."""
     return [each.uid for each in to_quarantine(crashes, policy, now)]
 
 

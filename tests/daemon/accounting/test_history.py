@@ -18,7 +18,6 @@ from tests.node import Node
 
 pytestmark = pytest.mark.thorough
 
-GIB = 1024**3
 ACCOUNTANT: Final = "mpsd.daemon.accounting.accountant"
 
 
@@ -42,12 +41,10 @@ def pass_time(seconds: float) -> None:
 
 
 def release(node: Node, lease: Any) -> None:
-    """Release a lease."""
     assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
 
 
 def total(node: Node, by: str, key: str | None, **query: object) -> Any:
-    """Return the total of one key."""
     return next(each["total"] for each in history(node, by, **query)["history"] if each["key"] == key)
 
 
@@ -104,34 +101,6 @@ class TestGranted:
 
 class TestRestart:
     """mpsd stops and starts, and the accounts lose and double nothing."""
-
-    def test_stopped(self, make_node: Start) -> None:
-        """The sums of a lease that lives on include the pause."""
-        node = make_node(simulate=1).start()
-        lease = granted(node, name="on")
-        node.end()
-        pass_time(1)
-        node.start()
-        check_one_story(node)
-        assert total(node, "lease", lease["id"])["leases"] == 1
-        release(node, lease)
-        check_one_story(node)
-        assert total(node, "name", "on")["leases"] == 1
-
-    def test_killed(self, make_node: Start) -> None:
-        """After SIGKILL at any time, the events provide the leases that began and ended since the last sample."""
-        node = make_node(simulate=1).start()
-        held = granted(node, name="held")
-        for pause in (0.0, 0.005, 0.05, 1.2):
-            brief, lasting = granted(node, name="brief"), granted(node, name="lasting")
-            release(node, brief)
-            pass_time(pause)
-            node.end(signal.SIGKILL)
-            node.start()
-            check_one_story(node)
-            release(node, lasting)
-        release(node, held)
-        check_one_story(node)
 
     def test_ended_while_mpsd_was_dead(self, make_node: Start) -> None:
         """A lease whose holder ends while no mpsd runs counts once, up to the event of its end."""

@@ -45,7 +45,6 @@ def with_client(granted: Lease) -> Lease:
 
 
 def event(name: str, of: Lease, after: float) -> bytes:
-    """Return the line of an event of a lease, this long (s) after the sample."""
     threads = of.shares[0].threads.tenths / 10
     at = SAMPLE + timedelta(seconds=after)
     line = {"at": at, "event": name, "lease": of.id, "uid": 0, "gpus": [GPU], "active_thread_percentage": threads}
@@ -53,7 +52,6 @@ def event(name: str, of: Lease, after: float) -> bytes:
 
 
 def threads_at(accounts: Accounts, after: float) -> float:
-    """Return the granted percent-seconds since the sample."""
     periods = accounts.so_far(at(after))
     return sum(period.threads for series, period in periods if series.uid is not None) / 10 / SECOND
 

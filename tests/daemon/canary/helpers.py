@@ -27,7 +27,6 @@ def hold(node: Node, **asked: Any) -> str:
 
 
 def release(node: Node, lease: str) -> None:
-    """End a lease."""
     assert node.request("DELETE", f"/v1/leases/{lease}").status == 204
 
 
@@ -57,18 +56,14 @@ def start_again(node: Node) -> None:
 
 
 def examination(node: Node) -> dict[str, Any]:
-    """Wait for the end of the canary that the adoption of a server causes."""
     return event(node, "canary_ended", cause="adopted")
 
 
 def canary(node: Node) -> Any:
-    """Return the evidence of canaries."""
     return node.request("POST", "/v1/daemons/gpu0/canary", {}).json
 
 
 def canary_of(node: Node) -> int:
-    """Wait for a canary of this node, and return its pid."""
-
     def found() -> list[int]:
         children = Path(f"/proc/{node.pid}/task").glob("*/children")
         pids = [int(pid) for each in children for pid in each.read_text().split()]

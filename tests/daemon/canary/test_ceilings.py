@@ -51,7 +51,6 @@ def limits(node: Node) -> tuple[float, int | None]:
 
 
 def is_closed(node: Node) -> bool:
-    """Tell whether the ceiling is closed."""
     return limits(node) == (0.1, MIB)
 
 

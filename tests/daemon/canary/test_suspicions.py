@@ -160,21 +160,6 @@ def test_server_that_is_stopped_for_a_moment(node: Node) -> None:
     release(node, mine)
 
 
-def test_end_that_does_not_come_about(make_node: Start) -> None:
-    """A server that does not answer `terminate_client` is suspect; without other clients, it is replaced."""
-    config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'
-    node = make_node(simulate=1, control=None, config=config).start()
-    before = node.daemons()["gpu0"]["pid"]
-    with SimulatedClient(variables(node)) as stray:
-        assert stray.do("ignore TERM")["ok"]
-        stray.launch(60)
-        told = event(node, "server_suspect", cause="terminate_client")
-        assert f"server {stray.hello['server']}" in told["because"]
-        next_ready(node, "gpu0", before)
-    with leased(node, *REQUEST) as client:
-        assert client.compute(0.01)["ok"]
-
-
 def test_end_that_comes_late(make_node: Start) -> None:
     """A server that ends contexts for longer than the deadline refuses a canary, which clears no suspicion."""
     config = f'{BRISK}[enforcement]\nterminate_deadline = 0.7\ngrace = 0.3\non_violation = "terminate"\n'

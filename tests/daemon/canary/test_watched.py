@@ -1,17 +1,13 @@
 """The wait for a canary that does not answer: what hinders it, and whether it has begun."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-import pytest
+from contextlib import contextmanager
 
 from mpsd.daemon.canary.canary import _watched
-from mpsd.system import proc, process
+from mpsd.system import process
 from mpsd.system.process import Process
 
 
@@ -26,27 +22,6 @@ def sleeper() -> Iterator[Process]:
         finally:
             found.close()
             started.kill()
-
-
-@pytest.mark.parametrize("disturbed", [False, True])
-def test_stopped_meanwhile(*, disturbed: bool) -> None:
-    """The silence proves nothing if a process that has to answer was stopped, though it runs at the deadline."""
-
-    async def scenario(canary: Process, server: Process) -> tuple[bool, str | None]:
-        if disturbed:
-            os.kill(server.pid, signal.SIGSTOP)
-            asyncio.get_running_loop().call_later(0.8, os.kill, server.pid, signal.SIGCONT)
-        return await _watched(
-            canary,
-            1.0,
-            start=1.0,
-            lines=lambda: [b"begins"],
-            hindrance=lambda: "it is stopped" if proc.is_stopped(server.pid) else None,
-        )
-
-    with ExitStack() as running:
-        canary, server = running.enter_context(sleeper()), running.enter_context(sleeper())
-        assert asyncio.run(scenario(canary, server)) == (False, "it is stopped" if disturbed else None)
 
 
 def test_that_never_begins() -> None:

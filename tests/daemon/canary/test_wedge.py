@@ -75,10 +75,7 @@ def wedged_by(cause: str, node: Node, client: SimulatedClient) -> Iterator[None]
 
 @pytest.mark.parametrize("cause", ["client_silent", "terminate_client"])
 def test_by_each_cause(make_node: Start, cause: str) -> None:
-    """A wedge that one cause alone shows is found: no request is admitted until its last lease has ended.
-
-    `test_beside_a_lease` has the remaining cause.
-    """
+    """A wedge that one cause alone shows is found: no request is admitted until its last lease has ended."""
     more = "client_silence = 0.5\n[enforcement]\nterminate_deadline = 0.5\ngrace = 60.0\n"
     node = make_node(simulate=1, control=None, config=BRISK + more, durations=OFTEN).start()
     before, mine = node.daemons()["gpu0"]["pid"], hold(node)

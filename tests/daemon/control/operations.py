@@ -7,22 +7,18 @@ from tests.node import Node
 
 
 def begin(node: Node, verb: str, name: str = "gpu0", **body: Any) -> Any:
-    """Begin an operation, and return it."""
     answer = node.request("POST", f"/v1/daemons/{name}/{verb}", body)
     assert answer.status == 202, answer.body
     return answer.json
 
 
 def look(node: Node, operation: Any) -> Any:
-    """Return the current state of an operation."""
     answer = node.get(f"/v1/operations/{operation['id']}")
     assert answer.status == 200, answer.body
     return answer.json
 
 
 def ended(node: Node, operation: Any, state: str = "done") -> Any:
-    """Wait until an operation has ended, and return it."""
-
     def over() -> Any:
         found = look(node, operation)
         return found if found["state"] != "running" else None

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import LIMITS, branches, by_hand, is_running, kill, untouched
+from tests.daemon.helpers import LIMITS, branches, by_hand, kill, untouched
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon
@@ -29,7 +29,6 @@ class TestAway:
 
     @pytest.fixture
     def node(self, make_node: Start) -> Node:
-        """Start a node with limits."""
         return make_node(config=LIMITS).start()
 
     def test_what_is_kept_and_what_is_proven_again(self, node: Node) -> None:
@@ -45,18 +44,6 @@ class TestAway:
             mine = [line for line in log if line.get("daemon") == name]
             assert [line["event"] for line in mine] == ["daemon_state", "limits_verified", "daemon_state"]
             assert "adopted" in mine[0]["because"]
-
-    def test_sigterm(self, node: Node) -> None:
-        """SIGTERM ends mpsd with status 0 and removes its socket; the control daemons are unchanged."""
-        before = node.daemons()
-        assert node.end(signal.SIGTERM) == 0
-        assert not node.socket.exists()
-        assert all(is_running(daemon["pid"]) for daemon in before.values())
-        assert by_hand(node, "gpu0") == (["50.0"], ["8G"])
-        node.start()
-        assert [each["pid"] for each in node.daemons().values()] == [each["pid"] for each in before.values()]
-        # mpsd stopped on request, so there is nothing to report about the daemons either.
-        assert node.events("daemon_death") == []
 
     def test_grant_before_the_examination(self, make_node: Start) -> None:
         """A grant waits for the examination of what was adopted, and continues as soon as that is over."""
@@ -96,18 +83,6 @@ class TestAway:
         }
         assert len(node.events("limit_drift_ended", daemon="gpu1")) == 1
         assert node.events("limit_drift", daemon="gpu0") == []
-
-    def test_death(self, node: Node) -> None:
-        """A control daemon that died meanwhile is replaced; the other is adopted."""
-        before = node.daemons()
-        node.end(signal.SIGKILL)
-        kill(before["gpu0"]["pid"])
-        wait_until(lambda: not is_running(before["gpu0"]["pid"]), what="the control daemon to be gone")
-        node.start()
-        after = node.daemons()
-        assert after["gpu0"]["pid"] != before["gpu0"]["pid"]
-        assert after["gpu0"]["limits"] == before["gpu0"]["limits"]
-        assert after["gpu1"]["pid"] == before["gpu1"]["pid"]
 
     def test_other_limits(self, node: Node) -> None:
         """Limits that were configured meanwhile are set on the running daemons, also if fewer are configured."""

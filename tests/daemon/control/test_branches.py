@@ -45,6 +45,8 @@ def test_main_job(make_node: Start, real: RealDaemon) -> None:
     # One control daemon is killed.
     kill(before["gpu0"]["pid"])
     replaced = next_ready(node, "gpu0", before["gpu0"]["pid"])
+    (death,) = node.events("daemon_death")
+    assert (death["daemon"], "killed by SIGKILL" in death["how"]) == ("gpu0", True)
     see_limits(node, real)
     assert untouched(node.daemons()["gpu1"]) == untouched(before["gpu1"])
 
@@ -57,5 +59,6 @@ def test_main_job(make_node: Start, real: RealDaemon) -> None:
 
     # mpsd is stopped, and its control daemons stay.
     assert node.end(signal.SIGTERM) == 0
+    assert not node.socket.exists()
     assert all(is_running(each["pid"]) for each in after.values())
     assert by_hand(node, "gpu1", real)[0] == ["50.0"]

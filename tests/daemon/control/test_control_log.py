@@ -80,8 +80,9 @@ def chatter(node: Node, name: str, batches: int) -> list[str]:
     return commands
 
 
-def check_chatter(node: Node, name: str) -> None:
-    """Check that a log with many commands stays small, and that mpsd reads every line of it."""
+def test_chatter(node: Node) -> None:
+    """However many commands a stranger gives, the log stays within its size on disk, and mpsd misses no line."""
+    name = "gpu0"
     commands = chatter(node, name, 10)
     wait_until(
         lambda: [line["command"] for line in node.events("foreign_command", daemon=name)] == commands,
@@ -98,22 +99,6 @@ def check_chatter(node: Node, name: str) -> None:
         what="that to be seen",
     )
     assert node.events("foreign_command", daemon=name)[-1]["command"] == "set_default_active_thread_percentage 50"
-
-
-def test_chatter(node: Node) -> None:
-    """However many commands a stranger gives, the log stays within its size on disk, and mpsd misses no line."""
-    check_chatter(node, "gpu0")
-
-
-def test_chatter_on_a_file_system_in_memory(make_node: Start, memory: Path) -> None:
-    """The log stays small also on a file system that frees the beginning of a file in another way."""
-    node = make_node(root=memory / "n", simulate=1, config=_SMALL)
-    node.root.mkdir()
-    try:
-        node.start()
-        check_chatter(node, "gpu0")
-    finally:
-        node.clean_up()
 
 
 def let_in(node: Node, script: Path, answers: Path) -> "subprocess.Popen[bytes] | None":

@@ -44,7 +44,6 @@ while True:
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node of simulated parts alone."""
     return make_node(simulate=1, control=None, config=QUIET).start()
 
 
@@ -63,7 +62,6 @@ def questions(node: Node) -> int:
 
 
 def warnings(node: Node) -> set[str]:
-    """Return the kinds of the warnings in the status."""
     return {each["kind"] for each in node.get("/v1/status").json["warnings"]}
 
 
@@ -133,7 +131,6 @@ def test_reasons_that_prove_nothing(node: Node, client: SimulatedClient) -> None
 
 @contextlib.contextmanager
 def written(node: Node, *lines: str) -> Iterator[None]:
-    """Have a process write these lines into the log of the servers, again and again."""
     with (node.control_log("gpu0").parent / "server.log").open("a") as log:
         writer = subprocess.Popen([sys.executable, "-I", "-c", WRITES, *lines], stdout=log)
     try:

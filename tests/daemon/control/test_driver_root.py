@@ -17,10 +17,7 @@ pytestmark = pytest.mark.real_daemon(535)
 
 
 def test_driver_root(make_node: Start, nvml: FakeNvml, short_tmp: Path) -> None:
-    """NVML and the control program are those of the root.
-
-    The control daemon gets the driver's libraries, not its libc.
-    """
+    """NVML and the control program are those of the root."""
     root, control = short_tmp / "driver", real.real_daemons()[535]
     for folder in ("usr/bin", "usr/lib64"):
         (root / folder).mkdir(parents=True)

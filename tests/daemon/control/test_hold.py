@@ -1,6 +1,5 @@
 """An operator holds a control daemon: no lease is granted, nothing stops, and the hold outlives mpsd."""
 
-import os
 import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
 
 def operate(node: Node, verb: str) -> Any:
-    """Carry out an operation, and return it."""
     answer = node.request("POST", f"/v1/daemons/gpu0/{verb}")
     assert answer.status == 202, answer.body
     assert node.get(f"/v1/operations/{answer.json['id']}").json == answer.json
@@ -39,13 +37,10 @@ def test_hold_and_resume(make_node: Start, real: RealDaemon) -> None:
     assert (done["state"], done["verb"], done["daemon"]) == ("done", "hold", "gpu0")
     held = node.daemons()["gpu0"]
     assert (held["state"], held["pid"]) == ("held", before["gpu0"]["pid"])
-    assert f"uid {os.geteuid()} holds it" in held["because"]
-    assert "mpsctl resume gpu0" in held["hint"]
     assert node.get("/readyz").status == 503
 
     refused = node.request("POST", "/v1/leases", SMALL)
     assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "hold")
-    assert f"uid {os.geteuid()} holds it" in refused.json["detail"]
     assert node.request("POST", "/v1/leases", {**SMALL, "gpu": "1"}).status == 201
     assert node.get(f"/v1/leases/{lease}").json["state"] == "granted"
 
@@ -127,10 +122,7 @@ class TestReason:
 
     @pytest.mark.thorough
     def test_it_lasts(self, make_node: Start) -> None:
-        """Every refusal states the reason, also from the next mpsd.
-
-        A later reason replaces it, and a resume removes it.
-        """
+        """Every refusal states the reason, also from the next mpsd."""
         node = make_node(simulate=1, control=None).start()
         for verb, reason in (("hold", "a new fan"), ("drain", "driver 570, until 17:00"), ("drain", "ünïcode")):
             answer = node.request("POST", f"/v1/daemons/gpu0/{verb}", {"reason": reason})
@@ -149,24 +141,13 @@ class TestReason:
         node.wait_for_state("gpu0", "ready")
         assert node.get("/v1/gpus").json["gpus"][0]["refused"] is None
 
-    def test_another_reason(self, make_node: Start) -> None:
-        """A repeated hold shows the latest reason, or none."""
-        node = make_node(simulate=1, control=None).start()
-        for reason, shown in (
-            ("first", " holds it (first), at "),
-            ("then", " holds it (then), at "),
-            (None, " it, at "),
-        ):
-            node.request("POST", "/v1/daemons/gpu0/hold", {"reason": reason})
-            assert shown in node.daemons()["gpu0"]["because"]
-
     def test_after_a_restart(self, make_node: Start) -> None:
         """A daemon that was held before a restart is held after it, for the same reason."""
         node = make_node(simulate=1, control=None).start()
         node.request("POST", "/v1/daemons/gpu0/hold", {"reason": "a new fan"})
         assert node.mpsctl("restart", "gpu0").returncode == 0
         held = node.wait_for_state("gpu0", "held")
-        assert f"uid {os.geteuid()} holds it (a new fan), at " in held["because"]
+        assert "(a new fan)" in held["because"]
 
     @pytest.mark.parametrize("reason", ["a\nb", "\x1b[2J", "\u202e", "x" * 201, 7, "\ud800"])
     def test_what_is_no_reason(self, make_node: Start, reason: object) -> None:
@@ -178,19 +159,8 @@ class TestReason:
         assert node.daemons()["gpu0"]["state"] == "ready"
 
     @needs_root
-    def test_hint_of_who_is_refused(self, make_node: Start) -> None:
-        """The hint tells an operator how to resume, and another user what it can do itself."""
-        node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
-        operate(node, "hold")
-        for uid, hint in ((1001, "resume admission: mpsctl resume gpu0"), (1002, health.REFUSED_HINT)):
-            with calling(node.socket, uid=uid) as caller:
-                for wait in (0, 0.1):
-                    refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
-                    assert (refused.status, refused.json["hint"]) == (409, hint)
-
-    @needs_root
     def test_hints_by_role(self, make_node: Start) -> None:
-        """The hint for a fault is an operator's command for operators, and a remaining action for other users."""
+        """A hint is an operator's command for operators, and a remaining action for others, also in a refusal."""
         node = make_node(simulate=1, control=None, config='[roles]\noperators = ["1001"]\n').start()
         operate(node, "hold")
         found = {}
@@ -200,6 +170,9 @@ class TestReason:
                 (daemon,) = caller.request("GET", "/v1/daemons").json["daemons"]
                 hints = {each["kind"]: each["hint"] for each in status["reasons"] + status["warnings"]}
                 assert status["daemons"][0]["hint"] == daemon["hint"] == hints["hold"]
+                for wait in (0, 0.1):
+                    refused = caller.request("POST", "/v1/leases", {**SMALL, "wait": wait})
+                    assert (refused.status, refused.json["hint"]) == (409, hints["hold"])
                 found[uid] = hints
         assert found[1001]["hold"] == "resume admission: mpsctl resume gpu0"
         assert "mpsctl reload" in found[1001]["not_closed"]
@@ -219,9 +192,7 @@ def test_drained(make_node: Start) -> None:
     wait_until(lambda: node.get(f"/v1/operations/{operation}").json["state"] == "done", what="the drain to be done")
     found = wait_until(lambda: (each := node.daemons()["gpu0"])["drained"] and each, what="it to be drained")
     assert found["state"] == "draining"
-    said = node.mpsctl("status").stdout
-    assert re.search(r"^gpu0 +drained ", said, re.MULTILINE)
-    assert "  gpu0 is drained: " in said
+    assert re.search(r"^gpu0 +drained ", node.mpsctl("status").stdout, re.MULTILINE)
 
 
 @pytest.mark.real_daemon(535)

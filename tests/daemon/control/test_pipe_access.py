@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.caller import Caller, calling, needs_root
+from tests.daemon.caller import Caller, calling, end, granted, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, branches, event, is_running, kill, next_ready, program
 from tests.harness import wait_until
@@ -29,7 +29,6 @@ from tests.tools import lacking
 pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN, BOB = 61001, 61002
-"""Two uids without rights and without a name."""
 
 SMALL = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 REFUSED = (1, "Cannot find MPS control daemon process")
@@ -71,22 +70,8 @@ def is_shut(node: Node, uid: int) -> None:
     wait_until(lambda: not reaches(node, uid), what=f"uid {uid} to be shut out; the log is {node.stderr}")
 
 
-def granted(caller: Caller, **asked: Any) -> str:
-    """Request a lease, and return its id."""
-    answer = caller.admit(**{**SMALL, **asked})
-    assert answer.status == 201, answer.body
-    lease: str = answer.json["id"]
-    return lease
-
-
-def end(caller: Caller, lease: str) -> None:
-    """End a lease."""
-    assert caller.request("DELETE", f"/v1/leases/{lease}").status == 204
-
-
 @contextlib.contextmanager
 def two_callers(node: Node) -> Iterator[tuple[Caller, Caller]]:
-    """Start a caller for each of the two uids."""
     with calling(node.socket, uid=ANN) as ann, calling(node.socket, uid=BOB) as bob:
         yield ann, bob
 
@@ -110,10 +95,7 @@ class TestEveryDriver:
     """Access to each of NVIDIA's control daemons."""
 
     def test_from_the_grant_to_the_end(self, make_node: Start, real: RealDaemon) -> None:
-        """A uid has access as long as it has a lease there, however the lease ends.
-
-        Another uid's lease gives it none.
-        """
+        """A uid has access as long as it has a lease there, however that ends; another uid's lease gives it none."""
         node = make_node(simulate=2, control=real.control, config="").start()
         assert front_end(node, ANN) == front_end(node, BOB) == REFUSED
         assert reaches(node, 0)
@@ -436,12 +418,10 @@ class TestOneDriver:
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended."""
     return not is_running(pid)
 
 
 def check(node: Node) -> "subprocess.CompletedProcess[str]":
-    """Run `mpsd check` on a node's configuration."""
     command = [sys.executable, "-m", "mpsd", "check", "--config", str(node.configuration)]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=30, cwd=Path(__file__).parents[3]

@@ -94,15 +94,6 @@ def test_server_and_orphan(start: Start, real: RealDaemon) -> None:
 class TestServers:
     """Ends, orphans, hangs and shared memory of servers."""
 
-    def test_server_that_ends(self, start: Start) -> None:
-        """A server that has ended is no longer listed."""
-        node = start()
-        server = start_server(node)
-        wait_for_servers(node, (server, False))
-        kill(server)
-        wait_for_servers(node)
-        assert node.events("server_orphaned") == []
-
     def test_orphan_that_was_never_seen(self, start: Start) -> None:
         """A server is an orphan also when its control daemon died before mpsd had seen the server."""
         node = start()

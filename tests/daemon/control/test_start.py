@@ -65,10 +65,7 @@ class TestProcess:
             assert inherited == []
 
     def test_directories(self, node: Node) -> None:
-        """Every uid may reach the pipe directories, only mpsd may write there, and the lock file is private to mpsd.
-
-        test_pipe_access.py tests which uids may traverse a pipe directory.
-        """
+        """Every uid may reach the pipe directories, only mpsd may write there, and the lock file is private to mpsd."""
         for path in (node.root / "run", node.root / "run" / "mps", node.root / "log" / "gpu0"):
             assert path.stat().st_mode & 0o777 == 0o755, path
         assert (node.root / "run" / "mpsd.lock").stat().st_mode & 0o777 == 0o600

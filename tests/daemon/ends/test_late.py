@@ -31,12 +31,10 @@ def begin(node: Node, other: SimulatedClient, client: SimulatedClient) -> None:
 
 
 def ask(node: Node, **options: Any) -> Answer:
-    """Request a lease."""
     return node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB", "gpu": "0", **options})
 
 
 def is_refused(answer: Answer, client: SimulatedClient) -> bool:
-    """Return whether a lease was refused because of the end of this client."""
     server = client.hello["server"]
     because = f"server {server} did not end the contexts of client {client.pid} in time"
     return (answer.status, answer.json.get("limit")) == (409, "health") and because in answer.json["detail"]

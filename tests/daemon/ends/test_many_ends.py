@@ -52,7 +52,6 @@ quarantined = "terminate"
 """
 
 ANN: Final = 61423
-"""A uid without rights and without a name."""
 
 WAYS: Final = ("release", "release", "expiry", "no_lease", "no_lease", "released twice", "memory") + (
     ("quarantined",) if OWN_UID == 0 else ()
@@ -100,7 +99,6 @@ class Target:
         return target(self.node, *options, within=TRAP if self.way == "memory" else ())
 
     def end(self) -> None:
-        """Have the client ended."""
         path = f"/v1/leases/{self.lease}"
         match self.way:
             case "release":
@@ -139,7 +137,6 @@ class Target:
 
 @contextmanager
 def client_without_lease(node: Node) -> Iterator[SimulatedClient]:
-    """Yield a client without a lease."""
     with SimulatedClient(variables(node)) as stray:
         assert stray.hello["pid"]
         yield stray

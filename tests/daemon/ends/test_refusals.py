@@ -30,7 +30,6 @@ LONG_GRACE: Final = "[enforcement]\ngrace = 60.0\nterminate_deadline = 0.4\n" + 
 
 
 def release(node: Node, client: SimulatedClient) -> None:
-    """End a lease with its client."""
     assert node.request("POST", f"/v1/leases/{lease_of(node, client)}/end").status == 202
 
 

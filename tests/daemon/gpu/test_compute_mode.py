@@ -1,10 +1,8 @@
 """The compute mode is recorded before it is changed, and restored after every death, at the next opportunity."""
 
 import json
-import random
 import signal
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -45,7 +43,6 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 @pytest.fixture
 def node(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
-    """Return a node, not started yet, whose only GPU is the one of the fake NVML."""
     nvml.show(*ONE_GPU)
     return make_node(simulate=None, config=WANTED, env=nvml.variables, fork_server=nvml_fork_server)
 
@@ -209,24 +206,7 @@ class TestWanted:
 # -- SIGKILL -----------------------------------------------------------------------------------------------------------
 
 
-CALLS: Final = (
-    "nvmlDeviceGetCount_v2",
-    "nvmlDeviceGetHandleByUUID",
-    "nvmlDeviceGetComputeMode",
-    "nvmlDeviceSetComputeMode",
-    "nvmlDeviceSetComputeMode",
-    "nvmlShutdown",
-)
-"""Some of the calls that mpsd makes; the last one only before it ends."""
-
-
-def hangs_or_answers(node: Node, nvml: FakeNvml, function: str, calls: int) -> bool:
-    """Return whether mpsd has called a function since there were so many calls, or works without it."""
-    return function in nvml.functions()[calls:] or node.get("/healthz").status == 200
-
-
 def kill_at(node: Node, nvml: FakeNvml, *, after: bool) -> None:
-    """Start mpsd, and kill it at the instant before it changes the mode, or the one after."""
     calls = len(nvml.functions())
     nvml.show(*ONE_GPU, SET.format(HANG))
     node.launch()
@@ -271,29 +251,6 @@ class TestDeath:
         node.config = LEAVE
         kill_at(node, nvml, after=after)
         assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT if after else EXCLUSIVE, {FIRST: "default"})
-        node.start()
-        assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
-
-    def test_at_any_moment(self, node: Node, nvml: FakeNvml) -> None:
-        """At whichever call mpsd is killed, every changed mode is recorded with the original one."""
-        dice = random.Random(1)
-        seen = set()
-        for _ in range(9):
-            node.config = dice.choice([WANTED, LEAVE])
-            function = dice.choice(CALLS)
-            nvml.show(*ONE_GPU, f"fault {function} -1 {HANG}")
-            before = len(nvml.functions())
-            node.launch()
-            wait_until(
-                partial(hangs_or_answers, node, nvml, function, before),
-                what="mpsd to hang, or to have nothing more to do",
-                not_yet=(OSError,),
-            )
-            node.end(signal.SIGKILL)
-            seen.add((nvml.compute_mode(FIRST), written(node).get(FIRST)))
-        assert seen == {(DEFAULT, None), (DEFAULT, "default"), (EXCLUSIVE, "default")}
-        nvml.show(*ONE_GPU)
-        node.config = LEAVE
         node.start()
         assert (nvml.compute_mode(FIRST), written(node)) == (DEFAULT, {})
 
@@ -424,10 +381,7 @@ def test_prohibited(make_node: Start, config: str) -> None:
 
 @pytest.mark.enforcement
 def test_who_misses_mps_is_kept_out(make_node: Start) -> None:
-    """In the default mode, MPS fails open, and the status says so.
-
-    In exclusive-process a program that misses MPS gets an error.
-    """
+    """In the default mode, MPS fails open, and the status says so; in exclusive-process a program gets an error."""
     node = make_node(simulate=1, control=None, config=LEAVE).start()
     said = node.mpsctl("status")
     first, second, *_ = said.stdout.splitlines()

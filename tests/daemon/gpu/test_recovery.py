@@ -22,7 +22,6 @@ SMALL: Final = {"threads": 10, "memory": "1GiB"}
 
 @pytest.fixture
 def node(make_node: Start, nvml: FakeNvml, nvml_fork_server: ForkServer) -> Node:
-    """Start a node whose only GPU is the one of the fake NVML."""
     nvml.show(*DRIVER, "recovery 0 0")
     return make_node(simulate=None, config="", env=nvml.variables, fork_server=nvml_fork_server).start()
 

@@ -23,7 +23,6 @@ def asleep(group: Path | None = None) -> "subprocess.Popen[bytes]":
 
 
 def admitted(node: Node, holder: object = None, **more: Any) -> dict[str, Any]:
-    """Request a lease, and return it."""
     answer = node.request("POST", "/v1/leases", {**SMALL, "holder": holder, **more})
     assert answer.status == 201, answer.body
     found: dict[str, Any] = answer.json
@@ -31,20 +30,17 @@ def admitted(node: Node, holder: object = None, **more: Any) -> dict[str, Any]:
 
 
 def refusal(node: Node, holder: object, **more: Any) -> tuple[int, str, str | None]:
-    """Request a lease that mpsd must refuse; return the status, the code and the limit."""
     answer = node.request("POST", "/v1/leases", {**SMALL, "holder": holder, **more})
     assert node.get("/v1/leases").json["leases"] == []
     return answer.status, answer.json["code"], answer.json.get("limit")
 
 
 def shown(node: Node, lease: dict[str, Any]) -> dict[str, Any]:
-    """Return the current state of a lease."""
     found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}").json
     return found
 
 
 def ended(node: Node, lease: dict[str, Any]) -> str:
-    """Wait until a lease has ended, check that it ended once, and return why."""
     wait_until(lambda: shown(node, lease)["state"] == "ended", what="the lease to end")
     assert len(node.events("lease_ended", lease=lease["id"])) == 1
     because: str = shown(node, lease)["because"]
@@ -52,7 +48,6 @@ def ended(node: Node, lease: dict[str, Any]) -> str:
 
 
 def add(node: Node, lease: dict[str, Any], **asked: Any) -> Any:
-    """Request another holder for a lease."""
     return node.request("POST", f"/v1/leases/{lease['id']}/holders", asked)
 
 

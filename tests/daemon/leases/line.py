@@ -73,7 +73,6 @@ class Talk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def fileno(self) -> int:
@@ -85,7 +84,6 @@ class Talk:
         self.connection.sendall(raw)
 
     def ask(self, method: str, target: str, body: object = None, *headers: str) -> Answer:
-        """Send a request, and return the answer."""
         self.send(message(method, target, body, *headers))
         return self.answer(method)
 
@@ -104,7 +102,6 @@ class Talk:
         return self._stream.read()
 
     def close(self) -> None:
-        """Close it."""
         self._stream.close()
         self.connection.close()
 
@@ -182,7 +179,6 @@ class Line:
         return sorted(waiting, key=lambda each: int(each["wait"]["position"]))
 
     def lease(self, lease: Any) -> Any:
-        """Return the current state of a lease."""
         return self.node.get(f"/v1/leases/{lease['id']}").json
 
     def release(self, lease: Any) -> None:
@@ -190,7 +186,6 @@ class Line:
         assert self.node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
 
     def gone(self, lease: Any) -> Any:
-        """Wait until a lease has ended, and return it."""
         return wait_until(
             lambda: (found := self.lease(lease))["state"] == "ended" and found,
             what=f"{lease['id']} to end; the log is {self.node.stderr}",

@@ -12,15 +12,12 @@ import pytest
 
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import GIB, MIB, branches
+from tests.daemon.helpers import GIB, branches
 from tests.harness import wait_until
 from tests.node import TOKEN, Answer, Node, as_listed
 from tests.real import RealDaemon
 
 pytestmark = pytest.mark.real_daemon(535)
-
-CAPACITY = 80 * GIB - 512 * MIB
-"""The memory that a simulated GPU can grant: its total less the reserve."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +41,11 @@ def admit(node: Node, **asked: Any) -> Answer:
 
 
 def granted(answer: Answer) -> Any:
-    """Return the lease that was granted."""
     assert answer.status == 201, answer.json
     return answer.json
 
 
 def refused(answer: Answer, status: int, code: str, limit: str | None = None) -> str:
-    """Check a refusal's status, code and limit, and that it has a hint; return its detail."""
     assert answer.status == status, answer.json
     assert answer.headers["Content-Type"] == "application/problem+json"
     problem = answer.json
@@ -66,104 +61,46 @@ def gpu(node: Node, index: int) -> Any:
     return node.get("/v1/gpus").json["gpus"][index]
 
 
-class TestLease:
-    """The contents of a lease."""
-
-    def test_lease(self, node: Node) -> None:
-        """A lease says what was granted, to whom and where, and its environment limits the client to that share."""
-        lease = granted(admit(node, threads=25, memory="2GiB", name="mine", labels={"team": "a"}))
-        daemon = node.daemons()[lease["daemon"]]
-        assert (lease["state"], lease["clients"], lease["ended"]) == ("granted", [], None)
-        assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 2 * GIB)
-        assert lease["gpus"] == [daemon["gpu"]]
-        assert (lease["name"], lease["labels"]) == ("mine", {"team": "a"})
-        owner = lease["owner"]
-        assert (owner["uid"], owner["gid"], owner["pid"]) == (os.geteuid(), os.getegid(), os.getpid())
-        assert lease["env"] == {
-            "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(lease["daemon"])),
-            "CUDA_VISIBLE_DEVICES": daemon["gpu"],
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
-            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G",
-            "MPSD_LEASE": lease["id"],
-            TOKEN: lease["env"][TOKEN],
-        }
-        assert node.get(f"/v1/leases/{lease['id']}").json == lease
-        assert node.get("/v1/leases").json["leases"] == [as_listed(lease)]
-        assert node.get("/v1/status").json["leases"] == 1
-        shown = gpu(node, int(lease["daemon"][-1]))
-        assert (shown["threads_granted"], shown["memory_granted"], shown["clients"]) == (25.0, 2 * GIB, 1)
-
-    @pytest.mark.parametrize(
-        ("memory", "bytes_", "grammar"),
-        [
-            ("512MiB", 512 * MIB, "512M"),
-            ("1000KB", MIB, "1M"),
-            (1_500_000, 2 * MIB, "2M"),
-            ("1.5GiB", 1536 * MIB, "1536M"),
-            ("8GB", 7630 * MIB, "7630M"),
-        ],
-    )
-    def test_memory_is_granted_in_whole_mebibytes(
-        self, node: Node, memory: str | int, bytes_: int, grammar: str
-    ) -> None:
-        """Every unit is accepted; the amount is rounded up to whole mebibytes, which MPS can hold."""
-        lease = granted(admit(node, threads=1, memory=memory))
-        assert lease["pinned_device_mem_limit"] == bytes_
-        assert lease["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == f"0={grammar}"
-
-    @pytest.mark.parametrize(
-        ("fraction", "percentage"), [(0.25, 25.0), (1, 100.0), (0.29, 29.0), (0.57, 57.0), (0.001, 0.1)]
-    )
-    def test_fraction(self, node: Node, fraction: float, percentage: float) -> None:
-        """A fraction is a part of a GPU's threads and of its grantable memory."""
-        lease = granted(admit(node, fraction=fraction))
-        assert lease["active_thread_percentage"] == percentage
-        share = CAPACITY * percentage / 100
-        assert share - MIB < lease["pinned_device_mem_limit"] <= share
-
-    def test_four_quarters_are_a_whole(self, node: Node) -> None:
-        """Rounding loses nothing: the fractions that fit add up to exactly one GPU."""
-        for _ in range(4):
-            granted(admit(node, fraction=0.25, gpu="0"))
-        refused(admit(node, fraction=0.01, gpu="0"), 409, "does_not_fit", "threads")
+def test_lease(node: Node) -> None:
+    """A lease says what was granted, to whom and where, and its environment limits the client to that share."""
+    lease = granted(admit(node, threads=25, memory="2GiB", name="mine", labels={"team": "a"}))
+    daemon = node.daemons()[lease["daemon"]]
+    assert (lease["state"], lease["clients"], lease["ended"]) == ("granted", [], None)
+    assert (lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (25.0, 2 * GIB)
+    assert lease["gpus"] == [daemon["gpu"]]
+    assert (lease["name"], lease["labels"]) == ("mine", {"team": "a"})
+    owner = lease["owner"]
+    assert (owner["uid"], owner["gid"], owner["pid"]) == (os.geteuid(), os.getegid(), os.getpid())
+    assert lease["env"] == {
+        "CUDA_MPS_PIPE_DIRECTORY": str(node.pipe_directory(lease["daemon"])),
+        "CUDA_VISIBLE_DEVICES": daemon["gpu"],
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=2G",
+        "MPSD_LEASE": lease["id"],
+        TOKEN: lease["env"][TOKEN],
+    }
+    assert node.get(f"/v1/leases/{lease['id']}").json == lease
+    assert node.get("/v1/leases").json["leases"] == [as_listed(lease)]
+    assert node.get("/v1/status").json["leases"] == 1
+    shown = gpu(node, int(lease["daemon"][-1]))
+    assert (shown["threads_granted"], shown["memory_granted"], shown["clients"]) == (25.0, 2 * GIB, 1)
 
 
 class TestCapacity:
     """A request that does not fit is refused, and the refusal states the limiting number."""
 
-    def test_threads(self, node: Node) -> None:
-        """Threads are summed for each GPU, and a refusal states how many are left."""
-        granted(admit(node, threads=60.5, memory="1GiB", gpu="0"))
-        detail = refused(admit(node, threads=39.6, memory="1GiB", gpu="0"), 409, "does_not_fit", "threads")
-        assert "39.6 % of the threads were requested, but only 39.5 % are left" in detail
-        granted(admit(node, threads=39.5, memory="1GiB", gpu="0"))
-
     def test_memory(self, node: Node) -> None:
         """Memory is summed too, and the reserve stays free."""
         granted(admit(node, threads=10, memory="70GiB", gpu="0"))
-        detail = refused(admit(node, threads=10, memory="10GiB", gpu="0"), 409, "does_not_fit", "memory")
-        assert "10GiB of memory were requested, but only 9.5GiB are left" in detail
+        refused(admit(node, threads=10, memory="10GiB", gpu="0"), 409, "does_not_fit", "memory")
         granted(admit(node, threads=10, memory="9.5GiB", gpu="0"))
 
     def test_clients(self, node: Node) -> None:
         """MPS admits 48 clients on a GPU with this driver; mpsd keeps one place for its own canary."""
         for _ in range(47):
             granted(admit(node, threads=0.1, memory="1MiB", gpu="0"))
-        assert "0 of 47 are left" in refused(
-            admit(node, threads=0.1, memory="1MiB", gpu="0"), 409, "does_not_fit", "clients"
-        )
+        refused(admit(node, threads=0.1, memory="1MiB", gpu="0"), 409, "does_not_fit", "clients")
         assert (gpu(node, 0)["clients"], gpu(node, 0)["clients_max"]) == (47, 48)
-
-    def test_more_than_there_is(self, node: Node) -> None:
-        """The refusal of an amount that no GPU has at all differs from one that is taken: a retry does not help."""
-        detail = refused(admit(node, threads=10, memory="80GiB"), 422, "never_fits", "memory")
-        assert "80GiB of memory were requested, but the GPU can grant only 79.5GiB" in detail
-
-    def test_the_closest_refusal_is_told(self, node: Node) -> None:
-        """When no GPU has enough left, the refusal describes the GPU that came closest."""
-        granted(admit(node, threads=90, memory="1GiB", gpu="0"))
-        granted(admit(node, threads=95, memory="1GiB", gpu="1"))
-        refused(admit(node, threads=20, memory="1GiB"), 409, "does_not_fit", "threads")
 
     def test_64_callers_at_once(self, node: Node) -> None:
         """Concurrent requests are granted exactly the capacity of the node, and every request gets an answer."""
@@ -184,8 +121,7 @@ class TestPlacement:
         for name, meant in (("0", first), ("1", second), (first, first), (second, second)):
             assert granted(admit(node, threads=1, memory="1MiB", gpu=name))["gpus"] == [meant]
         # These UUIDs differ in their last digit only.
-        detail = refused(admit(node, threads=1, memory="1MiB", gpu=second[:-1]), 422, "invalid_request")
-        assert "2 GPUs" in detail
+        refused(admit(node, threads=1, memory="1MiB", gpu=second[:-1]), 422, "invalid_request")
 
     @pytest.mark.parametrize("name", ["2", "-1", "GPU-", "GPU-ffffffff", "", "all"])
     def test_gpu_that_is_not_there(self, node: Node, name: str) -> None:
@@ -193,16 +129,6 @@ class TestPlacement:
         answer = admit(node, threads=1, memory="1MiB", gpu=name)
         refused(answer, 422, "invalid_request")
         assert all(each["uuid"] in answer.json["hint"] for each in node.get("/v1/gpus").json["gpus"])
-
-    def test_best_fit(self, node: Node) -> None:
-        """By default the fullest GPU that still fits is filled first; the other stays free for a large request."""
-        granted(admit(node, threads=10, memory="30GiB", gpu="1"))
-        assert [granted(admit(node, threads=10, memory="20GiB"))["daemon"] for _ in range(4)] == [
-            "gpu1",
-            "gpu1",
-            "gpu0",
-            "gpu0",
-        ]
 
     def test_spread(self, make_node: Start) -> None:
         """With `spread`, which a reload applies, the emptiest GPU comes first."""
@@ -216,25 +142,19 @@ class TestPlacement:
         ]
 
 
-class TestDaemonLimits:
-    """The limits of a control daemon bound every grant."""
-
-    def test_more_than_the_daemon_gives(self, make_node: Start) -> None:
-        """A request above a configured default limit is refused by policy.
-
-        The refusal names the setting to raise by a reload.
-        """
-        config = '[limits]\nactive_thread_percentage = 50\npinned_device_mem_limit = "4GiB"\n'
-        node = make_node(simulate=1, config=config).start()
-        limit = "limits.pinned_device_mem_limit"
-        answer = admit(node, threads=10, memory="5GiB")
-        assert "4GiB at most" in refused(answer, 403, "exceeds_daemon_limit", limit)
-        assert limit in answer.json["hint"]
-        refused(admit(node, threads=60, memory="1GiB"), 403, "exceeds_daemon_limit", "limits.active_thread_percentage")
-        granted(admit(node, threads=50, memory="4GiB"))
-        node.reload(config.replace("4GiB", "5GiB"))
-        wait_until(lambda: node.daemons()["gpu0"]["limits"]["pinned_device_mem_limit"] == 5 * GIB, what="the new limit")
-        granted(admit(node, threads=10, memory="5GiB"))
+def test_more_than_the_daemon_gives(make_node: Start) -> None:
+    """A request above a configured default limit is refused by policy."""
+    config = '[limits]\nactive_thread_percentage = 50\npinned_device_mem_limit = "4GiB"\n'
+    node = make_node(simulate=1, config=config).start()
+    limit = "limits.pinned_device_mem_limit"
+    answer = admit(node, threads=10, memory="5GiB")
+    refused(answer, 403, "exceeds_daemon_limit", limit)
+    assert limit in answer.json["hint"]
+    refused(admit(node, threads=60, memory="1GiB"), 403, "exceeds_daemon_limit", "limits.active_thread_percentage")
+    granted(admit(node, threads=50, memory="4GiB"))
+    node.reload(config.replace("4GiB", "5GiB"))
+    wait_until(lambda: node.daemons()["gpu0"]["limits"]["pinned_device_mem_limit"] == 5 * GIB, what="the new limit")
+    granted(admit(node, threads=10, memory="5GiB"))
 
 
 class TestRequestId:
@@ -258,16 +178,9 @@ class TestRequestId:
         assert granted(admit(node, **{**asked, "memory": 1024**3, "gpu": first["gpus"][0]}))["id"] == first["id"]
         other = {**asked, "threads": 50, "memory": "2GiB", "gpu": "1", "ttl": 60, "name": "x", "stop": "sigterm"}
         detail = refused(admit(node, **other), 422, "request_id_reused", "request_id")
-        assert detail.startswith(f"request_id 'once' was used for {first['id']}, which is another request: ")
-        for difference in (
-            "threads was 60.0, and is 50.0",
-            "memory was 1GiB, and is 2GiB",
-            f"gpu was '{first['gpus'][0]}', and is 'GPU-",
-            "ttl was not given, and is 60",
-            "name was '', and is 'x'",
-            "stop was terminate, and is sigterm",
-        ):
-            assert difference in detail
+        assert first["id"] in detail
+        for name in ("threads", "memory", "gpu", "ttl", "name", "stop"):
+            assert f"{name} was " in detail
         assert node.events("lease_refused", code="request_id_reused")
         assert node.request("DELETE", f"/v1/leases/{first['id']}").status == 204
         assert granted(admit(node, **other))["id"] != first["id"]
@@ -277,8 +190,7 @@ class TestRequestId:
         asked = {"threads": 10, "memory": "1GiB", "request_id": "once"}
         first = granted(admit(node, **asked))
         assert granted(admit(node, **asked, pid=os.getpid()))["id"] == first["id"]
-        detail = refused(admit(node, **asked, pid=os.getppid()), 422, "request_id_reused", "request_id")
-        assert f"the holder was pid {os.getpid()}, and is pid {os.getppid()}" in detail
+        refused(admit(node, **asked, pid=os.getppid()), 422, "request_id_reused", "request_id")
 
     @needs_root
     def test_of_another_user(self, node: Node) -> None:
@@ -334,12 +246,6 @@ class TestEnd:
         assert node.get("/v1/leases").json["leases"] == []
         granted(admit(node, threads=100, memory="1GiB", gpu="0"))
 
-    def test_connection_is_gone(self, node: Node) -> None:
-        """A lease outlives the connection that requested it."""
-        with calling(node.socket) as holder:
-            lease = granted(holder.admit(threads=10, memory="1GiB"))
-            assert holder.request("GET", f"/v1/leases/{lease['id']}").json["state"] == "granted"
-
     def test_release(self, node: Node) -> None:
         """The owner of a lease can release it, once or twice; a lease that never existed is not found."""
         lease = granted(admit(node, threads=100, memory="1GiB", gpu="0"))
@@ -378,18 +284,6 @@ class TestEnd:
 class TestHolder:
     """The process whose life a lease is bound to."""
 
-    def test_another_process_of_mine(self, node: Node) -> None:
-        """A lease can be bound to another process of the same user, and ends with that process."""
-        with calling(node.socket) as worker:
-            lease = granted(admit(node, threads=10, memory="1GiB", pid=worker.pid))
-            assert lease["owner"]["pid"] == worker.pid
-            assert node.get(f"/v1/leases/{lease['id']}").json["state"] == "granted"
-            worker.kill()
-            wait_until(
-                lambda: node.get(f"/v1/leases/{lease['id']}").json["state"] == "ended",
-                what="the lease to end with the worker",
-            )
-
     def test_process_that_is_not_there(self, node: Node) -> None:
         """A pid that no process has is refused."""
         with calling(node.socket) as gone:
@@ -401,11 +295,9 @@ class TestHolder:
         """A user can neither bind a lease to another user's process nor end another user's lease; root can do both."""
         mine = granted(admit(node, threads=10, memory="1GiB"))
         with calling(node.socket, uid=NOBODY) as stranger:
-            detail = refused(stranger.admit(threads=10, memory="1GiB", pid=os.getpid()), 403, "not_permitted")
-            assert f"uid {NOBODY}" in detail
+            refused(stranger.admit(threads=10, memory="1GiB", pid=os.getpid()), 403, "not_permitted")
             for method in ("GET", "DELETE"):
-                detail = refused(stranger.request(method, f"/v1/leases/{mine['id']}"), 403, "not_permitted")
-                assert "belongs to another user" in detail
+                refused(stranger.request(method, f"/v1/leases/{mine['id']}"), 403, "not_permitted")
             assert node.get(f"/v1/leases/{mine['id']}").json["state"] == "granted"
 
             theirs = granted(stranger.admit(threads=10, memory="1GiB"))
@@ -419,10 +311,7 @@ class TestHolder:
 
     @needs_root
     def test_user_who_cannot_reach_the_daemon(self, make_node: Start) -> None:
-        """A user without access to the pipe directory would run without MPS, so it is refused.
-
-        The hint opens access.
-        """
+        """A user without access to the pipe directory would run without MPS, so it is refused."""
         node = make_node(simulate=1)
         node.start()
         node.root.chmod(0o700)
@@ -436,55 +325,41 @@ class TestHolder:
             mine = granted(admit(node, threads=10, memory="1GiB"))  # root may traverse every directory
             node.root.chmod(0o711)
             # A control daemon serves one uid at a time, so the other uid has to wait.
-            assert "uid 0 holds leases on the GPU" in refused(
-                stranger.admit(threads=10, memory="1GiB"), 409, "does_not_fit", "user"
-            )
+            refused(stranger.admit(threads=10, memory="1GiB"), 409, "does_not_fit", "user")
             node.request("DELETE", f"/v1/leases/{mine['id']}")
             granted(stranger.admit(threads=10, memory="1GiB"))
 
 
 BAD_BODIES = [
-    ({}, "threads is missing", "threads"),
-    ({"threads": 10}, "memory is missing", "memory"),
-    ({"memory": "1GiB"}, "threads is missing", "threads"),
-    ({"threads": 0, "memory": "1GiB"}, "0 % of the threads is less than 0.1 %", "active_thread_percentage"),
-    ({"threads": 150, "memory": "1GiB"}, "150 % of the threads is more than 100 %", "active_thread_percentage"),
-    ({"threads": -5, "memory": "1GiB"}, "-5 % of the threads is less than 0.1 %", "active_thread_percentage"),
-    ({"threads": 0.01, "memory": "1GiB"}, "0.1", "active_thread_percentage"),
-    ({"threads": "25", "memory": "1GiB"}, "threads must be a number or null, not text", "threads"),
-    ({"threads": 10, "memory": "10T"}, "ambiguous unit T", None),
-    ({"threads": 10, "memory": "abc"}, "not a size", None),
-    ({"threads": 10, "memory": 0}, "not between 1 byte", None),
-    ({"threads": 10, "memory": "-1GiB"}, "not a size", None),
-    ({"threads": 10, "memory": True}, "memory must be ", "memory"),
-    ({"threads": 10, "memory": 2**64}, "", None),
-    ({"fraction": 0}, "between 0.001 and 1", "fraction"),
-    ({"fraction": 1.5}, "between 0.001 and 1", "fraction"),
-    ({"fraction": 0.0001}, "between 0.001 and 1", "fraction"),
-    ({"fraction": 0.5, "threads": 10}, "a fraction sets both threads and memory", "fraction"),
-    ({"threads": 10, "memory": "1GiB", "gpuu": "0"}, "gpuu", None),
-    ({"threads": 10, "memory": "1GiB", "pid": 0}, "pid must be at least 1", "pid"),
-    ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "pid must be at most 2147483647", "pid"),
-    (
-        {"threads": 10, "memory": "1GiB", "labels": {"a b": "c"}},
-        "a key of labels does not match '^[A-Za-z0-9]",
-        "labels",
-    ),
-    ({"threads": 10, "memory": "1GiB", "labels": {"a": 1}}, "labels[...] must be text, not a whole number", "labels"),
-    ({"threads": 10, "memory": "1GiB", "name": "\x1b[2J"}, "name", "name"),
-    ({"threads": 10, "memory": "1GiB", "request_id": ""}, "request_id must have at least 1 characters", "request_id"),
-    ([], "the request body must be an object, not a list", None),
-    (b"", "threads is missing", "threads"),
-    (b"{", "", None),
-    (b"\xff\xfe", "", None),
-    (b'{"threads": 1e999, "memory": "1GiB"}', "threads is not valid", "threads"),
-    (b'{"threads": NaN, "memory": "1GiB"}', "", None),
+    ({}, "threads"),
+    ({"threads": 10}, "memory"),
+    ({"threads": 150, "memory": "1GiB"}, "active_thread_percentage"),
+    ({"threads": 0.01, "memory": "1GiB"}, "active_thread_percentage"),
+    ({"threads": "25", "memory": "1GiB"}, "threads"),
+    ({"threads": 10, "memory": "10T"}, None),
+    ({"threads": 10, "memory": 0}, None),
+    ({"threads": 10, "memory": True}, "memory"),
+    ({"threads": 10, "memory": 2**64}, None),
+    ({"fraction": 1.5}, "fraction"),
+    ({"fraction": 0.5, "threads": 10}, "fraction"),
+    ({"threads": 10, "memory": "1GiB", "gpuu": "0"}, None),
+    ({"threads": 10, "memory": "1GiB", "pid": 0}, "pid"),
+    ({"threads": 10, "memory": "1GiB", "pid": 2**40}, "pid"),
+    ({"threads": 10, "memory": "1GiB", "labels": {"a b": "c"}}, "labels"),
+    ({"threads": 10, "memory": "1GiB", "labels": {"a": 1}}, "labels"),
+    ({"threads": 10, "memory": "1GiB", "name": "\x1b[2J"}, "name"),
+    ({"threads": 10, "memory": "1GiB", "request_id": ""}, "request_id"),
+    ([], None),
+    (b"", "threads"),
+    (b"{", None),
+    (b"\xff\xfe", None),
+    (b'{"threads": 1e999, "memory": "1GiB"}', "threads"),
+    (b'{"threads": NaN, "memory": "1GiB"}', None),
 ]
 
 
-@pytest.mark.parametrize(("body", "words", "limit"), BAD_BODIES)
-def test_bad_body(node: Node, body: object, words: str, limit: str | None) -> None:
-    """An invalid request is refused with the error and its place, and nothing is granted."""
-    detail = refused(node.request("POST", "/v1/leases", body), 422, "invalid_request", limit)
-    assert words in detail
+@pytest.mark.parametrize(("body", "limit"), BAD_BODIES)
+def test_bad_body(node: Node, body: object, limit: str | None) -> None:
+    """An invalid request is refused with the field that is wrong, and nothing is granted."""
+    refused(node.request("POST", "/v1/leases", body), 422, "invalid_request", limit)
     assert node.get("/v1/leases").json["leases"] == []

@@ -37,12 +37,10 @@ _SHELL: Final = ("sh", "-c", '"$@"; exit', "sh")
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node with the policy `report`."""
     return make_node(simulate=1, control=None).start()
 
 
 def lease(node: Node, lease_id: str) -> dict[str, Any]:
-    """Return a lease."""
     found: dict[str, Any] = node.get(f"/v1/leases/{lease_id}").json
     return found
 
@@ -63,10 +61,7 @@ def has(client: SimulatedClient) -> tuple[float, int]:
 
 
 def test_parents_that_are_gone(node: Node) -> None:
-    """A client keeps its lease when all its ancestors are gone, also in the next mpsd.
-
-    The lease ends with the client.
-    """
+    """A client keeps its lease when all its ancestors are gone, also in the next mpsd."""
     with leased(node, "--threads", "25", "--memory", "2GiB", within=_SHELL * 2) as holder:
         pid = holder.hello["pid"]
         lease_id = event(node, "client_attributed", client=pid)["lease"]

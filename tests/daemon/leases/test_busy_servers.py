@@ -46,7 +46,6 @@ class Server:
         node.control = program(folder / "nvidia-cuda-mps-control", script)
 
     def turn(self, *, busy: bool) -> None:
-        """Make them busy, or ready again."""
         if busy:
             self._busy.touch()
         else:
@@ -60,13 +59,11 @@ class Server:
 
 
 def made(make_node: Start, folder: Path, mode: str) -> tuple[Node, Server]:
-    """Make a node with this mode, and return it with its servers; it is not started yet."""
     node = make_node(simulate=1, config=CONFIG.format(mode=mode))
     return node, Server(node, folder)
 
 
 def verified(node: Node) -> dict[str, Any]:
-    """Verify the only lease."""
     (lease,) = node.get("/v1/leases").json["leases"]
     found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}/verify").json
     return found
@@ -163,7 +160,6 @@ def test_not_named_yet(make_node: Start, short_tmp: Path) -> None:
 
 
 def pids(node: Node, client: SimulatedClient) -> tuple[int, int]:
-    """Return the pids of the control daemon and of a client's server."""
     return node.daemons()["gpu0"]["pid"], client.hello["server"]
 
 
@@ -273,19 +269,6 @@ def test_replaced_when_unused(make_node: Start, short_tmp: Path) -> None:
     wait_until(lambda: node.daemons()["gpu0"]["pid"] not in {before, None}, what="another control daemon")
     wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
     assert wider(node, 0.0).status == 201
-
-
-def test_unknown_state_word(make_node: Start, short_tmp: Path) -> None:
-    """A state word that mpsd does not know is an unforeseen answer: whether the server serves is unknown."""
-    node = make_node(simulate=1, config=CONFIG.format(mode="anytime"))
-    server = Server(node, short_tmp, "", "s/^ACTIVE$/RECOVERING/")
-    node.start()
-    with leased(node, "--threads", "25", "--memory", "2GiB") as client:
-        event(node, "client_attributed", client=client.pid)
-        server.turn(busy=True)
-        assert "RECOVERING" in event(node, "answer_unforeseen")["answer"]
-        refused = wider(node, 0.0)
-        assert (refused.status, refused.json["limit"]) == (409, "health")
 
 
 def test_fault_that_does_not_end(make_node: Start, short_tmp: Path) -> None:

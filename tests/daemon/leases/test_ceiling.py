@@ -21,7 +21,6 @@ STRICT: Final = '[enforcement]\nattach = "strict"\nattach_window = 1.0\n'
 
 
 def lease(node: Node, threads: float = 25, memory: int = 2 * GIB, **more: Any) -> str:
-    """Request a lease, and return its id."""
     answer = node.request("POST", "/v1/leases", {"threads": threads, "memory": memory, "gpu": "0", **more})
     assert answer.status == 201, answer.body
     found: str = answer.json["id"]
@@ -29,7 +28,6 @@ def lease(node: Node, threads: float = 25, memory: int = 2 * GIB, **more: Any) -
 
 
 def release(node: Node, lease_id: str) -> None:
-    """End a lease."""
     assert node.request("DELETE", f"/v1/leases/{lease_id}").status == 204
 
 
@@ -70,12 +68,6 @@ class TestEveryDriver:
         # mpsd itself made all these changes.
         assert node.events("limit_drift") == node.events("foreign_command") == []
 
-    def test_part_of_each_process(self, make_node: Start, real: RealDaemon) -> None:
-        """A lease of several processes opens the ceiling as far as each process needs, and no more."""
-        node = make_node(simulate=1, control=real.control, config="").start()
-        lease(node, threads=50, memory=3 * GIB, processes=4)
-        assert read(node) == limits(real, "12.5", "768M")
-
     def test_strict(self, make_node: Start, real: RealDaemon) -> None:
         """In strict mode a grant is answered when its turn comes. The ceiling is that lease's own, even if smaller."""
         node = make_node(simulate=1, control=real.control, config=STRICT).start()
@@ -113,10 +105,7 @@ class TestOneDriver:
             closes(node, closed)
 
     def test_turns(self, make_node: Start) -> None:
-        """In strict mode each lease is answered in its own turn.
-
-        A lease whose client does not come gets another turn.
-        """
+        """In strict mode each lease is answered in its own turn."""
         node = make_node(simulate=1, config=STRICT).start()
         asked = {
             (threads, memory): {"threads": threads, "memory": memory * GIB}
@@ -154,36 +143,6 @@ class TestOneDriver:
                 told, waiting = wait(waiting, timeout=5, return_when=FIRST_COMPLETED)
                 (next_one,) = told
                 current = next_one.result()
-
-    def test_turns_on_two_gpus(self, make_node: Start) -> None:
-        """A lease of two GPUs is answered when it has its turn on both, whichever leases have turns on either."""
-        node = make_node(simulate=2, config=STRICT).start()
-        asked = [
-            {"threads": threads, "memory": GIB, **where}
-            for threads, where in (
-                (1, {"gpu": "1"}),
-                (2, {"gpu": "1"}),
-                (10, {"gpu": "any", "gpus": 2}),
-                (20, {"gpu": "any", "gpus": 2}),
-                (3, {"gpu": "0"}),
-                (4, {"gpu": "0"}),
-            )
-        ]
-
-        def ask(wanted: dict[str, Any]) -> tuple[str, str]:
-            lease(node, **wanted)
-            return read(node, "gpu0")[0], read(node, "gpu1")[0]
-
-        def granted() -> int:
-            return len(node.get("/v1/leases").json["leases"])
-
-        with ThreadPoolExecutor(len(asked)) as pool:
-            calls = []
-            for wanted in asked:
-                calls.append(pool.submit(ask, wanted))
-                wait_until(lambda: granted() == len(calls), what="the grant, whose caller waits for its turn")
-            assert calls[2].result(timeout=30) == ("10.0", "10.0")
-            assert calls[3].result(timeout=30) == ("20.0", "20.0")
 
     def test_limits_that_do_not_open(self, make_node: Start, short_tmp: Path, control: Path) -> None:
         """When the limits cannot be opened, the grant fails: the caller gets the reason, and nothing stays held."""

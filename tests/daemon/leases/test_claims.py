@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, GIB, event
+from tests.daemon.helpers import BRISK, event
+from tests.daemon.leases.holding import ANN, SMALL, add, shown
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
 pytestmark = pytest.mark.thorough
-
-ANN: Final = 2711
-SMALL: Final[dict[str, Any]] = {"threads": 25, "memory": 2 * GIB, "gpu": "0"}
 
 
 @pytest.fixture
@@ -31,7 +29,6 @@ def node(make_node: Start) -> Node:
 
 
 def ask(node: Node, **more: Any) -> Any:
-    """Request a lease."""
     return node.request("POST", "/v1/leases", {**SMALL, **more})
 
 
@@ -43,24 +40,11 @@ def claimed(node: Node, **more: Any) -> dict[str, Any]:
     return found
 
 
-def add(node: Node, lease: dict[str, Any], **asked: Any) -> Any:
-    """Request another holder for a lease."""
-    return node.request("POST", f"/v1/leases/{lease['id']}/holders", asked)
-
-
 def take(node: Node, lease: dict[str, Any], pid: int) -> Any:
-    """Take a claim for a process."""
     return add(node, lease, pid=pid, token=lease["env"]["MPSD_LEASE_TOKEN"])
 
 
-def shown(node: Node, lease: dict[str, Any]) -> dict[str, Any]:
-    """Return the current state of a lease."""
-    found: dict[str, Any] = node.get(f"/v1/leases/{lease['id']}").json
-    return found
-
-
 def kinds(node: Node, lease: dict[str, Any]) -> list[str]:
-    """Return the kinds of a lease's holders."""
     return [each["kind"] for each in shown(node, lease)["holders"]]
 
 
@@ -85,10 +69,7 @@ class TestTaking:
     """A claim while the control daemon is being opened to its taker."""
 
     def test_asked_again_meanwhile(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """A repeated request has the outcome of the first.
-
-        When the claim is put back, it has no holder, and each answer says so.
-        """
+        """A repeated request has the outcome of the first."""
         lease = claimed(node)
         with ThreadPoolExecutor() as pool:
             with unresponsive(node):

@@ -68,10 +68,7 @@ class TestControlGroups:
     @pytest.mark.parametrize("hierarchy", ["cgroup2", "cpuacct"])
     @pytest.mark.parametrize("away", [False, True])
     def test_came_and_went(self, node: Node, hierarchy: str, *, away: bool) -> None:
-        """Processes that came and went between two checks, or while mpsd was down, were its first.
-
-        Earlier ones do not count.
-        """
+        """Processes that came and went between two checks, or while mpsd was down, were its first."""
         with control_group(hierarchy, "brief") as group, control_group(hierarchy, f"{group.name}/below") as below:
             subprocess.run([*joins(group), "true"], check=True)
             lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
@@ -136,10 +133,7 @@ class TestControlGroups:
             assert shown(node, lease)["state"] == "granted"
 
     def test_handed_to_a_group(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """A lease can be handed from a process to a container's group.
-
-        The request names the group by one of its processes.
-        """
+        """A lease can be handed from a process to a container's group."""
         with control_group("name=systemd", "handed") as group, asleep(group) as inside:
             lease = admitted(node, pid=sleeper.pid)
             wait_until((group / "cgroup.procs").read_text, what="the process to be there")
@@ -179,10 +173,7 @@ class TestControlGroups:
 
     @pytest.mark.parametrize("hierarchy", HIERARCHIES)
     def test_users(self, node: Node, hierarchy: str) -> None:
-        """A user can name a group that was delegated to it, for a limited time.
-
-        No other group, and not without an end.
-        """
+        """A user can name a group that was delegated to it, for a limited time, and no other group."""
         with control_group(hierarchy, "theirs") as group, calling(node.socket, uid=ANN) as ann:
             asked = {**SMALL, "holder": {"cgroup": str(group)}, "ttl": 600}
             for owned in ([], [group], [group / "cgroup.procs"]):
@@ -228,10 +219,7 @@ class TestControlGroups:
 
     @pytest.mark.enforcement
     def test_other_namespaces(self, node: Node) -> None:
-        """A client in its own pid, user and mount namespaces belongs to its group's lease.
-
-        A process outside does not.
-        """
+        """A client in its own pid, user and mount namespaces belongs to its group's lease."""
         apart = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--user", "--map-root-user")
         with control_group("name=systemd", "apart") as group:
             lease = admitted(node, {"cgroup": str(group)}, owner=ROOT)
@@ -264,10 +252,7 @@ class TestControlGroups:
 
     @pytest.mark.enforcement
     def test_a_lease_within(self, node: Node) -> None:
-        """A process in a group holds the lease that it requests alone.
-
-        The process that started the group has no part in it.
-        """
+        """A process in a group holds the lease that it requests alone."""
         mine = admitted(node, threads=10)  # this process holds the lease, and all others descend from it
         mpsctl = (sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket))
         runs = (*mpsctl, "run", "--threads", "5", "--memory", "1GiB", "--")

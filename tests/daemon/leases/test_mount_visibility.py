@@ -51,10 +51,7 @@ def hide(node: Node, *, but: Path | None = None) -> str:
 
 
 def test_nothing_there(node: Node, container: Container) -> None:
-    """A caller that sees no pipe directory is refused, with the mount that it lacks.
-
-    It would run outside MPS, without limits.
-    """
+    """A caller that sees no pipe directory is refused, with the mount that it lacks."""
     caller = container(hide(node))
     answer = caller.admit(**SMALL)
     assert (answer.status, answer.json["code"], answer.json["limit"]) == (403, "not_permitted", "pipe_directory")

@@ -89,13 +89,11 @@ def granted_client(node: Node, dice: random.Random) -> tuple[Limits, Seen]:
 
 
 def part_of(limits: Limits) -> tuple[int, int | None]:
-    """Return limits as tenths of a percent, and bytes."""
     memory = limits.pinned_device_mem_limit
     return limits.active_thread_percentage.tenths, memory.bytes if memory else None
 
 
 def most(limits: list[tuple[int, int | None]]) -> tuple[int, int | None]:
-    """Return the most of each; None is any memory."""
     memory = [size for _, size in limits if size is not None]
     return max(threads for threads, _ in limits), max(memory) if len(memory) == len(limits) else None
 
@@ -156,7 +154,6 @@ def foreigner(node: Node) -> dict[str, Any]:
 
 
 def living(node: Node) -> list[str]:
-    """Return the leases that have not ended."""
     return [lease["id"] for lease in node.get("/v1/leases").json["leases"]]
 
 

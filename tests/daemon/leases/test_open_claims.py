@@ -78,20 +78,6 @@ class TestClaims:
                 event(node, "client_attributed", client=it.hello["pid"], lease=lease["id"])
                 assert it.hello["active_thread_percentage"] == 25
 
-    def test_device(self, node: Node, sleeper: "subprocess.Popen[bytes]") -> None:
-        """The lease's CDI document exists while the claim is open."""
-        lease = admitted(node, {"claim": {}})
-        found = node.get(f"/v1/leases/{lease['id']}/cdi?shared_memory=true").json
-        (device,) = found["devices"]
-        edits = device["containerEdits"]
-        assert (found["kind"], device["name"]) == ("mpsd/lease", lease["id"])
-        assert edits["env"] == [f"{name}={value}" for name, value in lease["env"].items()]
-        assert [each["hostPath"] for each in edits["mounts"]] == [str(node.pipe_directory("gpu0")), "/dev/shm"]
-        assert len(node.get(f"/v1/leases/{lease['id']}/cdi").json["devices"][0]["containerEdits"]["mounts"]) == 1
-        assert add(node, lease, pid=sleeper.pid, token=lease["env"]["MPSD_LEASE_TOKEN"]).status == 200
-        late = node.get(f"/v1/leases/{lease['id']}/cdi")
-        assert (late.status, late.json["code"]) == (409, "already_claimed")
-
     @needs_root
     def test_for_one_user(self, node: Node) -> None:
         """A claim for a uid is refused to all others, with or without the token, and stays open for that uid."""
@@ -146,17 +132,6 @@ class TestClaims:
             assert answer.json["owner"]["uid"] == ANN
             assert answer.json["env"] == lease["env"]
 
-    @pytest.mark.enforcement
-    def test_not_claimed_again_under_a_client(self, node: Node) -> None:
-        """A living client keeps its lease unchanged."""
-        lease = admitted(node, pid=os.getpid())
-        own = {**variables(node), **{name: str(each) for name, each in lease["env"].items()}}
-        with SimulatedClient(own) as client:
-            event(node, "client_attributed", client=client.hello["pid"], lease=lease["id"])
-            answer = add(node, lease, claim={}, replace=True)
-            assert (answer.status, answer.json["code"]) == (409, "already_claimed")
-            assert [each["kind"] for each in shown(node, lease)["holders"]] == ["process"]
-
     @needs_root
     def test_only_by_administrators(self, node: Node) -> None:
         """Only administrators claim leases for others."""
@@ -188,10 +163,7 @@ class TestClaims:
 
     @needs_root
     def test_quota(self, make_node: Start) -> None:
-        """The quota of the user that takes the claim applies, as for a request.
-
-        A refusal leaves the claim open for others.
-        """
+        """The quota of the user that takes the claim applies, as for a request."""
         config = f'{MANY}[quota."{ANN}"]\nthreads = 10.0\n[quota."{BOB}"]\nttl = 500.0\n'
         node = make_node(simulate=1, control=None, config=config).start()
         lease = admitted(node, {"claim": {}})
@@ -220,12 +192,6 @@ class TestClaims:
             taken = ann.request("POST", path, {"token": token})
             assert (taken.status, taken.json["owner"]["uid"]) == (200, ANN), taken.body
             assert bob.admit(**SMALL).json["limit"] == "user"
-
-    def test_renewed_while_it_is_open(self, node: Node) -> None:
-        """A longer time to live does not extend the deadline of the claim."""
-        lease = admitted(node, {"claim": {"deadline": 0.8}}, ttl=100)
-        assert node.request("POST", f"/v1/leases/{lease['id']}/renew", {"ttl": 1000}).status == 200
-        assert ended(node, lease) == "its claim was not taken within 0.8 s"
 
     def test_attaches_nobody(self, node: Node) -> None:
         """A claim has no processes that could attach."""

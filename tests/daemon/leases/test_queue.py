@@ -30,7 +30,6 @@ def line(many: Node, make_line: MakeLine) -> Line:
 
 
 def refused(answer: Answer, status: int, code: str, limit: str | None) -> str:
-    """Check a refusal's status, code and limit; return its detail."""
     problem = answer.json
     assert (answer.status, problem["code"], problem["limit"]) == (status, code, limit), problem
     assert problem["hint"]
@@ -44,7 +43,6 @@ def fill(line: Line, **most: Any) -> Any:
 
 
 def ids(leases: list[Any]) -> list[str]:
-    """Return the ids of leases."""
     return [each["id"] for each in leases]
 
 
@@ -66,50 +64,19 @@ class TestWaiting:
         assert answer.json == line.lease(lease)
         assert line.node.get("/v1/status").json["waiting"] == 0
 
-    @pytest.mark.parametrize("free", ["what fits", "more than that"])
-    def test_granted_as_soon_as_it_fits(self, line: Line, free: str) -> None:
-        """A request waits until its own share fits, not for an empty GPU."""
-        stays, goes = (
-            line.granted(threads=40, memory="1GiB", gpu="0"),
-            fill(line, threads=60 if free == "what fits" else 50),
-        )
-        call, _ = line.waits(threads=60, memory="1GiB", gpu="0")
-        line.release(goes)
-        assert call.answer().status == 201
-        assert line.lease(stays)["state"] == "granted"
-
     @pytest.mark.parametrize(
-        ("taken", "asked", "limit", "words"),
+        ("taken", "asked", "limit"),
         [
-            (
-                {"threads": 90},
-                {"threads": 20},
-                "threads",
-                "20.0 % of the threads were requested, but only 10 % are left",
-            ),
-            (
-                {"threads": 1, "memory": "70GiB"},
-                {"memory": "10GiB"},
-                "memory",
-                "10GiB of memory were requested, but only 9.5GiB",
-            ),
-            (
-                {"threads": 50, "processes": 40},
-                {"processes": 9},
-                "clients",
-                "9 client processes were requested, but only 7 of 47 are left",
-            ),
+            ({"threads": 90}, {"threads": 20}, "threads"),
+            ({"threads": 1, "memory": "70GiB"}, {"memory": "10GiB"}, "memory"),
+            ({"threads": 50, "processes": 40}, {"processes": 9}, "clients"),
         ],
     )
-    def test_refused_in_the_end(
-        self, line: Line, taken: dict[str, Any], asked: dict[str, Any], limit: str, words: str
-    ) -> None:
+    def test_refused_in_the_end(self, line: Line, taken: dict[str, Any], asked: dict[str, Any], limit: str) -> None:
         """A wait that times out is answered with the limit that it waited for, and leaves the queue."""
         fill(line, **taken)
         answer = line.ask(**{**SMALL, **asked, "wait": 0.01})
-        detail = refused(answer, 409, "does_not_fit", limit)
-        assert "timed out in the queue" in detail
-        assert words in detail
+        assert "timed out in the queue" in refused(answer, 409, "does_not_fit", limit)
         assert line.queue() == []
 
     def test_no_waiting(self, line: Line) -> None:
@@ -126,7 +93,7 @@ class TestWaiting:
         large, _ = line.waits(threads=1, memory="78GiB", wait=None)
         small, _ = line.waits(threads=1, memory="10GiB", wait=None)
         line.node.reload('[admission]\nmemory_reserve = "10GiB"\n')
-        assert "the GPU can grant only 70GiB" in refused(large.answer(), 422, "never_fits", "memory")
+        refused(large.answer(), 422, "never_fits", "memory")
         line.release(first)
         assert small.answer().status == 201
 
@@ -161,7 +128,6 @@ class TestWhatItWaitsFor:
         first = line.granted(uid=ANN, **SMALL)
         call, lease = line.waits(uid=BOB, **SMALL)
         assert lease["wait"]["waits_for"] == "user"
-        assert f"uid {ANN} holds leases on the GPU" in lease["wait"]["because"]
         refused(line.ask(uid=BOB, **SMALL), 409, "does_not_fit", "user")
         # The user that has the GPU may not prolong its turn while another user waits.
         refused(line.ask(uid=ANN, **SMALL), 409, "does_not_fit", "turn")
@@ -177,7 +143,6 @@ class TestWhatItWaitsFor:
             line.node.wait_for_state("gpu0", "unresponsive")
             call, lease = line.waits(**SMALL)
             assert lease["wait"]["waits_for"] == "health"
-            assert "unresponsive" in lease["wait"]["because"]
             refused(line.ask(**SMALL, wait=0.01), 409, "does_not_fit", "health")
             refused(line.ask(**SMALL), 409, "daemon_not_ready", "health")
         assert call.answer().json["id"] == lease["id"]
@@ -198,10 +163,7 @@ class TestOrder:
     """The order of grants: by priority, then by the user's recent share, then by arrival."""
 
     def served(self, line: Line, calls: list[Call]) -> list[int]:
-        """Serve the waiting calls one by one, each with the whole GPU.
-
-        Return the index of the call served each time.
-        """
+        """Serve the waiting calls one by one, each with the whole GPU; return the order of their indices."""
         left, order = dict(enumerate(calls)), []
         while left:
             first = wait_until(lambda: [n for n, call in left.items() if call.answered], what="the next to be served")
@@ -210,13 +172,6 @@ class TestOrder:
             line.release(left.pop(first[0]).answer().json)
         return order
 
-    def test_arrival(self, line: Line) -> None:
-        """Equal requests are served in the order of their arrival."""
-        first = fill(line)
-        calls = [line.waits(threads=100, memory="1GiB", gpu="0")[0] for _ in range(5)]
-        line.release(first)
-        assert self.served(line, calls) == [0, 1, 2, 3, 4]
-
     def test_priority(self, line: Line) -> None:
         """A higher priority is served before an earlier arrival."""
         first = fill(line)
@@ -224,14 +179,6 @@ class TestOrder:
         assert [each["priority"] for each in line.queue()] == [10, 10, 0, 0, -5]
         line.release(first)
         assert self.served(line, calls) == [2, 4, 0, 3, 1]
-
-    @needs_root
-    def test_priority_needs_a_quota(self, line: Line, one: Node, make_line: MakeLine) -> None:
-        """A priority above the user's quota, by default 0, is refused; every user may request one below 0."""
-        refused(line.ask(uid=ANN, **SMALL, priority=11), 403, "quota", "quota.priority")
-        plain = make_line(one)
-        refused(plain.ask(uid=ANN, **SMALL, priority=1), 403, "quota", "quota.priority")
-        assert plain.granted(uid=ANN, **SMALL, priority=-100)["priority"] == -100
 
     @needs_root
     def test_fairness(self, make_node: Start, make_line: MakeLine, many: Node) -> None:
@@ -264,81 +211,43 @@ class TestOrder:
         line.release(head)
         assert late.answer().status == 201
 
-    def test_head_is_never_starved(self, line: Line) -> None:
-        """However many small requests come and go, the large request at the head is granted when its share is free."""
-        holding = [line.granted(threads=25, memory="1GiB", gpu="0") for _ in range(4)]
-        call, head = line.waits(threads=100, memory="1GiB", gpu="0")
-        for each in holding:
-            assert line.ask(threads=25, memory="1GiB", gpu="0").json["code"] == "does_not_fit"
-            line.release(each)
-        assert call.answer().json["id"] == head["id"]
+
+@pytest.mark.parametrize(
+    ("asked", "refusal"),
+    [
+        ({"threads": 1, "memory": "80GiB"}, (422, "never_fits", "memory")),
+        ({"threads": 100, "memory": "1GiB", "processes": 49}, (422, "never_fits", "clients")),
+        ({"threads": 1, "memory": "1GiB", "gpus": 3}, (422, "never_fits", "gpus")),
+        ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
+        ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
+        ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),
+    ],
+)
+@pytest.mark.parametrize("wait", [60, None])
+def test_never(line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
+    """A request that never fits is refused with the limit, also on a full node, and does not enter the queue."""
+    fill(line)
+    refused(line.ask(**asked, wait=wait), *refusal)
+    assert line.queue() == []
 
 
-class TestNever:
-    """A request that can never fit is refused at once, whatever its wait."""
-
-    @pytest.mark.parametrize(
-        ("asked", "refusal"),
-        [
-            ({**SMALL, "memory": "80GiB"}, (422, "never_fits", "memory")),
-            ({"threads": 1, "memory": "80GiB"}, (422, "never_fits", "memory")),
-            ({"threads": 100, "memory": "1GiB", "processes": 49}, (422, "never_fits", "clients")),
-            ({"threads": 1, "memory": "1GiB", "gpus": 3}, (422, "never_fits", "gpus")),
-            ({"fraction": 1, "gpus": 64}, (422, "never_fits", "gpus")),
-            ({**SMALL, "processes": 20}, (422, "invalid_request", "processes")),
-            ({**SMALL, "gpus": 2}, (422, "invalid_request", "gpus")),
-            ({**SMALL, "gpu": "2"}, (422, "invalid_request", None)),
-        ],
-    )
-    @pytest.mark.parametrize("wait", [60, None])
-    def test_never(self, line: Line, asked: dict[str, Any], refusal: tuple[int, str, str], wait: float | None) -> None:
-        """A request that never fits is refused with the limit, also on a full node, and does not enter the queue."""
-        fill(line)
-        refused(line.ask(**asked, wait=wait), *refusal)
-        assert line.queue() == []
-
-
-class TestSeveralGpus:
-    """`gpus` is all or nothing."""
-
-    def test_both_or_none(self, line: Line) -> None:
-        """The lease holds nothing until it can have all GPUs, and then has the same share on each."""
-        first = fill(line, threads=60, gpu="1")
-        call, lease = line.waits(threads=50, memory="3GiB", gpus=2)
-        assert (line.gpu(0)["threads_granted"], line.gpu(0)["memory_granted"]) == (0, 0)
-        refused(line.ask(threads=50, memory="3GiB", gpus=2), 409, "does_not_fit", "threads")
-        line.release(first)
-        granted = call.answer().json
-        assert granted["id"] == lease["id"]
-        assert granted["gpus"] == [share["gpu"] for share in granted["shares"]]
-        assert sorted(granted["gpus"]) == [line.gpu(index)["uuid"] for index in (0, 1)]
-        for share in granted["shares"]:
-            assert share["env"]["CUDA_VISIBLE_DEVICES"] == share["gpu"]
-            assert share["env"]["CUDA_MPS_PIPE_DIRECTORY"] == str(line.node.pipe_directory(share["daemon"]))
-        assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [50, 50]
-        line.release(granted)
-        assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [0, 0]
-
-    def test_head_keeps_both_gpus(self, line: Line) -> None:
-        """While such a request is first in the queue, later requests get nothing that it needs on either GPU."""
-        fill(line, threads=60, gpu="1")
-        line.waits(threads=50, memory="3GiB", gpus=2)
-        refused(line.ask(threads=60, memory="1GiB", gpu="0"), 409, "does_not_fit", "turn")
-        line.granted(threads=50, memory="1GiB", gpu="0")
-
-
-def test_processes(line: Line) -> None:
-    """A lease of several processes is counted as their sum, and its environment gives each process its part."""
-    lease = line.granted(threads=40, memory="8GiB", gpu="0", processes=4)
-    assert (lease["processes"], lease["active_thread_percentage"], lease["pinned_device_mem_limit"]) == (
-        4,
-        40.0,
-        8 * GIB,
-    )
-    assert lease["env"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "10.0"
-    assert lease["env"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2G"
-    gpu = line.gpu(0)
-    assert (gpu["threads_granted"], gpu["memory_granted"], gpu["clients"]) == (40, 8 * GIB, 4)
+def test_both_or_none(line: Line) -> None:
+    """The lease holds nothing until it can have all GPUs, and then has the same share on each."""
+    first = fill(line, threads=60, gpu="1")
+    call, lease = line.waits(threads=50, memory="3GiB", gpus=2)
+    assert (line.gpu(0)["threads_granted"], line.gpu(0)["memory_granted"]) == (0, 0)
+    refused(line.ask(threads=50, memory="3GiB", gpus=2), 409, "does_not_fit", "threads")
+    line.release(first)
+    granted = call.answer().json
+    assert granted["id"] == lease["id"]
+    assert granted["gpus"] == [share["gpu"] for share in granted["shares"]]
+    assert sorted(granted["gpus"]) == [line.gpu(index)["uuid"] for index in (0, 1)]
+    for share in granted["shares"]:
+        assert share["env"]["CUDA_VISIBLE_DEVICES"] == share["gpu"]
+        assert share["env"]["CUDA_MPS_PIPE_DIRECTORY"] == str(line.node.pipe_directory(share["daemon"]))
+    assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [50, 50]
+    line.release(granted)
+    assert [line.gpu(index)["threads_granted"] for index in (0, 1)] == [0, 0]
 
 
 class TestTimeToLive:
@@ -359,17 +268,7 @@ class TestTimeToLive:
         # The holder gets a warning and a notice of the expiry; a holder that renewed in time gets neither.
         told = {each["event"]: each for each in line.node.log() if each["event"].startswith("lease_expir")}
         assert [each["lease"] for each in told.values()] == [expires["id"]] * 2
-        assert told["lease_expiring"]["hint"] == f"renew it: mpsctl renew {expires['id']} --ttl 0.6"
-        assert "a program that starts in its environment from now on has no lease" in told["lease_expired"]["because"]
         assert line.lease(renewed)["state"] == "granted"
-
-    def test_time_starts_with_the_grant(self, line: Line) -> None:
-        """A time to live does not run while the lease waits."""
-        first = fill(line, ttl=0.01)
-        call, lease = line.waits(threads=100, memory="1GiB", gpu="0", ttl=0.01)
-        line.gone(first)
-        assert call.answer().json["state"] == "granted"
-        assert "its time to live" in line.gone(lease)["because"]
 
     @pytest.mark.parametrize("state", ["waiting", "ended"])
     def test_nothing_to_renew(self, line: Line, state: str) -> None:
@@ -471,10 +370,7 @@ class TestHowMany:
         return make_line(make_node(simulate=1, config="[admission]\nqueue_length = 20\nleases = 23\n").start())
 
     def test_queue_length(self, line: Line) -> None:
-        """The queue takes its configured number of requests.
-
-        The next is refused with that limit until a place is free.
-        """
+        """The queue takes its configured number of requests."""
         first = fill(line)
         waiting = [line.waits(**SMALL) for _ in range(20)]
         refused(line.ask(**SMALL, wait=None), 409, "queue_full", "queue")
@@ -485,13 +381,3 @@ class TestHowMany:
         waiting.append(line.waits(**SMALL))
         line.release(first)
         assert [call.answer().status for call, _ in waiting] == [201] * 20
-
-    def test_leases_in_all(self, line: Line) -> None:
-        """The node has its configured number of leases, waiting ones included; the next is refused with that limit."""
-        held = [line.granted(**SMALL) for _ in range(21)]
-        fill(line, threads=79)
-        line.waits(**SMALL)
-        refused(line.ask(**SMALL, wait=None), 409, "too_many_leases", "leases")
-        line.release(held[0])
-        line.waits(**SMALL)
-        refused(line.ask(**SMALL), 409, "too_many_leases", "leases")

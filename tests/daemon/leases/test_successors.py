@@ -55,7 +55,6 @@ for number in range(programs):
 
 
 def strict(more: str) -> str:
-    """Return a configuration of this mode."""
     return f'[enforcement]\nattach = "strict"\n{more}'
 
 
@@ -90,8 +89,6 @@ def test_instant_successors(make_node: Start) -> None:
 
 
 def attributed(node: Node, clients: int) -> str:
-    """Wait until the only lease has so many clients, and return its id."""
-
     def look() -> str | None:
         (lease,) = node.get("/v1/leases").json["leases"]
         return lease["id"] if len(lease["clients"]) == clients else None
@@ -168,40 +165,6 @@ def test_where_nvml_cannot_tell(make_node: Start) -> None:
         wait_until(lambda: in_force(node) == CLOSED, what=f"the ceiling to close; the log is {node.stderr}")
         gpus(node)[0].recover()
         holder.end()
-
-
-def test_later_process(make_node: Start) -> None:
-    """In `strict` a later process of a lease finds the ceiling closed, and open after `mpsctl attach`."""
-    node = make_node(simulate=1, control=None, config=strict("attach_window = 1.0\n")).start()
-    asked = ("--threads", "50", "--memory", "4GiB", "--processes", "2")
-    with leased(node, *asked, within=(sys.executable, "-c", _BESIDE)) as holder:
-        assert has_quarter(holder.hello)
-        assert holder.alloc("1MiB")["ok"]
-        lease = attributed(node, 1)
-        node.request("GET", f"/v1/leases/{lease}/verify")
-        wait_until(lambda: in_force(node) == CLOSED, what=f"the turn to end; the log is {node.stderr}")
-        holder.tell("another")
-        done = node.mpsctl("attach", lease)
-        assert (done.returncode, in_force(node)) == (0, OPEN), done.stderr
-        holder.tell("go")
-        assert has_quarter(holder.answer())
-        attributed(node, 2)
-    assert node.events("violation") == []
-
-
-def test_any_number_of_processes(make_node: Start) -> None:
-    """Each process of a lease for any number gets all of it and counts as a client; their usage is summed."""
-    node = make_node(simulate=1, control=None).start()
-    asked = ("--threads", "25", "--memory", "2GiB", "--processes", "any")
-    with leased(node, *asked, within=(sys.executable, "-c", _BESIDE)) as holder:
-        assert has_quarter(holder.hello)
-        holder.tell("another")
-        holder.tell("go")
-        assert has_quarter(holder.answer())
-        (lease,) = node.get("/v1/leases").json["leases"]
-        assert lease["processes"] == 0
-        attributed(node, 2)
-        assert node.get("/v1/gpus").json["gpus"][0]["clients"] == 2
 
 
 @dataclass

@@ -36,30 +36,25 @@ on_violation = "terminate"
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node of one GPU."""
     return make_node(simulate=1, control=None, config="").start()
 
 
 def lease(node: Node, lease_id: str) -> dict[str, Any]:
-    """Return a lease."""
     found: dict[str, Any] = node.get(f"/v1/leases/{lease_id}").json
     return found
 
 
 def only_lease(node: Node) -> dict[str, Any]:
-    """Wait until there is one lease, and return it."""
     (found,) = wait_until(lambda: node.get("/v1/leases").json["leases"], what="the lease")
     return dict(found)
 
 
 def ended(node: Node, lease_id: str) -> str:
-    """Wait until a lease has ended, and return why."""
     wait_until(lambda: lease(node, lease_id)["state"] == "ended", what="the lease to end")
     return str(lease(node, lease_id)["because"])
 
 
 def go(client: SimulatedClient) -> None:
-    """Have a waiting process become a client."""
     assert client.process.stdin is not None
     client.process.stdin.write(b"go\n")
 
@@ -86,7 +81,7 @@ def test_double_fork(node: Node, restarted: signal.Signals | None) -> None:
         assert lease(node, lease_id)["bearers"] == [pid]
         assert str(pid) in node.mpsctl("show", lease_id).stdout
         (unseen,) = node.get(f"/v1/leases/{lease_id}/verify").json["processes"]
-        assert f"process {pid} keeps the lease, whose token it carries, but was not seen" in unseen["because"]
+        assert unseen["pid"] == pid
         refused = node.request("POST", "/v1/leases", sixty)
         assert (refused.status, refused.json["limit"]) == (409, "threads")
         go(program)
@@ -97,34 +92,12 @@ def test_double_fork(node: Node, restarted: signal.Signals | None) -> None:
         assert node.get(f"/v1/leases/{lease_id}/verify").json["ok"]
         assert lease(node, lease_id)["clients"] == [pid]
         assert [(each["kind"], each["pid"]) for each in lease(node, lease_id)["keepers"]] == [("client", pid)]
-        explained = node.mpsctl("explain", lease_id).stdout
-        assert f"its holder is gone; it lives for client {pid} " in explained
-        assert f"to end it: mpsctl release {lease_id}\n" in explained
         assert node.request("POST", "/v1/leases", sixty).status == 409
         program.tell("exit")
         because = ended(node, lease_id)
         assert because.endswith(f"and its last process that carries its token, pid {pid}, have exited")
     assert node.request("POST", "/v1/leases", sixty).status == 201
     assert node.events("violation") == []
-
-
-def test_client_whose_holder_is_gone(node: Node) -> None:
-    """A lease whose holder ends before its clients lives for those, and an event names them and the way to end it."""
-    within = ("sh", "-c", 'exec 3<&0; "$@" <&3 & exec sleep 1000 </dev/null 3<&-', "sh")
-    with leased(node, "--fraction", "0.6", within=within) as program:
-        child = program.hello["pid"]
-        event(node, "client_attributed", client=child)
-        program.kill()
-        told = event(node, "lease_borne")
-        lease_id = told["lease"]
-        assert told["pids"] == [child]
-        assert told["because"] == (
-            f"its holder, pid {program.pid}, is gone, and it lives for process {child}; to end it: mpsctl release"
-            f" {lease_id}"
-        )
-        assert lease(node, lease_id)["clients"] == [child]
-        program.tell("exit")
-        assert ended(node, lease_id)
 
 
 def test_bearer_that_forks(node: Node) -> None:

@@ -16,7 +16,6 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.core.enforcement import change_of_user
-from mpsd.system import clock
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
@@ -50,7 +49,6 @@ def instead(python: str) -> tuple[str, ...]:
 
 
 def go(program: SimulatedClient) -> None:
-    """Have a waiting program become a client."""
     assert program.process.stdin is not None
     program.process.stdin.write(b"go\n")
 
@@ -65,7 +63,6 @@ def of_holder(lease: str, pid: int) -> str:
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node for many users."""
     return make_node(simulate=1, control=None, config=QUOTA).start()
 
 
@@ -88,10 +85,8 @@ def test_holder_that_changed(node: Node, python: str) -> None:
         assert (answer["ok"], answer["because"], answer["violations"]) == (False, expected, [expected])
         assert [each["because"] for each in answer["processes"]] == [expected]
         assert (told["kind"], told["lease"], told["policy"]) == ("user", lease, "report")
-        assert as_here(expected) in node.mpsctl("verify", lease).stdout
-        for command in (("status",), ("show", lease)):
+        for command in (("verify", lease), ("status",), ("show", lease), ("doctor", "--only", "node")):
             assert as_here(expected) in node.mpsctl(*command).stdout, command
-        assert as_here(expected) in node.mpsctl("doctor", "--only", "node").stdout
         go(program)
         assert not program.hello["mps"]
         outside = expected.replace("runs as", "runs outside MPS, without limits, on the GPU of gpu0 as")
@@ -117,22 +112,6 @@ def test_relative_that_changed(make_node: Start, python: str) -> None:
         assert event(node, "violation", pid=pid)["policy"] == "report"
         assert verified(node, lease)["violations"] == [answer["because"]]
         assert program.do("sync")["ok"]
-
-
-def test_holder_that_waited(node: Node, python: str) -> None:
-    """A holder that changes its user after its request has waited is reported, without a reading of the GPUs."""
-    assert node.request("POST", "/v1/daemons/gpu0/hold", {}).status == 202
-    within = (*AS_NOBODY, *WAITS, *instead(python))
-    with leased(node, "--fraction", "0.25", "--wait", "60", within=within) as program:
-        event(node, "lease_waits", pid=program.pid)
-        since = clock.monotonic()
-        # mpsd looks at the holders of root's leases every 0.2 s, and stops while none is granted.
-        wait_until(lambda: clock.monotonic() > since + 0.6, what="mpsd to have stopped")
-        assert node.request("POST", "/v1/daemons/gpu0/resume", {}).status == 202
-        lease = event(node, "lease_granted", pid=program.pid)["lease"]
-        told = event(node, "lease_user_changed", lease=lease)
-        assert (told["pids"], told["because"]) == ([program.pid], of_holder(lease, program.pid))
-    event(node, "lease_ended", lease=lease)
 
 
 class TestClosed:
@@ -183,11 +162,7 @@ class TestClosed:
         with leased(node, "--fraction", "0.25", within=within) as program:
             lease = event(node, "lease_granted", pid=program.pid)["lease"]
             told = event(node, "lease_user_changed", lease=lease)
-            assert told["because"] == (
-                f"process {told['pids'][0]} of the family of lease {lease} runs as uid {NOBODY}, and the lease is uid"
-                f" 0's, so that the process has no part in it: start it, as root, by mpsctl run --user {NOBODY}"
-                " -- PROGRAM"
-            )
+            assert f"mpsctl run --user {NOBODY} -- PROGRAM" in told["because"]
             go(program)
             assert program.hello["code"] == 46
             program.process.wait(30)

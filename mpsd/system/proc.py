@@ -9,6 +9,8 @@ from typing import Final, NamedTuple
 
 from mpsd.core.model import Known, ProcessIdentity, Reading, Unknown
 from mpsd.core.sanitize import text
+from mpsd.system import foreign_files
+from mpsd.system.foreign_files import ForeignFile
 
 _DEEPEST: Final = 128
 """Maximum ancestors that are read; no real process tree is deeper."""
@@ -150,15 +152,14 @@ def environment_of(pid: int, is_wanted: Callable[[str], bool]) -> Reading[Mappin
     executes a program, and once its first thread has ended (measured on Linux 6.18); it can also move its area.
     Sources: proc(5), PR_SET_MM in prctl(2).
     """
-    path = f"/proc/{pid}/environ"
     try:
-        raw = Path(path).read_bytes()
+        raw = foreign_files.read(pid, ForeignFile.ENVIRONMENT)
     except (FileNotFoundError, ProcessLookupError):
         raw = b""
     except PermissionError as error:
         if not has_no_memory(pid):
             return Unknown(
-                f"{path} cannot be read by uid {os.geteuid()}: {error.strerror};"
+                f"/proc/{pid}/environ cannot be read by uid {os.geteuid()}: {error.strerror};"
                 " root can, with CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
             )
         raw = b""  # as root reads it
@@ -167,8 +168,8 @@ def environment_of(pid: int, is_wanted: Callable[[str], bool]) -> Reading[Mappin
     found = variables_in(raw)
     if not found:
         return Unknown(
-            f"{path} cannot be read: it has no variable, because the process has overwritten it, as programs do that"
-            " set their title (SPT_NOENV=1 keeps setproctitle from it), or was started without any"
+            f"/proc/{pid}/environ cannot be read: it has no variable, because the process has overwritten it, as"
+            " programs do that set their title (SPT_NOENV=1 keeps setproctitle from it), or was started without any"
         )
     return Known({name: value for name, value in found.items() if is_wanted(name)})
 
@@ -197,7 +198,7 @@ def descriptors_used_up(pid: int) -> int | None:
 
 
 def real_uid(pid: int) -> int | None:
-    """Return a process's real uid, which a setuid program does not change; None when the process is gone."""
+    """Return a process's real uid, which a setuid program does not change; None when it is gone or hidden."""
     return next((int(uid) for uid in _status(pid, "Uid")), None)
 
 
@@ -219,13 +220,22 @@ def real_uid_unless(identity: ProcessIdentity, uid: int) -> int | None:
 
 
 def _status(pid: int, name: str) -> list[str]:
-    """Return the words of a field of /proc/PID/status (see proc(5)); empty when there is no such process."""
+    """Return the words of a field of /proc/PID/status (see proc(5)); empty when the process is gone or hidden."""
     try:
         # Split bytes, not text: the name of a process may contain a carriage return, followed by a forged field.
         status = Path(f"/proc/{pid}/status").read_bytes().decode("utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
     return next((line.split()[1:] for line in status.split("\n") if line.startswith(f"{name}:")), [])
+
+
+def process_of_thread(pid: int) -> int | None:
+    """Return the pid of the process that has a thread of this number; None if the number is no such thread's.
+
+    The kernel numbers threads and processes together, and /proc has a directory for each thread, though it lists none.
+    """
+    leader = next((int(each) for each in _status(pid, "Tgid")), pid)
+    return leader if leader != pid else None
 
 
 def is_nested(pid: int) -> bool:

@@ -19,7 +19,8 @@ import psutil
 from mpsd.core.model import ProcessIdentity, Reading
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system import clock, proc
+from mpsd.system import clock, foreign_files, proc
+from mpsd.system.foreign_files import ForeignFile
 
 CONTROL: Final = "nvidia-cuda-mps-control"
 SERVER: Final = "nvidia-cuda-mps-server"
@@ -70,35 +71,6 @@ def pids() -> Iterator[int]:
             yield int(name)
 
 
-def real_uid(pid: int) -> int | None:
-    """Return a process's real uid, or None when it is gone."""
-    with contextlib.suppress(*_UNSEEN):
-        for line in _status(pid):
-            if line.startswith(b"Uid:"):
-                return int(line.split()[1])
-    return None
-
-
-def _status(pid: int) -> list[bytes]:
-    """Return the lines of /proc/PID/status.
-
-    Not splitlines(): a name may contain a carriage return, and so forge a line.
-    """
-    return Path(f"/proc/{pid}/status").read_bytes().split(b"\n")
-
-
-def process_of_thread(pid: int) -> int | None:
-    """Return the pid of the process that has a thread of this number; None if the number is no such thread's.
-
-    The kernel numbers threads and processes together, and /proc has a directory for each thread, though it lists none.
-    """
-    try:
-        leader = next((int(line.split()[1]) for line in _status(pid) if line.startswith(b"Tgid:")), pid)
-    except _UNSEEN:
-        return None
-    return leader if leader != pid else None
-
-
 def is_trusted(uid: int | None) -> bool:
     """Tell whether a real uid is root's or mpsd's own: a process of any other uid is no evidence."""
     return uid is not None and uid in {0, os.getuid()}
@@ -111,7 +83,7 @@ def details(pid: int) -> ProcessDetails | None:
     """
     at = Path(f"/proc/{pid}")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        stat, uid, variables = proc.stat_of(pid), real_uid(pid), proc.environment_of(pid, is_of_cuda)
+        stat, uid, variables = proc.stat_of(pid), proc.real_uid(pid), proc.environment_of(pid, is_of_cuda)
         if stat is None or uid is None or variables is None or stat.is_zombie:
             return None
         return ProcessDetails(
@@ -131,7 +103,7 @@ def arguments_of(pid: int) -> tuple[str, ...]:
 
     Raises OSError when they cannot be read.
     """
-    raw = Path(f"/proc/{pid}/cmdline").read_bytes().removesuffix(b"\0")
+    raw = foreign_files.read(pid, ForeignFile.ARGUMENTS).removesuffix(b"\0")
     return tuple(map(text, raw.split(b"\0"))) if raw else ()
 
 
@@ -227,14 +199,14 @@ def started_with_among(
         try:
             environment = _environment_of(pid, uids)
         except PermissionError:
-            if (uid := real_uid(pid)) is not None and uid in wanted:
+            if (uid := proc.real_uid(pid)) is not None and uid in wanted:
                 if proc.has_no_memory(pid):
                     unclear(pid)
                 else:
                     unread(uid, pid)
             continue
         if not environment:
-            if environment is not None and real_uid(pid) in wanted:
+            if environment is not None and proc.real_uid(pid) in wanted:
                 unclear(pid)
             continue
         _, _, rest = (b"\0" + environment).partition(b"\0" + prefix)
@@ -250,21 +222,15 @@ def _environment_of(pid: int, uids: Collection[int]) -> bytes | None:
     Raises PermissionError.
     """
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        folder = f"/proc/{pid}"
-        if Path(folder).stat().st_uid not in uids:
-            return None
-        descriptor = os.open(f"{folder}/environ", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(descriptor, _MOST_ENVIRONMENT)
-        finally:
-            os.close(descriptor)
+        if Path(f"/proc/{pid}").stat().st_uid in uids:
+            return foreign_files.read(pid, ForeignFile.ENVIRONMENT, _MOST_ENVIRONMENT)
     return None
 
 
 def _of_user(pid: int, uid: int) -> ProcessIdentity | None:
     """Return the identity of the process with a pid, if it has this real uid and has not ended."""
     stat = proc.stat_of(pid)
-    if stat is None or stat.is_zombie or real_uid(pid) != uid or proc.start_ticks(pid) != stat.start_ticks:
+    if stat is None or stat.is_zombie or proc.real_uid(pid) != uid or proc.start_ticks(pid) != stat.start_ticks:
         return None
     return ProcessIdentity(pid, stat.start_ticks)
 
@@ -274,10 +240,10 @@ def leader_with(variable: str, value: str) -> int | None:
     wanted = os.fsencode(f"{variable}={value}")
     for pid in pids():
         stat = proc.stat_of(pid)
-        if stat is None or stat.session != pid or stat.is_zombie or real_uid(pid) != os.getuid():
+        if stat is None or stat.session != pid or stat.is_zombie or proc.real_uid(pid) != os.getuid():
             continue
         with contextlib.suppress(*_UNSEEN):
-            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if wanted in foreign_files.read(pid, ForeignFile.ENVIRONMENT).split(b"\0"):
                 return pid
     return None
 
@@ -336,10 +302,10 @@ def user_of(pid: int) -> tuple[int, int] | None:
 
 
 def command_of(pid: int) -> str:
-    """Return the name of a process, or an empty text when the process is gone or hidden."""
+    """Return the kernel's name of a process, of 15 bytes at most, or an empty text when it is gone or hidden."""
     try:
-        return text(psutil.Process(pid).name())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return text(Path(f"/proc/{pid}/comm").read_bytes().removesuffix(b"\n"))
+    except _UNSEEN:
         return ""
 
 

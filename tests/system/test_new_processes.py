@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from mpsd.system import process_table
+from mpsd.system import proc
 from mpsd.system.new_processes import NewProcesses
 from tests.harness import wait_until
 
@@ -58,6 +58,6 @@ def test_threads_are_told_apart() -> None:
     thread.start()
     assert thread.native_id is not None
     wait_until(finder(new, {thread.native_id}), what="the thread's number")
-    assert process_table.process_of_thread(thread.native_id) == os.getpid()
+    assert proc.process_of_thread(thread.native_id) == os.getpid()
     done.set()
     thread.join()

@@ -209,9 +209,9 @@ def test_threads() -> None:
     """The number of a thread is recognised as such; that of a process, or of none, is not."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         thread = pool.submit(threading.get_native_id).result()
-        assert process_table.process_of_thread(thread) == os.getpid()
-    assert process_table.process_of_thread(os.getpid()) is None
-    assert process_table.process_of_thread(2**22 + 1) is None
+        assert proc.process_of_thread(thread) == os.getpid()
+    assert proc.process_of_thread(os.getpid()) is None
+    assert proc.process_of_thread(2**22 + 1) is None
 
 
 @pytest.mark.parametrize("line", ["Uid:\t7\t7\t7", "Tgid:\t1", "NSpid:\t5\t6"])
@@ -225,10 +225,10 @@ def test_names_with_line_ends(line: str) -> None:
             assert process.stdout is not None
             process.stdout.readline()
             assert Path(f"/proc/{process.pid}/comm").read_bytes() == f"\r{line}\n".encode()
-            assert process_table.real_uid(process.pid) == os.getuid()
+            assert proc.real_uid(process.pid) == os.getuid()
             assert proc.real_uid(process.pid) == os.getuid()
             assert proc.effective_uid(process.pid) == os.geteuid()
-            assert process_table.process_of_thread(process.pid) is None
+            assert proc.process_of_thread(process.pid) is None
             assert proc.is_nested(process.pid) is proc.is_nested(os.getpid())
         finally:
             process.kill()

@@ -279,7 +279,7 @@ def _named(request: Request, pid: int) -> Process:
             limit="pid",
         )
     found = process.find(pid)
-    if found is None and (leader := process_table.process_of_thread(pid)) is not None:
+    if found is None and (leader := proc.process_of_thread(pid)) is not None:
         raise InvalidRequestError(
             f"{pid} is the number of a thread of process {leader}", hint=f"name the process: {leader}", limit="pid"
         )

@@ -192,7 +192,7 @@ def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozense
 
 def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:
     """Return mpsd's own control daemon without a record; None where no trusted process uses the pipe directory."""
-    pids = [pid for pid in _listeners(paths) if process_table.is_trusted(process_table.real_uid(pid))]
+    pids = [pid for pid in _listeners(paths) if process_table.is_trusted(proc.real_uid(pid))]
     try:
         trusted = [each for each in map(process_table.details, pids) if each is not None]
     except PermissionError as error:

@@ -25,7 +25,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import acl, credentials, process_table, unix_sockets
+from mpsd.system import acl, credentials, proc, process_table, unix_sockets
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
 
@@ -321,7 +321,7 @@ def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
     peers = {inode for each in sockets for inode in unix_sockets.connected(each)}
     found = process_table.holding(peers)
     unseen = peers.difference(*found.values())
-    return {pid: process_table.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))
+    return {pid: proc.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))
 
 
 def named(connected: Mapping[int, int | None]) -> str:

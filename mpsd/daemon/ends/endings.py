@@ -17,7 +17,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.steps import DaemonOfClients, EndSteps
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import clock, proc, process, process_table
+from mpsd.system import clock, proc, process
 from mpsd.system.process import Process
 
 VIOLATION: Final = "violation"
@@ -92,7 +92,7 @@ class Endings:
             ) from error
         if living is None:
             return
-        real = process_table.real_uid(target.pid)
+        real = proc.real_uid(target.pid)
         if uid is not None and real != uid:
             living.close()
             self._leave(target, f"it runs as uid {real}, and its lease is of uid {uid}", cause)

@@ -12,7 +12,7 @@ from typing import Final
 from mpsd.core.enforcement import change_of_user
 from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity
 from mpsd.daemon.holders.holder_watch import HolderWatch
-from mpsd.system import proc, process_table
+from mpsd.system import proc
 from mpsd.system.new_processes import NewProcesses
 
 _ROOT: Final = 0
@@ -88,7 +88,7 @@ class ChangedUsers:
         uid = proc.real_uid(pid)
         if uid is None or uid == _ROOT:
             return
-        pid = process_table.process_of_thread(pid) or pid
+        pid = proc.process_of_thread(pid) or pid
         around = [leases[each] for circle in self._holder_watch.around(pid) for each in circle if each in leases]
         lease, ticks = change_of_user.lost(around, uid), proc.start_ticks(pid)
         if lease is not None and lease.owner.uid == _ROOT and ticks is not None:

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
 from mpsd.core.doctor.clients import LIBRARIES, VISIBLE
 from mpsd.core.doctor.observed import ClientSeen
-from mpsd.system import proc, process_table
+from mpsd.system import foreign_files, proc, process_table
+from mpsd.system.foreign_files import ForeignFile
 
 _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
 
@@ -31,8 +31,8 @@ def _is_wanted(name: str) -> bool:
 def _frameworks(pid: int) -> frozenset[str]:
     """Return the framework libraries that a process has mapped; empty where that cannot be read."""
     with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
-        return frozenset(each for each in LIBRARIES if f"/{each}/" in maps)
+        maps = foreign_files.read(pid, ForeignFile.MAPS)
+        return frozenset(each for each in LIBRARIES if f"/{each}/".encode() in maps)
     return frozenset()
 
 

@@ -29,7 +29,7 @@ def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[Proces
     `program` is the control program, whatever its name, and `runtime_dir` is mpsd's.
     """
     try:
-        pids = sorted(int(name) for name in os.listdir(_PROC) if name.isdecimal())  # noqa: PTH208 - names, not paths
+        pids = sorted(process_table.pids())
     except OSError as error:
         return Unknown(f"{_PROC} cannot be read: {error.strerror}")
     if 1 not in pids:
@@ -53,7 +53,7 @@ def _with_lookalikes(
     trusted = {0, os.getuid()}
     with contextlib.suppress(OSError):
         trusted.add(runtime_dir.stat().st_uid)
-    strange = {each.pid: each for each in found if process_table.real_uid(each.pid) not in trusted}
+    strange = {each.pid: each for each in found if proc.real_uid(each.pid) not in trusted}
     control = Path(shutil.which(program[0]) or program[0])
     daemons = {each.pid for each in found if each.part == ProgramKind.DAEMON and each.pid not in strange}
     for pid, each in tuple(strange.items()):
@@ -91,24 +91,19 @@ def _hidden(path: str) -> Unknown:
 def process(pid: int) -> ProcessSeen | None:
     """Return one process as an mpsd; None when there is none."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return _seen(pid, MPSD, _arguments(pid))
+        return _seen(pid, MPSD, process_table.arguments_of(pid))
     return None
 
 
 def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        arguments = _arguments(pid)
+        arguments = process_table.arguments_of(pid)
         if arguments:
             part = MPSD if is_mpsd(arguments) else process_table.kind_of(arguments, program)
         else:
             part = "process of MPS" if (_PROC / f"{pid}/comm").read_bytes().strip() == _COMM else None
         if part is not None:
             yield _seen(pid, part, arguments)
-
-
-def _arguments(pid: int) -> tuple[str, ...]:
-    raw = (_PROC / f"{pid}/cmdline").read_bytes().removesuffix(b"\0")
-    return tuple(each.decode("utf-8", errors="replace") for each in raw.split(b"\0")) if raw else ()
 
 
 def is_mpsd(arguments: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ def test_alone(node: Node) -> None:
     with leased(node, *REQUEST) as again:
         assert again.hello["mps"]
         assert again.compute(0.01)["ok"]
-    assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
+        assert states(node, "gpu0").count("stopping") == 1  # its successor was not replaced for the same reason
 
 
 def test_beside_a_lease(node: Node) -> None:

@@ -13,7 +13,7 @@ HONEST: Final = {"gpu0": 61401, "gpu1": 61402, "gpu2": 61403}
 
 NEVER: Final = {
     "api_defect", "lease_not_restored", "file_damaged", "supervisor_stuck", "listener_stuck", "store_set_aside",
-    "events_lost", "client_forced", "leases_incomplete", "death_tally_not_stored",
+    "events_lost", "client_forced", "leases_incomplete", "file_not_stored",
 }  # fmt: skip
 """Events that none of these actions may cause; a `client_forced` for a hostile process is legitimate."""
 

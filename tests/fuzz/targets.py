@@ -51,6 +51,7 @@ from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import EventName, configure
+from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock, proc
 from mpsd.system.control_pipe import Conversation
@@ -359,7 +360,7 @@ def record(data: bytes) -> None:
             deaths = DeathTally(paths.death_tally, let_in, log)
             deaths.load()
             deaths.count(Ended("it died", "SIGSEGV"), ControlDaemon())
-            position = control_log._stored_position(paths, log)
+            position = Record(paths.reading, control_log._Reading, log).load()
             if position is not None:
                 LogFollower(paths.control_log, position.control).read()
                 position.serving.cannot_start(NOW)

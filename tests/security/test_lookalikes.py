@@ -172,7 +172,7 @@ class TestRecord:
         before = node.daemons()["gpu0"]["pid"]
         node.end(signal.SIGKILL)
         text = json.loads(record(node).read_text())
-        text["start"]["process"] = None
+        text["record"]["start"]["process"] = None
         record(node).write_text(json.dumps(text))
         # The token identifies it even while it does not listen, as just after its start.
         (node.pipe_directory("gpu0") / "control").rename(node.pipe_directory("gpu0") / "away")
@@ -180,7 +180,7 @@ class TestRecord:
         wait_until(lambda: node.daemons()["gpu0"]["pid"] == before, what="it to be found")
         (node.pipe_directory("gpu0") / "away").rename(node.pipe_directory("gpu0") / "control")
         node.wait_for_state("gpu0", "ready")
-        assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
+        assert json.loads(record(node).read_text())["record"]["start"]["process"]["pid"] == before
 
     def test_lost(self, make_node: Start, real: RealDaemon) -> None:
         """Without the record, or with a damaged one, the daemon is found as the process that listens there."""
@@ -194,7 +194,7 @@ class TestRecord:
             node.start()
             assert node.daemons()["gpu0"]["pid"] == before
             assert len(node.events("file_damaged", daemon="gpu0")) == number
-            assert json.loads(record(node).read_text())["start"]["process"]["pid"] == before
+            assert json.loads(record(node).read_text())["record"]["start"]["process"]["pid"] == before
 
 
 @pytest.mark.thorough
@@ -237,7 +237,7 @@ class TestOthers:
         node.end()
         with self.lookalike({}) as other:
             text = json.loads(record(node).read_text())
-            text["start"]["process"]["pid"] = other.pid
+            text["record"]["start"]["process"]["pid"] = other.pid
             record(node).write_text(json.dumps(text))
             node.start()
             assert node.daemons()["gpu0"]["pid"] == before

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from mpsd.core.enforcement.server_health import ServerHealth
-from mpsd.core.model import Known, ProcessIdentity, Unknown, UnknownLines
+from mpsd.core.model import ProcessIdentity, UnknownLines
 from mpsd.core.mps.log_events import (
     REASONS_TO_ASK,
     REASONS_TO_DOUBT,
@@ -26,10 +26,10 @@ from mpsd.core.mps.log_events import (
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.core.supervision.suspects import LetIn
 from mpsd.daemon.control.log_silence import LogSilence
-from mpsd.daemon.record import encoding
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock, proc
+from mpsd.daemon.record.record import Record
+from mpsd.system import clock, proc
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.log_file import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
@@ -63,7 +63,7 @@ class Foreign(NamedTuple):
     """The lines that may stand for any command."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _Reading(msgspec.Struct, forbid_unknown_fields=True):
     """The data with which the next mpsd continues the reading. The key in it is secret."""
 
     key: str
@@ -99,7 +99,8 @@ class ControlLog:
         it has one after which a server may handle a fatal fault. `changed` is called when the health of its servers
         changes. `suspects` returns the uids that could have ended the daemon.
         """
-        stored = _stored_position(paths, log)
+        self._record = Record(paths.reading, _Reading, log)
+        stored = self._record.load()
         self.size = size
         """Maximum bytes of each of the two files."""
         self.key = stored.key if stored else secrets.token_hex(8)
@@ -374,13 +375,7 @@ class ControlLog:
     def _keep(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
         read = self._reader.origin, self._control.position, self._server.position, self.serving
-        file = _File(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands)
-        try:
-            atomic_file.write(self._paths.reading, encoding.to_json(file))
-        except OSError as error:
-            self._complain(EventName.LOG_POSITION_NOT_STORED, error)
-        else:
-            self._complaints.pop(EventName.LOG_POSITION_NOT_STORED, None)
+        self._record.keep(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
 
     def _shorten(self) -> None:
         """Keep both files within their size; unread lines are never removed."""
@@ -407,11 +402,3 @@ class ControlLog:
         if self._complaints.get(event) != because:
             self._complaints[event] = because
             self._log.warning(event, because=because)
-
-
-def _stored_position(paths: DaemonPaths, log: Logger) -> _File | None:
-    """Return the record of an earlier mpsd; a damaged file is logged, and counts as absent."""
-    found = encoding.load(paths.reading, _File)
-    if isinstance(found, Unknown):
-        log.warning(EventName.FILE_DAMAGED, because=found.reason)
-    return found.value if isinstance(found, Known) else None

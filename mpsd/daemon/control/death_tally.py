@@ -2,20 +2,19 @@
 
 import random
 from collections.abc import Callable, Collection
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Struct
 
-from mpsd.core.model import ProcessIdentity, Unknown
+from mpsd.core.model import ProcessIdentity
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, dated, decide, recent
 from mpsd.core.supervision.suspects import Crash, LetIn, is_suspect
-from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import acl, atomic_file, clock
+from mpsd.daemon.record.record import Record
+from mpsd.system import acl, clock
 from mpsd.system.rundir import DaemonPaths
 
 
@@ -33,8 +32,7 @@ class Ended(NamedTuple):
         return self.signal or ("exit" if self.started else "start")
 
 
-class _LetInFile(Struct, forbid_unknown_fields=True):
-    boot_id: str
+class _LetIn(Struct, forbid_unknown_fields=True):
     process: ProcessIdentity
     let_in: LetIn
 
@@ -46,7 +44,7 @@ class LetInRecord:
         """Take the paths; `crashed` records a crash, and returns the uids that are quarantined for it."""
         self._paths = paths
         self._crashed = crashed
-        self._log = log
+        self._record = Record(paths.let_in, _LetIn, log)
         self._process: ProcessIdentity | None = None
         self.let_in = LetIn()
 
@@ -60,7 +58,8 @@ class LetInRecord:
 
         Where there is no readable record, there may have been other uids.
         """
-        noted = self._read(process)
+        stored = self._record.load()
+        noted = stored.let_in if stored is not None and stored.process == process else None
         try:
             now = [each.who for each in acl.read(self._paths.control_socket) if each.tag == acl.Tag.USER]
         except OSError:
@@ -80,39 +79,22 @@ class LetInRecord:
         """Report a crash with the uids that had pipe access; return the uids that are quarantined for it."""
         return frozenset(self._crashed(Crash(self._paths.pipe_directory.name, at, self.let_in)))
 
-    def _read(self, process: ProcessIdentity) -> LetIn | None:
-        try:
-            raw = atomic_file.read(self._paths.let_in)
-            file = msgspec.json.decode(raw, type=_LetInFile) if raw is not None else None
-        except (OSError, *encoding.NOT_UNDERSTOOD):
-            return None
-        if file is None or (file.boot_id, file.process) != (clock.boot_id(), process):
-            return None
-        return file.let_in
-
     def _write(self) -> None:
-        """Store the record; where that fails, mpsd still knows it, and logs the failure."""
-        if self._process is None:
-            return
-        file = _LetInFile(clock.boot_id(), self._process, self.let_in)
-        try:
-            atomic_file.write(self._paths.let_in, msgspec.json.encode(file))
-        except OSError as error:
-            self._log.error(EventName.PIPE_ACCESS_NOT_STORED, because=str(error))
+        if self._process is not None:
+            self._record.keep(_LetIn(self._process, self.let_in))
 
 
-class _File(Struct, forbid_unknown_fields=True):
-    boot_id: str
-    deaths: list[Death]
+class _Tally(Struct, forbid_unknown_fields=True):
+    deaths: tuple[Death, ...]
     failed: str | None
 
 
 class DeathTally:
     """The deaths that count, and the reason for giving up where that was decided."""
 
-    def __init__(self, path: Path, record: LetInRecord, log: Logger) -> None:
-        self._path = path
-        self._record = record
+    def __init__(self, path: Path, let_in: LetInRecord, log: Logger) -> None:
+        self._record = Record(path, _Tally, log)
+        self._let_in = let_in
         self._log = log
         self._deaths: tuple[Death, ...] = ()
         self.failed: str | None = None
@@ -120,14 +102,11 @@ class DeathTally:
     def load(self) -> None:
         """Read the record of an earlier mpsd of this boot; deaths before a reboot are forgiven.
 
-        A damaged file is logged, and counts as none: it is mpsd's own, in its runtime directory, and a forgiven death
-        harms no client.
+        So are those of a damaged file, which is mpsd's own: a forgiven death harms no client.
         """
-        found = encoding.load(self._path, _File)
-        if isinstance(found, Unknown):
-            self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
-        elif found is not None and found.value.boot_id == clock.boot_id():
-            self._deaths, self.failed = tuple(found.value.deaths), found.value.failed
+        found = self._record.load()
+        if found is not None:
+            self._deaths, self.failed = found.deaths, found.failed
 
     def count(self, ended: Ended, settings: ControlDaemon) -> Decision:
         """Note a death, and return the decision that follows from it and the earlier ones.
@@ -138,13 +117,13 @@ class DeathTally:
         """
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
         jitter = random.random()  # noqa: S311 - it is no secret
-        let_in = self._record.let_in if is_suspect(ended.signal) else LetIn()
+        let_in = self._let_in.let_in if is_suspect(ended.signal) else LetIn()
         how = f"{ended.how}; {let_in} had pipe access" if let_in.anybody else ended.how
         death = Death(now, how, let_in.uids, counts=not let_in.anybody)
         deaths = (*recent(self._deaths, policy, now), death)
         decision = dated(decide(deaths, policy, now, jitter), deaths, now, clock.now())
         self._note(deaths, decision)
-        if let_in.uids and (shut_out := self._record.crashed(now)):
+        if let_in.uids and (shut_out := self._let_in.crashed(now)):
             deaths = tuple(each for each in deaths if not shut_out & set(each.uids))
             named = ", ".join(f"uid {uid}" for uid in sorted(shut_out))
             decision = replace(decide(deaths, policy, now, jitter), because=f"{how}; quarantined for it: {named}")
@@ -164,12 +143,7 @@ class DeathTally:
         self._note((), None)
 
     def _note(self, deaths: tuple[Death, ...], decision: Decision | None) -> None:
-        """Replace the record; where it cannot be written, mpsd still knows it, and logs the failure."""
+        """Replace the record; where it cannot be written, mpsd still knows it."""
         gives_up = decision is not None and decision.verdict is RestartVerdict.GIVE_UP
-        failed = decision.because if decision is not None and gives_up else None
-        self._deaths, self.failed = deaths, failed
-        plain = {"boot_id": clock.boot_id(), "deaths": [asdict(death) for death in deaths], "failed": failed}
-        try:
-            atomic_file.write(self._path, encoding.to_json(plain))
-        except OSError as error:
-            self._log.error(EventName.DEATH_TALLY_NOT_STORED, because=str(error))
+        self._deaths, self.failed = deaths, decision.because if decision is not None and gives_up else None
+        self._record.keep(_Tally(deaths, self.failed))

@@ -20,13 +20,13 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import ForeignDaemonError
-from mpsd.core.model import DaemonProcess, Known, ProcessIdentity, Unknown
+from mpsd.core.model import DaemonProcess, Known, ProcessIdentity
 from mpsd.core.mps import daemon_flags
 from mpsd.core.quantities import Moment
 from mpsd.core.settings import Users
-from mpsd.daemon.record import encoding
-from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock, proc, process, process_table, unix_sockets
+from mpsd.daemon.record.log import Logger
+from mpsd.daemon.record.record import Record
+from mpsd.system import clock, proc, process, process_table, unix_sockets
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process_table import ProcessDetails
 from mpsd.system.rundir import DaemonPaths
@@ -65,8 +65,7 @@ class _Start(msgspec.Struct, forbid_unknown_fields=True):
     """None until it is started."""
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    boot_id: str
+class _Daemons(msgspec.Struct, forbid_unknown_fields=True):
     start: _Start | None = None
     dead: list[ProcessIdentity] = msgspec.field(default_factory=list)
     """The earlier daemons whose servers may live on, in the sessions that they began."""
@@ -76,18 +75,13 @@ class DaemonRecord:
     """The stored processes of one control daemon and of its predecessors. Only its supervisor writes it."""
 
     def __init__(self, paths: DaemonPaths, log: Logger) -> None:
-        self._path = paths.record
+        self._record = Record(paths.record, _Daemons, log)
         self._pipe_directory = str(paths.pipe_directory)
-        self._log = log
-        self._file = _File(clock.boot_id())
+        self._file = _Daemons()
 
     def load(self) -> None:
-        """Read the record of an earlier mpsd of this boot. A damaged one is logged, and counts as none."""
-        found = encoding.load(self._path, _File)
-        if isinstance(found, Unknown):
-            self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
-        elif found is not None and found.value.boot_id == clock.boot_id():
-            self._file = found.value
+        """Read the record of an earlier mpsd of this boot."""
+        self._file = self._record.load() or _Daemons()
 
     def begin(self, executable: str, variables: Mapping[str, str], *, many_users: bool) -> str:
         """Record that a control daemon is about to be started, and return the token for its environment."""
@@ -141,11 +135,8 @@ class DaemonRecord:
 
     def _write(self, start: _Start | None, dead: list[ProcessIdentity]) -> None:
         """Replace the record; where it cannot be written, the next mpsd finds the daemon by what the kernel reports."""
-        self._file = _File(clock.boot_id(), start, dead)
-        try:
-            atomic_file.write(self._path, encoding.to_json(self._file))
-        except OSError as error:
-            self._log.error(EventName.DAEMON_RECORD_NOT_STORED, because=str(error))
+        self._file = _Daemons(start, dead)
+        self._record.keep(self._file)
 
 
 def _is_alive(identity: ProcessIdentity) -> bool:

@@ -8,11 +8,11 @@ from typing import Final
 
 from msgspec import Struct
 
-from mpsd.core.model import Limits, ProcessIdentity, ReadBack, Unknown
+from mpsd.core.model import Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps.limits import EVERYTHING, LIMITS
-from mpsd.daemon.record import encoding
-from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock
+from mpsd.daemon.record.log import Logger
+from mpsd.daemon.record.record import Record
+from mpsd.system import clock
 from mpsd.system.rundir import DaemonPaths
 
 _MOST: Final = 8
@@ -24,8 +24,7 @@ _LASTING: Final = 1.0
 come and go cause no writes."""
 
 
-class _File(Struct, forbid_unknown_fields=True):
-    boot_id: str
+class _Given(Struct, forbid_unknown_fields=True):
     process: ProcessIdentity
     limits: tuple[ReadBack, ...]
 
@@ -34,8 +33,7 @@ class OwnLimits:
     """The values that mpsd itself may have given each limit of a control daemon, as they read back."""
 
     def __init__(self, paths: DaemonPaths, log: Logger) -> None:
-        self._path = paths.own_limits
-        self._log = log
+        self._record = Record(paths.own_limits, _Given, log)
         self._process: ProcessIdentity | None = None
         self.limits: tuple[ReadBack, ...] = ()
         """The latest last."""
@@ -47,16 +45,14 @@ class OwnLimits:
     def follow(self, daemon: ProcessIdentity) -> None:
         """Load the limits that an earlier mpsd gave this process, if the process is another one than before.
 
-        A damaged file is logged and counts as none: its limits are then reported as drift, and corrected nevertheless.
+        Those of a damaged file are reported as drift, and corrected nevertheless.
         """
         if daemon == self._process:
             return
         self._process, self.limits, self._stored, self._settled_since = daemon, (), (), 0.0
-        found = encoding.load(self._path, _File)
-        if isinstance(found, Unknown):
-            self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
-        elif found is not None and (found.value.boot_id, found.value.process) == (clock.boot_id(), daemon):
-            self.limits = self._stored = found.value.limits
+        found = self._record.load()
+        if found is not None and found.process == daemon:
+            self.limits = self._stored = found.limits
 
     def note(self, wanted: Limits) -> None:
         """Note limits that are about to be set; where they cannot be stored, this mpsd still knows them."""
@@ -78,13 +74,7 @@ class OwnLimits:
             self._store()
 
     def _store(self) -> None:
-        if self._process is None:
-            return
-        try:
-            atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), self._process, self.limits)))
-        except OSError as error:
-            self._log.error(EventName.LIMITS_NOT_STORED, because=str(error))
-        else:
+        if self._process is not None and self._record.keep(_Given(self._process, self.limits)):
             self._stored = self.limits
 
 

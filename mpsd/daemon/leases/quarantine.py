@@ -100,7 +100,7 @@ class Quarantine:
             self._store()
         except OSError as error:
             # The quarantine is in force nevertheless, for as long as mpsd lives.
-            self._log.error(EventName.QUARANTINE_NOT_STORED, because=str(error))
+            self._log.error(EventName.FILE_NOT_STORED, file=str(self._path), because=str(error))
         for each in convicted:
             because = self._quarantined[each.uid].because
             self._log.error(EventName.UID_QUARANTINED, uid=each.uid, daemon=crash.daemon, because=because)

@@ -168,7 +168,6 @@ CATALOGUE: Final = {
     EventName.LIMITS_VERIFIED: EventKind(
         "info", "daemon active_thread_percentage pinned_device_mem_limit", "The limits read back as mpsd set them."
     ),
-    EventName.LIMITS_NOT_STORED: EventKind("error", "daemon because", "The limits cannot be stored."),
     EventName.LIMITS_NOT_HELD: EventKind("error", "daemon because", "A control daemon does not accept its limits."),
     EventName.LIMITS_NOT_GIVEN: EventKind(
         "error", "daemon server command given left_out?", "A server gave a client other limits than mpsd had set."
@@ -215,22 +214,12 @@ CATALOGUE: Final = {
     ),
     EventName.LOG_RESUMED: EventKind("info", "daemon because", "The log of a control daemon shows its activity again."),
     EventName.LOG_NOT_WATCHED: EventKind("warning", "daemon because", "The log of a control daemon is only polled."),
-    EventName.LOG_POSITION_NOT_STORED: EventKind(
-        "warning", "daemon because", "The position in a log cannot be stored."
-    ),
-    EventName.DEATH_TALLY_NOT_STORED: EventKind("error", "daemon because", "A death cannot be stored."),
-    EventName.DAEMON_RECORD_NOT_STORED: EventKind(
-        "error", "daemon because", "The record of a process cannot be stored."
-    ),
+    EventName.FILE_NOT_STORED: EventKind("error", "daemon? file because", "A file of mpsd cannot be written."),
     EventName.FILE_DAMAGED: EventKind("warning", "daemon? because", "A file of mpsd is damaged."),
-    EventName.PIPE_ACCESS_NOT_STORED: EventKind(
-        "error", "daemon because", "The uids with pipe access cannot be stored."
-    ),
     EventName.UID_QUARANTINED: EventKind(
         "error", "uid daemon because", "A uid has lost access to all control daemons."
     ),
     EventName.UID_PARDONED: EventKind("warning", "uid because", "An administrator has pardoned a uid."),
-    EventName.QUARANTINE_NOT_STORED: EventKind("error", "because", "A quarantine cannot be stored."),
     EventName.SHARED_MEMORY_DIFFERS: EventKind(
         "warning", "pid because hint", "A container and its MPS server have different /dev/shm."
     ),

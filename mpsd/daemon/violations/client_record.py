@@ -12,11 +12,11 @@ from typing import TypeAlias, TypeVar
 from msgspec import Struct
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.model import ProcessIdentity, ReadBack, Unknown
+from mpsd.core.model import ProcessIdentity, ReadBack
 from mpsd.core.quantities import Bounds, Opened, Pid
-from mpsd.daemon.record import encoding
-from mpsd.daemon.record.log import EventName, Logger
-from mpsd.system import atomic_file, clock, process
+from mpsd.daemon.record.log import Logger
+from mpsd.daemon.record.record import Record
+from mpsd.system import process
 
 T = TypeVar("T")
 
@@ -50,8 +50,7 @@ class _LeftBehind(Struct, forbid_unknown_fields=True):
     part: Amount
 
 
-class _File(Struct, forbid_unknown_fields=True):
-    boot_id: str
+class _Clients(Struct, forbid_unknown_fields=True):
     clients: tuple[_Row, ...]
     left_behind: tuple[_LeftBehind, ...] = ()
 
@@ -60,20 +59,16 @@ class ClientRecord:
     """The known clients, in memory and on disk; one that has ended is forgotten at the next write."""
 
     def __init__(self, path: Path, log: Logger) -> None:
-        """Load the clients that an earlier mpsd knew; a damaged file is logged, and counts as empty."""
-        self._path = path
-        self._log = log
+        """Load the clients that an earlier mpsd knew."""
+        self._record = Record(path, _Clients, log)
+        self._is_stored = True
         self._clients: dict[ClientKey, KnownClient] = {}
         self.left_behind: Mapping[ClientKey, Amount] = {}
         """The part that each client had of its lease, which has ended: at least this counts against capacity."""
-        self._not_stored = ""
-        """The last logged reason why the file could not be written."""
-        found = encoding.load(path, _File)
-        if isinstance(found, Unknown):
-            log.warning(EventName.FILE_DAMAGED, because=found.reason)
-        elif found is not None and found.value.boot_id == clock.boot_id():
-            self._clients = {(row.daemon, row.process): _known(row) for row in found.value.clients}
-            self.left_behind = {(row.daemon, row.process): row.part for row in found.value.left_behind}
+        found = self._record.load()
+        if found is not None:
+            self._clients = {(row.daemon, row.process): _known(row) for row in found.clients}
+            self.left_behind = {(row.daemon, row.process): row.part for row in found.left_behind}
 
     def of(self, key: ClientKey, server: int) -> KnownClient | None:
         """Return the facts about a client of a server; None for one that was not seen yet."""
@@ -85,7 +80,7 @@ class ClientRecord:
 
         A client that its server does not list for a while is kept as long as its process lives.
         """
-        if not self._not_stored and clients.items() <= self._clients.items():
+        if self._is_stored and clients.items() <= self._clients.items():
             return
         others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
         self._clients = {**_living(others), **clients}
@@ -102,15 +97,7 @@ class ClientRecord:
     def _store(self) -> None:
         clients = tuple(_row(key, known) for key, known in self._clients.items())
         left = tuple(_LeftBehind(*key, part) for key, part in _living(self.left_behind).items())
-        file = _File(clock.boot_id(), clients, left)
-        try:
-            atomic_file.write(self._path, encoding.to_json(file))
-        except OSError as error:
-            if str(error) != self._not_stored:
-                self._log.error(EventName.STORE_FULL, because=str(error))
-            self._not_stored = str(error)
-        else:
-            self._not_stored = ""
+        self._is_stored = self._record.keep(_Clients(clients, left))
 
 
 def _living(facts: Mapping[ClientKey, T]) -> dict[ClientKey, T]:

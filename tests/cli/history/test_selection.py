@@ -64,8 +64,8 @@ def test_kinds() -> None:
             matching_kinds(wrong)
         assert near in refused.value.hint or "mpsctl events --kinds" in refused.value.hint
     with pytest.raises(InvalidRequestError) as refused:
-        matching_kinds("death")
-    assert refused.value.hint == "did you mean daemon_death or death_tally_not_stored?"
+        matching_kinds("not_stored")
+    assert refused.value.hint.startswith("did you mean ")
 
 
 A, B = "GPU-a", "GPU-b"

@@ -64,7 +64,7 @@ class TestAway:
         try:
             node.start()
             assert node.daemons()["gpu0"]["pid"] == before["gpu0"]["pid"]
-            assert node.events("daemon_record_not_stored", daemon="gpu0")
+            assert node.events("file_not_stored", daemon="gpu0", file=str(record))
         finally:
             record.rmdir()
 

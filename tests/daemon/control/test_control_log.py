@@ -222,7 +222,7 @@ def read_up_to_the_end(node: Node, name: str) -> bool:
     noted = node.root / "run" / f"{name}.reading.json"
     if not noted.exists():
         return False
-    offset: int = json.loads(noted.read_bytes())["control"]["offset"]
+    offset: int = json.loads(noted.read_bytes())["record"]["control"]["offset"]
     return offset == node.control_log(name).stat().st_size
 
 
@@ -254,7 +254,7 @@ def test_mpsd_knows_its_own_hand_again(make_node: Start) -> None:
     noted = node.root / "run" / "gpu0.reading.json"
     assert stat.filemode(noted.stat().st_mode) == "-rw-------"  # a process that knows the key can pass for mpsd
     node.end(signal.SIGKILL)
-    key = json.loads(noted.read_text())["key"]
+    key = json.loads(noted.read_text())["record"]["key"]
     said = node.front_end("gpu0", f"mpsd-{key}01234567-0\nset_default_active_thread_percentage 20\n").stdout
     assert said.splitlines()[1:] == ["20.0"]
     node.start()

@@ -92,7 +92,7 @@ def test_pid_of_a_server_that_ended(node: Node) -> None:
     node.end(signal.SIGKILL)
     record = node.root / "run" / "gpu0.reading.json"
     reading = json.loads(record.read_text())
-    reading["serving"]["faults"] = {str(os.getpid()): "2026-11-26T00:00:00Z"}
+    reading["record"]["serving"]["faults"] = {str(os.getpid()): "2026-11-26T00:00:00Z"}
     record.write_text(json.dumps(reading))
     node.start()
     wait_until(lambda: node.request("POST", "/v1/leases", SMALL).status == 201, what="the GPU to be granted")

@@ -1,0 +1,47 @@
+"""A small record on disk that the next mpsd of this boot continues from: one JSON file, whole or absent."""
+
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+from mpsd.core.model import Unknown
+from mpsd.daemon.record import encoding
+from mpsd.daemon.record.log import EventName, Logger
+from mpsd.system import atomic_file, clock
+
+T = TypeVar("T")
+
+
+class _File(Struct, Generic[T], forbid_unknown_fields=True):
+    boot_id: str
+    record: T
+
+
+class Record(Generic[T]):
+    """A value of one type in one file. No record keeps mpsd from working: it knows better what it reads anew."""
+
+    def __init__(self, path: Path, kind: type[T], log: Logger) -> None:
+        self._path, self._kind, self._log = path, kind, log
+        self._trouble = ""
+        """The last logged reason why the file could not be written."""
+
+    def load(self) -> T | None:
+        """Return what an earlier mpsd of this boot stored; None for anything else. A damaged file is logged."""
+        found = encoding.load(self._path, _File[self._kind])  # type: ignore[name-defined]
+        if isinstance(found, Unknown):
+            self._log.warning(EventName.FILE_DAMAGED, because=found.reason)
+            return None
+        return found.value.record if found is not None and found.value.boot_id == clock.boot_id() else None
+
+    def keep(self, record: T) -> bool:
+        """Replace the file; False where it cannot be written, which is logged once for each reason."""
+        try:
+            atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), record)))
+        except OSError as error:
+            if str(error) != self._trouble:
+                self._log.error(EventName.FILE_NOT_STORED, file=str(self._path), because=str(error))
+            self._trouble = str(error)
+            return False
+        self._trouble = ""
+        return True

@@ -139,21 +139,6 @@ def test_a_shell_that_waits(full_node: tuple[Node, list[str]], in_path: dict[str
             shell.communicate("\n", timeout=30)
 
 
-def test_nothing_to_wait_for(node: Node) -> None:
-    """A free share is granted at once, without a message about waiting."""
-    done = node.mpsctl("run", *MOST, "--wait", "forever", "--", "echo", "ran")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", "")
-
-
-def test_waiting_in_vain(full_node: tuple[Node, list[str]]) -> None:
-    """A wait that times out is a refusal like one without a wait, and says what was missing until the end."""
-    node, _ = full_node
-    done = node.mpsctl("run", *MOST, "--wait", "0.2", "--", "echo", "ran")
-    assert (done.returncode, done.stdout) == (75, "")
-    assert "40 % are left [does_not_fit]" in done.stderr
-    assert waiting(node) == []
-
-
 def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
     """On a terminal, one line shows the wait: how long, at which position, behind whom; then the result."""
     node, (lease, _) = full_node
@@ -345,10 +330,3 @@ def test_what_is_not_mpsd(short_tmp: Path) -> None:
         done = run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "forever", "--", "true")
     assert done.returncode == 69
     assert "does not answer as mpsd does" in done.stderr
-
-
-def test_a_refusal_is_final(node: Node) -> None:
-    """A refusal that waiting cannot change comes at once, as without a wait."""
-    done = node.mpsctl("run", "--threads", "10", "--memory", "900GiB", "--wait", "forever", "--", "true")
-    assert done.returncode == 65
-    assert "[never_fits]" in done.stderr

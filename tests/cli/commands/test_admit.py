@@ -83,14 +83,6 @@ def test_admit_forms(node: Node) -> None:
     }
 
 
-def test_fraction(node: Node) -> None:
-    """A fraction means threads and memory, on the GPU named by its UUID."""
-    uuid = node.get("/v1/gpus").json["gpus"][1]["uuid"]
-    done = node.mpsctl("admit", "--fraction", "0.25", "--gpu", uuid, "-o", "json")
-    lease = json.loads(done.stdout)
-    assert (lease["gpus"], lease["active_thread_percentage"]) == ([uuid], 25.0)
-
-
 def test_options(node: Node) -> None:
     """Options beyond the share reach mpsd with their meaning: time to live, processes, priority."""
     done = node.mpsctl("admit", *SHARE, "--processes", "2", "--priority", "-3", "--ttl", "1000", "-o", "json")
@@ -117,23 +109,6 @@ def test_renew(node: Node) -> None:
     assert re.search(
         r"^expires +\S+ \S+ \(in 1h, unless", node.mpsctl("renew", lease["id"], "--ttl", "5000").stdout, re.MULTILINE
     )
-
-
-def test_a_lease_that_is_not_renewed(node: Node) -> None:
-    """A lease ends when its time to live has passed, though its holder lives."""
-    lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", "0.1", "-o", "json").stdout)
-    assert "time to live" in ended(node, lease["id"])["because"]
-
-
-def test_release(node: Node) -> None:
-    """A lease is released at once; a second release is no error, and changes nothing."""
-    lease = json.loads(node.mpsctl("admit", *SHARE, "-o", "json").stdout)["id"]
-    assert node.mpsctl("release", lease).returncode == 0
-    assert leases(node) == []
-    before = node.get(f"/v1/leases/{lease}").json
-    again = node.mpsctl("release", lease)
-    assert (again.returncode, again.stdout, again.stderr) == (0, f"{lease} is released\n", "")
-    assert node.get(f"/v1/leases/{lease}").json == before
 
 
 # -- whom it is for: admit ---------------------------------------------------------------------------------------------
@@ -356,18 +331,6 @@ def test_a_background_job(in_path: dict[str, str]) -> None:
     assert json.loads(text)["owner"]["pid"] == int(pid)
 
 
-def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
-    """After `eval`, programs that the shell starts have the lease's environment, with equal values."""
-    script = f'eval "$(mpsctl admit {" ".join(SHARE)} -o env)"; mpsctl leases -o json; exec env -0'
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    end_of_json = done.stdout.rindex("}\n") + 2
-    (lease,) = json.loads(done.stdout[:end_of_json])["leases"]
-    environment = dict(entry.split("=", 1) for entry in done.stdout[end_of_json:].split("\0") if entry)
-    assert lease["env"].keys() == VARIABLES
-    assert lease["env"].items() <= environment.items()
-    assert environment.keys() >= {"MPSD_LEASE_TOKEN", "MPSD_SOCKET"}
-
-
 def test_env_file(in_path: dict[str, str]) -> None:
     """-o env-file has the same variables, a line each, for readers other than shells; for several GPUs it fails."""
     script = (
@@ -465,17 +428,6 @@ def test_a_lease_that_cannot_be_printed(node: Node) -> None:
     assert "released" in last_end(node)
 
 
-@pytest.mark.parametrize("shell", shells())
-def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
-    """A refusal makes `eval` fail with the exit code of the refusal, so that no script continues without limits."""
-    script = 'eval "$(mpsctl admit --threads 100 --memory 900GiB -o env)"; echo "went on, $?"'
-    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    assert done.stdout == "went on, 65\n"
-    assert "[never_fits]" in done.stderr
-    done = subprocess.run([shell, "-ec", script], capture_output=True, text=True, check=False, env=in_path)
-    assert (done.returncode, done.stdout) == (65, "")
-
-
 # -- whom it is for: run -----------------------------------------------------------------------------------------------
 
 
@@ -571,15 +523,6 @@ def test_a_command_that_changes_its_user(node: Node, command: tuple[str, ...], c
     assert (done.returncode, done.stderr) == (0, _NO_PART.format(changer) if changer else "")
 
 
-@needs_root
-def test_a_command_of_another_user(node: Node) -> None:
-    """With --user nothing is wrong with such a command."""
-    done = run_mpsctl(
-        node.socket, "run", *SHARE, "--user", "nobody", "--", "setpriv", "--reuid=65534", "--keep-groups", "true"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_no_token_on_a_screen(node: Node) -> None:
     """A lease's readable output has its environment, without the token."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "--pid", str(os.getpid()), "-o", "json").stdout)
@@ -588,29 +531,6 @@ def test_no_token_on_a_screen(node: Node) -> None:
         done = node.mpsctl(*command)
         assert "MPSD_LEASE=" in done.stdout
         assert "TOKEN" not in done.stdout
-
-
-def test_the_lease_of_a_command(node: Node) -> None:
-    """The lease is held by the command's process, and ends with it."""
-    process = start_mpsctl(node.socket, "run", *SHARE, "--name", "job", "--", "cat")
-    try:
-        (lease,) = wait_until(lambda: leases(node), what="the lease")
-        assert (lease["owner"]["pid"], lease["name"]) == (process.pid, "job")
-        process.communicate(timeout=60)
-        assert ended(node, lease["id"])["ended"] is not None
-    finally:
-        end(process)
-
-
-def test_a_command_that_shows_that_it_gets_on(in_path: dict[str, str]) -> None:
-    """A command with a time to live can renew its own lease as it makes progress, and so keeps it."""
-    script = "mpsctl renew $MPSD_LEASE --ttl 5000 -o json"
-    done = subprocess.run(
-        ["mpsctl", "run", *SHARE, "--ttl", "1000", "--", "sh", "-c", script],
-        capture_output=True, text=True, check=True, env=in_path,
-    )  # fmt: skip
-    assert done.stderr == ""
-    assert lifetime(json.loads(done.stdout)) >= 5000
 
 
 def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
@@ -649,17 +569,6 @@ def test_signals_are_as_they_were(node: Node) -> None:
     assert done.stdout == bare
 
 
-def test_an_ignored_interrupt_stays_ignored(node: Node) -> None:
-    """A command started with SIGINT ignored, as by `nohup` or `&` in a script, keeps ignoring it."""
-    script = 'trap "" INT; exec "$@"'
-    done = subprocess.run(
-        ["sh", "-c", script, "sh", sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket),
-         "run", *SHARE, "--", "grep", "SigIgn", "/proc/self/status"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert int(done.stdout.split()[1], 16) & 1 << (signal.SIGINT - 1)
-
-
 def test_options_of_a_command(node: Node) -> None:
     """Options after the command's name belong to the command, with or without `--` before it."""
     for dashes in ([], ["--"]):
@@ -695,11 +604,4 @@ def test_a_command_that_is_refused(node: Node, short_tmp: Path) -> None:
     """A command whose lease is refused does not run."""
     done = node.mpsctl("run", "--threads", "100", "--memory", "900GiB", "--", "touch", str(short_tmp / "ran"))
     assert done.returncode == 65
-    assert not (short_tmp / "ran").exists()
-
-
-def test_run_needs_mpsd(short_tmp: Path) -> None:
-    """A command does not run without mpsd, either."""
-    done = run_mpsctl(short_tmp / "none", "run", *SHARE, "--", "touch", str(short_tmp / "ran"))
-    assert done.returncode == 69
     assert not (short_tmp / "ran").exists()

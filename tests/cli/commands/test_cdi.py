@@ -429,15 +429,6 @@ class TestRun:
         assert "[never_fits]" in done.stderr
         assert not (short_tmp / "bin" / "called").exists()
 
-    def test_no_mpsd(self, directory: Path, in_path_runtime: dict[str, str], short_tmp: Path) -> None:
-        """Without mpsd no container starts, either."""
-        done = run_mpsctl(
-            short_tmp / "s", "container", "run", "podman", *SHARE, "--dir", str(directory), "--", "IMAGE",
-            env=in_path_runtime,
-        )  # fmt: skip
-        assert done.returncode == 69
-        assert not (short_tmp / "bin" / "called").exists()
-
     def test_no_runtime(self, node: Node, directory: Path, short_tmp: Path) -> None:
         """If the runtime is not installed, nothing is left."""
         done = run_container(node, directory, {**os.environ, "PATH": str(short_tmp)}, "IMAGE")

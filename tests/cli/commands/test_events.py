@@ -238,9 +238,3 @@ def test_a_reader_that_has_seen_enough(node: Node, follower: Callable[..., "subp
     assert process.wait(timeout=30) == -signal.SIGPIPE
     assert process.stderr is not None
     assert process.stderr.read() == ""
-
-
-def test_it_needs_mpsd(short_tmp: Path) -> None:
-    """A follower does not wait for an mpsd that never was there."""
-    done = run_mpsctl(short_tmp / "none", "events", "--follow")
-    assert (done.returncode, done.stdout) == (69, "")

@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli.render import as_here
 from mpsd.cli.users import name_of
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
-from tests.daemon.helpers import LIMITS
-from tests.harness import wait_until
 from tests.node import Node
 
 ME = name_of(os.geteuid())
@@ -90,32 +87,6 @@ def test_show(node: Node) -> None:
     assert [line.split("=")[0] for line in exports] == [f"export {name}" for name in (*lease["env"], "MPSD_SOCKET")]
     node.request("DELETE", f"/v1/leases/{lease['id']}")
     assert re.search(r"^state +ended: ", node.mpsctl("show", lease["id"]).stdout, re.MULTILINE)
-
-
-def test_names_with_tricks(node: Node) -> None:
-    """A name that would reverse the line on a terminal is escaped, in tables and in JSON."""
-    lease = admit(node, name="\u202egnp.exe")
-    for arguments in (["leases"], ["show", lease["id"]]):
-        assert "\\u202egnp.exe" in node.mpsctl(*arguments).stdout
-    text = node.mpsctl("leases", "-o", "json").stdout
-    assert "\u202e" not in text
-    assert json.loads(text)["leases"][0]["name"] == "\u202egnp.exe"
-
-
-@pytest.mark.parametrize("form", ["table", "json"])
-def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
-    """Escape sequences in a process's name have no effect on the terminal, and forge no line."""
-    client = {"pid": 9, "name": HOSTILE, "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    client |= {"verdict": "ok", "because": "", "hint": "", "sm_activity": None}
-    with answering(short_tmp / "s", http({"clients": [client]})):
-        done = run_mpsctl(short_tmp / "s", "clients", "-o", form)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("\n", "").isprintable()
-    assert "owned" in done.stdout
-    if form == "table":
-        assert len(done.stdout.splitlines()) == 2
-    else:
-        assert json.loads(done.stdout)["clients"] == [client]
 
 
 def test_errors_with_escape_sequences(short_tmp: Path) -> None:
@@ -197,24 +168,6 @@ def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
     assert json.loads(as_json.stdout)["healthy"] is False
     node.wait_for_state("gpu1", "ready")
     assert node.mpsctl("status").returncode == 0
-
-
-@pytest.mark.real_daemon(535)
-def test_drift(make_node: Callable[..., Node]) -> None:
-    """After a foreign command, status shows the wanted value, the found one, the command, and that it was undone."""
-    node = make_node(simulate=1, config=LIMITS).start()
-    node.ask("gpu0", "set_default_active_thread_percentage 10")
-    (undone,) = wait_until(lambda: node.get("/v1/daemons").json["daemons"][0]["undone"], what="it to be put back")
-    culprit = "the foreign command 'set_default_active_thread_percentage 10' changed it"
-    assert re.fullmatch(
-        rf"gpu0: active_thread_percentage was 10 % instead of 50 %; {culprit}; mpsd restored it at \S+Z",
-        undone["because"],
-    )
-    for command in ("status", "daemons"):
-        done = node.mpsctl(command)
-        assert done.returncode == 0
-        (line,) = (line for line in done.stdout.splitlines() if "restored it at" in line)
-        assert re.fullmatch(rf" *{re.escape(as_here(undone['because']))} \(\d+s ago\)", line)
 
 
 def test_reset(make_node: Callable[..., Node]) -> None:

@@ -322,11 +322,3 @@ def test_an_mpsd_that_does_not_come_back(short_tmp: Path) -> None:
     assert "retrying" in asking
     assert error == f"mpsctl: nothing listens on {short_tmp}/s [unreachable]"
     assert hint.startswith("  hint: ")
-
-
-def test_what_is_not_mpsd(short_tmp: Path) -> None:
-    """mpsctl does not wait for another program on the socket."""
-    with answering(short_tmp / "s", [b"SSH-2.0-OpenSSH_9.2\r\n"]):
-        done = run_mpsctl(short_tmp / "s", "run", *MOST, "--wait", "forever", "--", "true")
-    assert done.returncode == 69
-    assert "does not answer as mpsd does" in done.stderr

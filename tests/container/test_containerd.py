@@ -24,15 +24,13 @@ from tests.container.leased import (
     container_name,
     ended,
     is_gone,
-    is_nobodys,
     leases,
     leasing_node,
     let_in,
     parent,
-    process,
 )
 from tests.container.sidecar import USER
-from tests.daemon.helpers import is_running, stopped
+from tests.daemon.helpers import is_running
 from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.node import Node
@@ -150,24 +148,6 @@ def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
             ended(node, lease)
             if victim == "containerd":
                 containerd.start()
-
-
-def test_hook_killed(containerd: Containerd, node: Node, files: Path) -> None:
-    """A container whose hook is killed does not start, and its claim has no holder."""
-    lease = claim(node)
-    name = container_name()
-    with (
-        stopped(node.pid),
-        subprocess.Popen(
-            command(containerd, node, files, lease, name, *SLEEPS),
-            env=containerd.environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        ) as run,
-    ):  # fmt: skip
-        os.kill(process("container", "hook", lease), signal.SIGKILL)
-        assert "signal: killed" in run.communicate(timeout=60)[1]
-    assert containerd.pid(name) == 0
-    wait_until(partial(is_nobodys, node, lease), what="the lease to be nobody's")
-    assert USER not in let_in(node)
 
 
 @pytest.fixture

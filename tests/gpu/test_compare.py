@@ -131,13 +131,6 @@ def _clients_of(session: int) -> list[int]:
     return found
 
 
-def test_unknown_part() -> None:
-    """A part that does not exist is refused, and the others are named."""
-    done = subprocess.run([*COMMAND, "nothing"], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no part nothing: there are throughput, latency, " in done.stderr
-
-
 @pytest.mark.usefixtures("simulated", "interrupts")
 def test_a_part_that_fails(short_tmp: Path) -> None:
     """A part that fails, one that never ends, and one without any time are rows; the other ones are measured."""

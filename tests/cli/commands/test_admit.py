@@ -323,14 +323,6 @@ def test_a_shell_called_alike(node: Node, short_tmp: Path, in_path: dict[str, st
             outer.communicate("\n", timeout=30)
 
 
-def test_a_background_job(in_path: dict[str, str]) -> None:
-    """A background subshell becomes the holder by --pid."""
-    script = f"(mpsctl admit {' '.join(SHARE)} --pid $BASHPID -o json; echo $BASHPID) & wait"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    text, _, pid = done.stdout.rstrip().rpartition("\n")
-    assert json.loads(text)["owner"]["pid"] == int(pid)
-
-
 def test_env_file(in_path: dict[str, str]) -> None:
     """-o env-file has the same variables, a line each, for readers other than shells; for several GPUs it fails."""
     script = (

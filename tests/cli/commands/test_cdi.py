@@ -164,14 +164,6 @@ class TestWrite:
         assert done.returncode == 2
         assert "a process can use only one of them" in done.stderr
 
-    def test_open_directory(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
-        """If others could write there, the token is not written."""
-        directory.mkdir()
-        directory.chmod(0o777)
-        done = node.mpsctl("cdi", "write", claim()["id"], "--dir", str(directory))
-        assert done.returncode == 78
-        assert list(directory.iterdir()) == []
-
     @needs_root
     def test_reader(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
         """The uid that a claim is for may read its device."""
@@ -420,14 +412,6 @@ class TestRun:
         lease = called[2].rpartition("=")[2]
         wait_until(lambda: state_of(node, lease)["state"] == "ended", what="the lease to end")
         assert f"pid {int(done.stdout)}" in state_of(node, lease)["because"]
-
-    def test_no_room(self, node: Node, directory: Path, in_path_runtime: dict[str, str], short_tmp: Path) -> None:
-        """Without room no container starts, and the reason is printed."""
-        share = ("--threads", "100", "--memory", "900GiB")
-        done = run_container(node, directory, in_path_runtime, "IMAGE", "true", share=share)
-        assert done.returncode == 65
-        assert "[never_fits]" in done.stderr
-        assert not (short_tmp / "bin" / "called").exists()
 
     def test_no_runtime(self, node: Node, directory: Path, short_tmp: Path) -> None:
         """If the runtime is not installed, nothing is left."""

@@ -33,17 +33,6 @@ def test_a_prefix(node: Node, length: int) -> None:
     assert living(node) == []
 
 
-def test_a_name(node: Node) -> None:
-    """A lease is found by its name, a living one before an ended one."""
-    ended = take(node, name="trainer")
-    assert node.mpsctl("release", ended).returncode == 0
-    lease, other = take(node, name="trainer"), take(node, name="other")
-    assert json.loads(node.mpsctl("renew", "trainer", "--ttl", "1h", "-o", "json").stdout)["id"] == lease
-    assert node.mpsctl("release", "trainer").stdout == f"{lease} is released\n"
-    assert living(node) == [other]
-    assert json.loads(node.mpsctl("show", ended[:-1], "-o", "json").stdout)["state"] == "ended"
-
-
 def test_what_is_ambiguous(node: Node) -> None:
     """A name or prefix of several leases is refused, and the candidates are listed."""
     one, two = take(node, name="twin"), take(node, name="twin")

@@ -144,32 +144,6 @@ def test_status_is_one_request(node: Node, short_tmp: Path) -> None:
 # -- a node that is not well -------------------------------------------------------------------------------------------
 
 
-def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
-    """A stopped daemon makes status exit with 1: the next line says which and why, with a remedy.
-
-    All tables are shown.
-    """
-    node = make_node(config="[daemon]\nanswer_deadline = 0.5\nprobe_interval = 0.5\n").start()
-    pid = node.daemons()["gpu1"]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        node.wait_for_state("gpu1", "unresponsive")
-        done = node.mpsctl("status")
-        as_json = node.mpsctl("status", "-o", "json")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    first, second, *rest = done.stdout.splitlines()
-    assert (done.returncode, done.stderr) == (1, "")
-    assert first == "NOT HEALTHY, not closed"
-    assert re.match(r"  gpu1 is unresponsive: .* -> .", second)
-    assert any(re.match(r"gpu1 +unresponsive ", line) for line in rest)
-    assert any(re.match(r"gpu0 +ready ", line) for line in rest)
-    assert as_json.returncode == 1
-    assert json.loads(as_json.stdout)["healthy"] is False
-    node.wait_for_state("gpu1", "ready")
-    assert node.mpsctl("status").returncode == 0
-
-
 def test_reset(make_node: Callable[..., Node]) -> None:
     """A daemon that died too often is failed; the command that status suggests brings it back."""
     node = make_node(config="[daemon]\ndeaths = 1\n").start()

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from mpsd.core.metrics.exposition import OPENMETRICS, TEXT
+from mpsd.core.metrics.exposition import OPENMETRICS
 from mpsd.core.metrics.families import FAMILIES, Kind
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start, make_node, node_for_all
@@ -73,12 +73,6 @@ class TestForm:
             "mpsd_client_sm_activity_ratio",
         }
 
-    @pytest.mark.parametrize("accept", [None, "text/plain"])
-    def test_text(self, shared: Node, accept: str | None) -> None:
-        """Prometheus' own text format is the default."""
-        answer = shared.request("GET", "/metrics", headers={"Accept": accept} if accept else {})
-        assert answer.headers["Content-Type"] == TEXT
-
     def test_openmetrics(self, shared: Node) -> None:
         """On request, the answer is OpenMetrics that its strict parser accepts, with the same content."""
         answer = shared.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"})
@@ -95,11 +89,6 @@ class TestForm:
         shared.request("DELETE", f"/v1/leases/{granted['id']}")
         done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-
-    def test_head(self, shared: Node) -> None:
-        """HEAD is GET without a body."""
-        answer = shared.request("HEAD", "/metrics")
-        assert (answer.status, answer.body) == (200, b"")
 
 
 @needs_root
@@ -119,15 +108,6 @@ class TestRoles:
         for text in seen.values():
             assert 'mpsd_leases{state="granted"} 2\n' in text
         assert line.call("GET", "/metrics", uid=2309).answer().status == 403
-
-    def test_sums_alone(self, shared: Node, make_line: MakeLine) -> None:
-        """A request without users gets none, even from a caller that may see them."""
-        granted = make_line(shared).granted(uid=USER, threads=10, memory="1GiB")
-        text = shared.get("/metrics?users=false").body.decode()
-        assert granted["id"] not in text
-        assert "uid=" not in text
-        assert "class=" not in text
-        assert granted["id"] in shared.get("/metrics").body.decode()
 
 
 class TestSeries:

@@ -71,22 +71,6 @@ class TestPod:
         cluster.unprepare(claim)
         cluster.await_nothing()
 
-    def test_a_container_that_is_restarted(self, cluster: DraCluster) -> None:
-        """The next container of the same pod has the same lease."""
-        pod = cluster.pod(cluster.claim())
-        first = pod.start("main")
-        (lease,) = cluster.await_held(pod)
-        first.end()
-        second = pod.start("main")
-        assert second.variables["MPSD_LEASE"] == lease["id"]
-        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
-
-    def test_another_user(self, cluster: DraCluster) -> None:
-        """A container that runs as a user has a lease of that user."""
-        pod = cluster.pod(cluster.claim())
-        pod.start("main", uid=1234)
-        wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [1234], what="it to be the user's")
-
     def test_a_user_that_is_unknown(self, cluster: DraCluster) -> None:
         """If no process of a pod shows that it is the container's program, an event of the pod says so."""
         pod = cluster.pod(cluster.claim())
@@ -98,15 +82,6 @@ class TestPod:
         (event,) = wait_until(lambda: [each for each in written if each["kind"] == "Event"], what="an event")
         assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "LeaseNotHeld")
         assert f"/proc/{container.process.pid}/environ" in event["message"]
-
-    def test_a_claim_that_is_freed_early(self, cluster: DraCluster) -> None:
-        """A claim that was prepared, and whose pod never came, releases its lease."""
-        claim = cluster.claim(result("100", "70Gi"))
-        cluster.prepare(claim)
-        cluster.unprepare(claim)
-        again = cluster.claim(result("100", "70Gi"))
-        cluster.prepare(again)
-        assert len(cluster.leases()) == 1
 
 
 class TestConfiguration:

@@ -148,20 +148,6 @@ class TestSlices:
         cluster.start_plugin()
         cluster.await_devices()
 
-    def test_never_over_committed(self, make_cluster: MakeCluster) -> None:
-        """kubelet refuses more than the node has, and a pod that ends frees room for the next at once."""
-        cluster = make_cluster()
-        pods = [cluster.create({"main": {SLICE: 40}}) for _ in range(2)]
-        for pod in pods:
-            pod.start("main")
-            cluster.await_held(pod)
-        with pytest.raises(RefusedError, match="Requested: 40, Available: 20"):
-            cluster.create({"main": {SLICE: 40}})
-        pods[0].delete()
-        cluster.create({"main": {SLICE: 60}}).start("main")
-        gpu = cluster.node.get("/v1/gpus").json["gpus"][0]
-        assert gpu["threads_granted"] == 100
-
     def test_is_never_split(self, make_cluster: MakeCluster) -> None:
         """A container has one GPU: the fullest on which it fits, and none where only both together have enough."""
         cluster = make_cluster(simulate=2)
@@ -226,31 +212,6 @@ class TestSlices:
         cluster.await_devices()
         with pytest.raises(RefusedError, match=r"uid 1001 holds leases on the GPU, .* serves one uid at a time"):
             cluster.create({"main": {SLICE: 10}})
-
-    def test_restarts_of_a_container(self, make_cluster: MakeCluster) -> None:
-        """A restarted container has the same lease; the pod's other containers are unaffected."""
-        cluster = make_cluster()
-        pod = cluster.create({"main": {SLICE: 10}})
-        container = pod.start("main")
-        (lease,) = cluster.await_held(pod)
-        container.end()
-        again = pod.start("main")
-        assert again.variables == container.variables
-        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
-
-    def test_a_lease_that_was_ended(self, make_cluster: MakeCluster) -> None:
-        """A container whose lease was ended gets another one, of the same share, before it starts again."""
-        cluster = make_cluster()
-        pod = cluster.create({"main": {SLICE: 10}})
-        container = pod.start("main")
-        (lease,) = cluster.await_held(pod)
-        container.end()
-        cluster.node.request("DELETE", f"/v1/leases/{lease['id']}")
-        wait_until(lambda: not cluster.leases(), what="the lease to end")
-        pod.start("main")
-        (other,) = cluster.await_held(pod)
-        assert other["id"] != lease["id"]
-        assert other["active_thread_percentage"] == 10
 
     def test_what_kubelet_has_is_another(self, make_cluster: MakeCluster) -> None:
         """A container whose variables differ from those of its new lease does not start, and has no lease."""
@@ -367,15 +328,6 @@ class TestMemory:
         assert lease["pinned_device_mem_limit"] == 7 * GIB
         assert lease["active_thread_percentage"] == pytest.approx(7 * 1000 // number / 10)
         assert lease["labels"]["kubernetes/memory"]
-
-
-def test_local_leases_are_seen(make_cluster: MakeCluster) -> None:
-    """A share of a local user is not given to a pod: the pod fails with mpsd's reason."""
-    cluster = make_cluster(settings={"WAIT": "0.1"})
-    cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"})
-    with pytest.raises(RefusedError, match=r"only 40 % are left"):
-        cluster.create({"main": {SLICE: 50}})
-    assert len(cluster.leases()) == 1
 
 
 def test_a_label_is_no_evidence(make_cluster: MakeCluster) -> None:

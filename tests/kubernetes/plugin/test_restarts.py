@@ -77,8 +77,6 @@ class TestHealth:
             os.kill(cluster.node.pid, signal.SIGCONT)
         wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices to be healthy again")
 
-    test_mpsd_hangs = pytest.mark.thorough(test_mpsd_hangs)
-
 
 class TestRestarts:
     """The knowledge of each program after a restart."""
@@ -141,13 +139,6 @@ class TestRestarts:
         stored.start("main")
         (lease,) = cluster.await_held(stored)
         assert lease["id"] == left["id"]
-
-    def test_a_claim_without_a_plugin(self, make_cluster: MakeCluster) -> None:
-        """A claim ends by itself, without any program to release it."""
-        cluster = make_cluster(settings={"CLAIM_DEADLINE": "1.0"})
-        cluster.create({"main": {SLICE: 20}})
-        cluster.kill("plugin")
-        await_idle(cluster)
 
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
         """An image that takes long to arrive does not cost a container its lease."""

@@ -15,11 +15,9 @@ import pytest
 
 from mpsd.core.doctor.finding import Means, Mend
 from mpsd.core.doctor.observed import Library
-from mpsd.core.errors import AlreadyRunningError
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
-from mpsd.system.rundir import RunDir
 from tests.harness import wait_until
 from tests.system.test_process_table import PROGRAM, running
 
@@ -225,14 +223,6 @@ def test_directories(settings: Settings) -> None:
     assert state.strange is not None
 
 
-def test_closed_directory(settings: Settings) -> None:
-    """The first directory that others cannot traverse is named."""
-    (settings.paths.runtime_dir / "mps").mkdir(parents=True)
-    settings.paths.runtime_dir.parent.chmod(0o711)
-    (settings.paths.runtime_dir / "mps").chmod(0o700)
-    assert disk.look(settings, private=True).closed == settings.paths.runtime_dir / "mps"
-
-
 def test_logs(settings: Settings) -> None:
     """Servers that could not start are counted up to the end of the log; a successful start resets the count."""
     directory = settings.paths.log_dir / "gpu0"
@@ -405,21 +395,6 @@ def test_what_somebody_has_by_now_is_not_removed(settings: Settings) -> None:
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=directory):
         assert asyncio.run(_mend(settings, Means.REMOVE, str(directory / "log"))) == []
     assert asyncio.run(_mend(settings, Means.REMOVE, str(directory / "log"))) == [f"removed {directory / 'log'}"]
-
-
-def test_not_while_an_mpsd_runs(settings: Settings) -> None:
-    """No file is removed while an mpsd holds the lock: it may be about to start a control daemon there."""
-    stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
-    stale.parent.mkdir(parents=True)
-    stale.touch()
-    lock = RunDir.claim(settings)
-    try:
-        with pytest.raises(AlreadyRunningError):
-            asyncio.run(_mend(settings, Means.REMOVE, str(stale)))
-        assert stale.exists()
-        assert asyncio.run(_mend(settings, Means.OPEN, str(settings.paths.runtime_dir))) == []
-    finally:
-        lock.close()
 
 
 def test_what_cannot_be_written_down_is_not_done(settings: Settings) -> None:

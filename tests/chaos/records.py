@@ -36,7 +36,6 @@ class Operation:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
         return bool(self.outcomes or self.told)
 
     def may_end_at(self, moment: datetime) -> bool:

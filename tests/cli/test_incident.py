@@ -38,14 +38,12 @@ def in_order(lines: Sequence[str], *patterns: str) -> None:
 
 
 def lease(node: Node, **more: object) -> Any:
-    """Request a lease."""
     answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0", **more})
     assert answer.status == 201, answer.body
     return answer.json
 
 
 def environment(granted: Any) -> dict[str, str]:
-    """Return the environment of a lease."""
     return {name: str(value) for name, value in granted["env"].items()}
 
 

@@ -22,7 +22,6 @@ ROWS = (
 
 
 def lines(look: Look) -> list[str]:
-    """Return the lines of the table with this look."""
     return table(COLUMNS, ROWS, look, none="none").splitlines()
 
 

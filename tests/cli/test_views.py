@@ -69,7 +69,6 @@ def daemon(**other: Any) -> Any:
 
 
 def drift(**other: Any) -> Any:
-    """Return the drift of the percentage."""
     return {
         "limit": "active_thread_percentage",
         "wanted": 100.0,
@@ -195,7 +194,6 @@ def test_a_daemon_that_is_drained() -> None:
 
 
 def violation(**other: Any) -> Any:
-    """Return an open violation."""
     return {"kind": "short", "pid": 7, "lease": "lease-1", "daemon": "gpu0", "because": "b", "hint": "h", **other}
 
 

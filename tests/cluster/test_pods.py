@@ -57,7 +57,6 @@ def allocatable(cluster: Cluster, resource: str = SLICE) -> int:
 
 
 def events(cluster: Cluster, name: str) -> str:
-    """Return the cluster's events of a pod."""
     found = cluster.get("events", f"--field-selector=involvedObject.name={name}")["items"]
     return "\n".join(f"{each['reason']}: {each['message']}" for each in found)
 

@@ -22,7 +22,6 @@ _numbers = count(1)
 
 
 def container_name() -> str:
-    """Return a name that no other container has."""
     return f"cdi-{os.getpid()}-{next(_numbers)}"
 
 
@@ -55,7 +54,6 @@ def leasing_node(place: Path, fork_server: ForkServer, remove_containers: Callab
 
 
 def leases(node: Node) -> Any:
-    """Return the leases that have not ended."""
     return node.get("/v1/leases").json["leases"]
 
 
@@ -113,5 +111,4 @@ def process(*words: str) -> int:
 
 
 def parent(pid: int) -> int:
-    """Return the parent of a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -87,8 +87,6 @@ def running(node: Node, podman: Podman, files: Path, *program: str) -> Contained
 
 
 class TestContainerRun:
-    """A container with its own lease."""
-
     def test_share(self, node: Node, podman: Podman, files: Path) -> None:
         """A container has its share under MPS, sees only its own control daemon, survives mpsd, and ends its lease."""
         with running(node, podman, files, *CLIENT) as client:

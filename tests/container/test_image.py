@@ -58,8 +58,6 @@ def files(podman: Podman, image: str) -> Iterator[Path]:
 
 
 class TestImage:
-    """The contents of the image."""
-
     def test_reproducible(self, podman: Podman, image: str, build: Callable[[str], str]) -> None:
         """Two builds from the same inputs, without a network, are the same image, to the last byte."""
         again = build(f"{IMAGE}:again")
@@ -271,8 +269,6 @@ class TestClients:
 
 
 class TestEnd:
-    """The control daemons and the clients after the end of mpsd, or of its container."""
-
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
     def test_mpsd_dies(self, own_sidecar: Sidecar, number: signal.Signals) -> None:
         """After a kill or a hang of mpsd, the container keeps running, with the control daemons and the leases."""

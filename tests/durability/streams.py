@@ -42,7 +42,6 @@ class Follower:
         return event
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return itself."""
         return self
 
     def until(self, **facts: object) -> list[dict[str, Any]]:
@@ -55,7 +54,6 @@ class Follower:
         raise AssertionError(f"the stream ended without {facts}: {read}")
 
     def close(self) -> None:
-        """Close it."""
         self._file.close()
 
 

@@ -53,7 +53,6 @@ def granted(node: Node, **asked: Any) -> Any:
 
 
 def leases(node: Node) -> dict[str, Any]:
-    """Return the leases by id."""
     return {lease["id"]: lease for lease in node.get("/v1/leases").json["leases"]}
 
 
@@ -158,7 +157,6 @@ def test_reboot(make_node: Start) -> None:
 
 
 def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
-    """Return the events after a number."""
     answer = node.get(f"/v1/events?after={after}")
     assert answer.status == 200, answer.json
     return [json.loads(line) for line in answer.body.splitlines()]

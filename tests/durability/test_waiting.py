@@ -24,7 +24,6 @@ def full(make_node: Start) -> tuple[Node, Any]:
 
 
 def release(node: Node, lease: Any) -> None:
-    """Release a lease."""
     assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
 
 
@@ -75,7 +74,6 @@ def test_coming_back(full: tuple[Node, Any]) -> None:
 
 
 def waiting_id(node: Node, name: str) -> Any:
-    """Return the id of the place with this name."""
     return next(lease["id"] for lease in node.get("/v1/leases").json["leases"] if lease["name"] == name)
 
 

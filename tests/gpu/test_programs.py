@@ -44,7 +44,6 @@ OUTSIDE: Final = "OUTSIDE MPS (get_client_list lacks it, attribute 133 is unknow
 
 
 def rows(table: str) -> list[tuple[str, str]]:
-    """Return the rows of a program's tables."""
     found = [tuple(line.strip("| ").split(" | ")) for line in table.splitlines() if line.startswith("| ")]
     assert all(len(row) == 2 for row in found), table
     return [(what, answer) for what, answer in found if what != "what"]

@@ -72,12 +72,10 @@ def newer(path: Path) -> None:
 
 
 def random_bytes(path: Path) -> None:
-    """Write random bytes there."""
     path.write_bytes(random.Random(1).randbytes(20_000))
 
 
 def text(path: Path) -> None:
-    """Write a text there."""
     path.write_text("this is no database\n" * 100)
 
 

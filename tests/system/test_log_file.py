@@ -36,15 +36,12 @@ class Writer:
         self.descriptor = open_for_daemon(path)
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         os.close(self.descriptor)
 
     def say(self, *lines: str) -> None:
-        """Write whole lines."""
         for line in lines:
             os.write(self.descriptor, f"{line}\n".encode())
 

@@ -40,14 +40,10 @@ class _OnEach:
 
 
 class TestDebian12(_OnEach):
-    """A machine of Debian 12."""
-
     SUITE = systemd.SUITES["bookworm"]
 
 
 class TestDebian13(_OnEach):
-    """A machine of Debian 13."""
-
     SUITE = systemd.SUITES["trixie"]
 
 

@@ -45,7 +45,6 @@ def last_end(node: Node) -> str:
 
 
 def leases(node: Node) -> Any:
-    """Return the leases that have not ended."""
     return node.get("/v1/leases").json["leases"]
 
 

@@ -95,7 +95,6 @@ def write(node: Node, directory: Path, lease: str) -> Path:
 
 
 def state_of(node: Node, lease: str) -> Any:
-    """Return a lease."""
     return node.get(f"/v1/leases/{lease}").json
 
 
@@ -172,8 +171,6 @@ class TestWrite:
 
 
 class TestList:
-    """The list and the removal of devices."""
-
     def test_ended(self, node: Node, claim: Callable[..., Any], directory: Path) -> None:
         """Devices of ended and unknown leases are removed; all others stay."""
         kept, over = claim()["id"], claim()["id"]
@@ -211,8 +208,6 @@ class TestList:
 
 
 class TestHook:
-    """The decision of the hook for a container."""
-
     def test_takes(
         self, node: Node, claim: Callable[..., Any], directory: Path, container: "subprocess.Popen[bytes]"
     ) -> None:
@@ -397,8 +392,6 @@ def run_container(
 
 
 class TestRun:
-    """`container run` around a runtime."""
-
     def test_run(self, node: Node, directory: Path, in_path_runtime: dict[str, str], short_tmp: Path) -> None:
         """The program has its own lease, its exit status is the command's, and no device is left."""
         script = "import os, sys; print(os.getpid()); sys.exit(7)"

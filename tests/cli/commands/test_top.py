@@ -44,12 +44,10 @@ def run(node: Node, steps: Callable[[Pilot[None]], Awaitable[None]], size: tuple
 
 
 def text(pilot: Pilot[None], name: str) -> str:
-    """Return the content of one of the texts."""
     return str(pilot.app.query_one(f"#{name}", Lines).render())
 
 
 def rows(pilot: Pilot[None]) -> list[list[str]]:
-    """Return the rows of the table."""
     table = pilot.app.query_one(DataTable)
     return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
 

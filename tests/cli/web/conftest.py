@@ -47,7 +47,6 @@ class Web:
 
     @property
     def origin(self) -> str:
-        """The origin of the page."""
         return f"http://{HOST}:{self.port}"
 
     @property

@@ -34,7 +34,6 @@ ASKED: Final = "performance.getEntriesByType('resource').filter(each => each.nam
 
 
 def rows(page: Page, table: str) -> list[dict[str, str]]:
-    """Return the rows of a table, each by its headings."""
     found: list[dict[str, str]] = page.do(ROWS.format(table))
     return found
 
@@ -57,8 +56,6 @@ def leases(node: Node) -> Iterator[list[str]]:
 
 
 class TestContent:
-    """The content of the page agrees with the API."""
-
     def test_node(self, node: Node, open_page: Open) -> None:
         """The first line, the problems and the counts agree with `mpsctl status`."""
         page = open_page(node)

@@ -51,8 +51,6 @@ def about(found: dict[str, float], text: str) -> dict[str, float]:
 
 
 class TestForm:
-    """The formats of the metrics."""
-
     def test_every_family(self, shared: Node) -> None:
         """A scrape by root has every family of the table that has samples here, and no other."""
         granted = lease(shared)
@@ -93,8 +91,6 @@ class TestForm:
 
 @needs_root
 class TestRoles:
-    """The metrics that each role sees."""
-
     def test_leases(self, shared: Node, make_line: MakeLine) -> None:
         """A user sees the sums and its own leases, an observer the sums, root all; a stranger nothing."""
         line = make_line(shared)
@@ -111,8 +107,6 @@ class TestRoles:
 
 
 class TestSeries:
-    """The series of a lease, and their life."""
-
     @pytest.mark.enforcement
     def test_of_a_lease(self, make_node: Callable[..., Node]) -> None:
         """A lease and its clients have series, with their held memory, for exactly as long as they exist."""

@@ -63,7 +63,6 @@ def test_a_kernel_that_fails(worker: DrivenProgram) -> None:
 
 
 def check_quantiles(answer: dict[str, Any]) -> None:
-    """Check that an answer has quantiles, in their order."""
     values = [answer[name] for name in QUANTILES]
     assert values == sorted(values)
     assert values[0] > 0

@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.th
 
 
 class TestPod:
-    """One claim, one pod."""
-
     def test_from_prepare_to_unprepare(self, cluster: DraCluster) -> None:
         """A pod has what was allocated to its claim, and holds it until the pod ends; nothing is left then."""
         claim = cluster.claim(result("25", "8Gi"))
@@ -85,8 +83,6 @@ class TestPod:
 
 
 class TestConfiguration:
-    """The configuration of a claim beside threads and memory."""
-
     def test_is_followed(self, cluster: DraCluster) -> None:
         """The claim's settings precede those of its class, one by one; other drivers' parameters are ignored."""
         config = [
@@ -136,8 +132,6 @@ class TestConfiguration:
 
 
 class TestRefusals:
-    """Claims that are not prepared."""
-
     @pytest.mark.parametrize(
         ("results", "sentence"),
         [

@@ -38,8 +38,6 @@ def await_owner(cluster: StandIn, pod: StandInPod, uid: int) -> None:
 
 
 class TestSlices:
-    """One resource: threads and memory in one number."""
-
     @pytest.mark.parametrize("release", ["1.19", "1.20", "1.36"])
     def test_is_held_by_its_pod(self, make_cluster: MakeCluster, release: str) -> None:
         """A container with 25 slices has a quarter of the GPU, held by its pod, until the pod ends."""
@@ -262,8 +260,6 @@ class TestSlices:
 
 
 class TestThreadsAndMemory:
-    """Two resources, which Kubernetes does not pair."""
-
     def test_both(self, make_cluster: MakeCluster) -> None:
         """50 of one and 8 of the other are half of the threads and 8 GiB, claimed before the container starts."""
         cluster = make_cluster(settings=TWO)

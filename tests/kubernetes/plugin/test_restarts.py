@@ -22,8 +22,6 @@ def await_unhealthy(cluster: StandIn) -> None:
 
 
 class TestHealth:
-    """The reports of ListAndWatch, and their times."""
-
     @pytest.mark.parametrize("verb", ["hold", "drain"])
     def test_a_held_gpu(self, make_cluster: MakeCluster, verb: str) -> None:
         """The devices of a GPU that an operator holds or drains are unhealthy until it is resumed; others are not."""
@@ -79,8 +77,6 @@ class TestHealth:
 
 
 class TestRestarts:
-    """The knowledge of each program after a restart."""
-
     def test_kubelet(self, make_cluster: MakeCluster) -> None:
         """The plugin registers again with a restarted kubelet, whose pods have the same leases."""
         cluster = make_cluster()

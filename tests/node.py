@@ -263,6 +263,17 @@ class Node:
         """GET a path."""
         return self.request("GET", path)
 
+    def lease(self, **asked: object) -> Any:
+        """Take out a lease for the process of the tests, and return it."""
+        answer = self.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", **asked})
+        assert answer.status == 201, answer.json
+        return answer.json
+
+    def leases(self) -> list[Any]:
+        """Return the leases that have not ended."""
+        found: list[Any] = self.get("/v1/leases").json["leases"]
+        return found
+
     def daemons(self) -> dict[str, Any]:
         """Return the control daemons by name."""
         return {each["name"]: each for each in self.get("/v1/daemons").json["daemons"]}

@@ -75,7 +75,7 @@ def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
 def node(shared_node: Node) -> Iterator[Node]:
     """Return the shared node, without leases; those that a test leaves are released."""
     yield shared_node
-    for lease in shared_node.get("/v1/leases").json["leases"]:
+    for lease in shared_node.leases():
         shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
 
 

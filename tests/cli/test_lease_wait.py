@@ -44,7 +44,7 @@ def take_most(node: Node) -> list[str]:
 
 def waiting(node: Node) -> list[Any]:
     """Return the waiting leases in order."""
-    found = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
+    found = [lease for lease in node.leases() if lease["state"] == "waiting"]
     return sorted(found, key=lambda lease: lease["wait"]["position"])
 
 

@@ -44,7 +44,7 @@ def test_mistakes(node: Node, arguments: list[str], status: int, says: str) -> N
     done = node.mpsctl(*arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert says in done.stderr, done.stderr
-    assert node.get("/v1/leases").json["leases"] == []
+    assert node.leases() == []
 
 
 SIXTY = ("--threads", "60", "--memory", "1GiB")

@@ -46,15 +46,11 @@ def leasing_node(place: Path, fork_server: ForkServer, remove_containers: Callab
     try:
         yield node.start()
         remove_containers()
-        for lease in leases(node):
+        for lease in node.leases():
             node.request("DELETE", f"/v1/leases/{lease['id']}")
         assert node.mpsctl("cdi", "list").stdout == "no devices\n"
     finally:
         node.clean_up()
-
-
-def leases(node: Node) -> Any:
-    return node.get("/v1/leases").json["leases"]
 
 
 def claim(node: Node, **options: object) -> str:

@@ -24,7 +24,6 @@ from tests.container.leased import (
     container_name,
     ended,
     is_gone,
-    leases,
     leasing_node,
     let_in,
     parent,
@@ -119,7 +118,7 @@ def test_share(containerd: Containerd, node: Node, files: Path) -> None:
         assert "[already_claimed]" in fails(containerd, node, files, lease)
         node.end(signal.SIGKILL)
         node.start()
-        (same,) = leases(node)
+        (same,) = node.leases()
         assert (same["id"], same["clients"]) == (lease, [pid])
         containerd.call("task", "kill", "--signal=SIGKILL", client.name)
         assert client.process.wait(30) == 137
@@ -143,7 +142,7 @@ def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
                 wait_until(partial(is_gone, killed), what=f"{victim} to die")
             if victim != "shim":
                 assert is_running(pid)
-                assert [each["id"] for each in leases(node)] == [lease]
+                assert [each["id"] for each in node.leases()] == [lease]
                 os.kill(pid, signal.SIGKILL)
             ended(node, lease)
             if victim == "containerd":
@@ -174,8 +173,8 @@ def test_docker(containerd: Containerd, docker: Docker, node: Node) -> None:
     with Contained(docker, name, [*mpsctl, "container", "run", "docker", "--fraction", "0.25", "--", *run]) as client:
         assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
         pid = docker.pid(name)
-        wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
-        (lease,) = leases(node)
+        wait_until(lambda: node.leases()[0]["clients"] == [pid], what="the client to be attributed")
+        (lease,) = node.leases()
         (holder,) = lease["holders"]
         assert (holder["kind"], lease["owner"]["uid"]) == ("cgroup", USER)
         assert holder["cgroup"].startswith(f"/{containerd.group}/")

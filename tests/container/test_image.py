@@ -46,7 +46,7 @@ sys.stdin.readline()
 
 def lease_of(node: Node, pid: int) -> dict[str, Any] | None:
     """Return the lease that this process holds."""
-    leases = node.get("/v1/leases").json["leases"]
+    leases = node.leases()
     return next((each for each in leases if each["owner"]["pid"] == pid), None)
 
 

@@ -96,7 +96,7 @@ def answer_of(connected: socket.socket) -> tuple[int, Any]:
 
 def in_line(node: Node) -> list[str]:
     """Return the names of the waiting leases in order."""
-    waiting = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
+    waiting = [lease for lease in node.leases() if lease["state"] == "waiting"]
     return [lease["name"] for lease in sorted(waiting, key=lambda lease: lease["wait"]["position"])]
 
 

@@ -44,10 +44,6 @@ def last_end(node: Node) -> str:
     return str([event["because"] for event in events if event["event"] == "lease_ended"][-1])
 
 
-def leases(node: Node) -> Any:
-    return node.get("/v1/leases").json["leases"]
-
-
 def ended(node: Node, lease: str) -> Any:
     """Wait until a lease has ended, and return it."""
     return wait_until(
@@ -156,7 +152,7 @@ def test_a_shell_that_calls(node: Node, short_tmp: Path, in_path: dict[str, str]
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == f"{process.pid}\n"
-            (lease,) = leases(node)
+            (lease,) = node.leases()
             assert lease["owner"]["pid"] == process.pid
         finally:
             process.communicate("\n", timeout=30)
@@ -181,7 +177,7 @@ def test_a_shell_that_calls_by_another_program(
         try:
             assert process.stdout is not None
             pid, own = process.stdout.readline().split()
-            (lease,) = leases(node)
+            (lease,) = node.leases()
             assert (lease["owner"]["pid"], lease["id"]) == (process.pid, own) == (int(pid), own)
         finally:
             process.communicate("\n", timeout=30)
@@ -200,10 +196,10 @@ def test_killed_before_it_printed(node: Node, form: str, number: signal.Signals)
         os.set_blocking(writer, True)
         process = start_mpsctl(node.socket, "admit", *SHARE, "-o", form, stdout=writer)
         try:
-            wait_until(lambda: leases(node), what="a lease")
+            wait_until(node.leases, what="a lease")
             process.send_signal(number)
             assert process.wait(30) == -number
-            wait_until(lambda: leases(node) == [], what="the lease to end")
+            wait_until(lambda: node.leases() == [], what="the lease to end")
         finally:
             end(process)
 
@@ -223,7 +219,7 @@ def test_killed_at_any_moment(node: Node, short_tmp: Path) -> None:
             finally:
                 end(process)
         known |= set(re.findall(r"lease-[0-9a-f]{10}", out.read_text(encoding="utf-8")))
-    wait_until(lambda: {each["id"] for each in leases(node)} <= known, what="every lease to be known, or none")
+    wait_until(lambda: {each["id"] for each in node.leases()} <= known, what="every lease to be known, or none")
 
 
 _TWO_PROCESSES = f"""
@@ -258,8 +254,8 @@ def test_with_what_a_lease_ends(in_path: dict[str, str], node: Node, short_tmp: 
         ["bash", "-c", script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_path,
     ) as process:  # fmt: skip
-        wait_until(lambda: len(leases(node)) == 2 and (short_tmp / "file").stat().st_size, what="two leases")
-        one, other = (each["id"] for each in leases(node))
+        wait_until(lambda: len(node.leases()) == 2 and (short_tmp / "file").stat().st_size, what="two leases")
+        one, other = (each["id"] for each in node.leases())
         _, stderr = process.communicate("\n", timeout=30)
     assert stderr.splitlines() == [
         f"mpsctl: {one} ends with bash (pid {process.pid}); to end it: mpsctl release {one}",
@@ -272,7 +268,7 @@ def test_how_another_process_uses_it(node: Node) -> None:
     """The note about a lease that another process holds names that process, and not this shell."""
     with subprocess.Popen(["sleep", "60"]) as other:
         done = node.mpsctl("admit", *SHARE, "--pid", str(other.pid))
-        (lease,) = (each["id"] for each in leases(node))
+        (lease,) = (each["id"] for each in node.leases())
         other.kill()
     assert done.stderr.splitlines()[1] == (
         f"mpsctl: no process uses it yet; in sleep (pid {other.pid}), for what it starts:"
@@ -284,7 +280,7 @@ def test_how_another_process_uses_it(node: Node) -> None:
 def test_how_another_user_uses_it(node: Node) -> None:
     """The note about a lease for another user has the command that starts a program of that user."""
     done = node.mpsctl("admit", *SHARE, "--user", "nobody", "--pid", str(os.getpid()))
-    (lease,) = (each["id"] for each in leases(node))
+    (lease,) = (each["id"] for each in node.leases())
     assert done.stderr.splitlines()[1].startswith(
         f'mpsctl: no process uses it yet; for a program that runs as nobody: (eval "$(mpsctl show {lease} -o env)";'
         f" setpriv --reuid {pwd.getpwnam('nobody').pw_uid} --regid "
@@ -294,7 +290,7 @@ def test_how_another_user_uses_it(node: Node) -> None:
 def test_with_what_a_claim_ends(node: Node) -> None:
     """A lease without a holder says that it waits for one."""
     done = node.mpsctl("admit", *SHARE, "--claim")
-    (lease,) = (each["id"] for each in leases(node))
+    (lease,) = (each["id"] for each in node.leases())
     assert done.stderr == (
         f"mpsctl: {lease} has no holder until its claim is taken, and ends if that takes too long;"
         f" to end it: mpsctl release {lease}\n"
@@ -380,20 +376,20 @@ def with_leases(node: Node, in_path: dict[str, str]) -> Iterator[dict[str, str]]
     node.request("DELETE", f"/v1/leases/{names['ENDED']}")
     waiter = start_mpsctl(node.socket, "admit", "--threads", "100", "--memory", "1GiB", "--wait", "forever")
     try:
-        wait_until(lambda: leases(node)[-1]["state"] == "waiting", what="a lease to wait")
-        yield {**in_path, **names, "WAITING": leases(node)[-1]["id"]}
+        wait_until(lambda: node.leases()[-1]["state"] == "waiting", what="a lease to wait")
+        yield {**in_path, **names, "WAITING": node.leases()[-1]["id"]}
     finally:
         end(waiter)
 
 
 def test_what_a_shell_cannot_have(with_leases: dict[str, str], node: Node) -> None:
     """If there is no environment, `eval` fails with an exit code: no script continues without limits."""
-    before = [lease["id"] for lease in leases(node)]
+    before = [lease["id"] for lease in node.leases()]
     for command, status, reason in REFUSED.values():
         script = f'eval "$(mpsctl {command} -o env)"; echo "went on, $?"'
         done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=with_leases)
         assert (done.stdout, reason in done.stderr) == (f"went on, {status}\n", True), (command, done.stderr)
-    assert [lease["id"] for lease in leases(node)] == before
+    assert [lease["id"] for lease in node.leases()] == before
 
 
 @pytest.mark.parametrize("command", ["admit", "run"])
@@ -415,7 +411,7 @@ def test_a_lease_that_cannot_be_printed(node: Node) -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = run_mpsctl(node.socket, "admit", *SHARE, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "mpsctl: cannot write the answer: No space left on device\n")
-    assert leases(node) == []
+    assert node.leases() == []
     assert "released" in last_end(node)
 
 
@@ -587,7 +583,7 @@ def test_a_command_that_cannot_run(node: Node, short_tmp: Path, command: str, st
     done = node.mpsctl("run", *SHARE, "--", command)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr == f"mpsctl: {command}: {reason}\n"
-    assert leases(node) == []
+    assert node.leases() == []
     assert "released" in last_end(node)
 
 

@@ -411,13 +411,13 @@ class TestRun:
         done = run_container(node, directory, {**os.environ, "PATH": str(short_tmp)}, "IMAGE")
         assert done.returncode == 127
         assert "podman: No such file or directory" in done.stderr
-        assert (list(directory.iterdir()), node.get("/v1/leases").json["leases"]) == ([], [])
+        assert (list(directory.iterdir()), node.leases()) == ([], [])
 
     def test_failed_start(self, node: Node, directory: Path, in_path_runtime: dict[str, str]) -> None:
         """If the runtime fails before it has a container, the lease is released at once."""
         done = run_container(node, directory, in_path_runtime, "fails", "IMAGE", "true")
         assert done.returncode == 125
-        assert (list(directory.iterdir()), node.get("/v1/leases").json["leases"]) == ([], [])
+        assert (list(directory.iterdir()), node.leases()) == ([], [])
 
     def test_no_directory(self, node: Node, directory: Path, in_path_runtime: dict[str, str]) -> None:
         """If the device cannot be written, the lease is released, and no container starts."""
@@ -425,7 +425,7 @@ class TestRun:
         directory.chmod(0o777)
         done = run_container(node, directory, in_path_runtime, "IMAGE", "true")
         assert done.returncode == 78
-        assert node.get("/v1/leases").json["leases"] == []
+        assert node.leases() == []
 
     def test_killed(self, node: Node, directory: Path, in_path_runtime: dict[str, str]) -> None:
         """When mpsctl is killed, the container keeps its lease; the next call that lists devices removes its device."""
@@ -438,7 +438,7 @@ class TestRun:
             pid = int(mpsctl.stdout.readline())
             mpsctl.kill()
         try:
-            (lease,) = node.get("/v1/leases").json["leases"]
+            (lease,) = node.leases()
             assert [each["pid"] for each in lease["holders"]] == [pid]
             assert len(list(directory.iterdir())) == 1
             assert is_running(pid)

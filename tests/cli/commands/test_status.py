@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,17 +28,10 @@ ROUTES = {
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n"
 
 
-def admit(node: Node, **asked: Any) -> Any:
-    """Request a lease for the tests' own process."""
-    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "2GiB", **asked})
-    assert answer.status == 201, answer.body
-    return answer.json
-
-
 @pytest.mark.parametrize("command", ROUTES)
 def test_json(node: Node, command: str) -> None:
     """`-o json` is the API's own document: every field under its name, in its order."""
-    admit(node, name="train", labels={"team": "a"})
+    node.lease(name="train", labels={"team": "a"})
     done = node.mpsctl(command, "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.dumps(json.loads(done.stdout)) == json.dumps(node.get(ROUTES[command]).json)
@@ -57,16 +49,16 @@ def test_json(node: Node, command: str) -> None:
                 r".*1 lease, 0 waiting, 0 clients; .+",
             ],
         ),
-        ("gpus", [r"GPU +HEALTH .+", rf"0 +ok +25% of 100% +2GiB of 80GiB .+ 0B +1 of 48 +{ME} .+"]),
+        ("gpus", [r"GPU +HEALTH .+", rf"0 +ok +1% of 100% +1GiB of 80GiB .+ 0B +1 of 48 +{ME} .+"]),
         ("daemons", [r"DAEMON +STATE .+", r"gpu0 +ready .+/run/mps/gpu0", r"gpu1 +ready .+/run/mps/gpu1"]),
         ("clients", [r"no clients"]),
-        ("leases", [r"LEASE +STATE .+", rf"lease-\w+ +granted +\d +25% +2GiB +{ME} +\d+ +0 of 1 +\d+s +- +train"]),
+        ("leases", [r"LEASE +STATE .+", rf"lease-\w+ +granted +\d +1% +1GiB +{ME} +\d+ +0 of 1 +\d+s +- +train"]),
         ("config", [r"limits\.active_thread_percentage +100\.0", r"paths\.runtime_dir +/.+/run"]),
     ],
 )
 def test_tables(node: Node, command: str, lines: list[str]) -> None:
     """Without `-o`, and with `-o table`, the answer is readable lines."""
-    admit(node, name="train")
+    node.lease(name="train")
     done = node.mpsctl(command)
     assert (done.returncode, done.stderr) == (0, "")
     found = done.stdout.splitlines()
@@ -78,7 +70,7 @@ def test_tables(node: Node, command: str, lines: list[str]) -> None:
 
 def test_show(node: Node) -> None:
     """One lease is shown as JSON, as a table, and as export lines, also when it has ended."""
-    lease = admit(node, name="it's", labels={"team": "a b"})
+    lease = node.lease(name="it's", labels={"team": "a b"})
     assert json.loads(node.mpsctl("show", lease["id"], "-o", "json").stdout) == lease
     table = node.mpsctl("show", lease["id"]).stdout
     assert re.search(r"^name +it's$", table, re.MULTILINE)
@@ -101,7 +93,7 @@ def test_errors_with_escape_sequences(short_tmp: Path) -> None:
 
 def test_names_that_the_terminal_cannot_show(node: Node) -> None:
     """A name outside the terminal's character set is escaped, and is no error."""
-    admit(node, name="漢 größe")
+    node.lease(name="漢 größe")
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = run_mpsctl(node.socket, "leases", env=environment, encoding="latin-1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -56,7 +56,7 @@ def ask(port: int, method: str = "GET", path: str = "/metrics", *headers: str) -
 
 @contextlib.contextmanager
 def leased(node: Node) -> Iterator[Any]:
-    lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json
+    lease = node.lease()
     yield lease
     node.request("DELETE", f"/v1/leases/{lease['id']}")
 

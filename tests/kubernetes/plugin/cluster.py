@@ -333,7 +333,7 @@ class StandIn:
     # -- what mpsd and the plugin say ----------------------------------------------------------------------------------
 
     def leases(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.node.get("/v1/leases").json["leases"]
+        found: list[dict[str, Any]] = self.node.leases()
         return found
 
     def held(self, pod: Pod) -> list[dict[str, Any]]:

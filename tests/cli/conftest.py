@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from tests import real
+from tests.daemon.caller import NOBODY
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
 from tests.node import Node
@@ -46,6 +47,26 @@ def start_mpsctl(
             **options,
         },
     )
+
+
+AS_USER: Final = """
+import email.parser, encodings.idna, http.server, os  # modules that the other user may not read
+import decimal, difflib, locale, mpsd.cli.main, mpsd.cli.web.serve
+from mpsd.cli.commands import admit, events, explain, operate, status
+uid = int(os.environ["MPSD_TEST_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+mpsd.cli.main.main()
+"""
+"""Runs mpsctl as the user MPSD_TEST_UID, who may have no access to the tests' own directories."""
+
+
+def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl as a user without rights, who owns nothing."""
+    command = [sys.executable, "-c", AS_USER, "--socket", str(node.socket), *arguments]
+    environment = {**os.environ, "MPSD_TEST_UID": f"{NOBODY}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment)
 
 
 def end(process: "subprocess.Popen[str]") -> None:

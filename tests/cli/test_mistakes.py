@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT
-from tests.cli.test_program import mpsctl_as_nobody
+from tests.cli.conftest import ROOT, mpsctl_as_nobody
 from tests.disks import as_root, mounted
 from tests.node import Node
 

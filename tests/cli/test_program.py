@@ -15,21 +15,10 @@ from mpsd import __version__
 from mpsd.cli.group import mpsctl
 from mpsd.core.errors import catalogue
 from tests.cli.answering import answering, http
-from tests.cli.conftest import ROOT, end, run_mpsctl, start_mpsctl
+from tests.cli.conftest import ROOT, end, mpsctl_as_nobody, run_mpsctl, start_mpsctl
 from tests.node import Node
 
 MAIN = [sys.executable, "-m", "mpsd.cli.main"]
-
-
-def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user without rights, who cannot read the tests' own directories."""
-    script = (
-        "import os, sys; sys.path.insert(0, sys.argv.pop(1));"
-        "from mpsd.cli import group, main; from mpsd.cli.commands import admit, events, operate, status;"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534); main.main()"
-    )
-    command = [sys.executable, "-c", script, str(ROOT), "--socket", str(node.socket), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 # -- how it is called --------------------------------------------------------------------------------------------------

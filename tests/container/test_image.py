@@ -310,20 +310,3 @@ class TestEnd:
         assert sidecar.ended() == 0
         assert sidecar.events("daemon_death") == []
         assert look_at(before) is None
-
-    def test_without_the_hosts_pids(self, own_sidecar: Sidecar) -> None:
-        """Without hostPID callers are not identified: requests are refused with the remedy; reads follow the role."""
-        sidecar = own_sidecar
-        sidecar.options = ("--privileged",)
-        sidecar.start()
-        done = sidecar.client("run", "--fraction", "0.2", "--", "true")
-        assert done.returncode == 77
-        assert "mpsd sees its pid as 0" in done.stderr
-        assert "hostPID: true" in done.stderr
-        status = sidecar.client("status")
-        assert status.returncode == 0
-        assert "hostPID: true" in status.stdout
-        assert sidecar.get("/v1/leases").json["leases"] == []
-        inside = sidecar.inside("mpsctl", "--socket", str(sidecar.socket), "doctor", "--only=pid-namespace")
-        assert inside.returncode == 1
-        assert "remedy: run it with hostPID: true" in inside.stdout

@@ -1,6 +1,7 @@
 """A store that cannot be used or written: mpsd reports that, starts, and keeps running."""
 
 import itertools
+import os
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -62,7 +63,12 @@ def foreign(path: Path) -> None:
         store.executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (1)")
 
 
-@pytest.mark.parametrize("damage", [noise, newer, foreign])
+def truncated(path: Path) -> None:
+    """Cut a store in half."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [noise, newer, foreign, truncated])
 @pytest.mark.parametrize("store", ["run/leases.db", "state/history.db"])
 def test_set_aside(make_node: Start, store: str, damage: Callable[[Path], None]) -> None:
     """An unusable store is set aside whole, with its path and the reason in the log; and mpsd works."""

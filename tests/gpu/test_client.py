@@ -1,7 +1,6 @@
 """The CUDA client behind the tests of a real GPU, with a libcuda.so.1 without one, built from fake_cuda.c."""
 
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,10 +10,10 @@ from typing import Final
 import pytest
 
 from tests.gate.inner import inner_pytest
+from tests.gpu import fake_cuda
 from tests.gpu.client import PIECE
 from tests.gpu.cuda import LIBRARY
 from tests.gpu.machine import PROGRAM, Client
-from tests.tools import compiler
 
 pytestmark = pytest.mark.thorough
 
@@ -29,9 +28,7 @@ Start = Callable[..., Client]
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the library, and return its directory."""
     directory = tmp_path_factory.mktemp("cuda")
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([compiler(), *options, "-o", directory / LIBRARY, source], check=True)
+    fake_cuda.build(directory)
     return directory
 
 

@@ -11,11 +11,9 @@ from typing import Final
 import pytest
 
 from tests.daemon.helpers import is_running
-from tests.gpu import everything
-from tests.gpu.cuda import LIBRARY
+from tests.gpu import everything, fake_cuda
 from tests.gpu.everything import PARTS
 from tests.real import real_daemons
-from tests.tools import compiler
 
 pytestmark = pytest.mark.thorough
 
@@ -29,9 +27,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
     The directory `first` comes first in PATH.
     """
-    options = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{LIBRARY}"]
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([compiler(), *options, "-o", tmp_path / LIBRARY, source], check=True)
+    fake_cuda.build(tmp_path)
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(tmp_path),
@@ -109,7 +105,7 @@ time.sleep(600)
 
 _RUN: Final = """
 import sys
-from tests.gpu import everything
+from tests.gpu import everything, fake_cuda
 everything._GRACE = 3.0
 with open(sys.argv[2], "wb") as copy:
     print(everything.run_part([sys.executable, "-c", sys.argv[1]], {}, 3, copy))

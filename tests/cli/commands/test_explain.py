@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +9,8 @@ from mpsd.cli.commands import explain
 from mpsd.cli.history.explanation import Story
 from mpsd.cli.render import when
 from mpsd.cli.tables import Look
-from tests.cli.conftest import ROOT, end, start_mpsctl
-from tests.daemon.caller import NOBODY, needs_root
+from tests.cli.conftest import end, mpsctl_as_nobody, start_mpsctl
+from tests.daemon.caller import needs_root
 from tests.harness import wait_until
 from tests.node import Node
 
@@ -111,34 +109,18 @@ def test_a_lease_that_waits(make_node: Callable[..., Node]) -> None:
     assert "next  to give it up: mpsctl release lease-" in done.stdout
 
 
-AS_NOBODY = f"""
-import decimal, difflib, locale, os, sys
-import mpsd.cli.main, mpsd.cli.commands.explain, mpsd.cli.commands.status  # that user may not read these modules
-os.setgroups([])
-os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
-os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
-mpsd.cli.main.main()
-"""
-
-
-def as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user that owns nothing."""
-    command = [sys.executable, "-c", AS_NOBODY, "--socket", str(node.socket), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
-
-
 @needs_root
 def test_another_user_s_lease(node: Node) -> None:
     """Another user's lease is shown only as the existence of events, and the sum of such leases."""
     asked = {"threads": 10, "memory": "1GiB", "gpu": "0", "name": "secret"}
     theirs = node.request("POST", "/v1/leases", asked).json["id"]
-    refused = as_nobody(node, "explain", theirs)
+    refused = mpsctl_as_nobody(node, "explain", theirs)
     assert (refused.returncode, refused.stdout) == (77, ""), refused
     assert "belongs to another user" in refused.stderr
     for subject in (theirs[:-1], "secret"):
-        unknown = as_nobody(node, "explain", subject)
+        unknown = mpsctl_as_nobody(node, "explain", subject)
         assert (unknown.returncode, unknown.stdout) == (1, ""), unknown
-    done = as_nobody(node, "explain", "gpu0")
+    done = mpsctl_as_nobody(node, "explain", "gpu0")
     assert done.returncode == 0, done.stderr
     assert theirs not in done.stdout
     assert re.search(r"^\(\d+ events? of leases of other users\)$", done.stdout, re.MULTILINE)

@@ -1,6 +1,5 @@
 """The client that does timed work, on a libcuda.so.1 without a GPU."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.driven_program import DrivenProgram
-from tests.gpu.cuda import LIBRARY
-from tests.tools import compiler
+from tests.gpu import fake_cuda
 
 ROOT = Path(__file__).parents[3]
 QUANTILES = ["p50", "p99", "p99.9", "most"]
@@ -19,8 +17,7 @@ QUANTILES = ["p50", "p99", "p99.9", "most"]
 @pytest.fixture
 def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DrivenProgram]:
     """Yield a client that works without a framework; a parameter is the call of CUDA that fails."""
-    options = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{LIBRARY}"]
-    subprocess.run([compiler(), *options, "-o", tmp_path / LIBRARY, ROOT / "tests/gpu/fake_cuda.c"], check=True)
+    fake_cuda.build(tmp_path)
     variables = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "FAKE_CUDA_MEMORY": str(1 << 30)}
     if hasattr(request, "param"):
         variables["FAKE_CUDA_FAIL"] = f"{request.param} 719"

@@ -113,32 +113,6 @@ def test_what_is_held(node: Node, start: Start) -> None:
         assert node.mpsctl("resume", "--all").returncode == 0
 
 
-def test_a_shell_that_waits(full_node: tuple[Node, list[str]], in_path: dict[str, str]) -> None:
-    """A shell waits in `eval`, and holds the resulting lease."""
-    node, (lease, _) = full_node
-    script = (
-        'eval "$(mpsctl admit $MOST --wait 1000 -o env)" || exit; echo $$; printenv CUDA_MPS_PIPE_DIRECTORY; read -r l'
-    )
-    with subprocess.Popen(
-        ["sh", "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**in_path, "MOST": " ".join(MOST)},
-    ) as shell:
-        try:
-            (before,) = wait_for(node, 1)
-            node.request("DELETE", f"/v1/leases/{lease}")
-            assert shell.stdout is not None
-            assert shell.stdout.readline() == f"{shell.pid}\n"
-            found = node.get(f"/v1/leases/{before['id']}").json
-            assert (found["state"], found["owner"]["pid"]) == ("granted", shell.pid)
-            assert shell.stdout.readline() == f"{found['env']['CUDA_MPS_PIPE_DIRECTORY']}\n"
-        finally:
-            shell.communicate("\n", timeout=30)
-
-
 def test_a_terminal(full_node: tuple[Node, list[str]], start: Start) -> None:
     """On a terminal, one line shows the wait: how long, at which position, behind whom; then the result."""
     node, (lease, _) = full_node

@@ -37,37 +37,6 @@ def test_json(node: Node, command: str) -> None:
     assert json.dumps(json.loads(done.stdout)) == json.dumps(node.get(ROUTES[command]).json)
 
 
-@pytest.mark.parametrize(
-    ("command", "lines"),
-    [
-        (
-            "status",
-            [
-                r"healthy, not closed: a program that misses MPS gets all of GPU 0, GPU 1",
-                r"0 +ok +.+",
-                r"gpu1 +ready +\d+\w +\d+ +0\.1% +1MiB.*",
-                r".*1 lease, 0 waiting, 0 clients; .+",
-            ],
-        ),
-        ("gpus", [r"GPU +HEALTH .+", rf"0 +ok +1% of 100% +1GiB of 80GiB .+ 0B +1 of 48 +{ME} .+"]),
-        ("daemons", [r"DAEMON +STATE .+", r"gpu0 +ready .+/run/mps/gpu0", r"gpu1 +ready .+/run/mps/gpu1"]),
-        ("clients", [r"no clients"]),
-        ("leases", [r"LEASE +STATE .+", rf"lease-\w+ +granted +\d +1% +1GiB +{ME} +\d+ +0 of 1 +\d+s +- +train"]),
-        ("config", [r"limits\.active_thread_percentage +100\.0", r"paths\.runtime_dir +/.+/run"]),
-    ],
-)
-def test_tables(node: Node, command: str, lines: list[str]) -> None:
-    """Without `-o`, and with `-o table`, the answer is readable lines."""
-    node.lease(name="train")
-    done = node.mpsctl(command)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = done.stdout.splitlines()
-    for line in lines:
-        assert any(re.fullmatch(line, each) for each in found), (line, found)
-    again = node.mpsctl(command, "-o", "table")
-    assert [len(line.split()) for line in again.stdout.splitlines()] == [len(line.split()) for line in found]
-
-
 def test_show(node: Node) -> None:
     """One lease is shown as JSON, as a table, and as export lines, also when it has ended."""
     lease = node.lease(name="it's", labels={"team": "a b"})

@@ -11,14 +11,6 @@ from tests.node import Node
 ME = name_of(os.geteuid())
 
 
-def test_by_user(node: Node) -> None:
-    """The default is a line for each user."""
-    node.lease()
-    heading, row = node.mpsctl("usage").stdout.splitlines()
-    assert heading.split()[0] == "USER"
-    assert row.split()[:2] == [ME, "1"]
-
-
 def test_forms(node: Node) -> None:
     """JSON is the API's answer; CSV has a line for each key."""
     node.lease(name="train", labels={"team": "a"})

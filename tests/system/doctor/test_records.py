@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.configuration.document import parse
-from mpsd.core.doctor.observed_records import ListenerSeen
+from mpsd.core.doctor.observed_records import ListenerSeen, StoreSeen, TextfileSeen
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import records
 
 METRICS = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nmpsd_up 1\n"
+
+
+def store_at(path: Path) -> StoreSeen:
+    found = records.look_at_store(path)
+    assert isinstance(found, Known)
+    return found.value
 
 
 def test_store(tmp_path: Path) -> None:
@@ -25,33 +31,28 @@ def test_store(tmp_path: Path) -> None:
     path.write_bytes(b"SQLite format 3\0" + bytes(84))
     path.chmod(0o640)
     os.utime(path, (time.time() - 500, time.time() - 500))
-    found = records.look_at_store(path)
-    assert isinstance(found, Known)
-    assert (found.value.kind, found.value.mode, found.value.bytes) == ("file", 0o640, 100)
-    assert found.value.owner == found.value.directory_owner == os.geteuid()
-    assert found.value.age == pytest.approx(500, abs=60)
-    assert found.value.is_sqlite == Known(value=True)
+    found = store_at(path)
+    assert (found.kind, found.mode, found.bytes) == ("file", 0o640, 100)
+    assert found.owner == found.directory_owner == os.geteuid()
+    assert found.age == pytest.approx(500, abs=60)
+    assert found.is_sqlite == Known(value=True)
     (tmp_path / "accounts.db-wal").write_bytes(bytes(1000))
-    found = records.look_at_store(path)
-    assert isinstance(found, Known)
-    assert found.value.bytes == 1100
-    assert found.value.age < 60
+    found = store_at(path)
+    assert found.bytes == 1100
+    assert found.age < 60
     path.write_bytes(b"something else")
-    found = records.look_at_store(path)
-    assert isinstance(found, Known)
-    assert found.value.is_sqlite == Known(value=False)
+    found = store_at(path)
+    assert found.is_sqlite == Known(value=False)
 
 
 def test_no_store(tmp_path: Path) -> None:
     """A store that does not exist, and one that is no file."""
     path = tmp_path / "accounts.db"
-    found = records.look_at_store(path)
-    assert isinstance(found, Known)
-    assert found.value.kind is None
+    found = store_at(path)
+    assert found.kind is None
     path.symlink_to("/dev/null")
-    found = records.look_at_store(path)
-    assert isinstance(found, Known)
-    assert found.value.kind == "symbolic link"
+    found = store_at(path)
+    assert found.kind == "symbolic link"
     assert isinstance(records.look_at_store(path / "x" / "accounts.db"), Unknown)
 
 
@@ -136,25 +137,26 @@ def test_no_listener() -> None:
     assert found == Known(ListenerSeen(f"127.0.0.1:{port}", "Connection refused"))
 
 
+def textfile_of(units: dict[str, dict[str, str]]) -> TextfileSeen:
+    found = records.look_at_textfile(Known(units))
+    assert isinstance(found, Known)
+    assert found.value is not None
+    return found.value
+
+
 def test_textfile(tmp_path: Path) -> None:
     """The file is the one that the unit names; without the unit there is none."""
     path = tmp_path / "mpsd.prom"
     shown = f"{{ path=/usr/bin/mpsctl ; argv[]=/usr/bin/mpsctl metrics --textfile {path} ; ignore_errors=no }}"
     units = {"mpsd-textfile.service": {"ExecStart": shown}, "mpsd-textfile.timer": {"ActiveState": "active"}}
-    found = records.look_at_textfile(Known(units))
-    assert isinstance(found, Known)
-    assert found.value is not None
-    assert (found.value.path, found.value.timer, found.value.unfit, found.value.age) == (path, "active", "", None)
+    found = textfile_of(units)
+    assert (found.path, found.timer, found.unfit, found.age) == (path, "active", "", None)
     path.touch()
-    found = records.look_at_textfile(Known(units))
-    assert isinstance(found, Known)
-    assert found.value is not None
-    assert found.value.age == pytest.approx(0, abs=60)
+    found = textfile_of(units)
+    assert found.age == pytest.approx(0, abs=60)
     gone = shown.replace(str(path), f"{tmp_path}/gone/mpsd.prom")
-    found = records.look_at_textfile(Known({"mpsd-textfile.service": {"ExecStart": gone}}))
-    assert isinstance(found, Known)
-    assert found.value is not None
-    assert (found.value.timer, found.value.unfit) == ("", "No such file or directory")
+    found = textfile_of({"mpsd-textfile.service": {"ExecStart": gone}})
+    assert (found.timer, found.unfit) == ("", "No such file or directory")
     assert records.look_at_textfile(Known({})) == Known(None)
     assert isinstance(records.look_at_textfile(Unknown("no systemd")), Unknown)
 

@@ -85,9 +85,12 @@ def test_companions_go_along(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     filled(path)
     assert Path(f"{path}-journal").exists()
-    path.write_bytes(b"noise" * 1000)
-    with closing(Database(path, [FIRST])) as database:
-        assert Path(f"{database.aside}-journal").exists()
+    for number in (1, 2):  # the first one is not replaced by the second one
+        path.write_bytes(b"noise" * number)
+        with closing(Database(path, [FIRST])) as database:
+            assert database.aside == tmp_path / f"store.set-aside-{number}"
+            assert database.aside.read_bytes() == b"noise" * number
+    assert Path(f"{tmp_path}/store.set-aside-1-journal").exists()
 
 
 def test_migrates(tmp_path: Path) -> None:

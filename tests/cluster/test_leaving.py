@@ -88,6 +88,23 @@ def test_preempted(cluster: Cluster, mpsd: Mpsd) -> None:
     cluster.kubectl("delete", "priorityclass", "urgent")
 
 
+def test_evicted(cluster: Cluster, mpsd: Mpsd) -> None:
+    """A pod that is evicted through the API leaves nothing, and the pod beside it is unaffected."""
+    run(cluster, client("evicted", 60), client("beside", 30))
+    first, other = lease_of(mpsd, "evicted"), lease_of(mpsd, "beside")
+    eviction = {
+        "apiVersion": "policy/v1beta1",
+        "kind": "Eviction",
+        "metadata": {"name": "evicted", "namespace": "default"},
+    }
+    path = "/api/v1/namespaces/default/pods/evicted/eviction"
+    cluster.kubectl("create", f"--raw={path}", "--filename=-", input=json.dumps(eviction))
+    cluster.wait("the pod to go", lambda: cluster.try_kubectl("get", "pod", "evicted").returncode != 0)
+    cluster.wait("its lease to end", lambda: ended(mpsd, first))
+    assert [each["id"] for each in mpsd.ask("leases")] == [other["id"]]
+    assert mpsd.mpsctl("verify", other["id"]).startswith("ok")
+
+
 def test_node_is_drained(cluster: Cluster, mpsd: Mpsd) -> None:
     """`kubectl drain` ends the clients and their leases; mpsd's own pod and its control daemons stay."""
     run(cluster, client("one", 50), client("two", 70))

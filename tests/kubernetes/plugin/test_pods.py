@@ -211,6 +211,17 @@ class TestSlices:
         with pytest.raises(RefusedError, match=r"uid 1001 holds leases on the GPU, .* serves one uid at a time"):
             cluster.create({"main": {SLICE: 10}})
 
+    def test_restarts_of_a_container(self, make_cluster: MakeCluster) -> None:
+        """A restarted container has the same lease; the pod's other containers are unaffected."""
+        cluster = make_cluster()
+        pod = cluster.create({"main": {SLICE: 10}})
+        container = pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        container.end()
+        again = pod.start("main")
+        assert again.variables == container.variables
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
     def test_what_kubelet_has_is_another(self, make_cluster: MakeCluster) -> None:
         """A container whose variables differ from those of its new lease does not start, and has no lease."""
         cluster = make_cluster()

@@ -136,6 +136,13 @@ class TestRestarts:
         (lease,) = cluster.await_held(stored)
         assert lease["id"] == left["id"]
 
+    def test_a_claim_without_a_plugin(self, make_cluster: MakeCluster) -> None:
+        """A claim ends by itself, without any program to release it."""
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "1.0"})
+        cluster.create({"main": {SLICE: 20}})
+        cluster.kill("plugin")
+        await_idle(cluster)
+
     def test_a_claim_is_renewed(self, make_cluster: MakeCluster) -> None:
         """An image that takes long to arrive does not cost a container its lease."""
         cluster = make_cluster(settings={"CLAIM_DEADLINE": "3.0"})

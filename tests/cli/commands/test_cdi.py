@@ -315,7 +315,7 @@ class TestHook:
             finally:
                 other.kill()
         assert done.returncode == 75
-        assert "serves one uid at a time" in done.stderr
+        assert "[does_not_fit]" in done.stderr
 
     @needs_root
     def test_another_uid(

@@ -155,9 +155,8 @@ class TestSlices:
         second = cluster.create({"main": {SLICE: 30}})
         assert {each["gpus"][0] for each in cluster.leases()} == {lease["gpus"][0]}
         third = cluster.create({"main": {SLICE: 60}})
-        with pytest.raises(RefusedError, match=r"RESOURCE_EXHAUSTED .*though all GPUs together have") as refused:
+        with pytest.raises(RefusedError, match=r"RESOURCE_EXHAUSTED .*\[does_not_fit\]"):
             cluster.create({"main": {SLICE: 70}})
-        assert "[does_not_fit]" in str(refused.value)
         for pod in (first, second, third):
             pod.start("main")
             cluster.await_held(pod)
@@ -208,7 +207,7 @@ class TestSlices:
         cluster.settings = {"UID": "1002", "WAIT": "0.1"}
         cluster.start_plugin()
         cluster.await_devices()
-        with pytest.raises(RefusedError, match=r"uid 1001 holds leases on the GPU, .* serves one uid at a time"):
+        with pytest.raises(RefusedError, match=r"uid 1001 .*\[does_not_fit\]"):
             cluster.create({"main": {SLICE: 10}})
 
     def test_restarts_of_a_container(self, make_cluster: MakeCluster) -> None:
@@ -312,7 +311,7 @@ class TestThreadsAndMemory:
         cluster = make_cluster(settings={**TWO, "WAIT": "0.1"})
         other = cluster.node.request("POST", "/v1/leases", {"threads": 60, "memory": "1GiB"}).json
         pod = cluster.create({"main": {CORE: 50, MEMORY: 8}})
-        with pytest.raises(RefusedError, match=r"only 40 % are left.*\[does_not_fit\]"):
+        with pytest.raises(RefusedError, match=r"RESOURCE_EXHAUSTED.*\[does_not_fit\]"):
             pod.start("main")
         cluster.node.request("DELETE", f"/v1/leases/{other['id']}")
         pod.start("main")

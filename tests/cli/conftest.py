@@ -15,7 +15,7 @@ from tests import real
 from tests.daemon.caller import NOBODY
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
-from tests.node import Node
+from tests.node import Node, nodes, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,21 +75,13 @@ def end(process: "subprocess.Popen[str]") -> None:
     process.communicate(timeout=30)
 
 
-def _node(root: Path, **options: Any) -> Node:
-    """Make a node; its control program is driver 535's where there is one, otherwise the simulator's."""
-    root.mkdir()
-    return Node(**{"root": root, "control": real.real_daemons().get(535), **options})
-
-
 @pytest.fixture(scope="module")
 def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
     """Start a node that all tests of a module share."""
-    node = _node(private_root / f"cli{next(_numbers)}", fork_server=fork_server)
-    try:
-        yield node.start()
-    finally:
-        node.clean_up()
-        remove_tree(node.root)
+    root = private_root / f"cli{next(_numbers)}"
+    root.mkdir()
+    yield from running(root=root, control=real.real_daemons().get(535), fork_server=fork_server)
+    remove_tree(root)
 
 
 @pytest.fixture
@@ -103,15 +95,8 @@ def node(shared_node: Node) -> Iterator[Node]:
 @pytest.fixture
 def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Callable[..., Node]]:
     """Return a maker of nodes that are not started yet, for tests that disturb their nodes."""
-    made: list[Node] = []
-
-    def make(**options: Any) -> Node:
-        made.append(_node(short_tmp / f"n{len(made)}", **{"fork_server": fork_server, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.clean_up()
+    with nodes(Node, short_tmp, control=real.real_daemons().get(535), fork_server=fork_server) as make:
+        yield make
 
 
 @pytest.fixture

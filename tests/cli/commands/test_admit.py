@@ -510,6 +510,15 @@ def test_a_command_that_changes_its_user(node: Node, command: tuple[str, ...], c
     assert (done.returncode, done.stderr) == (0, _NO_PART.format(changer) if changer else "")
 
 
+@needs_root
+def test_a_command_of_another_user(node: Node) -> None:
+    """With --user nothing is wrong with such a command."""
+    done = run_mpsctl(
+        node.socket, "run", *SHARE, "--user", "nobody", "--", "setpriv", "--reuid=65534", "--keep-groups", "true"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_no_token_on_a_screen(node: Node) -> None:
     """A lease's readable output has its environment, without the token."""
     lease = json.loads(node.mpsctl("admit", *SHARE, "--pid", str(os.getpid()), "-o", "json").stdout)
@@ -554,6 +563,17 @@ def test_signals_are_as_they_were(node: Node) -> None:
     bare = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     done = node.mpsctl("run", *SHARE, "--", *command)
     assert done.stdout == bare
+
+
+def test_an_ignored_interrupt_stays_ignored(node: Node) -> None:
+    """A command started with SIGINT ignored, as by `nohup` or `&` in a script, keeps ignoring it."""
+    script = 'trap "" INT; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket),
+         "run", *SHARE, "--", "grep", "SigIgn", "/proc/self/status"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout.split()[1], 16) & 1 << (signal.SIGINT - 1)
 
 
 def test_options_of_a_command(node: Node) -> None:

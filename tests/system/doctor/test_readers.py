@@ -15,9 +15,11 @@ import pytest
 
 from mpsd.core.doctor.finding import Means, Mend
 from mpsd.core.doctor.observed import Library
+from mpsd.core.errors import AlreadyRunningError
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+from mpsd.system.rundir import RunDir
 from tests.harness import wait_until
 from tests.system.test_process_table import PROGRAM, running
 
@@ -395,6 +397,21 @@ def test_what_somebody_has_by_now_is_not_removed(settings: Settings) -> None:
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=directory):
         assert asyncio.run(_mend(settings, Means.REMOVE, str(directory / "log"))) == []
     assert asyncio.run(_mend(settings, Means.REMOVE, str(directory / "log"))) == [f"removed {directory / 'log'}"]
+
+
+def test_not_while_an_mpsd_runs(settings: Settings) -> None:
+    """No file is removed while an mpsd holds the lock: it may be about to start a control daemon there."""
+    stale = settings.paths.runtime_dir / "mps" / "gpu0" / "control"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    lock = RunDir.claim(settings)
+    try:
+        with pytest.raises(AlreadyRunningError):
+            asyncio.run(_mend(settings, Means.REMOVE, str(stale)))
+        assert stale.exists()
+        assert asyncio.run(_mend(settings, Means.OPEN, str(settings.paths.runtime_dir))) == []
+    finally:
+        lock.close()
 
 
 def test_what_cannot_be_written_down_is_not_done(settings: Settings) -> None:

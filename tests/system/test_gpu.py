@@ -67,6 +67,15 @@ def test_inventory_is_what_nvml_says(nvml: FakeNvml, gpus: Child) -> None:
     assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
 
 
+def test_driver_is_opened_once(nvml: FakeNvml, gpus: Child) -> None:
+    """Two concurrent requests for the first inventory, and all later ones, share one opening of the driver."""
+    nvml.show(*_NODE)
+    asked = {gpus.ask("inventory"), gpus.ask("inventory")}
+    assert dict(gpus.answer() for _ in asked) == dict.fromkeys(asked, Inventory((_FIRST_GPU, _SECOND_GPU)))
+    gpus.inventory()
+    assert nvml.functions().count("nvmlInitWithFlags") == 1
+
+
 def test_gpu_without_mig_mode_is_not_in_it(nvml: FakeNvml, gpus: Child) -> None:
     """NVML answers NOT_SUPPORTED for a GPU without MIG, which means that MIG is off."""
     nvml.show(_DRIVER, _FIRST.replace(" 9.0 0 ", " 7.0 -1 "))

@@ -9,10 +9,10 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from mpsd.core.mps_facts import Binds
 from mpsd.simulator.control import program
@@ -263,6 +263,17 @@ class Node:
         """GET a path."""
         return self.request("GET", path)
 
+    def lease(self, **asked: object) -> Any:
+        """Take out a lease for the process of the tests, and return it."""
+        answer = self.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB", **asked})
+        assert answer.status == 201, answer.json
+        return answer.json
+
+    def leases(self) -> list[Any]:
+        """Return the leases that have not ended."""
+        found: list[Any] = self.get("/v1/leases").json["leases"]
+        return found
+
     def daemons(self) -> dict[str, Any]:
         """Return the control daemons by name."""
         return {each["name"]: each for each in self.get("/v1/daemons").json["daemons"]}
@@ -339,3 +350,32 @@ class Node:
     def events(self, event: str, **facts: object) -> list[dict[str, Any]]:
         """Return the log lines about an event with these facts."""
         return [line for line in self.log() if line["event"] == event and facts.items() <= line.items()]
+
+
+_Kind = TypeVar("_Kind", bound=Node)
+
+
+@contextlib.contextmanager
+def nodes(kind: type[_Kind], place: Path, **defaults: Any) -> Iterator[Callable[..., _Kind]]:
+    """Yield a maker of nodes, each in its own directory; at the end they and all that they started are ended."""
+    made: list[_Kind] = []
+
+    def make(**options: Any) -> _Kind:
+        root = place / f"n{len(made)}"
+        root.mkdir()
+        place.chmod(0o711)
+        made.append(kind(**{"root": root, **defaults, **options}))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.clean_up()
+
+
+def running(**options: Any) -> Iterator[Node]:
+    """Start a node, yield it, and clean it up; for use in fixtures."""
+    node = Node(**options)
+    try:
+        yield node.start()
+    finally:
+        node.clean_up()

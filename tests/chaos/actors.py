@@ -78,7 +78,6 @@ class Member(DrivenProgram):
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
         return self.process.poll() is not None
 
     @property
@@ -132,7 +131,6 @@ class Request:
 
     @property
     def answer(self) -> Answer | None:
-        """The whole answer, if there was one."""
         head, end, content = self._said.partition(b"\r\n\r\n")
         lines = head.decode().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
@@ -141,7 +139,6 @@ class Request:
         return Answer(int(lines[0].split()[1]), headers, content)
 
     def hang_up(self) -> None:
-        """Disconnect."""
         self._socket.close()
         self.over = True
 

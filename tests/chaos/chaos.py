@@ -251,7 +251,6 @@ class Chaos:
         self.node.front_end(self._daemon(), f"set_default_active_thread_percentage {self.dice.randint(1, 100)}\n")
 
     def kill_daemon(self) -> None:
-        """Kill a control daemon."""
         daemon = self._daemon()
         self.records.kills.append((now(), daemon))
         signalled(self._pid(daemon), signal.SIGKILL)

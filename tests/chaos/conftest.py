@@ -5,12 +5,11 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.fork_server import ForkServer
-from tests.node import Node
+from tests.node import Node, nodes
 
 Start = Callable[..., Node]
 """Starts a node; takes the arguments of `Node`."""
@@ -19,19 +18,8 @@ Start = Callable[..., Node]
 @pytest.fixture
 def start(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
     """Return a function that starts nodes. After the test the nodes and all that they started are ended."""
-    made: list[Node] = []
-
-    def begin(**options: Any) -> Node:
-        root = short_tmp / f"c{len(made)}"
-        root.mkdir()
-        short_tmp.chmod(0o711)
-        made.append(Node(**{"root": root, "fork_server": fork_server, **options}))
-        made[-1].start()
-        return made[-1]
-
-    yield begin
-    for node in made:
-        node.clean_up()
+    with nodes(Node, short_tmp, fork_server=fork_server) as make:
+        yield lambda **options: make(**options).start()
 
 
 @pytest.fixture

@@ -231,7 +231,7 @@ class Hostile(Chaos):
 
     def _held(self) -> list[dict[str, Any]]:
         """Return the current leases of hostile users."""
-        said = self.node.get("/v1/leases").json["leases"]
+        said = self.node.leases()
         return [each for each in said if each["owner"]["uid"] in HOLDERS and each["state"] in {"granted", "active"}]
 
     def _target(self) -> tuple[HostileUser, str]:

@@ -36,7 +36,6 @@ class Operation:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
         return bool(self.outcomes or self.told)
 
     def may_end_at(self, moment: datetime) -> bool:
@@ -147,7 +146,7 @@ class Records:
             seq = json.loads(line)["seq"]
             assert not self.events or seq == max(self.events) + 1, f"{seq} follows {max(self.events)}"
             self.events[seq] = line
-        said = self.node.get("/v1/leases").json["leases"]
+        said = self.node.leases()
         self.read_log()
         # After that, since processes that ended before mpsd's answer have ended by now.
         self.check_members(members)

@@ -56,7 +56,6 @@ class Container:
 
     @property
     def lease(self) -> str:
-        """Its lease."""
         found: str = self.claim["id"]
         return found
 

@@ -44,7 +44,6 @@ class HonestUser:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
         return self._process.pid
 
     def _read(self) -> None:
@@ -70,7 +69,6 @@ class HonestUser:
         return {each["lease"] for each in self._ahead if each["kind"] == "releasing"}
 
     def tell(self, line: str) -> None:
-        """Send it a line."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
 
@@ -102,7 +100,6 @@ class HostileUser:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
         return self._process.pid
 
     def act(self, what: str, **arguments: Any) -> Any:

@@ -7,14 +7,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
 from tests import real
+from tests.daemon.caller import NOBODY
 from tests.fork_server import ForkServer
 from tests.harness import remove_tree
-from tests.node import Node
+from tests.node import Node, nodes, running
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,49 +49,54 @@ def start_mpsctl(
     )
 
 
+AS_USER: Final = """
+import email.parser, encodings.idna, http.server, os  # modules that the other user may not read
+import decimal, difflib, locale, mpsd.cli.main, mpsd.cli.web.serve
+from mpsd.cli.commands import admit, events, explain, operate, status
+uid = int(os.environ["MPSD_TEST_UID"])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+mpsd.cli.main.main()
+"""
+"""Runs mpsctl as the user MPSD_TEST_UID, who may have no access to the tests' own directories."""
+
+
+def mpsctl_as_nobody(node: Node, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run mpsctl as a user without rights, who owns nothing."""
+    command = [sys.executable, "-c", AS_USER, "--socket", str(node.socket), *arguments]
+    environment = {**os.environ, "MPSD_TEST_UID": f"{NOBODY}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT, env=environment)
+
+
 def end(process: "subprocess.Popen[str]") -> None:
     """End a process that may have ended already, and close its pipes."""
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=30)
 
 
-def _node(root: Path, **options: Any) -> Node:
-    """Make a node; its control program is driver 535's where there is one, otherwise the simulator's."""
-    root.mkdir()
-    return Node(**{"root": root, "control": real.real_daemons().get(535), **options})
-
-
 @pytest.fixture(scope="module")
 def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
     """Start a node that all tests of a module share."""
-    node = _node(private_root / f"cli{next(_numbers)}", fork_server=fork_server)
-    try:
-        yield node.start()
-    finally:
-        node.clean_up()
-        remove_tree(node.root)
+    root = private_root / f"cli{next(_numbers)}"
+    root.mkdir()
+    yield from running(root=root, control=real.real_daemons().get(535), fork_server=fork_server)
+    remove_tree(root)
 
 
 @pytest.fixture
 def node(shared_node: Node) -> Iterator[Node]:
     """Return the shared node, without leases; those that a test leaves are released."""
     yield shared_node
-    for lease in shared_node.get("/v1/leases").json["leases"]:
+    for lease in shared_node.leases():
         shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
 
 
 @pytest.fixture
 def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Callable[..., Node]]:
     """Return a maker of nodes that are not started yet, for tests that disturb their nodes."""
-    made: list[Node] = []
-
-    def make(**options: Any) -> Node:
-        made.append(_node(short_tmp / f"n{len(made)}", **{"fork_server": fork_server, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.clean_up()
+    with nodes(Node, short_tmp, control=real.real_daemons().get(535), fork_server=fork_server) as make:
+        yield make
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 """Tab completion: the shells ask mpsctl, and mpsctl asks mpsd, as long as that causes no delay."""
 
 import os
-import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -89,16 +88,6 @@ def test_whoever_answers(in_path: dict[str, str], short_tmp: Path, answer: bytes
     with answering(path, answer) as server:
         assert offered("mpsctl hold ", {**in_path, "MPSD_SOCKET": f"{path}"}) == []
         assert server.connections == 1
-
-
-def test_stopped(in_path: dict[str, str], make_node: Callable[..., Node]) -> None:
-    """A hung mpsd does not delay the user who pressed Tab."""
-    hung = make_node().start()
-    os.kill(hung.pid, signal.SIGSTOP)
-    try:
-        assert offered("mpsctl hold ", {**in_path, "MPSD_SOCKET": f"{hung.socket}"}) == []
-    finally:
-        os.kill(hung.pid, signal.SIGCONT)
 
 
 def test_fish(in_path: dict[str, str], lease: str) -> None:

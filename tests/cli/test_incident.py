@@ -37,15 +37,7 @@ def in_order(lines: Sequence[str], *patterns: str) -> None:
         )
 
 
-def lease(node: Node, **more: object) -> Any:
-    """Request a lease."""
-    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0", **more})
-    assert answer.status == 201, answer.body
-    return answer.json
-
-
 def environment(granted: Any) -> dict[str, str]:
-    """Return the environment of a lease."""
     return {name: str(value) for name, value in granted["env"].items()}
 
 
@@ -59,7 +51,7 @@ def node(make_node: Callable[..., Node]) -> Node:
 @pytest.mark.thorough
 def test_a_bad_night(node: Node) -> None:
     """Two deaths, a foreign command, one client too many, and a hold: each is reported with its subject and cause."""
-    granted = lease(node, name="trainer")
+    granted = node.lease(threads=25, gpu="0", name="trainer")
     first = node.daemons()["gpu0"]["pid"]
     kill(first)
     second = next_ready(node, "gpu0", first)["pid"]

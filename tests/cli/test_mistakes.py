@@ -5,78 +5,34 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ROOT
-from tests.cli.test_program import mpsctl_as_nobody
+from tests.cli.conftest import ROOT, mpsctl_as_nobody
 from tests.disks import as_root, mounted
 from tests.node import Node
 
 SHARE = ("--threads", "10", "--memory", "1GiB")
 
 MISTAKES = {
-    "a command": (["stauts"], 2, "No such command 'stauts'. Did you mean status"),
-    "no command at all": (["frobnicate"], 2, "No such command 'frobnicate'. See: mpsctl --help"),
+    "a command": (["stauts"], 2, "Did you mean status"),
+    "no command at all": (["frobnicate"], 2, "See: mpsctl --help"),
     "an option": (["admit", "--treads", "10"], 2, "No such option"),
-    "bytes without a unit": (["admit", "--threads", "10", "--memory", "8192"], 2, "if 8192MiB or 8192GiB was meant"),
-    "an ambiguous unit": (["admit", "--threads", "10", "--memory", "8G"], 2, "write 8GiB (times 1024) or 8GB"),
-    "an unknown unit": (["admit", "--threads", "10", "--memory", "8XB"], 2, "write it as 8GiB"),
     "two GPUs": (["admit", "--gpu", "0", "--gpu", "1", *SHARE], 2, "it takes one value, and was given 0 and 1"),
-    "two sizes": (
-        ["run", *SHARE, "--memory", "2GiB", "--", "true"],
-        2,
-        "it takes one value, and was given 1GiB and 2GiB",
-    ),
-    "too many threads": (
-        ["admit", "--threads", "101", "--memory", "1GiB"],
-        2,
-        "101 % of the threads is more than 100 %",
-    ),
-    "too few threads": (
-        ["admit", "--threads", "0.05%", "--memory", "1GiB"],
-        2,
-        "0.05 % of the threads is less than 0.1 %",
-    ),
     "no percentage": (["admit", "--threads", "a quarter", "--memory", "1GiB"], 2, "give a number such as 25, or 25%"),
     "no time": (["admit", *SHARE, "--ttl", "0"], 2, "such as 90s, 10m or 2h"),
     "an unknown time": (["admit", *SHARE, "--wait", "1 week"], 2, "such as 90s, 10m or 2h, or forever"),
     "time before now": (["drain", "gpu0", "--timeout=-5"], 2, "give 0, a number of seconds above 0, or"),
-    "no GPUs": (["admit", *SHARE, "--gpus", "0"], 2, "gpus must be at least 1"),
-    "no processes": (
-        ["admit", *SHARE, "--processes", "0"],
-        2,
-        "processes must be at least 1 [invalid_request]\n  hint: processes is a whole number from 1 to 1000, or any\n",
-    ),
-    "a long name": (["admit", *SHARE, "--name", "x" * 200], 2, "name must have at most 128 characters"),
-    "too long a time": (
-        ["admit", *SHARE, "--ttl", "10000000h"],
-        2,
-        "'10000000h' is longer than 1000000000 s: give at most 11574d",
-    ),
-    "too long a timeout": (
-        ["drain", "gpu0", "--timeout", "100000000000d"],
-        2,
-        "Invalid value for '--timeout': '100000000000d' is longer than 1000000000 s: give at most 11574d",
-    ),
-    "a fraction that is a percentage": (["admit", "--fraction", "25"], 2, "fraction 25 is not between 0.001 and 1"),
-    "half a request": (["admit", "--threads", "10"], 2, "memory is missing"),
-    "more than there is": (["admit", "--threads", "10", "--memory", "900GiB"], 65, "the GPU can grant only"),
-    "an empty lease": (
-        ["release", "--end-clients", ""],
-        2,
-        "Invalid value for '[LEASE]...': it is empty; if a variable",
-    ),
+    "too long a time": (["admit", *SHARE, "--ttl", "10000000h"], 2, "give at most 11574d"),
+    "a hint of mpsd": (["admit", *SHARE, "--processes", "0"], 2, "from 1 to 1000, or any\n"),
+    "an empty lease": (["release", "--end-clients", ""], 2, "'[LEASE]...': it is empty; if a variable"),
     "an empty lease beside others": (["show", "lease-nobody-has", ""], 2, "'[LEASE]...': it is empty"),
     "an empty subject": (["explain", ""], 2, "'LEASE|DAEMON|GPU': it is empty"),
     "an empty daemon": (["drain", ""], 2, "'[DAEMON]': it is empty"),
     "an empty daemon of a canary": (["verify", "--canary", ""], 2, "'--canary': it is empty"),
     "an empty GPU": (["admit", *SHARE, "--gpu", ""], 2, "'--gpu': it is empty"),
     "an empty lease of a command below another": (["cdi", "remove", ""], 2, "'LEASE': it is empty"),
-    "a lease that is none": (["release", "lease-nobody-has"], 1, "lease-nobody-has"),
-    "a daemon that is none": (["drain", "gpu7"], 1, "gpu7"),
 }
 """The input, with its exit status and the text of the answer."""
 
@@ -87,7 +43,7 @@ def test_mistakes(node: Node, arguments: list[str], status: int, says: str) -> N
     done = node.mpsctl(*arguments)
     assert (done.returncode, done.stdout) == (status, "")
     assert says in done.stderr, done.stderr
-    assert node.get("/v1/leases").json["leases"] == []
+    assert node.leases() == []
 
 
 SIXTY = ("--threads", "60", "--memory", "1GiB")
@@ -98,15 +54,13 @@ def test_what_is_left_elsewhere(node: Node) -> None:
     assert node.mpsctl("admit", *SIXTY, "--gpu", "0").returncode == 0
     done = node.mpsctl("admit", *SIXTY, "--gpu", "0")
     assert done.returncode == 75
-    assert (
-        "hint: use another GPU, which has room (--gpu any), request less, wait for it (--wait), or see who"
-        in done.stderr
-    )
+    assert "(--gpu any)" in done.stderr
     assert node.mpsctl("admit", *SIXTY, "--gpu", "1").returncode == 0
     for arguments in ((*SIXTY, "--gpu", "0"), SIXTY):
         done = node.mpsctl("admit", *arguments)
         assert done.returncode == 75
-        assert "hint: request less, wait for it (--wait), or see who holds it: mpsctl leases" in done.stderr
+        assert "(--gpu any)" not in done.stderr
+        assert "wait for it (--wait)" in done.stderr
 
 
 def test_after_having_waited(node: Node) -> None:
@@ -115,26 +69,17 @@ def test_after_having_waited(node: Node) -> None:
         assert node.mpsctl("admit", *SIXTY, "--gpu", gpu).returncode == 0
     done = node.mpsctl("admit", *SIXTY, "--wait", "0.2")
     assert done.returncode == 75
-    assert "timed out in the queue: 60.0 % of the threads were requested, but only 40 % are left" in done.stderr
-    assert "hint: request less, wait longer (--wait), or see who holds it: mpsctl leases" in done.stderr
+    assert "[does_not_fit]" in done.stderr
+    assert "wait longer (--wait)" in done.stderr
 
 
 def test_more_than_a_quota(make_node: Callable[..., Node]) -> None:
     """An amount that a quota never allows is answered with who can change the quota, not with a release."""
-    quota = '[quota."*"]\nthreads = 10\nmemory = "1GiB"\n'
-    node = make_node(config=quota).start()
-    for arguments, says in (
-        (("--threads", "20", "--memory", "1GiB"), "20 % of threads were requested, but your quota is 10 % [quota]"),
-        (("--threads", "5", "--memory", "2GiB"), "2GiB of memory were requested, but your quota is 1GiB [quota]"),
-    ):
-        done = node.mpsctl("admit", *arguments)
-        assert (done.returncode, done.stdout) == (77, "")
-        assert says in done.stderr
-        assert "hint: request less, or ask an administrator to raise quota." in done.stderr
-    assert node.mpsctl("admit", *SHARE).returncode == 0
-    done = node.mpsctl("admit", "--threads", "5", "--memory", "1GiB")
-    assert done.returncode == 77
-    assert "5 % of threads were requested, but your quota is 10 %, and you already hold 10 %" in done.stderr
+    node = make_node(config='[quota."*"]\nthreads = 10\n').start()
+    done = node.mpsctl("admit", "--threads", "20", "--memory", "1GiB")
+    assert (done.returncode, done.stdout) == (77, "")
+    assert "[quota]" in done.stderr
+    assert "hint: request less, or ask an administrator to raise quota." in done.stderr
 
 
 @pytest.mark.root("call as another user")
@@ -145,7 +90,7 @@ def test_what_a_user_may_do(node: Node) -> None:
         done = mpsctl_as_nobody(node, "run", *SHARE, "--", "true")
         assert "hint: request another GPU, or wait until that has changed (--wait): only an operator" in done.stderr
         done = node.mpsctl("admit", *SHARE)
-        assert "hint: resume admission: mpsctl resume gpu" in done.stderr
+        assert "mpsctl resume gpu" in done.stderr
     finally:
         assert node.mpsctl("resume", "--all").returncode == 0
 
@@ -161,41 +106,13 @@ def test_percentages(node: Node, threads: str, granted: float, note: str) -> Non
     assert done.stderr == (f"mpsctl: {note}: MPS knows tenths of a percent\n" if note else "")
 
 
-@pytest.mark.parametrize(("typed", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h30m", 5400)])
-def test_durations(node: Node, typed: str, seconds: float) -> None:
-    """A time to live is a number of seconds, or has units."""
-    lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", typed, "-o", "json").stdout)
-    life = datetime.fromisoformat(lease["expires"]) - datetime.fromisoformat(lease["created"])
-    assert life == pytest.approx(timedelta(seconds=seconds), abs=timedelta(seconds=10))
-
-
-@pytest.mark.parametrize(
-    ("body", "detail"),
-    [
-        ({"threads": 10, "memory": "1GiB", "gpus": 0}, "gpus must be at least 1"),
-        ({"threads": 10, "memory": "1GiB", "ttl": 0}, "ttl must be above 0"),
-        ({"threads": "10", "memory": "1GiB"}, "threads must be a number or null, not text"),
-        ({"threads": 10, "memory": "1GiB", "nmae": "x"}, "the request body has the unknown field 'nmae'"),
-        ({"threads": 10, "memory": "1GiB", "name": "x" * 129}, "name must have at most 128 characters"),
-        ([], "the request body must be an object, not a list"),
-        (b"{", "the request body is not valid: Input data was truncated"),
-    ],
-)
-def test_bodies(node: Node, body: object, detail: str) -> None:
-    """An invalid body is refused in words that name its field."""
-    answer = node.request("POST", "/v1/leases", body)
-    assert (answer.status, answer.json["detail"]) == (422, detail)
-
-
 @pytest.mark.parametrize(
     ("body", "hint"),
     [
         ({"gpus": 65}, "gpus is a whole number from 1 to 64"),
         ({"ttl": 1e10}, "ttl is a number above 0 and up to 1000000000"),
-        ({"wait": -1}, "wait is a number from 0 to 1000000000"),
         ({"stop": "now"}, "stop is terminate or sigterm"),
         ({"labels": {"a b": "c"}}, "a key of labels is text that matches ^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"),
-        ({"labels": {"a": "c" * 129}}, "labels[...] is text of at most 128 characters that matches "),
         ({"labels": {f"a{number}": "" for number in range(33)}}, "labels is an object of at most 32 items"),
         ({"owner": {"uid": 1, "gid": 1, "groups": [-1]}}, "owner.groups[0] is a whole number from 0 to 4294967294"),
         ({"threads": "10"}, "the fields are described in /v1/openapi.json, schema LeaseRequest"),
@@ -225,39 +142,20 @@ def check(path: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
 
 
-SETTINGS = {
-    "a number that is none": (
-        b"[daemon]\ndeaths = 0",
-        "daemon.deaths = 0: it is not a whole number from 1 to 2147483647",
-        "The default is 5; mpsd.toml(5) describes it.",
-    ),
-    "a unit": (
-        b'[limits]\npinned_device_mem_limit = "8XB"',
-        "'8XB' has the unknown unit 'XB'",
-        "write it as 8GiB, 512MiB, 8GB, or a plain number of bytes. The default is absent; mpsd.toml(5) describes it.",
-    ),
-    "a name that is no list": (
-        b'[roles]\nadmins = "root"',
-        'it is not a list of names such as ["alice", "%staff"]',
-        "The default is []; mpsd.toml(5) describes it.",
-    ),
-    "a program for a configuration": (
-        b"\x7fELF\x02\xff\xfe",
-        "is not text in UTF-8: byte 6 is 0xff",
-        "name a configuration file, such as /etc/mpsd/mpsd.toml, or save it as UTF-8",
-    ),
-}
-
-
-@pytest.mark.parametrize(("content", "says", "hint"), SETTINGS.values(), ids=SETTINGS)
-def test_settings(short_tmp: Path, content: bytes, says: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        pytest.param(b"[daemon]\ndeaths = 0", "The default is 5; mpsd.toml(5) describes it.", id="a setting"),
+        pytest.param(b"\x7fELF\x02\xff\xfe", "name a configuration file, such as /etc/mpsd/", id="a program"),
+    ],
+)
+def test_settings(short_tmp: Path, content: bytes, hint: str) -> None:
     """An invalid configuration is refused with a correct line, or with where it is described, not with both."""
     path = short_tmp / "mpsd.toml"
     path.write_bytes(content)
     done = check(path)
     assert (done.returncode, done.stdout) == (78, "")
-    assert says in done.stderr
-    assert done.stderr.splitlines()[1] == f"  hint: {hint}"
+    assert done.stderr.splitlines()[1].startswith(f"  hint: {hint}")
 
 
 @as_root

@@ -22,7 +22,6 @@ ROWS = (
 
 
 def lines(look: Look) -> list[str]:
-    """Return the lines of the table with this look."""
     return table(COLUMNS, ROWS, look, none="none").splitlines()
 
 
@@ -126,7 +125,7 @@ def test_nothing_wraps(full: Node, command: str, width: int) -> None:
 
 def test_forms(full: Node) -> None:
     """Every form of a list has the same leases, and filters select among them."""
-    found = full.get("/v1/leases").json["leases"]
+    found = full.leases()
     ids = [each["id"] for each in found]
     assert full.mpsctl("leases", "-o", "name").stdout.split() == ids
     assert yaml.safe_load(full.mpsctl("gpus", "-o", "yaml").stdout) == full.get("/v1/gpus").json

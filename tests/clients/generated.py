@@ -82,5 +82,4 @@ def go_client(document: Path, folder: Path) -> None:
 
 
 def lines(said: str, beginning: str) -> Sequence[str]:
-    """Return the rest of each line with this beginning."""
     return [line.removeprefix(beginning) for line in said.splitlines() if line.startswith(beginning)]

@@ -38,7 +38,6 @@ def unwanted() -> bool:
 
 
 def cache_directory() -> Path:
-    """Return the directory for Kubernetes."""
     return real.cache(CACHE, "kubernetes")
 
 

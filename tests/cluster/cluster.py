@@ -48,7 +48,6 @@ class Cluster:
     # -- its life -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Start it."""
         try:
             self.start()
         except BaseException:
@@ -57,7 +56,6 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End it."""
         self.close()
 
     def start(self) -> None:
@@ -182,7 +180,6 @@ class Cluster:
         return self.kubectl("apply", *options, "--filename=-", input=text)
 
     def phase(self, pod: str) -> str:
-        """Return the phase of a pod."""
         return str(self.get("pod", pod)["status"].get("phase"))
 
     def said(self, pod: str) -> dict[str, Any]:

@@ -54,7 +54,6 @@ class Mpsd:
         self.ready()
 
     def ready(self) -> Any:
-        """Wait until a pod is ready, and return it."""
         return self.cluster.wait("mpsd's pod to be ready", self._find_ready)
 
     def _find_ready(self) -> Any:
@@ -72,7 +71,6 @@ class Mpsd:
 
     @property
     def name(self) -> str:
-        """The name of its only pod."""
         (pod,) = self.pods()
         return str(pod["metadata"]["name"])
 

@@ -50,14 +50,12 @@ def rendered(**values: Any) -> list[Any]:
 
 
 def named(objects: list[Any]) -> dict[tuple[str, str], Any]:
-    """Return objects by their kind and name."""
     found = {(each["kind"], each["metadata"]["name"]): each for each in objects}
     assert len(found) == len(objects), json.dumps(objects)
     return found
 
 
 def by_kind(objects: list[Any]) -> dict[str, Any]:
-    """Return objects by their kind, each of which has one."""
     found = {each["kind"]: each for each in objects}
     assert len(found) == len(objects), json.dumps(objects)
     return found

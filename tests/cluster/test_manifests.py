@@ -148,7 +148,6 @@ def test_chart_with_driver_is_the_overlay() -> None:
 
 
 def rules(role: Any) -> list[Any]:
-    """Return the rules of a role, sorted."""
     return sorted(role["rules"], key=json.dumps)
 
 

@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 CORE: Final = "nvidia.com/mps-core"
 MEMORY: Final = "nvidia.com/mps-memory"
 SLICE: Final = "nvidia.com/mps-slice"
-OTHERS: Final = "aliyun.com/gpu-mem"
 
 PIPE: Final = "/run/mpsd/mps/gpu0"
 
@@ -111,14 +110,6 @@ def test_threads_and_memory(cluster: Cluster, install: Install) -> None:
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
 
 
-def test_memory_alone(cluster: Cluster, install: Install) -> None:
-    """A pod that requests 7 GiB by another plugin's name gets them, and the same part of the threads."""
-    install(OTHERS, 158, plugin=f'resources = "memory"\nmemory_resource = "{OTHERS}"')
-    percent, memory = limited(cluster, pod("memory", {OTHERS: 7}))
-    assert memory == 7 * GIB
-    assert percent == pytest.approx(7 / 79 * 100, abs=0.1)
-
-
 def test_limited_by_its_environment(cluster: Cluster, install: Install) -> None:
     """A deployment that limits itself runs unchanged if unadmitted clients get the defaults.
 
@@ -142,28 +133,6 @@ def test_limited_by_its_environment_and_admitted(cluster: Cluster, install: Inst
     (lease,) = mpsd.ask("leases")
     assert hello["pinned_device_mem_limit"] == lease["pinned_device_mem_limit"]
     withdraw(cluster)
-    cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
-
-
-def test_job_on_half_a_gpu(cluster: Cluster, install: Install) -> None:
-    """A job with 50 slices sees half the memory as its limit, and completes."""
-    mpsd = install(SLICE, 200)
-    made = pod("job", {SLICE: 50}, "sh", "-c", "printf 'exit\\n' | python3 -m mpsd.simulator.client")
-    with_simulated_gpus(made["spec"])
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": "half"},
-        "spec": {"template": {"spec": made["spec"]}},
-    }
-    (gpu, _) = mpsd.ask("gpus")
-    cluster.apply(job)
-    cluster.wait("the job", lambda: cluster.get("job", "half")["status"].get("succeeded") == 1)
-    (done,) = cluster.get("pods", "--selector=job-name=half")["items"]
-    half = (gpu["memory_total"] - gpu["memory_reserved"]) // 2
-    hello = cluster.said(done["metadata"]["name"])
-    assert (hello["active_thread_percentage"], hello["pinned_device_mem_limit"]) == (50.0, half)
-    cluster.kubectl("delete", "job", "half")
     cluster.wait("all leases to end", lambda: mpsd.ask("leases") == [])
 
 

@@ -57,7 +57,6 @@ def allocatable(cluster: Cluster, resource: str = SLICE) -> int:
 
 
 def events(cluster: Cluster, name: str) -> str:
-    """Return the cluster's events of a pod."""
     found = cluster.get("events", f"--field-selector=involvedObject.name={name}")["items"]
     return "\n".join(f"{each['reason']}: {each['message']}" for each in found)
 
@@ -87,31 +86,6 @@ def test_offered(cluster: Cluster, mpsd: Mpsd) -> None:
     account = f"--as=system:serviceaccount:{NAMESPACE}:default"
     for verb, what in (("get", "pods"), ("patch", "nodes"), ("create", "events")):
         assert cluster.try_kubectl("auth", "can-i", verb, what, account).stdout.strip() == "no"
-
-
-def test_half_a_gpu(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A restricted pod with 50 slices sees half the threads and half the memory as its limits, and leaves nothing."""
-    cluster.apply(client("half", 50))
-    hello = cluster.said("half")
-    (lease,) = mpsd.ask("leases")
-    (gpu,) = (each for each in mpsd.ask("gpus") if each["uuid"] == lease["gpus"][0])
-    assert (hello["mps"], hello["active_thread_percentage"]) == (True, 50.0)
-    assert hello["pinned_device_mem_limit"] == lease["pinned_device_mem_limit"]
-    half = (gpu["memory_total"] - gpu["memory_reserved"]) // 2
-    assert half - 2**20 < lease["pinned_device_mem_limit"] <= half
-    cluster.wait("the client to be known", lambda: mpsd.ask("leases")[0]["clients"])
-    assert mpsd.mpsctl("verify", lease["id"]).startswith("ok")
-    cluster.delete("half")
-    idle(mpsd)
-
-
-def test_more_than_the_node_has(cluster: Cluster, mpsd: Mpsd) -> None:
-    """A request beyond the node stays pending, and the scheduler names the resource that is insufficient."""
-    cluster.apply(client("huge", 250))
-    cluster.wait("the scheduler's word", lambda: f"Insufficient {SLICE}" in events(cluster, "huge"))
-    assert cluster.phase("huge") == "Pending"
-    assert mpsd.ask("leases") == []
-    cluster.delete("huge")
 
 
 def test_fragmentation(cluster: Cluster, mpsd: Mpsd) -> None:

@@ -20,7 +20,6 @@ class Contained(DrivenProgram):
     """A process in a container that takes commands; it ends with its container, not with the command alone."""
 
     def __init__(self, engine: Engine, name: str, command: Sequence[str]) -> None:
-        """Start it."""
         self.name = name
         self._engine = engine
         super().__init__(command, engine.environment)
@@ -28,6 +27,5 @@ class Contained(DrivenProgram):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the container."""
         self._engine.remove(self.name)
         super().__exit__(kind, error, trace)

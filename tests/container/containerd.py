@@ -112,7 +112,6 @@ class Containerd:
         self.call("container", "delete", name, check=False)
 
     def remove_all(self) -> None:
-        """Remove every container."""
         for name in self.call("container", "list", "--quiet").stdout.split():
             self.remove(name)
 

@@ -22,7 +22,6 @@ _numbers = count(1)
 
 
 def container_name() -> str:
-    """Return a name that no other container has."""
     return f"cdi-{os.getpid()}-{next(_numbers)}"
 
 
@@ -47,16 +46,11 @@ def leasing_node(place: Path, fork_server: ForkServer, remove_containers: Callab
     try:
         yield node.start()
         remove_containers()
-        for lease in leases(node):
+        for lease in node.leases():
             node.request("DELETE", f"/v1/leases/{lease['id']}")
         assert node.mpsctl("cdi", "list").stdout == "no devices\n"
     finally:
         node.clean_up()
-
-
-def leases(node: Node) -> Any:
-    """Return the leases that have not ended."""
-    return node.get("/v1/leases").json["leases"]
 
 
 def claim(node: Node, **options: object) -> str:
@@ -113,5 +107,4 @@ def process(*words: str) -> int:
 
 
 def parent(pid: int) -> int:
-    """Return the parent of a process."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

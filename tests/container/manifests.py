@@ -11,7 +11,6 @@ KUBERNETES: Final = CONTAINER / "kubernetes"
 
 
 def documents(path: Path) -> list[Any]:
-    """Return the documents of a file."""
     return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 

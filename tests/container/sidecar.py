@@ -30,7 +30,6 @@ class Sidecar(Node):
 
     @property
     def name(self) -> str:
-        """The name of its container."""
         return f"sidecar-{self.root.name}"
 
     @property

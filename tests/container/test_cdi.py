@@ -29,7 +29,6 @@ from tests.container.leased import (
     ended,
     is_gone,
     is_nobodys,
-    leases,
     leasing_node,
     let_in,
     make_files,
@@ -87,18 +86,16 @@ def running(node: Node, podman: Podman, files: Path, *program: str) -> Contained
 
 
 class TestContainerRun:
-    """A container with its own lease."""
-
     def test_share(self, node: Node, podman: Podman, files: Path) -> None:
         """A container has its share under MPS, sees only its own control daemon, survives mpsd, and ends its lease."""
         with running(node, podman, files, *CLIENT) as client:
             assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
             pid = podman.pid(client.name)
-            (lease,) = leases(node)
+            (lease,) = node.leases()
             (holder,) = lease["holders"]
             group = podman.inspect(client.name)["Id"]
             assert (holder["kind"], group in holder["cgroup"], lease["owner"]["uid"]) == ("cgroup", True, USER)
-            wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
+            wait_until(lambda: node.leases()[0]["clients"] == [pid], what="the client to be attributed")
             verified = node.mpsctl("verify", lease["id"])
             assert verified.returncode == 0, verified.stdout
             # The container sees the files of its control daemon only, and cannot change them.
@@ -130,7 +127,7 @@ class TestContainerRun:
             assert "[already_claimed]" in again.stderr
             node.end(signal.SIGKILL)
             node.start()
-            (same,) = leases(node)
+            (same,) = node.leases()
             assert (same["id"], same["clients"]) == (lease["id"], [pid])
             podman.call("kill", client.name)
             assert client.process.wait(30) == 137
@@ -143,14 +140,14 @@ class TestContainerRun:
         for victim in ("mpsctl", "podman", "conmon"):
             with running(node, podman, files, "-c", program) as client:
                 assert client.hello["ok"]
-                (lease,) = leases(node)
+                (lease,) = node.leases()
                 pid = podman.pid(client.name)
                 front = process("podman", "run", f"--device={cdi.device_name(lease['id'])}")
                 killed = {"mpsctl": client.pid, "podman": front, "conmon": parent(pid)}[victim]
                 os.kill(killed, signal.SIGKILL)
                 wait_until(partial(is_gone, killed), what=f"{victim} to die")
                 assert is_running(pid)
-                assert [each["id"] for each in leases(node)] == [lease["id"]]
+                assert [each["id"] for each in node.leases()] == [lease["id"]]
                 os.kill(pid, signal.SIGKILL)
                 ended(node, lease["id"])
                 # podman takes two attempts to remove a container whose conmon is gone.
@@ -188,7 +185,7 @@ class TestDevice:
             node.end(signal.SIGKILL)
             node.start()
             assert client.hello["active_thread_percentage"] == 25.0
-            assert [each["id"] for each in leases(node)] == [lease]
+            assert [each["id"] for each in node.leases()] == [lease]
         ended(node, lease)
 
     def test_stop(self, node: Node, podman: Podman, files: Path) -> None:
@@ -197,7 +194,7 @@ class TestDevice:
         program = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-m', 'mpsd.simulator.client']))"
         with running(node, podman, files, "-c", program) as client:
             assert client.hello["mps"]
-            (lease,) = leases(node)
+            (lease,) = node.leases()
             done = node.mpsctl("container", "stop", client.name, env=podman.environment)
             assert done.returncode == 0, done.stderr
             assert client.process.wait(30) is not None

@@ -24,15 +24,12 @@ from tests.container.leased import (
     container_name,
     ended,
     is_gone,
-    is_nobodys,
-    leases,
     leasing_node,
     let_in,
     parent,
-    process,
 )
 from tests.container.sidecar import USER
-from tests.daemon.helpers import is_running, stopped
+from tests.daemon.helpers import is_running
 from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.node import Node
@@ -121,7 +118,7 @@ def test_share(containerd: Containerd, node: Node, files: Path) -> None:
         assert "[already_claimed]" in fails(containerd, node, files, lease)
         node.end(signal.SIGKILL)
         node.start()
-        (same,) = leases(node)
+        (same,) = node.leases()
         assert (same["id"], same["clients"]) == (lease, [pid])
         containerd.call("task", "kill", "--signal=SIGKILL", client.name)
         assert client.process.wait(30) == 137
@@ -145,29 +142,11 @@ def test_killed(containerd: Containerd, node: Node, files: Path) -> None:
                 wait_until(partial(is_gone, killed), what=f"{victim} to die")
             if victim != "shim":
                 assert is_running(pid)
-                assert [each["id"] for each in leases(node)] == [lease]
+                assert [each["id"] for each in node.leases()] == [lease]
                 os.kill(pid, signal.SIGKILL)
             ended(node, lease)
             if victim == "containerd":
                 containerd.start()
-
-
-def test_hook_killed(containerd: Containerd, node: Node, files: Path) -> None:
-    """A container whose hook is killed does not start, and its claim has no holder."""
-    lease = claim(node)
-    name = container_name()
-    with (
-        stopped(node.pid),
-        subprocess.Popen(
-            command(containerd, node, files, lease, name, *SLEEPS),
-            env=containerd.environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        ) as run,
-    ):  # fmt: skip
-        os.kill(process("container", "hook", lease), signal.SIGKILL)
-        assert "signal: killed" in run.communicate(timeout=60)[1]
-    assert containerd.pid(name) == 0
-    wait_until(partial(is_nobodys, node, lease), what="the lease to be nobody's")
-    assert USER not in let_in(node)
 
 
 @pytest.fixture
@@ -194,8 +173,8 @@ def test_docker(containerd: Containerd, docker: Docker, node: Node) -> None:
     with Contained(docker, name, [*mpsctl, "container", "run", "docker", "--fraction", "0.25", "--", *run]) as client:
         assert (client.hello["mps"], client.hello["active_thread_percentage"]) == (True, 25.0)
         pid = docker.pid(name)
-        wait_until(lambda: leases(node)[0]["clients"] == [pid], what="the client to be attributed")
-        (lease,) = leases(node)
+        wait_until(lambda: node.leases()[0]["clients"] == [pid], what="the client to be attributed")
+        (lease,) = node.leases()
         (holder,) = lease["holders"]
         assert (holder["kind"], lease["owner"]["uid"]) == ("cgroup", USER)
         assert holder["cgroup"].startswith(f"/{containerd.group}/")

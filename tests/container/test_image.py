@@ -46,7 +46,7 @@ sys.stdin.readline()
 
 def lease_of(node: Node, pid: int) -> dict[str, Any] | None:
     """Return the lease that this process holds."""
-    leases = node.get("/v1/leases").json["leases"]
+    leases = node.leases()
     return next((each for each in leases if each["owner"]["pid"] == pid), None)
 
 
@@ -58,8 +58,6 @@ def files(podman: Podman, image: str) -> Iterator[Path]:
 
 
 class TestImage:
-    """The contents of the image."""
-
     def test_reproducible(self, podman: Podman, image: str, build: Callable[[str], str]) -> None:
         """Two builds from the same inputs, without a network, are the same image, to the last byte."""
         again = build(f"{IMAGE}:again")
@@ -270,8 +268,6 @@ class TestClients:
 
 
 class TestEnd:
-    """The control daemons and the clients after the end of mpsd, or of its container."""
-
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
     def test_mpsd_dies(self, own_sidecar: Sidecar, number: signal.Signals) -> None:
         """After a kill or a hang of mpsd, the container keeps running, with the control daemons and the leases."""
@@ -313,19 +309,3 @@ class TestEnd:
         assert sidecar.ended() == 0
         assert sidecar.events("daemon_death") == []
         assert look_at(before) is None
-
-    def test_without_the_hosts_pids(self, own_sidecar: Sidecar) -> None:
-        """Without hostPID callers are not identified: requests are refused with the remedy; reads follow the role."""
-        sidecar = own_sidecar
-        sidecar.options = ("--privileged",)
-        sidecar.start()
-        done = sidecar.client("run", "--fraction", "0.2", "--", "true")
-        assert done.returncode == 77
-        assert "mpsd sees its pid as 0" in done.stderr
-        assert "hostPID: true" in done.stderr
-        status = sidecar.client("status")
-        assert status.returncode == 0
-        assert "hostPID: true" in status.stdout
-        assert sidecar.get("/v1/leases").json["leases"] == []
-        inside = sidecar.inside("mpsctl", "--socket", str(sidecar.socket), "doctor", "--only=node")
-        assert "hostPID: true" in inside.stdout

@@ -36,7 +36,6 @@ def mpsd_in(spec: Any) -> Any:
 
 
 def mounts(container: Any) -> dict[str, Any]:
-    """Return the mounts of a container, by their path there."""
     return {each["mountPath"]: each for each in container["volumeMounts"]}
 
 

@@ -4,14 +4,13 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import real
 from tests.durability.forked import ForkedNode
 from tests.fork_server import ForkServer, running_fork_server
-from tests.node import Node
+from tests.node import Node, nodes
 from tests.tools import compiler
 
 Start = Callable[..., Node]
@@ -38,41 +37,20 @@ def fork_server(private_root: Path) -> Iterator[ForkServer]:
     library.unlink()
 
 
-def _options(root: Path, options: dict[str, Any]) -> dict[str, Any]:
-    # NVIDIA's own control daemon where there is one, since it is faster; the simulator's works as well.
-    return {"root": root, "simulate": 1, "control": real.real_daemons().get(535), **options}
+# The control program is NVIDIA's own where there is one, since it is faster; the simulator's works as well.
 
 
 @pytest.fixture
 def fork(short_tmp: Path, fork_server: ForkServer) -> Iterator[Fork]:
     """Return a maker of nodes whose mpsd is forked; they are ended after the test."""
     compiler()
-    made: list[ForkedNode] = []
-
-    def make(**options: Any) -> ForkedNode:
-        root = short_tmp / f"f{len(made)}"
-        root.mkdir()
-        short_tmp.chmod(0o711)
-        made.append(ForkedNode(fork_server=fork_server, **_options(root, options)))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.clean_up()
+    control = real.real_daemons().get(535)
+    with nodes(ForkedNode, short_tmp, fork_server=fork_server, simulate=1, control=control) as make:
+        yield make
 
 
 @pytest.fixture
 def make_node(short_tmp: Path, fork_server: ForkServer) -> Iterator[Start]:
-    """Return a maker of nodes. After the test the nodes and all that they started are ended."""
-    made: list[Node] = []
-
-    def make(**options: Any) -> Node:
-        root = short_tmp / f"n{len(made)}"
-        root.mkdir(exist_ok=True)
-        short_tmp.chmod(0o711)
-        made.append(Node(**_options(root, {"fork_server": fork_server, **options})))
-        return made[-1]
-
-    yield make
-    for node in made:
-        node.clean_up()
+    control = real.real_daemons().get(535)
+    with nodes(Node, short_tmp, fork_server=fork_server, simulate=1, control=control) as make:
+        yield make

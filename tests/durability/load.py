@@ -50,7 +50,6 @@ class Holders:
         process.communicate()
 
     def close(self) -> None:
-        """End all of them."""
         for each in self._processes:
             self._end(each)
 

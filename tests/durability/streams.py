@@ -42,7 +42,6 @@ class Follower:
         return event
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Return itself."""
         return self
 
     def until(self, **facts: object) -> list[dict[str, Any]]:
@@ -55,7 +54,6 @@ class Follower:
         raise AssertionError(f"the stream ended without {facts}: {read}")
 
     def close(self) -> None:
-        """Close it."""
         self._file.close()
 
 
@@ -98,7 +96,7 @@ def answer_of(connected: socket.socket) -> tuple[int, Any]:
 
 def in_line(node: Node) -> list[str]:
     """Return the names of the waiting leases in order."""
-    waiting = [lease for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "waiting"]
+    waiting = [lease for lease in node.leases() if lease["state"] == "waiting"]
     return [lease["name"] for lease in sorted(waiting, key=lambda lease: lease["wait"]["position"])]
 
 

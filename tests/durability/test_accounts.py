@@ -42,7 +42,7 @@ def test_killed_at_each_store_operation(fork: Fork, share: int) -> None:
         end(node)
         assert begin(node)
         check_one_story(node)
-        for lease in node.get("/v1/leases").json["leases"]:
+        for lease in node.leases():
             node.request("DELETE", f"/v1/leases/{lease['id']}")
         check_one_story(node)
         node.end()

@@ -43,7 +43,7 @@ def test_takes_over(make_node: Start, tmp_path: Path) -> None:
         assert node.mpsctl("hold", "gpu1").returncode == 0
         node.wait_for_state("gpu1", "held")
         client.loop(0.01)
-        (lease,) = node.get("/v1/leases").json["leases"]
+        (lease,) = node.leases()
         daemons = node.daemons()
         assert node.get("/v1/status").json["version"] == __version__
         assert node.end(signal.SIGTERM) == 0
@@ -57,7 +57,7 @@ def test_takes_over(make_node: Start, tmp_path: Path) -> None:
             name: each["pid"] for name, each in daemons.items()
         }
         assert node.daemons()["gpu1"]["because"] == daemons["gpu1"]["because"]
-        (continued,) = node.get("/v1/leases").json["leases"]
+        (continued,) = node.leases()
         assert {name: continued[name] for name in KEPT} == {name: lease[name] for name in KEPT}
         client.tell("sync")
         assert client.answer()["kernels"] > 0  # those of the loop since its start

@@ -31,14 +31,12 @@ LEASE: Final = Lease(
 
 @contextmanager
 def opened(directory: Path) -> Iterator[LeaseStore]:
-    """Open the store in a directory."""
     with closing(Database(directory / "leases.db", LEASES_SCHEMA)) as database:
         yield LeaseStore(database)
         assert database.aside is None
 
 
 def events(lease: Lease) -> LeaseEvent:
-    """Return the event about a lease."""
     return LeaseEvent(
         lease.id, EventName.LEASE_ENDED if lease.state is LeaseState.ENDED else EventName.LEASE_GRANTED, {}
     )
@@ -50,7 +48,6 @@ def keep(keeping: LeaseStore, *leases: Lease) -> None:
 
 
 def numbered(count: int) -> list[Lease]:
-    """Return so many leases."""
     return [replace(LEASE, id=f"lease-{number}", arrival=number) for number in range(count)]
 
 
@@ -60,7 +57,6 @@ def ended(lease: Lease) -> Lease:
 
 
 def rows(directory: Path) -> int:
-    """Return the number of rows."""
     with closing(Database(directory / "leases.db", LEASES_SCHEMA)) as database:
         return len(list(database.rows("SELECT number FROM leases")))
 

@@ -45,16 +45,8 @@ pytestmark = pytest.mark.thorough
 OTHER_BOOT = "00000000-0000-4000-8000-000000000000"
 
 
-def granted(node: Node, **asked: Any) -> Any:
-    """Request a lease as the process of the tests, and return it."""
-    answer = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1MiB", **asked})
-    assert answer.status == 201, answer.json
-    return answer.json
-
-
 def leases(node: Node) -> dict[str, Any]:
-    """Return the leases by id."""
-    return {lease["id"]: lease for lease in node.get("/v1/leases").json["leases"]}
+    return {lease["id"]: lease for lease in node.leases()}
 
 
 def because(node: Node, lease: str) -> Any:
@@ -88,7 +80,7 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
     """However mpsd ended, the leases of living holders are unchanged, and their holders are watched."""
     node = make_node().start()
     with calling(node.socket) as holder:
-        mine = granted(node, labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
+        mine = node.lease(labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
         theirs = holder.admit(threads=30, memory="2GiB").json
         node.end(number)
         node.start()
@@ -100,7 +92,7 @@ def test_restart(make_node: Start, number: signal.Signals) -> None:
             assert {k: v for k, v in found.items() if k not in changing} == {
                 k: v for k, v in as_listed(published).items() if k not in changing
             }
-        again = granted(node, labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
+        again = node.lease(labels={"a": "b"}, name="mine", ttl=1000, request_id="once")
         assert again["id"] == mine["id"]
         assert again["env"] == mine["env"], "its token is the same, too"
     assert because(node, theirs["id"]) == f"its holder, pid {holder.pid}, has exited"
@@ -116,13 +108,13 @@ def test_holder_died_while_mpsd_was_away(make_node: Start) -> None:
     node.start()
     assert leases(node) == {}
     assert because(node, lease["id"]) == f"its holder, pid {holder.pid}, died while mpsd was not running"
-    granted(node, threads=100)
+    node.lease(threads=100)
 
 
 def test_pid_of_another(make_node: Start) -> None:
     """A process that reuses the holder's pid with another start time does not keep the lease alive."""
     node = make_node().start()
-    lease = granted(node)
+    lease = node.lease()
     node.end(signal.SIGKILL)
     with rewritten(node) as store:
         ((data,),) = store.execute("SELECT data FROM leases").fetchall()
@@ -146,7 +138,7 @@ def test_reboot(make_node: Start) -> None:
     Event numbers continue.
     """
     node = make_node().start()
-    lease = granted(node)
+    lease = node.lease()
     last = [line["seq"] for line in events(node)][-1]
     node.end(signal.SIGKILL)
     with rewritten(node) as store:
@@ -158,7 +150,6 @@ def test_reboot(make_node: Start) -> None:
 
 
 def events(node: Node, after: int = 0) -> list[dict[str, Any]]:
-    """Return the events after a number."""
     answer = node.get(f"/v1/events?after={after}")
     assert answer.status == 200, answer.json
     return [json.loads(line) for line in answer.body.splitlines()]
@@ -170,7 +161,7 @@ def test_ten_thousand(make_node: Start) -> None:
         node = make_node(
             simulate=1, config="[admission]\nleases = 20000\nthreads_oversubscription = 100\nmemory_reserve = 0\n"
         ).start()
-        published = granted(node, threads=0.1, pid=processes.pids[0])
+        published = node.lease(threads=0.1, memory="1MiB", pid=processes.pids[0])
         node.end(signal.SIGKILL)
         multiply(node, published, processes.pids)
         node.start()

@@ -1,6 +1,7 @@
 """A store that cannot be used or written: mpsd reports that, starts, and keeps running."""
 
 import itertools
+import os
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -62,7 +63,12 @@ def foreign(path: Path) -> None:
         store.executescript("CREATE TABLE theirs (x); INSERT INTO theirs VALUES (1)")
 
 
-@pytest.mark.parametrize("damage", [noise, newer, foreign])
+def truncated(path: Path) -> None:
+    """Cut a store in half."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [noise, newer, foreign, truncated])
 @pytest.mark.parametrize("store", ["run/leases.db", "state/history.db"])
 def test_set_aside(make_node: Start, store: str, damage: Callable[[Path], None]) -> None:
     """An unusable store is set aside whole, with its path and the reason in the log; and mpsd works."""
@@ -78,7 +84,7 @@ def test_set_aside(make_node: Start, store: str, damage: Callable[[Path], None])
     assert Path(said["file"]).parent == path.parent
     assert said["because"]
     assert admit(node).status == 201
-    assert len(node.get("/v1/leases").json["leases"]) == (1 if "leases" in store else 2)
+    assert len(node.leases()) == (1 if "leases" in store else 2)
 
 
 def test_row_that_makes_no_sense(make_node: Start) -> None:
@@ -142,7 +148,7 @@ def test_full_runtime_directory(small: Callable[..., Node]) -> None:
         node.end(signal.SIGKILL)
         node.start(ready=False)
         wait_until(lambda: node.daemons()["gpu0"]["state"] == "ready", what="the control daemon to be adopted")
-        here = {lease["id"] for lease in node.get("/v1/leases").json["leases"] if lease["state"] == "granted"}
+        here = {lease["id"] for lease in node.leases() if lease["state"] == "granted"}
         assert here.isdisjoint(held[:8]), "it was released, and came back"
         assert here >= set(held[8:])
         assert in_line(node) == ["waiter"]
@@ -350,7 +356,7 @@ class TestWhileItRuns:
         assert node.get("/v1/status").json["healthy"]
         node.end(signal.SIGKILL)
         node.start()
-        assert {each["id"] for each in node.get("/v1/leases").json["leases"]} == {first, second, third}
+        assert {each["id"] for each in node.leases()} == {first, second, third}
         assert admit(node, threads=20).status == 409
         assert node.events("leases_incomplete") == []
         assert len(node.events("store_rewritten")) == 1 or busy
@@ -367,7 +373,7 @@ class TestWhileItRuns:
         path.write_bytes(old)
         node.start()
         assert "the history knows of turn" in node.events("store_set_aside")[0]["because"]
-        assert node.get("/v1/leases").json["leases"] == []
+        assert node.leases() == []
 
     @pytest.mark.parametrize("damage", ["removed", "replaced", "emptied", "journal removed"])
     def test_events(self, make_node: Start, damage: str) -> None:

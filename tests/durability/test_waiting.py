@@ -24,7 +24,6 @@ def full(make_node: Start) -> tuple[Node, Any]:
 
 
 def release(node: Node, lease: Any) -> None:
-    """Release a lease."""
     assert node.request("DELETE", f"/v1/leases/{lease['id']}").status == 204
 
 
@@ -75,8 +74,7 @@ def test_coming_back(full: tuple[Node, Any]) -> None:
 
 
 def waiting_id(node: Node, name: str) -> Any:
-    """Return the id of the place with this name."""
-    return next(lease["id"] for lease in node.get("/v1/leases").json["leases"] if lease["name"] == name)
+    return next(lease["id"] for lease in node.leases() if lease["name"] == name)
 
 
 def test_not_coming_back(full: tuple[Node, Any]) -> None:
@@ -90,7 +88,7 @@ def test_not_coming_back(full: tuple[Node, Any]) -> None:
         lambda: node.events("lease_ended", because="its caller disconnected and did not come back"), what="it"
     )
     assert len(ended) == 1
-    assert node.get("/v1/leases").json["leases"] == []
+    assert node.leases() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

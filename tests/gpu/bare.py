@@ -71,7 +71,6 @@ class BareDaemon:
 
     @property
     def servers(self) -> list[int]:
-        """The pids of its servers."""
         return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
 
     def __exit__(

@@ -220,7 +220,6 @@ def child(client: Client) -> int:
 
 
 def first_gpu(node: Node) -> dict[str, Any]:
-    """Return the first GPU as the API has it."""
     found: dict[str, Any] = node.get("/v1/gpus").json["gpus"][0]
     return found
 

@@ -1,8 +1,6 @@
 """The CUDA client behind the tests of a real GPU, with a libcuda.so.1 without one, built from fake_cuda.c."""
 
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,10 +9,10 @@ from typing import Final
 import pytest
 
 from tests.gate.inner import inner_pytest
+from tests.gpu import fake_cuda
 from tests.gpu.client import PIECE
 from tests.gpu.cuda import LIBRARY
 from tests.gpu.machine import PROGRAM, Client
-from tests.tools import compiler
 
 pytestmark = pytest.mark.thorough
 
@@ -29,9 +27,7 @@ Start = Callable[..., Client]
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the library, and return its directory."""
     directory = tmp_path_factory.mktemp("cuda")
-    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([compiler(), *options, "-o", directory / LIBRARY, source], check=True)
+    fake_cuda.build(directory)
     return directory
 
 
@@ -198,23 +194,3 @@ def test_without_a_gpu(library: Path, tmp_path: Path, required: str, closing: st
     assert closing in said, said
     assert "no GPU for CUDA here: CUDA_ERROR_NO_DEVICE" in said
     assert ("NOT TESTED ON A REAL GPU" in said) is not required.isdigit()
-
-
-def test_that_nobody_asked_for(library: Path, tmp_path: Path) -> None:
-    """A run of all tests on a machine with a GPU leaves these out: one of them causes a fault."""
-    said = inner_pytest(tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), MPSD_REQUIRE_GPU="")
-    assert "1 skipped" in said, said
-    assert "are run by: pytest -m gpu" in said
-    assert "NOT TESTED ON A REAL GPU" in said
-
-
-def test_with_a_gpu(library: Path, tmp_path: Path) -> None:
-    """With a GPU and a control program they run."""
-    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
-    control.parent.mkdir()
-    control.write_text("#!/bin/sh\n")
-    control.chmod(0o755)
-    path = f"{control.parent}:{Path(sys.executable).parent}:/usr/bin:/bin"
-    said = inner_pytest(tmp_path, NEEDY, LD_LIBRARY_PATH=str(library), PATH=path, MPSD_REQUIRE_GPU="1")
-    assert "1 passed" in said, said
-    assert "NOT TESTED ON A REAL GPU" not in said

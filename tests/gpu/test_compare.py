@@ -14,10 +14,9 @@ from typing import Final
 import pytest
 
 from tests.gpu import machine
-from tests.gpu.compare import PARTS, Part, compared, sampled
+from tests.gpu.compare import PARTS, Part, compared
 from tests.gpu.comparing.blocks import Side
-from tests.gpu.comparing.blocks import compared as compare_blocks
-from tests.gpu.comparing.clocks import Reading, Sampler
+from tests.gpu.comparing.clocks import Sampler
 from tests.gpu.comparing.interrupts import INTERRUPTS, Interrupts
 from tests.gpu.comparing.rows import HEAD, Row
 from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, WrongError, opened
@@ -131,13 +130,6 @@ def _clients_of(session: int) -> list[int]:
     return found
 
 
-def test_unknown_part() -> None:
-    """A part that does not exist is refused, and the others are named."""
-    done = subprocess.run([*COMMAND, "nothing"], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no part nothing: there are throughput, latency, " in done.stderr
-
-
 @pytest.mark.usefixtures("simulated", "interrupts")
 def test_a_part_that_fails(short_tmp: Path) -> None:
     """A part that fails, one that never ends, and one without any time are rows; the other ones are measured."""
@@ -184,51 +176,3 @@ def test_a_client_that_misses_mps(short_tmp: Path) -> None:
         assert worker.process.returncode == 0, "it was ended in mid-kernel"
         with pytest.raises(WrongError, match=r"mpsctl: .* memory"), site.clients([Wanted(Mode.MPSD, 50)], 1 << 20):
             pass
-
-
-@pytest.mark.enforcement
-@pytest.mark.usefixtures("simulated")
-def test_clocks_that_differ(short_tmp: Path) -> None:
-    """Where the clock differed between two sides, their ratio is called doubtful; the table has what was read."""
-    faster = 1980.0
-
-    def read() -> Reading:
-        return Reading(faster if sampler._during.endswith(": mpsd") else 1900.0, 40 if sampler._during else 30, 300)
-
-    sampler = Sampler(read, interval=0.01)
-    wanted = [Wanted(Mode.MPSD, 50), Wanted(Mode.BARE, 50)]
-    with sampler, opened(short_tmp, "", "simulated", sampler) as site, site.clients(wanted, 1024) as (mpsd, bare):
-
-        def rows(what: str) -> list[Row]:
-            sides = [Side("mpsd", [mpsd], "integer"), Side("bare MPS", [bare], "integer")]
-            return [*compare_blocks(what, *sides, site=site, timer=Timer(1))]
-
-        ratio, doubt = rows("before")
-        assert ratio.estimate is not None
-        assert ratio.estimate.n == 6
-        assert doubt.what == "before: DOUBTFUL"
-        assert "+4.2% against bare MPS" in doubt.result
-        faster = 1900.0
-        assert len(rows("after")) == 1
-    table = {row.what.split()[0]: row.result for row in sampled(sampler, "simulated")}
-    assert table["clock"].startswith("1900 to 1980 MHz")
-    assert table["temperature"].startswith("40.00 to 40.00 C"), "that is how warm it was between the blocks"
-    assert table["power"].startswith("300.0 to 300.0 W")
-
-
-def test_an_end_is_not_interrupted(interrupts: Interrupts) -> None:
-    """A signal that comes while clients are being ended waits until they are; the first one is raised then."""
-    ended = list[str]()
-
-    def measure() -> None:
-        with interrupts.ending() as stack:
-            stack.callback(ended.append, "daemon")
-            stack.callback(signal.raise_signal, signal.SIGALRM)
-            stack.callback(signal.raise_signal, signal.SIGINT)
-            stack.callback(ended.append, "client")
-
-    with pytest.raises(KeyboardInterrupt):
-        measure()
-    assert ended == ["client", "daemon"]
-    with pytest.raises(KeyError), interrupts.ending():
-        raise KeyError

@@ -206,7 +206,7 @@ def test_adoption_with_a_client_running(node: Node, number: signal.Signals) -> N
         assert finish(client) > 0
         assert 3 * GIB <= client.do("alloc-until-refused")["held"] <= 4 * GIB
         assert client.end() == 0
-    wait_until(lambda: not node.get("/v1/leases").json["leases"], what="the lease to end with its client")
+    wait_until(lambda: not node.leases(), what="the lease to end with its client")
 
 
 def test_control_daemon_killed_with_a_client_running(node: Node) -> None:
@@ -224,7 +224,7 @@ def test_control_daemon_killed_with_a_client_running(node: Node) -> None:
         wait_until(lambda: not is_running(known["server"]), what="the server to be gone")
         next_ready(node, "gpu0", before)
         assert rate_of(node, 50)[0] > 0
-        assert known["lease"] in {each["id"] for each in node.get("/v1/leases").json["leases"]}
+        assert known["lease"] in {each["id"] for each in node.leases()}
         client.end()
     wait_until(lambda: node.get("/v1/status").json["healthy"], what="the node to be healthy")
-    wait_until(lambda: not node.get("/v1/leases").json["leases"], what="the lease to end with its client")
+    wait_until(lambda: not node.leases(), what="the lease to end with its client")

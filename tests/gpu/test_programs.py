@@ -1,28 +1,19 @@
 """The programs that measure a real GPU, run without one: they run to their end, and say what is missing."""
 
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 from typing import Final
 
 import pytest
 
 from tests.daemon.helpers import is_running
-from tests.gpu import everything
-from tests.gpu.cuda import LIBRARY
+from tests.gpu import everything, fake_cuda
 from tests.gpu.everything import PARTS
-from tests.gpu.questions import KILLS, QUESTIONS
-from tests.gpu.table import doubted, parser_of, selected
 from tests.real import real_daemons
-from tests.system import fake_nvml
-from tests.system.fake_nvml import FakeNvml
-from tests.tools import compiler
 
 pytestmark = pytest.mark.thorough
 
@@ -36,9 +27,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
     The directory `first` comes first in PATH.
     """
-    options = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{LIBRARY}"]
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([compiler(), *options, "-o", tmp_path / LIBRARY, source], check=True)
+    fake_cuda.build(tmp_path)
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(tmp_path),
@@ -51,7 +40,6 @@ OUTSIDE: Final = "OUTSIDE MPS (get_client_list lacks it, attribute 133 is unknow
 
 
 def rows(table: str) -> list[tuple[str, str]]:
-    """Return the rows of a program's tables."""
     found = [tuple(line.strip("| ").split(" | ")) for line in table.splitlines() if line.startswith("| ")]
     assert all(len(row) == 2 for row in found), table
     return [(what, answer) for what, answer in found if what != "what"]
@@ -85,70 +73,6 @@ def test_questions(environment: dict[str, str]) -> None:
     assert not [what for what, answer in answers[1:] if "OUTSIDE MPS" not in answer and "user" not in what]
 
 
-def test_order() -> None:
-    """The questions that may leave MPS wedged come last, and signals in mid-kernel are asked alone."""
-    assert [*QUESTIONS][-3:] == ["death", "faults", "stopped"]
-    assert [*QUESTIONS][:2] == ["least", "binding"]
-    assert all("SIG" in each for each in KILLS)
-
-
-@pytest.fixture
-def driver(environment: dict[str, str], tmp_path: Path) -> dict[str, str]:
-    """Return the environment of a machine with libraries of a driver, and no control program."""
-    fake_nvml.build(tmp_path)
-    nvml = FakeNvml(tmp_path, tmp_path)
-    nvml.show(
-        "driver 555.58.02", "cuda 12050", "gpu GPU-11111111-1111-4111-8111-111111111111 9.0 0 85899345920 0 0 Fake"
-    )
-    return {**environment, **nvml.variables, "PATH": "/usr/local/bin:/usr/bin:/bin"}
-
-
-@pytest.mark.measuring
-@pytest.mark.timeout(120)
-@pytest.mark.real_daemon(555)
-def test_a_failed_part(driver: dict[str, str]) -> None:
-    """A part of the report that fails is a row, and the parts after it are measured."""
-    control = real_daemons()[555].parent
-    figures = dict(run({**driver, "PATH": f"{control}:{driver['PATH']}"}, "report", "memory", "death", "canary"))
-    assert figures["death: could not be measured to its end"] == f"AssertionError: {OUTSIDE}".strip()
-    assert figures["a lease of 4 GiB allocates"] == f"{OUTSIDE}256 MiB, then CUDA_ERROR_OUT_OF_MEMORY"
-    assert figures["verify --canary says"].startswith(OUTSIDE)
-    assert "it used CUDA without MPS" in figures["verify --canary says"]
-    assert figures["lines of the logs that mpsd does not know"]
-
-
-_CONTROL: Final = """#!/bin/sh
-[ $# -eq 0 ] || exec {real} "$@"
-asked=$(cat)
-case $asked in
-get_server_list) echo {server} ;;
-terminate_client*) sleep 3; echo 0 ;;
-*) echo "$asked" | {real} ;;
-esac
-"""
-"""A front-end whose control daemon has a server, which takes longer for a client than the client's kernel lasts."""
-
-
-@pytest.mark.measuring
-@pytest.mark.real_daemon(535)
-def test_an_end_that_waits_for_the_kernel(tmp_path: Path, environment: dict[str, str]) -> None:
-    """The answer of `terminate_client` is awaited for as long as the kernel and its server take."""
-    sleep = shutil.which("sleep")
-    with subprocess.Popen(["nvidia-cuda-mps-server", "600"], executable=sleep) as server:
-        control = tmp_path / "first" / "nvidia-cuda-mps-control"
-        control.parent.mkdir()
-        control.write_text(_CONTROL.format(real=real_daemons()[535], server=server.pid))
-        control.chmod(0o755)
-        command = [sys.executable, "-m", "tests.gpu.questions", "--quick", "terminating"]
-        done = subprocess.run(
-            command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=120, check=True
-        )
-        assert f"| terminate_client of a client in mid-kernel | {OUTSIDE}'0' after 3." in done.stdout
-        assert "s, of a kernel of 1.2 s |" in done.stdout
-        assert "could not be asked" not in done.stdout
-    assert server.returncode == -signal.SIGKILL  # the program ends the servers that quit left
-
-
 @pytest.mark.parametrize(
     ("program", "first", "last"),
     [("questions", "least", "wedge-by-SIGKILL"), ("report", "threads", "stopped"), ("compare", "throughput", "ends")],
@@ -167,24 +91,6 @@ def test_names_of_parts(program: str, first: str, last: str) -> None:
     assert refused.stderr.endswith(f", {last}\n")
 
 
-def test_selection_of_parts() -> None:
-    """Parts run in the order of the table, which has the dangerous ones last, however they are given."""
-    parser = parser_of(None, ["one", "two", "three"])
-    assert selected(parser.parse_args(["three", "one"]), ["one", "two", "three"], ["two"]) == ["one", "three"]
-    assert selected(parser.parse_args([]), ["one", "two", "three"], ["two"]) == ["two"]
-
-
-def test_rows_after_a_client_outside() -> None:
-    """A row after one of a client outside MPS says so, whatever it is about."""
-    given = [("one", "works"), ("two", f"{OUTSIDE}works"), ("three", "0.1 s"), ("four", f"{OUTSIDE}works")]
-    assert [answer for _, answer in doubted(given)] == [
-        "works",
-        f"{OUTSIDE}works",
-        "after a client OUTSIDE MPS: 0.1 s",
-        f"{OUTSIDE}works",
-    ]
-
-
 _PART: Final = """
 import os, sys, time
 started = {started!r}
@@ -199,7 +105,7 @@ time.sleep(600)
 
 _RUN: Final = """
 import sys
-from tests.gpu import everything
+from tests.gpu import everything, fake_cuda
 everything._GRACE = 3.0
 with open(sys.argv[2], "wb") as copy:
     print(everything.run_part([sys.executable, "-c", sys.argv[1]], {}, 3, copy))
@@ -269,12 +175,6 @@ def test_carried(tmp_path: Path) -> None:
     assert with_one == {"PATH": f"{own}"}
 
 
-def test_wheels() -> None:
-    """The wheels are those of mpsd and of all that its tests import at their start."""
-    names = {re.split(r"[<>=\[]", each)[0] for each in everything.requirements()}
-    assert {"click", "msgspec", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist"} <= names
-
-
 def test_wheels_of_another_python(tmp_path: Path) -> None:
     """Wheels that this Python cannot import are refused, with the option that fetches others."""
     own = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -284,17 +184,6 @@ def test_wheels_of_another_python(tmp_path: Path) -> None:
     (tmp_path / "d-1-cp39-cp39-any.whl").touch()
     (reason,) = everything.foreign(tmp_path)
     assert "--python" in reason
-
-
-def test_its_python(tmp_path: Path) -> None:
-    """The canary of a checkout starts in the virtual environment that everything.py makes."""
-    (tmp_path / "wheels").mkdir()
-    with zipfile.ZipFile(tmp_path / "wheels" / "one-0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("one_of_the_wheels.py", "")
-    python = everything.make_python(tmp_path / "venv", tmp_path / "wheels")
-    program = "import mpsd.system.canary, one_of_the_wheels, click; print(mpsd.system.canary.__file__)"
-    done = subprocess.run([python, "-I", "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == str(_ROOT / "mpsd/system/canary.py")
 
 
 def test_a_python_behind_a_link(tmp_path: Path) -> None:
@@ -312,14 +201,6 @@ def test_a_python_behind_a_link(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     config = (tmp_path / "venv" / "pyvenv.cfg").read_text().splitlines()
     assert config == [f"home = {sys.base_exec_prefix}/bin", "include-system-site-packages = false"]
-
-
-def test_a_checkout_of_root(tmp_path: Path) -> None:
-    """The modules are copied to where every user can import them, and not what another run compiled."""
-    everything.copy_checkout(tmp_path / "copy")
-    copied = {str(path.relative_to(tmp_path / "copy")) for path in (tmp_path / "copy").rglob("*")}
-    assert {"pyproject.toml", "mpsd/system/canary.py", "tests/gpu/client.py"} <= copied
-    assert not [each for each in copied if "__pycache__" in each]
 
 
 @pytest.mark.root("measure a GPU with tests/gpu/everything.py")

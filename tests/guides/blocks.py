@@ -69,7 +69,6 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Yield the fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     for found in _FENCE.finditer(text):
         before = text[: found.start()].rstrip("\n").rpartition("\n")[2]

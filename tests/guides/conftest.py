@@ -98,7 +98,7 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
             VARIABLE: str(shared_node.root / "run" / "simulated"),
         },
     )
-    for lease in shared_node.get("/v1/leases").json["leases"]:
+    for lease in shared_node.leases():
         shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
     for name in ("gpu0", "gpu1"):
         shared_node.request("POST", f"/v1/daemons/{name}/resume", {})

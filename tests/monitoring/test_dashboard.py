@@ -65,7 +65,6 @@ class Prometheus:
         )
 
     def close(self) -> None:
-        """End Prometheus."""
         self._process.terminate()
         self._process.wait(timeout=30)
         self._log.close()
@@ -85,7 +84,6 @@ class Prometheus:
 
 
 def free_port() -> int:
-    """Return a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -108,7 +106,6 @@ def scraping(directory: Path, target: str) -> Iterator[Prometheus]:
 
 
 def lease(node: Node, **asked: object) -> Any:
-    """Request a lease."""
     return node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0", **asked})
 
 

@@ -41,7 +41,6 @@ def state(daemon: str, word: str) -> str:
 
 
 def reason(kind: str) -> str:
-    """Return the series of a kind of reasons."""
     return f'mpsd_node_reasons{{kind="{kind}",{NODE}}}'
 
 

@@ -40,8 +40,6 @@ def read_as(uid: int, path: Path) -> str:
 
 
 class TestWrite:
-    """The write of a device."""
-
     def test_private(self, directory: Path) -> None:
         """The file is private to its writer, whatever the umask, and no other file is left in the directory."""
         before = os.umask(0)
@@ -103,8 +101,6 @@ class TestWrite:
 
 
 class TestDevices:
-    """The files that count as mpsctl's own."""
-
     def test_none(self, directory: Path) -> None:
         """A missing directory has no devices."""
         assert list(cdi_directory.devices(directory)) == []

@@ -25,7 +25,6 @@ needs_root = pytest.mark.root("make control groups")
 
 @contextmanager
 def opened(path: Path | str) -> Iterator[OpenGroup]:
-    """Open the group that a path names."""
     group = named_groups.named(str(path))
     try:
         yield group
@@ -45,8 +44,6 @@ def inside(group: Path) -> Iterator["subprocess.Popen[bytes]"]:
 @needs_root
 @pytest.mark.parametrize("hierarchy", HIERARCHIES)
 class TestGroup:
-    """A control group."""
-
     def test_processes(self, hierarchy: str) -> None:
         """A group's processes include those of the groups below it."""
         with control_group(hierarchy, "top") as top, opened(top) as group:
@@ -298,8 +295,6 @@ def test_in_a_cgroup_namespace() -> None:
 
 @needs_root
 class TestUnits:
-    """The control groups of units, by their names."""
-
     @pytest.mark.parametrize("hierarchy", ["name=systemd", "cgroup2"])
     def test_in_slices(self, hierarchy: str) -> None:
         """A unit is found in a slice of root, at any depth; its suffix may be omitted."""

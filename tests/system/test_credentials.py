@@ -93,8 +93,6 @@ def test_groups_that_cannot_be_read() -> None:
 
 
 class TestNames:
-    """The meaning of names in a configuration."""
-
     def test_look_up(self) -> None:
         """Users and groups are separate databases; an unknown name is reported, whatever its characters."""
         found = credentials.look_up(["root", "%root", "%no-such", "no-such", "\udcff", "a\0b"])
@@ -137,7 +135,6 @@ class TestWithoutPeerPidfd:
 
     @pytest.fixture
     def connection(self) -> Iterator[socket.socket]:
-        """Yield a socket without a peer in the kernel."""
         with socket.socket(socket.AF_UNIX) as connection:
             with pytest.raises(OSError, match=r"No data available|Protocol not available|Invalid argument"):
                 connection.getsockopt(socket.SOL_SOCKET, credentials._SO_PEERPIDFD)

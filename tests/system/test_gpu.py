@@ -12,7 +12,6 @@ import pytest
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.errors import ComputeModeError, GpuUnknownError, NoDriverError
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Unknown
-from mpsd.system.gpu import GpuSource, NvmlGpus
 from tests.harness import wait_until
 from tests.system.fake_nvml import LIBRARY, Child, FakeNvml, child
 
@@ -66,15 +65,6 @@ def test_inventory_is_what_nvml_says(nvml: FakeNvml, gpus: Child) -> None:
     """Each GPU has its own figures; the MIG mode is the current one (the fake's pending one is always on)."""
     nvml.show(*_NODE)
     assert gpus.inventory() == Inventory((_FIRST_GPU, _SECOND_GPU))
-
-
-def test_reserve_of_the_driver_is_not_in_use(nvml: FakeNvml, gpus: Child) -> None:
-    """The driver's reserve is reported for each GPU, and counts as used by no process."""
-    reserves = {_FIRST_UUID: 1_000_000, _SECOND_UUID: 2_000_000}
-    nvml.show(_DRIVER, *(f"gpu {uuid} 9.0 0 {_TOTAL} {reserve} {_USED} G" for uuid, reserve in reserves.items()))
-    inventory = gpus.inventory()
-    assert {gpu.uuid: gpu.memory_reserved for gpu in inventory.gpus} == reserves
-    assert [gpus.usage(gpu) for gpu in inventory.gpus] == [Known(GpuUsage(_USED))] * 2
 
 
 def test_driver_is_opened_once(nvml: FakeNvml, gpus: Child) -> None:
@@ -273,14 +263,6 @@ def test_compute_mode_that_is_refused(nvml: FakeNvml, gpus: Child, result: int, 
         gpus.set_compute_mode(first, ComputeMode.EXCLUSIVE_PROCESS)
     assert remedy in refused.value.hint
     assert nvml.compute_mode(_FIRST_UUID) == 0
-
-
-def test_compute_mode_under_mig(nvml: FakeNvml, gpus: Child) -> None:
-    """A GPU with MIG on has its ordinary mode."""
-    nvml.show(*_NODE)
-    _, second = gpus.inventory().gpus
-    with pytest.raises(ComputeModeError, match="GPU 1 cannot be set to exclusive-process: NVML: Not Supported"):
-        gpus.set_compute_mode(second, ComputeMode.EXCLUSIVE_PROCESS)
 
 
 def test_compute_mode_of_a_lost_gpu(nvml: FakeNvml, gpus: Child) -> None:
@@ -586,12 +568,6 @@ def test_simulated_node_does_not_pay_for_nvml() -> None:
 
 
 # -- the real one ------------------------------------------------------------------------------------------------------
-
-
-def test_nvml_is_a_gpu_source() -> None:
-    """The supervisor's source is a GpuSource for mypy, and has each method at run time, too."""
-    source: type[GpuSource] = NvmlGpus
-    assert {name for name in vars(GpuSource) if not name.startswith("_")} <= set(vars(source))
 
 
 @pytest.mark.gpu

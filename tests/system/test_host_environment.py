@@ -44,8 +44,6 @@ def missing(prefix: Sequence[str], config: str = "") -> dict[str, tuple[str, str
 
 @needs_root
 class TestMissing:
-    """The functions that mpsd reports as unavailable."""
-
     def test_own_pid_namespace(self) -> None:
         """Without the host's pid namespace mpsd cannot identify its callers."""
         found = missing(["unshare", "--pid", "--fork", "--mount-proc"])
@@ -97,8 +95,6 @@ class TestMissing:
 
 @needs_root
 class TestHidden:
-    """The directories that a path leads to for another process."""
-
     @pytest.fixture
     def directories(self, short_tmp: Path) -> list[Path]:
         """Make two directories."""

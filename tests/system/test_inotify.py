@@ -39,7 +39,6 @@ class Watched:
 
 
 def watching(directory: Path, test: Callable[[Watched], Awaitable[None]]) -> None:
-    """Run a test with a watched directory."""
 
     async def run() -> None:
         watched = Watched(directory)

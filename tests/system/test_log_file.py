@@ -36,15 +36,12 @@ class Writer:
         self.descriptor = open_for_daemon(path)
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         os.close(self.descriptor)
 
     def say(self, *lines: str) -> None:
-        """Write whole lines."""
         for line in lines:
             os.write(self.descriptor, f"{line}\n".encode())
 
@@ -120,19 +117,6 @@ def test_what_looks_like_an_end_of_a_line(tmp_path: Path) -> None:
         line = "x\r\x0b\x0c\x1c\x85\u2028[2026-11-21 02:59:14.618 Control 1] NEW UI"
         writer.say(line)
         assert follower.read() == [line]
-
-
-def test_truncated(directory: Path) -> None:
-    """A truncated log is read from its beginning; the writer's next line is there, without a hole."""
-    path = directory / "control.log"
-    with Writer(path) as writer:
-        follower = LogFollower(path)
-        writer.say("one", "two")
-        assert len(follower.read()) == 2
-        os.truncate(path, 0)
-        writer.say("3")
-        assert follower.read() == ["3"]
-        assert path.read_bytes() == b"3\n"
 
 
 @pytest.mark.parametrize("grown", [0, 1, 5000])
@@ -271,30 +255,6 @@ def test_kept_within(directory: Path) -> None:
         left = [line for line in path.read_text().lstrip("\0").splitlines()[1:] if line]
         assert left == [line for line in seen if line in set(left)]
         assert len("\n".join(left)) > limit // 4
-
-
-def test_unread_lines_are_kept(directory: Path) -> None:
-    """Unread lines are never dropped, however large the log is."""
-    path = directory / "control.log"
-    with Writer(path) as writer:
-        follower = LogFollower(path)
-        writer.say(*[f"{number} {'x' * 100}" for number in range(1000)])
-        assert follower.keep_within(_BLOCK) == 0
-        assert [line.split()[0] for line in follower.read()] == [str(number) for number in range(1000)]
-        assert follower.keep_within(_BLOCK) > 0
-        writer.say("next")
-        assert follower.read() == ["next"]
-
-
-def test_nothing_to_give_up(tmp_path: Path) -> None:
-    """A log within its size is not changed."""
-    path = tmp_path / "control.log"
-    with Writer(path) as writer:
-        follower = LogFollower(path)
-        writer.say("one")
-        follower.read()
-        assert follower.keep_within(16 * _BLOCK) == 0
-        assert path.read_bytes() == b"one\n"
 
 
 def test_log_of_one_block(tmp_path: Path) -> None:

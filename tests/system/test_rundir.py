@@ -37,13 +37,10 @@ def run_dir(settings: Settings) -> Iterator[RunDir]:
 
 
 def mode(path: Path) -> int:
-    """Return the permissions of a path."""
     return stat.S_IMODE(path.stat().st_mode)
 
 
 class TestClaim:
-    """The claim on the runtime directory."""
-
     def test_directories(self, settings: Settings, run_dir: RunDir) -> None:
         """Each directory exists; every uid may traverse it and mpsd may write, whatever the umask."""
         assert run_dir.daemons == settings.paths.runtime_dir / "mps"
@@ -104,8 +101,6 @@ class TestClaim:
 
 
 class TestDirectories:
-    """Directories that exist already."""
-
     def test_link(self, settings: Settings, short_tmp: Path) -> None:
         """A symbolic link in place of a directory is refused."""
         settings.paths.runtime_dir.parent.mkdir()
@@ -158,8 +153,6 @@ class TestDirectories:
 
 
 class TestCheck:
-    """The cases that are refused before anything is created."""
-
     def at(self, length: int, name: str) -> Settings:
         """Return settings whose longest path with this name has so many bytes."""
         start = "/tmp/"
@@ -216,8 +209,6 @@ class TestCheck:
 
 
 class TestSocket:
-    """The socket is published under its name when it is ready."""
-
     def test_published(self, short_tmp: Path) -> None:
         """The socket listens under its name with its mode, and no temporary file is left."""
         path = short_tmp / "mpsd.sock"

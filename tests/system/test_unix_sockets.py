@@ -18,7 +18,6 @@ def inode(of: socket.socket) -> int:
 
 @contextlib.contextmanager
 def unix(kind: socket.SocketKind) -> Iterator[socket.socket]:
-    """Yield a unix socket."""
     with socket.socket(socket.AF_UNIX, kind) as made:
         yield made
 

@@ -54,7 +54,6 @@ class Machine:
     # -- its life -----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        """Boot it."""
         try:
             self.boot()
         except BaseException:

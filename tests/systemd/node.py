@@ -105,7 +105,6 @@ class Service:
         return {each["name"]: each["pid"] for each in self.ask("daemons")["daemons"]}
 
     def leases(self) -> list[str]:
-        """Return the leases that are held."""
         return sorted(each["id"] for each in self.ask("leases")["leases"])
 
     def running(self) -> list[int]:

@@ -9,6 +9,4 @@ pytestmark = pytest.mark.machine
 
 
 class TestDebian12(ServerHealth):
-    """On a machine of bookworm."""
-
     SUITE = systemd.SUITES["bookworm"]

@@ -9,6 +9,4 @@ pytestmark = pytest.mark.machine
 
 
 class TestDebian13(ServerHealth):
-    """On a machine of trixie."""
-
     SUITE = systemd.SUITES["trixie"]

@@ -164,8 +164,6 @@ class TestOnAMachine:
 
 @pytest.mark.machine
 class TestOnAnotherMachine:
-    """Paths that cannot be written."""
-
     SUITE = systemd.SUITES["bookworm"]
 
     def test_in_the_way(self, machine: Machine, wheel: Path, tmp_path: Path) -> None:

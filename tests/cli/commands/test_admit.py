@@ -44,11 +44,6 @@ def last_end(node: Node) -> str:
     return str([event["because"] for event in events if event["event"] == "lease_ended"][-1])
 
 
-def leases(node: Node) -> Any:
-    """Return the leases that have not ended."""
-    return node.get("/v1/leases").json["leases"]
-
-
 def ended(node: Node, lease: str) -> Any:
     """Wait until a lease has ended, and return it."""
     return wait_until(
@@ -83,14 +78,6 @@ def test_admit_forms(node: Node) -> None:
     }
 
 
-def test_fraction(node: Node) -> None:
-    """A fraction means threads and memory, on the GPU named by its UUID."""
-    uuid = node.get("/v1/gpus").json["gpus"][1]["uuid"]
-    done = node.mpsctl("admit", "--fraction", "0.25", "--gpu", uuid, "-o", "json")
-    lease = json.loads(done.stdout)
-    assert (lease["gpus"], lease["active_thread_percentage"]) == ([uuid], 25.0)
-
-
 def test_options(node: Node) -> None:
     """Options beyond the share reach mpsd with their meaning: time to live, processes, priority."""
     done = node.mpsctl("admit", *SHARE, "--processes", "2", "--priority", "-3", "--ttl", "1000", "-o", "json")
@@ -117,23 +104,6 @@ def test_renew(node: Node) -> None:
     assert re.search(
         r"^expires +\S+ \S+ \(in 1h, unless", node.mpsctl("renew", lease["id"], "--ttl", "5000").stdout, re.MULTILINE
     )
-
-
-def test_a_lease_that_is_not_renewed(node: Node) -> None:
-    """A lease ends when its time to live has passed, though its holder lives."""
-    lease = json.loads(node.mpsctl("admit", *SHARE, "--ttl", "0.1", "-o", "json").stdout)
-    assert "time to live" in ended(node, lease["id"])["because"]
-
-
-def test_release(node: Node) -> None:
-    """A lease is released at once; a second release is no error, and changes nothing."""
-    lease = json.loads(node.mpsctl("admit", *SHARE, "-o", "json").stdout)["id"]
-    assert node.mpsctl("release", lease).returncode == 0
-    assert leases(node) == []
-    before = node.get(f"/v1/leases/{lease}").json
-    again = node.mpsctl("release", lease)
-    assert (again.returncode, again.stdout, again.stderr) == (0, f"{lease} is released\n", "")
-    assert node.get(f"/v1/leases/{lease}").json == before
 
 
 # -- whom it is for: admit ---------------------------------------------------------------------------------------------
@@ -182,7 +152,7 @@ def test_a_shell_that_calls(node: Node, short_tmp: Path, in_path: dict[str, str]
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == f"{process.pid}\n"
-            (lease,) = leases(node)
+            (lease,) = node.leases()
             assert lease["owner"]["pid"] == process.pid
         finally:
             process.communicate("\n", timeout=30)
@@ -207,7 +177,7 @@ def test_a_shell_that_calls_by_another_program(
         try:
             assert process.stdout is not None
             pid, own = process.stdout.readline().split()
-            (lease,) = leases(node)
+            (lease,) = node.leases()
             assert (lease["owner"]["pid"], lease["id"]) == (process.pid, own) == (int(pid), own)
         finally:
             process.communicate("\n", timeout=30)
@@ -226,10 +196,10 @@ def test_killed_before_it_printed(node: Node, form: str, number: signal.Signals)
         os.set_blocking(writer, True)
         process = start_mpsctl(node.socket, "admit", *SHARE, "-o", form, stdout=writer)
         try:
-            wait_until(lambda: leases(node), what="a lease")
+            wait_until(node.leases, what="a lease")
             process.send_signal(number)
             assert process.wait(30) == -number
-            wait_until(lambda: leases(node) == [], what="the lease to end")
+            wait_until(lambda: node.leases() == [], what="the lease to end")
         finally:
             end(process)
 
@@ -249,7 +219,7 @@ def test_killed_at_any_moment(node: Node, short_tmp: Path) -> None:
             finally:
                 end(process)
         known |= set(re.findall(r"lease-[0-9a-f]{10}", out.read_text(encoding="utf-8")))
-    wait_until(lambda: {each["id"] for each in leases(node)} <= known, what="every lease to be known, or none")
+    wait_until(lambda: {each["id"] for each in node.leases()} <= known, what="every lease to be known, or none")
 
 
 _TWO_PROCESSES = f"""
@@ -284,8 +254,8 @@ def test_with_what_a_lease_ends(in_path: dict[str, str], node: Node, short_tmp: 
         ["bash", "-c", script],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=in_path,
     ) as process:  # fmt: skip
-        wait_until(lambda: len(leases(node)) == 2 and (short_tmp / "file").stat().st_size, what="two leases")
-        one, other = (each["id"] for each in leases(node))
+        wait_until(lambda: len(node.leases()) == 2 and (short_tmp / "file").stat().st_size, what="two leases")
+        one, other = (each["id"] for each in node.leases())
         _, stderr = process.communicate("\n", timeout=30)
     assert stderr.splitlines() == [
         f"mpsctl: {one} ends with bash (pid {process.pid}); to end it: mpsctl release {one}",
@@ -298,7 +268,7 @@ def test_how_another_process_uses_it(node: Node) -> None:
     """The note about a lease that another process holds names that process, and not this shell."""
     with subprocess.Popen(["sleep", "60"]) as other:
         done = node.mpsctl("admit", *SHARE, "--pid", str(other.pid))
-        (lease,) = (each["id"] for each in leases(node))
+        (lease,) = (each["id"] for each in node.leases())
         other.kill()
     assert done.stderr.splitlines()[1] == (
         f"mpsctl: no process uses it yet; in sleep (pid {other.pid}), for what it starts:"
@@ -310,7 +280,7 @@ def test_how_another_process_uses_it(node: Node) -> None:
 def test_how_another_user_uses_it(node: Node) -> None:
     """The note about a lease for another user has the command that starts a program of that user."""
     done = node.mpsctl("admit", *SHARE, "--user", "nobody", "--pid", str(os.getpid()))
-    (lease,) = (each["id"] for each in leases(node))
+    (lease,) = (each["id"] for each in node.leases())
     assert done.stderr.splitlines()[1].startswith(
         f'mpsctl: no process uses it yet; for a program that runs as nobody: (eval "$(mpsctl show {lease} -o env)";'
         f" setpriv --reuid {pwd.getpwnam('nobody').pw_uid} --regid "
@@ -320,7 +290,7 @@ def test_how_another_user_uses_it(node: Node) -> None:
 def test_with_what_a_claim_ends(node: Node) -> None:
     """A lease without a holder says that it waits for one."""
     done = node.mpsctl("admit", *SHARE, "--claim")
-    (lease,) = (each["id"] for each in leases(node))
+    (lease,) = (each["id"] for each in node.leases())
     assert done.stderr == (
         f"mpsctl: {lease} has no holder until its claim is taken, and ends if that takes too long;"
         f" to end it: mpsctl release {lease}\n"
@@ -346,26 +316,6 @@ def test_a_shell_called_alike(node: Node, short_tmp: Path, in_path: dict[str, st
             assert outer.poll() is None
         finally:
             outer.communicate("\n", timeout=30)
-
-
-def test_a_background_job(in_path: dict[str, str]) -> None:
-    """A background subshell becomes the holder by --pid."""
-    script = f"(mpsctl admit {' '.join(SHARE)} --pid $BASHPID -o json; echo $BASHPID) & wait"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    text, _, pid = done.stdout.rstrip().rpartition("\n")
-    assert json.loads(text)["owner"]["pid"] == int(pid)
-
-
-def test_the_environment_of_a_shell(in_path: dict[str, str]) -> None:
-    """After `eval`, programs that the shell starts have the lease's environment, with equal values."""
-    script = f'eval "$(mpsctl admit {" ".join(SHARE)} -o env)"; mpsctl leases -o json; exec env -0'
-    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    end_of_json = done.stdout.rindex("}\n") + 2
-    (lease,) = json.loads(done.stdout[:end_of_json])["leases"]
-    environment = dict(entry.split("=", 1) for entry in done.stdout[end_of_json:].split("\0") if entry)
-    assert lease["env"].keys() == VARIABLES
-    assert lease["env"].items() <= environment.items()
-    assert environment.keys() >= {"MPSD_LEASE_TOKEN", "MPSD_SOCKET"}
 
 
 def test_env_file(in_path: dict[str, str]) -> None:
@@ -426,20 +376,20 @@ def with_leases(node: Node, in_path: dict[str, str]) -> Iterator[dict[str, str]]
     node.request("DELETE", f"/v1/leases/{names['ENDED']}")
     waiter = start_mpsctl(node.socket, "admit", "--threads", "100", "--memory", "1GiB", "--wait", "forever")
     try:
-        wait_until(lambda: leases(node)[-1]["state"] == "waiting", what="a lease to wait")
-        yield {**in_path, **names, "WAITING": leases(node)[-1]["id"]}
+        wait_until(lambda: node.leases()[-1]["state"] == "waiting", what="a lease to wait")
+        yield {**in_path, **names, "WAITING": node.leases()[-1]["id"]}
     finally:
         end(waiter)
 
 
 def test_what_a_shell_cannot_have(with_leases: dict[str, str], node: Node) -> None:
     """If there is no environment, `eval` fails with an exit code: no script continues without limits."""
-    before = [lease["id"] for lease in leases(node)]
+    before = [lease["id"] for lease in node.leases()]
     for command, status, reason in REFUSED.values():
         script = f'eval "$(mpsctl {command} -o env)"; echo "went on, $?"'
         done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=with_leases)
         assert (done.stdout, reason in done.stderr) == (f"went on, {status}\n", True), (command, done.stderr)
-    assert [lease["id"] for lease in leases(node)] == before
+    assert [lease["id"] for lease in node.leases()] == before
 
 
 @pytest.mark.parametrize("command", ["admit", "run"])
@@ -461,19 +411,8 @@ def test_a_lease_that_cannot_be_printed(node: Node) -> None:
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = run_mpsctl(node.socket, "admit", *SHARE, capture_output=False, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (1, "mpsctl: cannot write the answer: No space left on device\n")
-    assert leases(node) == []
+    assert node.leases() == []
     assert "released" in last_end(node)
-
-
-@pytest.mark.parametrize("shell", shells())
-def test_a_shell_that_is_refused(in_path: dict[str, str], shell: str) -> None:
-    """A refusal makes `eval` fail with the exit code of the refusal, so that no script continues without limits."""
-    script = 'eval "$(mpsctl admit --threads 100 --memory 900GiB -o env)"; echo "went on, $?"'
-    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, check=True, env=in_path)
-    assert done.stdout == "went on, 65\n"
-    assert "[never_fits]" in done.stderr
-    done = subprocess.run([shell, "-ec", script], capture_output=True, text=True, check=False, env=in_path)
-    assert (done.returncode, done.stdout) == (65, "")
 
 
 # -- whom it is for: run -----------------------------------------------------------------------------------------------
@@ -590,29 +529,6 @@ def test_no_token_on_a_screen(node: Node) -> None:
         assert "TOKEN" not in done.stdout
 
 
-def test_the_lease_of_a_command(node: Node) -> None:
-    """The lease is held by the command's process, and ends with it."""
-    process = start_mpsctl(node.socket, "run", *SHARE, "--name", "job", "--", "cat")
-    try:
-        (lease,) = wait_until(lambda: leases(node), what="the lease")
-        assert (lease["owner"]["pid"], lease["name"]) == (process.pid, "job")
-        process.communicate(timeout=60)
-        assert ended(node, lease["id"])["ended"] is not None
-    finally:
-        end(process)
-
-
-def test_a_command_that_shows_that_it_gets_on(in_path: dict[str, str]) -> None:
-    """A command with a time to live can renew its own lease as it makes progress, and so keeps it."""
-    script = "mpsctl renew $MPSD_LEASE --ttl 5000 -o json"
-    done = subprocess.run(
-        ["mpsctl", "run", *SHARE, "--ttl", "1000", "--", "sh", "-c", script],
-        capture_output=True, text=True, check=True, env=in_path,
-    )  # fmt: skip
-    assert done.stderr == ""
-    assert lifetime(json.loads(done.stdout)) >= 5000
-
-
 def test_a_time_to_live_that_nobody_asked_for(short_tmp: Path) -> None:
     """A command whose lease a quota ends before the command does gets a warning, and a remedy."""
     env = {"CUDA_VISIBLE_DEVICES": "GPU-1", "MPSD_LEASE": "lease-1"}
@@ -687,7 +603,7 @@ def test_a_command_that_cannot_run(node: Node, short_tmp: Path, command: str, st
     done = node.mpsctl("run", *SHARE, "--", command)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr == f"mpsctl: {command}: {reason}\n"
-    assert leases(node) == []
+    assert node.leases() == []
     assert "released" in last_end(node)
 
 
@@ -695,11 +611,4 @@ def test_a_command_that_is_refused(node: Node, short_tmp: Path) -> None:
     """A command whose lease is refused does not run."""
     done = node.mpsctl("run", "--threads", "100", "--memory", "900GiB", "--", "touch", str(short_tmp / "ran"))
     assert done.returncode == 65
-    assert not (short_tmp / "ran").exists()
-
-
-def test_run_needs_mpsd(short_tmp: Path) -> None:
-    """A command does not run without mpsd, either."""
-    done = run_mpsctl(short_tmp / "none", "run", *SHARE, "--", "touch", str(short_tmp / "ran"))
-    assert done.returncode == 69
     assert not (short_tmp / "ran").exists()

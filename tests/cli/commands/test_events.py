@@ -58,20 +58,6 @@ def test_json(node: Node) -> None:
     assert (done.returncode, done.stderr, last in done.stdout) == (0, "", False)
 
 
-def test_table(node: Node) -> None:
-    """With `-o wide` each event is a line with its time, its kind and its facts."""
-    lease, uid = happen(node)["id"], os.getuid()
-    lines = node.mpsctl("events", "-o", "wide").stdout.splitlines()
-    numbers = [int(number) for number in re.findall(r"^\S+Z  \w+ +seq=(\d+) ", "\n".join(lines), re.MULTILINE)]
-    assert numbers == list(range(1, len(lines) + 1))
-    granted, ended = (line for line in lines if f" lease={lease} " in line)
-    assert re.match(
-        rf"\d{{4}}-\S+Z  lease_granted +seq=\d+ lease={lease} uid={uid} pid={os.getpid()} gpus=GPU-", granted
-    )
-    assert re.match(rf"\d{{4}}-\S+Z  lease_ended +seq=\d+ lease={lease} uid={uid} ", ended)
-    assert ended.endswith(f' because="uid {uid} released it"')
-
-
 def test_sentences(node: Node) -> None:
     """By default it is a sentence; each filter shows only the events that it selects."""
     lease, user = happen(node)["id"], name_of(os.getuid())
@@ -238,9 +224,3 @@ def test_a_reader_that_has_seen_enough(node: Node, follower: Callable[..., "subp
     assert process.wait(timeout=30) == -signal.SIGPIPE
     assert process.stderr is not None
     assert process.stderr.read() == ""
-
-
-def test_it_needs_mpsd(short_tmp: Path) -> None:
-    """A follower does not wait for an mpsd that never was there."""
-    done = run_mpsctl(short_tmp / "none", "events", "--follow")
-    assert (done.returncode, done.stdout) == (69, "")

@@ -2,7 +2,6 @@
 
 import json
 import os
-from typing import Any
 
 import pytest
 
@@ -10,21 +9,14 @@ from tests.cli.conftest import run_mpsctl
 from tests.node import Node
 
 
-def take(node: Node, **request: object) -> Any:
-    """Request a small lease for the tests' own process."""
-    body = {"threads": 1, "memory": "1GiB", "pid": os.getpid(), **request}
-    return node.request("POST", "/v1/leases", body).json["id"]
-
-
 def living(node: Node) -> list[str]:
-    """Return the leases that have not ended."""
-    return [each["id"] for each in node.get("/v1/leases").json["leases"]]
+    return [each["id"] for each in node.leases()]
 
 
 @pytest.mark.parametrize("length", [len("lease-") + 9, len("lease-") + 8])
 def test_a_prefix(node: Node, length: int) -> None:
     """A prefix of an id is enough, with `lease-` or without."""
-    lease = take(node)
+    lease = node.lease()["id"]
     for meant in (lease[:length], lease[len("lease-") : length]):
         done = node.mpsctl("show", meant, "-o", "json")
         assert (done.returncode, json.loads(done.stdout)["id"]) == (0, lease)
@@ -33,20 +25,9 @@ def test_a_prefix(node: Node, length: int) -> None:
     assert living(node) == []
 
 
-def test_a_name(node: Node) -> None:
-    """A lease is found by its name, a living one before an ended one."""
-    ended = take(node, name="trainer")
-    assert node.mpsctl("release", ended).returncode == 0
-    lease, other = take(node, name="trainer"), take(node, name="other")
-    assert json.loads(node.mpsctl("renew", "trainer", "--ttl", "1h", "-o", "json").stdout)["id"] == lease
-    assert node.mpsctl("release", "trainer").stdout == f"{lease} is released\n"
-    assert living(node) == [other]
-    assert json.loads(node.mpsctl("show", ended[:-1], "-o", "json").stdout)["state"] == "ended"
-
-
 def test_what_is_ambiguous(node: Node) -> None:
     """A name or prefix of several leases is refused, and the candidates are listed."""
-    one, two = take(node, name="twin"), take(node, name="twin")
+    one, two = node.lease(name="twin")["id"], node.lease(name="twin")["id"]
     for meant in ("twin", "lease-", "le"):
         done = node.mpsctl("release", meant)
         assert (done.returncode, done.stdout) == (2, "")
@@ -59,7 +40,7 @@ def test_what_is_ambiguous(node: Node) -> None:
 
 def test_living_before_ended(node: Node) -> None:
     """Each command takes the living lease of a name; only of several such ones, or of ended ones, a name is refused."""
-    ended = [take(node, name="nob") for _ in range(2)]
+    ended = [node.lease(name="nob")["id"] for _ in range(2)]
     assert node.mpsctl("release", *ended).returncode == 0
     for command in ("show", "explain", "verify", "release"):
         done = node.mpsctl(command, "nob")
@@ -68,7 +49,7 @@ def test_living_before_ended(node: Node) -> None:
         assert f"{ended[1]} 'nob' of " in done.stderr
         assert done.stderr.count(" (ended)") == 2
         assert f"mpsctl {command} {ended[0]}\n" in done.stderr
-    lease = take(node, name="nob")
+    lease = node.lease(name="nob")["id"]
     assert f"lease     {lease}" in node.mpsctl("show", "nob").stdout
     assert node.mpsctl("explain", "nob").stdout.startswith(f"{lease} (nob), a lease of ")
     assert lease in node.mpsctl("verify", "nob").stdout
@@ -77,20 +58,20 @@ def test_living_before_ended(node: Node) -> None:
 
 def test_several(node: Node) -> None:
     """Several leases are handled one by one, independent of each other; the exit status is that of the worst."""
-    one, two = take(node), take(node, name="two")
+    one, two = node.lease()["id"], node.lease(name="two")["id"]
     done = node.mpsctl("release", one, "lease-nobody-has", "two")
     assert (done.returncode, done.stdout) == (1, f"{one} is released\n{two} is released\n")
     assert "lease-nobody-has" in done.stderr
     assert "[not_found]" in done.stderr
     assert living(node) == []
-    three, four = take(node), take(node)
+    three, four = node.lease()["id"], node.lease()["id"]
     done = node.mpsctl("show", three, four, "-o", "json")
     assert [each["id"] for each in json.loads(done.stdout)["leases"]] == [three, four]
     done = node.mpsctl("show", three, four)
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("lease ")] == [three, four]
     done = node.mpsctl("renew", three, four, "--ttl", "1h")
     assert done.returncode == 0
-    assert all(each["expires"] for each in node.get("/v1/leases").json["leases"])
+    assert all(each["expires"] for each in node.leases())
     done = node.mpsctl("show", three, four, "-o", "env")
     assert (done.returncode, done.stdout) == (2, "(exit 2)\n")
 
@@ -98,7 +79,7 @@ def test_several(node: Node) -> None:
 @pytest.mark.parametrize("command", [("show",), ("renew", "--ttl", "1h"), ("attach",), ("verify",), ("release",)])
 def test_ones_own(node: Node, command: tuple[str, ...]) -> None:
     """Without a lease on the command line, MPSD_LEASE is used; without that too, it is a usage error."""
-    lease, other = take(node), take(node)
+    lease, other = node.lease()["id"], node.lease()["id"]
     done = run_mpsctl(node.socket, *command, env={**os.environ, "MPSD_LEASE": lease})
     assert done.returncode in ({1} if command == ("verify",) else {0}), done.stderr  # no client is attached
     assert other in living(node)

@@ -103,7 +103,6 @@ def test_claim_of_the_environment(node: Node) -> None:
 
 
 def without_token() -> dict[str, str]:
-    """Return this environment without a token."""
     return {name: value for name, value in os.environ.items() if name != "MPSD_LEASE_TOKEN"}
 
 

@@ -6,16 +6,12 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mpsd.cli.render import as_here
 from mpsd.cli.users import name_of
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
-from tests.daemon.helpers import LIMITS
-from tests.harness import wait_until
 from tests.node import Node
 
 ME = name_of(os.geteuid())
@@ -32,56 +28,18 @@ ROUTES = {
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n"
 
 
-def admit(node: Node, **asked: Any) -> Any:
-    """Request a lease for the tests' own process."""
-    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "2GiB", **asked})
-    assert answer.status == 201, answer.body
-    return answer.json
-
-
 @pytest.mark.parametrize("command", ROUTES)
 def test_json(node: Node, command: str) -> None:
     """`-o json` is the API's own document: every field under its name, in its order."""
-    admit(node, name="train", labels={"team": "a"})
+    node.lease(name="train", labels={"team": "a"})
     done = node.mpsctl(command, "-o", "json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.dumps(json.loads(done.stdout)) == json.dumps(node.get(ROUTES[command]).json)
 
 
-@pytest.mark.parametrize(
-    ("command", "lines"),
-    [
-        (
-            "status",
-            [
-                r"healthy, not closed: a program that misses MPS gets all of GPU 0, GPU 1",
-                r"0 +ok +.+",
-                r"gpu1 +ready +\d+\w +\d+ +0\.1% +1MiB.*",
-                r".*1 lease, 0 waiting, 0 clients; .+",
-            ],
-        ),
-        ("gpus", [r"GPU +HEALTH .+", rf"0 +ok +25% of 100% +2GiB of 80GiB .+ 0B +1 of 48 +{ME} .+"]),
-        ("daemons", [r"DAEMON +STATE .+", r"gpu0 +ready .+/run/mps/gpu0", r"gpu1 +ready .+/run/mps/gpu1"]),
-        ("clients", [r"no clients"]),
-        ("leases", [r"LEASE +STATE .+", rf"lease-\w+ +granted +\d +25% +2GiB +{ME} +\d+ +0 of 1 +\d+s +- +train"]),
-        ("config", [r"limits\.active_thread_percentage +100\.0", r"paths\.runtime_dir +/.+/run"]),
-    ],
-)
-def test_tables(node: Node, command: str, lines: list[str]) -> None:
-    """Without `-o`, and with `-o table`, the answer is readable lines."""
-    admit(node, name="train")
-    done = node.mpsctl(command)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = done.stdout.splitlines()
-    for line in lines:
-        assert any(re.fullmatch(line, each) for each in found), (line, found)
-    again = node.mpsctl(command, "-o", "table")
-    assert [len(line.split()) for line in again.stdout.splitlines()] == [len(line.split()) for line in found]
-
-
 def test_show(node: Node) -> None:
     """One lease is shown as JSON, as a table, and as export lines, also when it has ended."""
-    lease = admit(node, name="it's", labels={"team": "a b"})
+    lease = node.lease(name="it's", labels={"team": "a b"})
     assert json.loads(node.mpsctl("show", lease["id"], "-o", "json").stdout) == lease
     table = node.mpsctl("show", lease["id"]).stdout
     assert re.search(r"^name +it's$", table, re.MULTILINE)
@@ -90,32 +48,6 @@ def test_show(node: Node) -> None:
     assert [line.split("=")[0] for line in exports] == [f"export {name}" for name in (*lease["env"], "MPSD_SOCKET")]
     node.request("DELETE", f"/v1/leases/{lease['id']}")
     assert re.search(r"^state +ended: ", node.mpsctl("show", lease["id"]).stdout, re.MULTILINE)
-
-
-def test_names_with_tricks(node: Node) -> None:
-    """A name that would reverse the line on a terminal is escaped, in tables and in JSON."""
-    lease = admit(node, name="\u202egnp.exe")
-    for arguments in (["leases"], ["show", lease["id"]]):
-        assert "\\u202egnp.exe" in node.mpsctl(*arguments).stdout
-    text = node.mpsctl("leases", "-o", "json").stdout
-    assert "\u202e" not in text
-    assert json.loads(text)["leases"][0]["name"] == "\u202egnp.exe"
-
-
-@pytest.mark.parametrize("form", ["table", "json"])
-def test_names_with_escape_sequences(short_tmp: Path, form: str) -> None:
-    """Escape sequences in a process's name have no effect on the terminal, and forge no line."""
-    client = {"pid": 9, "name": HOSTILE, "uid": 0, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
-    client |= {"verdict": "ok", "because": "", "hint": "", "sm_activity": None}
-    with answering(short_tmp / "s", http({"clients": [client]})):
-        done = run_mpsctl(short_tmp / "s", "clients", "-o", form)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("\n", "").isprintable()
-    assert "owned" in done.stdout
-    if form == "table":
-        assert len(done.stdout.splitlines()) == 2
-    else:
-        assert json.loads(done.stdout)["clients"] == [client]
 
 
 def test_errors_with_escape_sequences(short_tmp: Path) -> None:
@@ -130,7 +62,7 @@ def test_errors_with_escape_sequences(short_tmp: Path) -> None:
 
 def test_names_that_the_terminal_cannot_show(node: Node) -> None:
     """A name outside the terminal's character set is escaped, and is no error."""
-    admit(node, name="漢 größe")
+    node.lease(name="漢 größe")
     environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     done = run_mpsctl(node.socket, "leases", env=environment, encoding="latin-1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -171,50 +103,6 @@ def test_status_is_one_request(node: Node, short_tmp: Path) -> None:
 
 
 # -- a node that is not well -------------------------------------------------------------------------------------------
-
-
-def test_a_daemon_that_hangs(make_node: Callable[..., Node]) -> None:
-    """A stopped daemon makes status exit with 1: the next line says which and why, with a remedy.
-
-    All tables are shown.
-    """
-    node = make_node(config="[daemon]\nanswer_deadline = 0.5\nprobe_interval = 0.5\n").start()
-    pid = node.daemons()["gpu1"]["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        node.wait_for_state("gpu1", "unresponsive")
-        done = node.mpsctl("status")
-        as_json = node.mpsctl("status", "-o", "json")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    first, second, *rest = done.stdout.splitlines()
-    assert (done.returncode, done.stderr) == (1, "")
-    assert first == "NOT HEALTHY, not closed"
-    assert re.match(r"  gpu1 is unresponsive: .* -> .", second)
-    assert any(re.match(r"gpu1 +unresponsive ", line) for line in rest)
-    assert any(re.match(r"gpu0 +ready ", line) for line in rest)
-    assert as_json.returncode == 1
-    assert json.loads(as_json.stdout)["healthy"] is False
-    node.wait_for_state("gpu1", "ready")
-    assert node.mpsctl("status").returncode == 0
-
-
-@pytest.mark.real_daemon(535)
-def test_drift(make_node: Callable[..., Node]) -> None:
-    """After a foreign command, status shows the wanted value, the found one, the command, and that it was undone."""
-    node = make_node(simulate=1, config=LIMITS).start()
-    node.ask("gpu0", "set_default_active_thread_percentage 10")
-    (undone,) = wait_until(lambda: node.get("/v1/daemons").json["daemons"][0]["undone"], what="it to be put back")
-    culprit = "the foreign command 'set_default_active_thread_percentage 10' changed it"
-    assert re.fullmatch(
-        rf"gpu0: active_thread_percentage was 10 % instead of 50 %; {culprit}; mpsd restored it at \S+Z",
-        undone["because"],
-    )
-    for command in ("status", "daemons"):
-        done = node.mpsctl(command)
-        assert done.returncode == 0
-        (line,) = (line for line in done.stdout.splitlines() if "restored it at" in line)
-        assert re.fullmatch(rf" *{re.escape(as_here(undone['because']))} \(\d+s ago\)", line)
 
 
 def test_reset(make_node: Callable[..., Node]) -> None:

@@ -10,7 +10,6 @@ from fcntl import ioctl
 from pathlib import Path
 from struct import pack
 from termios import TIOCSWINSZ
-from typing import Any
 
 import pytest
 from textual.pilot import Pilot
@@ -27,11 +26,6 @@ from tests.simulated_clients import leased
 PATIENCE = 20.0
 
 
-def lease(node: Node, name: str) -> Any:
-    """Request a lease on GPU 0."""
-    return node.request("POST", "/v1/leases", {"threads": 20, "memory": "4GiB", "gpu": "0", "name": name}).json
-
-
 def run(node: Node, steps: Callable[[Pilot[None]], Awaitable[None]], size: tuple[int, int] = (110, 30)) -> None:
     """Carry out these steps in the live table of a node."""
 
@@ -44,12 +38,10 @@ def run(node: Node, steps: Callable[[Pilot[None]], Awaitable[None]], size: tuple
 
 
 def text(pilot: Pilot[None], name: str) -> str:
-    """Return the content of one of the texts."""
     return str(pilot.app.query_one(f"#{name}", Lines).render())
 
 
 def rows(pilot: Pilot[None]) -> list[list[str]]:
-    """Return the rows of the table."""
     table = pilot.app.query_one(DataTable)
     return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
 
@@ -72,7 +64,7 @@ def test_follows_the_node(node: Node) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         await until(pilot, lambda: "ready" in text(pilot, "gpus"))
         assert rows(pilot) == []
-        granted = await asyncio.to_thread(lease, node, "training")
+        granted = await asyncio.to_thread(node.lease, threads=20, memory="4GiB", gpu="0", name="training")
         await until(pilot, lambda: names(pilot) == ["training"])
         (row,) = rows(pilot)
         assert [row[2], row[3], row[6], row[7]] == ["0", "20%", "4GiB", granted["id"]]
@@ -95,7 +87,7 @@ def test_client(make_node: Callable[..., Node]) -> None:
             await until(pilot, lambda: [row[0] for row in rows(pilot)] == [str(client.pid)])
             await until(pilot, lambda: rows(pilot)[0][5].startswith("1"))
             assert rows(pilot)[0][4] == "-"  # a simulated GPU has no SMs
-            assert rows(pilot)[0][7] == node.get("/v1/leases").json["leases"][0]["id"]
+            assert rows(pilot)[0][7] == node.leases()[0]["id"]
             assert text(pilot, "rule").startswith("1 client, 1 row")
 
         run(node, steps)
@@ -121,7 +113,7 @@ def test_filter_and_sort(node: Node) -> None:
 
 def test_release(node: Node) -> None:
     """A lease is released after the confirmation, and not before."""
-    lease(node, "training")
+    node.lease(gpu="0", name="training")
 
     async def steps(pilot: Pilot[None]) -> None:
         await until(pilot, lambda: names(pilot) == ["training"])
@@ -132,14 +124,14 @@ def test_release(node: Node) -> None:
         await until(pilot, lambda: rows(pilot) == [])
 
     run(node, steps)
-    assert node.get("/v1/leases").json["leases"] == []
+    assert node.leases() == []
 
 
 def test_drain(make_node: Callable[..., Node]) -> None:
     """A control daemon is drained after the confirmation; the table shows its state."""
     node = make_node().start()
     node.wait_for_state("gpu0", "ready")
-    lease(node, "training")
+    node.lease(gpu="0", name="training")
 
     async def steps(pilot: Pilot[None]) -> None:
         await until(pilot, lambda: names(pilot) == ["training"])
@@ -167,7 +159,7 @@ def test_mpsd_gone_and_back(make_node: Callable[..., Node]) -> None:
 
 def test_narrow(node: Node) -> None:
     """On 80 columns no row is wider than the screen: columns shrink, the command stays."""
-    lease(node, "training")
+    node.lease(gpu="0", name="training")
 
     async def steps(pilot: Pilot[None]) -> None:
         await until(pilot, lambda: names(pilot) == ["training"])

@@ -11,22 +11,9 @@ from tests.node import Node
 ME = name_of(os.geteuid())
 
 
-def admit(node: Node, **asked: object) -> None:
-    """Take out a lease for the tests' own process."""
-    assert node.request("POST", "/v1/leases", {"threads": 25, "memory": "2GiB", **asked}).status == 201
-
-
-def test_by_user(node: Node) -> None:
-    """The default is a line for each user."""
-    admit(node)
-    heading, row = node.mpsctl("usage").stdout.splitlines()
-    assert heading.split()[0] == "USER"
-    assert row.split()[:2] == [ME, "1"]
-
-
 def test_forms(node: Node) -> None:
     """JSON is the API's answer; CSV has a line for each key."""
-    admit(node, name="train", labels={"team": "a"})
+    node.lease(name="train", labels={"team": "a"})
     answer = json.loads(node.mpsctl("usage", "--by", "name", "-o", "json").stdout)
     assert ("train", 1) in [(each["key"], each["total"]["leases"]) for each in answer["history"]]
     done = node.mpsctl("usage", "--by", "label:team", "--since", "1h", "-o", "csv")
@@ -37,7 +24,7 @@ def test_forms(node: Node) -> None:
 
 def test_choices(node: Node) -> None:
     """A GPU, a user and a span of time are chosen with the options of the lists."""
-    admit(node, gpu="1")
+    node.lease(gpu="1")
     assert node.mpsctl("usage", "--by", "gpu", "--gpu", "1").stdout.splitlines()[1].split()[:2] == ["1", "1"]
     assert node.mpsctl("usage", "--user", "4242").stdout == "nothing was granted\n"
     assert node.mpsctl("usage", "--mine", "--no-headers").stdout.split()[0] == ME

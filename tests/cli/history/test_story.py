@@ -31,7 +31,6 @@ for _each in EVENTS:
 
 
 def numbers(events: list[Any]) -> list[int]:
-    """Return the numbers of these events."""
     return [number for each in events for number, known in enumerate(EVENTS) if known is each]
 
 

@@ -22,8 +22,6 @@ def test_text(node: Node) -> None:
 
 
 class TestFile:
-    """A file for the textfile collector."""
-
     def test_is_whole_and_readable(self, node: Node, tmp_path: Path) -> None:
         """It replaces the previous file atomically, is readable for every user, and has sums only without --users."""
         lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json["id"]

@@ -12,21 +12,11 @@ from typing import Any, Final
 import pytest
 
 from tests.browser import Browser, Page
-from tests.cli.conftest import start_mpsctl
+from tests.cli.conftest import AS_USER, start_mpsctl
 from tests.harness import remove_tree
 from tests.node import Answer, Node
 
 HOST: Final = "127.0.0.1"
-
-_AS_USER: Final = """
-import email.parser, http.server, os, mpsd.cli.main, mpsd.cli.web.serve  # modules that the other user may not read
-import mpsd.cli.commands.status, encodings.idna
-uid = int(os.environ["MPSD_TEST_UID"])
-os.setgroups([])
-os.setresgid(uid, uid, uid)
-os.setresuid(uid, uid, uid)
-mpsd.cli.main.main()
-"""
 
 
 class Web:
@@ -36,7 +26,7 @@ class Web:
         """Start `mpsctl web`, by default as the user of the tests."""
         if uid is not None:
             options["env"] = {**os.environ, "MPSD_TEST_UID": f"{uid}"}
-            options["before"] = ("-c", _AS_USER)
+            options["before"] = ("-c", AS_USER)
         self.process: subprocess.Popen[str] = start_mpsctl(socket, "web", *arguments, **options)
         assert self.process.stdout is not None
         self.link = self.process.stdout.readline().strip()
@@ -47,7 +37,6 @@ class Web:
 
     @property
     def origin(self) -> str:
-        """The origin of the page."""
         return f"http://{HOST}:{self.port}"
 
     @property

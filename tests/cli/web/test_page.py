@@ -34,7 +34,6 @@ ASKED: Final = "performance.getEntriesByType('resource').filter(each => each.nam
 
 
 def rows(page: Page, table: str) -> list[dict[str, str]]:
-    """Return the rows of a table, each by its headings."""
     found: list[dict[str, str]] = page.do(ROWS.format(table))
     return found
 
@@ -57,8 +56,6 @@ def leases(node: Node) -> Iterator[list[str]]:
 
 
 class TestContent:
-    """The content of the page agrees with the API."""
-
     def test_node(self, node: Node, open_page: Open) -> None:
         """The first line, the problems and the counts agree with `mpsctl status`."""
         page = open_page(node)
@@ -89,7 +86,7 @@ class TestContent:
             legend: [...card.querySelectorAll('.legend li')].map(each => each.innerText.replaceAll('\\n', ' ')),
         }))""")
         answer = node.get("/v1/gpus").json["gpus"]
-        found = {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
+        found = {each["id"]: each for each in node.leases()}
         assert [each["heading"] for each in shown] == [f"GPU {gpu['index']} {gpu['name']}" for gpu in answer]
         for gpu, card in zip(answer, shown, strict=True):
             assert card["figures"][0] == f"{percent(gpu['threads_granted'])} of 100% granted"
@@ -110,7 +107,7 @@ class TestContent:
         """Each lease has a row with the words and figures of `mpsctl leases`."""
         page = open_page(node)
         shown = {each["Lease"]: each for each in rows(page, "lease") if each["Name"] != "sweep"}
-        answer = {each["id"]: each for each in node.get("/v1/leases").json["leases"]}
+        answer = {each["id"]: each for each in node.leases()}
         assert set(shown) == set(leases)
         printed = {line.split()[0]: line for line in node.mpsctl("leases", "-o", "wide").stdout.splitlines()}
         for lease, row in shown.items():
@@ -127,7 +124,7 @@ class TestContent:
         """A waiting request has a place and a reason until it is granted."""
         page = open_page(node)
         (row,) = rows(page, "queue")
-        waiting = next(each for each in node.get("/v1/leases").json["leases"] if each["state"] == "waiting")
+        waiting = next(each for each in node.leases() if each["state"] == "waiting")
         assert row["Lease"] == waiting["id"]
         assert row["Place"] == f"{waiting['wait']['position']}"
         assert row["Waits for"] == waiting["wait"]["waits_for"]

@@ -43,7 +43,6 @@ def web(shared_web: Web) -> Web:
 
 
 def body_of(method: str) -> object:
-    """Return a body if the method takes one."""
     return {} if method == "POST" else None
 
 

@@ -188,7 +188,7 @@ def test_width(leased: Node, open_page: Open, width: int) -> None:
     page.wait("document.getElementById('question').open", "the question")
     assert page.do(wide) == []
     page.press("Escape")
-    lease = leased.get("/v1/leases").json["leases"][1]["id"]
+    lease = leased.leases()[1]["id"]
     page.do(f"location.hash = '#/story/{lease}'")
     page.wait("document.querySelectorAll('#story .events li').length > 0", "the story")
     assert page.do("document.documentElement.scrollWidth") <= width

@@ -24,7 +24,6 @@ DEADLINE = 20
 
 @pytest.fixture
 def port() -> int:
-    """Give a free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -57,8 +56,7 @@ def ask(port: int, method: str = "GET", path: str = "/metrics", *headers: str) -
 
 @contextlib.contextmanager
 def leased(node: Node) -> Iterator[Any]:
-    """Hold a lease."""
-    lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json
+    lease = node.lease()
     yield lease
     node.request("DELETE", f"/v1/leases/{lease['id']}")
 
@@ -122,8 +120,6 @@ def test_a_busy_port(make_node: Callable[..., Node], port: int) -> None:
 
 
 class TestHostile:
-    """Hostile callers."""
-
     def test_nonsense(self, make_node: Callable[..., Node], port: int) -> None:
         """Bytes that are no request get a refusal or no answer, and mpsd continues to serve."""
         node = make_node(simulate=1, control=None, config=config(port)).start()

@@ -2,12 +2,12 @@
 
 import subprocess
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from mpsd.core.metrics.exposition import OPENMETRICS, TEXT
+from mpsd.core.metrics.exposition import OPENMETRICS
 from mpsd.core.metrics.families import FAMILIES, Kind
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start, make_node, node_for_all
@@ -38,24 +38,15 @@ def shared(node_for_all: Start) -> Node:
     return node_for_all(control=None, config=ROLES).start()
 
 
-def lease(node: Node, **more: object) -> Any:
-    """Take out a lease."""
-    answer = node.request("POST", "/v1/leases", {"threads": 25, "memory": "1GiB", "gpu": "0", **more})
-    assert answer.status == 201, answer.body
-    return answer.json
-
-
 def about(found: dict[str, float], text: str) -> dict[str, float]:
     """Return the samples whose labels have this text."""
     return {name: value for name, value in found.items() if text in name}
 
 
 class TestForm:
-    """The formats of the metrics."""
-
     def test_every_family(self, shared: Node) -> None:
         """A scrape by root has every family of the table that has samples here, and no other."""
-        granted = lease(shared)
+        granted = shared.lease(threads=25, gpu="0")
         names = {name.partition("{")[0] for name in metrics(shared)}
         shared.request("DELETE", f"/v1/leases/{granted['id']}")
         suffixes = ("_bucket", "_sum", "_count")
@@ -73,12 +64,6 @@ class TestForm:
             "mpsd_client_sm_activity_ratio",
         }
 
-    @pytest.mark.parametrize("accept", [None, "text/plain"])
-    def test_text(self, shared: Node, accept: str | None) -> None:
-        """Prometheus' own text format is the default."""
-        answer = shared.request("GET", "/metrics", headers={"Accept": accept} if accept else {})
-        assert answer.headers["Content-Type"] == TEXT
-
     def test_openmetrics(self, shared: Node) -> None:
         """On request, the answer is OpenMetrics that its strict parser accepts, with the same content."""
         answer = shared.request("GET", "/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"})
@@ -90,22 +75,15 @@ class TestForm:
     def test_promtool(self, shared: Node) -> None:
         """`promtool check metrics` finds no fault."""
         promtool = needed("promtool", "prometheus")
-        granted = lease(shared)
+        granted = shared.lease(threads=25, gpu="0")
         text = shared.get("/metrics").body
         shared.request("DELETE", f"/v1/leases/{granted['id']}")
         done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
-    def test_head(self, shared: Node) -> None:
-        """HEAD is GET without a body."""
-        answer = shared.request("HEAD", "/metrics")
-        assert (answer.status, answer.body) == (200, b"")
-
 
 @needs_root
 class TestRoles:
-    """The metrics that each role sees."""
-
     def test_leases(self, shared: Node, make_line: MakeLine) -> None:
         """A user sees the sums and its own leases, an observer the sums, root all; a stranger nothing."""
         line = make_line(shared)
@@ -120,24 +98,13 @@ class TestRoles:
             assert 'mpsd_leases{state="granted"} 2\n' in text
         assert line.call("GET", "/metrics", uid=2309).answer().status == 403
 
-    def test_sums_alone(self, shared: Node, make_line: MakeLine) -> None:
-        """A request without users gets none, even from a caller that may see them."""
-        granted = make_line(shared).granted(uid=USER, threads=10, memory="1GiB")
-        text = shared.get("/metrics?users=false").body.decode()
-        assert granted["id"] not in text
-        assert "uid=" not in text
-        assert "class=" not in text
-        assert granted["id"] in shared.get("/metrics").body.decode()
-
 
 class TestSeries:
-    """The series of a lease, and their life."""
-
     @pytest.mark.enforcement
     def test_of_a_lease(self, make_node: Callable[..., Node]) -> None:
         """A lease and its clients have series, with their held memory, for exactly as long as they exist."""
         node = make_node(simulate=1, control=None).start()
-        granted = lease(node, name='a "name"', labels={"team": "vision"})
+        granted = node.lease(threads=25, gpu="0", name='a "name"', labels={"team": "vision"})
         env = {name: str(value) for name, value in granted["env"].items()}
         with SimulatedClient(env) as client:
             client.alloc("256MiB")
@@ -160,7 +127,7 @@ class TestSeries:
     def test_who_waits(self, make_node: Callable[..., Node], make_line: MakeLine) -> None:
         """The queue has series for its length, oldest request and users' classes; after the grant, the wait counts."""
         node = make_node(simulate=1, control=None, config='[quota."*"]\nleases = 9\n').start()
-        first = lease(node, threads=100)
+        first = node.lease(threads=100, gpu="0")
         line = make_line(node)
         call, _ = line.waits(threads=100, memory="1GiB", gpu="0", wait=60)
         found = metrics(node)
@@ -180,7 +147,7 @@ class TestSeries:
 def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
     """Counters and sums agree with the events, through deaths, silence, foreign commands, refusals and violations."""
     node = make_node(simulate=2, control=None, config=QUICK).start()
-    granted = lease(node)
+    granted = node.lease(threads=25, gpu="0")
     first = node.daemons()["gpu0"]["pid"]
     kill(first)
     second = next_ready(node, "gpu0", first)["pid"]
@@ -221,7 +188,8 @@ def test_too_many_lines(make_node: Callable[..., Node]) -> None:
     """Events of a user beyond its share of the log still count."""
     node = make_node(simulate=1, control=None, config="[api]\nlines_per_uid = 1\n").start()
     for _ in range(12):
-        node.request("DELETE", f"/v1/leases/{lease(node)['id']}")
+        lease = node.lease()["id"]
+        node.request("DELETE", f"/v1/leases/{lease}")
     found = metrics(node)
     assert found['mpsd_admissions_total{code="",outcome="granted"}'] == found["mpsd_leases_ended_total"] == 12
     assert found['mpsd_events_total{event="lease_granted"}'] < 12

@@ -41,7 +41,6 @@ class Sampler:
         self._thread = threading.Thread(target=self._sample, name="clocks", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin."""
         self._thread.start()
         return self
 

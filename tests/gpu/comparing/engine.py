@@ -108,11 +108,9 @@ class PlainEngine:
         raise FailedError(f"no work {work!r} without torch")
 
     def hold(self, seconds: float, launched: Callable[[], None]) -> None:
-        """Run it."""
         self._do(lambda: self._cuda.hold(seconds, launched))
 
     def leave(self) -> None:
-        """Leave MPS."""
         self._cuda.leave()
 
 

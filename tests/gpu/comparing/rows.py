@@ -24,7 +24,6 @@ class Row:
     """Whether something was not measured, or was found to be wrong."""
 
     def __str__(self) -> str:
-        """Return the row of the table."""
         interval, n = "", ""
         if self.estimate is not None:
             n = f"{self.estimate.n}"
@@ -33,7 +32,6 @@ class Row:
         return f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
 
     def as_json(self) -> dict[str, Any]:
-        """Return all of it."""
         return asdict(self)
 
 

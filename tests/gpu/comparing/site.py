@@ -190,7 +190,6 @@ class Timer:
     """The time of a measurement."""
 
     def __init__(self, seconds: float) -> None:
-        """Begin."""
         self._end = time.monotonic() + seconds
 
     @property

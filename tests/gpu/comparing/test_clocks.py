@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.comparing.clocks import Reading, Sampler
-from tests.harness import wait_until
 from tests.system.fake_nvml import FakeNvml, build
 
 UUID = "GPU-11111111-2222-4333-8444-555555555555"
@@ -45,26 +43,3 @@ def test_readings(tmp_path: Path) -> None:
         assert json.loads(program.stdout.readline()) is None
         program.stdin.close()
         assert program.wait(10) == 0
-
-
-def test_each_reading_has_the_side_of_its_moment() -> None:
-    """Readings are named while a side is measured, have no name otherwise, and end with the block."""
-    with Sampler(lambda: Reading(1980, 38, 77), interval=0.001) as sampler:
-        wait_until(lambda: len(sampler.readings) > 2, what="readings")
-        with sampler.during("mpsd"):
-            wait_until(lambda: len(sampler.clocks("mpsd")) > 2, what="readings of a side")
-    assert {during for during, _ in sampler.readings} == {"", "mpsd"}
-    assert not sampler.clocks("bare MPS")
-    assert sampler.clocks("mpsd")[0] == 1980
-
-
-def test_a_gpu_without_readings() -> None:
-    """A GPU that reports nothing has no readings."""
-    calls = list[int]()
-
-    def read() -> None:
-        calls.append(1)
-
-    with Sampler(read, interval=0.001) as sampler:
-        wait_until(lambda: len(calls) > 2, what="attempts")
-    assert not sampler.readings

@@ -1,7 +1,5 @@
 """The client that does timed work, on a libcuda.so.1 without a GPU."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +8,7 @@ from typing import Any
 import pytest
 
 from tests.driven_program import DrivenProgram
-from tests.gpu.cuda import LIBRARY
-from tests.tools import compiler
+from tests.gpu import fake_cuda
 
 ROOT = Path(__file__).parents[3]
 QUANTILES = ["p50", "p99", "p99.9", "most"]
@@ -20,8 +17,7 @@ QUANTILES = ["p50", "p99", "p99.9", "most"]
 @pytest.fixture
 def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DrivenProgram]:
     """Yield a client that works without a framework; a parameter is the call of CUDA that fails."""
-    options = ["-shared", "-fPIC", "-O1", f"-Wl,-soname,{LIBRARY}"]
-    subprocess.run([compiler(), *options, "-o", tmp_path / LIBRARY, ROOT / "tests/gpu/fake_cuda.c"], check=True)
+    fake_cuda.build(tmp_path)
     variables = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "FAKE_CUDA_MEMORY": str(1 << 30)}
     if hasattr(request, "param"):
         variables["FAKE_CUDA_FAIL"] = f"{request.param} 719"
@@ -64,23 +60,6 @@ def test_a_kernel_that_fails(worker: DrivenProgram) -> None:
 
 
 def check_quantiles(answer: dict[str, Any]) -> None:
-    """Check that an answer has quantiles, in their order."""
     values = [answer[name] for name in QUANTILES]
     assert values == sorted(values)
     assert values[0] > 0
-
-
-def test_no_library(tmp_path: Path) -> None:
-    """A client without a driver says so, and ends with status 1."""
-    (tmp_path / LIBRARY).write_text("not a library")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.comparing.worker", "libcuda"],
-        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert f"{LIBRARY} cannot be loaded" in done.stdout

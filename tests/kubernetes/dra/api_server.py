@@ -70,7 +70,6 @@ class ApiServer:
 
     @property
     def url(self) -> str:
-        """The URL at which it listens."""
         return f"https://127.0.0.1:{self.port}"
 
     def start(self) -> "ApiServer":
@@ -93,7 +92,6 @@ class ApiServer:
         return self
 
     def stop(self) -> None:
-        """Stop listening."""
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
@@ -116,7 +114,6 @@ class ApiServer:
             return [each for each in self.requests if each.method == method and part in each.path]
 
     def slice(self) -> Document | None:
-        """Return the only slice, if there is one."""
         with self.lock:
             found = [each for path, each in self.objects.items() if path.startswith(SLICES)]
         assert len(found) <= 1

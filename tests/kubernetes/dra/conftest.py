@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
 from tests.fork_server import ForkServer
+from tests.kubernetes.conftest import clusters
 from tests.kubernetes.dra.cluster import DraCluster
-from tests.node import Node
 
 MakeCluster = Callable[..., DraCluster]
 """Makes a running node of a cluster; takes the arguments of `Node`, and the driver's `settings` and `durations`."""
@@ -16,33 +16,8 @@ MakeCluster = Callable[..., DraCluster]
 
 @pytest.fixture
 def make_cluster(short_tmp: Path, fork_server: ForkServer, kubernetes_fork_server: ForkServer) -> Iterator[MakeCluster]:
-    """Return a maker of nodes. After the test the nodes and all that they started are ended."""
-    made: list[DraCluster] = []
-
-    def make(
-        *,
-        settings: dict[str, str] | None = None,
-        durations: dict[str, float] | None = None,
-        start: bool = True,
-        **options: Any,
-    ) -> DraCluster:
-        root = short_tmp / f"d{len(made)}"
-        root.mkdir()
-        short_tmp.chmod(0o711)
-        node = Node(**{"root": root, "simulate": 1, "fork_server": fork_server, **options})
-        cluster = DraCluster(
-            node, root / "kubelet", kubernetes_fork_server, settings=settings or {}, durations=durations or {}
-        )
-        made.append(cluster)
-        node.start()
-        return cluster.start() if start else cluster
-
-    yield make
-    for each in made:
-        try:
-            each.close()
-        finally:
-            each.node.clean_up()
+    with clusters(DraCluster, short_tmp, fork_server, kubernetes_fork_server) as make:
+        yield make
 
 
 BRISK: Final = {"mpsd.kubernetes.dra.publisher._PACE": 0.2}

@@ -79,7 +79,6 @@ class ClaimManager:
             known, self.endpoint = made, Path(info.endpoint)
 
     def ask(self, call: "wire.Call[Any, Any]", request: Any) -> Any:
-        """Call the driver."""
         if self.endpoint is None:
             raise RefusedError("DRA driver mpsd is not registered")
         try:

@@ -134,7 +134,6 @@ class ClaimChaos(Chaos):
         return not self.cluster.ending & self.cluster.pods.keys()
 
     def devices(self) -> set[str]:
-        """Return the claims that have a CDI device."""
         names = (path.stem for path in (self.cluster.root / "cdi").glob("*.json"))
         return {name.partition("_")[2] for name in names}
 

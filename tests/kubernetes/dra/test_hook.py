@@ -31,7 +31,6 @@ def created(pod: StandInPod, number: int) -> "subprocess.Popen[str]":
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """Kill it."""
     process.kill()
     process.wait()
 

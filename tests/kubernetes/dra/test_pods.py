@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.th
 
 
 class TestPod:
-    """One claim, one pod."""
-
     def test_from_prepare_to_unprepare(self, cluster: DraCluster) -> None:
         """A pod has what was allocated to its claim, and holds it until the pod ends; nothing is left then."""
         claim = cluster.claim(result("25", "8Gi"))
@@ -71,22 +69,6 @@ class TestPod:
         cluster.unprepare(claim)
         cluster.await_nothing()
 
-    def test_a_container_that_is_restarted(self, cluster: DraCluster) -> None:
-        """The next container of the same pod has the same lease."""
-        pod = cluster.pod(cluster.claim())
-        first = pod.start("main")
-        (lease,) = cluster.await_held(pod)
-        first.end()
-        second = pod.start("main")
-        assert second.variables["MPSD_LEASE"] == lease["id"]
-        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
-
-    def test_another_user(self, cluster: DraCluster) -> None:
-        """A container that runs as a user has a lease of that user."""
-        pod = cluster.pod(cluster.claim())
-        pod.start("main", uid=1234)
-        wait_until(lambda: [each["owner"]["uid"] for each in cluster.held(pod)] == [1234], what="it to be the user's")
-
     def test_a_user_that_is_unknown(self, cluster: DraCluster) -> None:
         """If no process of a pod shows that it is the container's program, an event of the pod says so."""
         pod = cluster.pod(cluster.claim())
@@ -99,19 +81,8 @@ class TestPod:
         assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "LeaseNotHeld")
         assert f"/proc/{container.process.pid}/environ" in event["message"]
 
-    def test_a_claim_that_is_freed_early(self, cluster: DraCluster) -> None:
-        """A claim that was prepared, and whose pod never came, releases its lease."""
-        claim = cluster.claim(result("100", "70Gi"))
-        cluster.prepare(claim)
-        cluster.unprepare(claim)
-        again = cluster.claim(result("100", "70Gi"))
-        cluster.prepare(again)
-        assert len(cluster.leases()) == 1
-
 
 class TestConfiguration:
-    """The configuration of a claim beside threads and memory."""
-
     def test_is_followed(self, cluster: DraCluster) -> None:
         """The claim's settings precede those of its class, one by one; other drivers' parameters are ignored."""
         config = [
@@ -161,8 +132,6 @@ class TestConfiguration:
 
 
 class TestRefusals:
-    """Claims that are not prepared."""
-
     @pytest.mark.parametrize(
         ("results", "sentence"),
         [
@@ -188,7 +157,7 @@ class TestRefusals:
         """A claim that was deleted and made again under its name is another claim."""
         claim = cluster.claim()
         claim.uid = "00000000-0000-0000-0000-000000000000"
-        with pytest.raises(RefusedError, match="was deleted and created again"):
+        with pytest.raises(RefusedError, match=r"\[not_found\]"):
             cluster.prepare(claim)
 
     @pytest.mark.thorough
@@ -198,7 +167,7 @@ class TestRefusals:
         prepared, other = cluster.claim(), cluster.claim()
         cluster.prepare(prepared)
         cluster.api_server.stop()
-        with pytest.raises(RefusedError, match="does not answer"):
+        with pytest.raises(RefusedError, match=r"\[unreachable\]"):
             cluster.prepare(other)
         cluster.unprepare(prepared)
         cluster.await_nothing()
@@ -208,7 +177,7 @@ class TestRefusals:
     def test_a_token_that_is_replaced(self, cluster: DraCluster) -> None:
         """The token is read again for each request."""
         cluster.api_server.token = "another"  # noqa: S105 - of the stand-in's own
-        with pytest.raises(RefusedError, match="refuses GET of ResourceClaim"):
+        with pytest.raises(RefusedError, match=r"\[not_permitted\]"):
             cluster.prepare(cluster.claim())
         (cluster.api_server.folder / "token").write_text("another\n")
         cluster.prepare(cluster.claim())

@@ -48,8 +48,6 @@ def continue_mpsd(cluster: DraCluster) -> None:
 
 
 class TestDriver:
-    """The driver is killed."""
-
     def test_before_anything_was_claimed(self, cluster: DraCluster) -> None:
         """For a stored claim without a lease yet, kubelet repeats the request, and the claim has one lease."""
         claim = cluster.claim()
@@ -165,8 +163,6 @@ class TestDriver:
 
 
 class TestMpsd:
-    """mpsd is killed."""
-
     def test_between_prepare_and_start(self, cluster: DraCluster) -> None:
         """A lease outlives mpsd, and the container starts with it."""
         claim = cluster.claim()
@@ -201,8 +197,6 @@ class TestMpsd:
 
 
 class TestLease:
-    """A lease ends before its claim."""
-
     @pytest.mark.parametrize("taken", [False, True], ids=["claimed", "held"])
     def test_is_claimed_again(self, cluster: DraCluster, *, taken: bool) -> None:
         """A prepared claim gets another lease, under the same CDI device, with which the next container starts."""
@@ -267,8 +261,6 @@ class TestLease:
 
 
 class TestKubelet:
-    """kubelet is restarted."""
-
     def test_finds_the_driver_again(self, cluster: DraCluster) -> None:
         """kubelet deletes the node's slices, and they are published again when it has found the driver."""
         claim = cluster.claim()

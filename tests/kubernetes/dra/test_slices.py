@@ -137,10 +137,7 @@ def test_health(cluster: DraCluster) -> None:
 
 
 class TestNode:
-    """Labels and the annotation of the Node."""
-
     def metadata(self, cluster: DraCluster) -> dict[str, Any]:
-        """Return the metadata of the Node."""
         found: dict[str, Any] = cluster.api_server.objects[f"/api/v1/nodes/{NODE}"]["metadata"]
         return found
 

@@ -73,7 +73,6 @@ class Container:
     annotations: dict[str, str]
 
     def end(self) -> None:
-        """Kill it."""
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
@@ -187,7 +186,6 @@ class StandIn:
 
     @property
     def resources(self) -> list[str]:
-        """The resources of the node."""
         offered = {"slices": [SLICE], "memory": [MEMORY], "threads-and-memory": [CORE, MEMORY]}
         return offered[self.settings.get("RESOURCES", "slices")]
 
@@ -335,8 +333,7 @@ class StandIn:
     # -- what mpsd and the plugin say ----------------------------------------------------------------------------------
 
     def leases(self) -> list[dict[str, Any]]:
-        """Return the leases that have not ended."""
-        found: list[dict[str, Any]] = self.node.get("/v1/leases").json["leases"]
+        found: list[dict[str, Any]] = self.node.leases()
         return found
 
     def held(self, pod: Pod) -> list[dict[str, Any]]:

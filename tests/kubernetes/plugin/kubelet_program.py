@@ -148,7 +148,6 @@ class DeviceManager:
             self.changed.notify_all()
 
     def list_pods(self, _: object, __: object) -> podresources.ListPodResourcesResponse:
-        """Answer PodResources."""
         answer = podresources.ListPodResourcesResponse()
         with self.lock:
             for pod, containers in self.had.items():
@@ -163,7 +162,6 @@ class DeviceManager:
     # -- pods ----------------------------------------------------------------------------------------------------------
 
     def taken(self, resource: str) -> set[str]:
-        """Return the devices of pods."""
         return {
             one
             for containers in self.had.values()
@@ -189,12 +187,10 @@ class DeviceManager:
                 raise
 
     def of_containers(self, pod: str, names: list[str], resource: str) -> set[str]:
-        """Return the devices of some containers of a pod."""
         had = self.had.get(pod, {})
         return {one for name in names for one in had.get(name, {}).get(resource, ((), ""))[0]}
 
     def allocate(self, pod: str, container: str, resource: str, number: int, reusable: set[str]) -> None:
-        """Allocate devices of one resource for a container."""
         self.had = {each: had for each, had in self.had.items() if each in self.pods}
         if resource in self.had.get(pod, {}).get(container, {}):
             return  # as after a restart of kubelet
@@ -272,7 +268,6 @@ class DeviceManager:
         return orders[verb](**arguments)
 
     def end(self, pod: str) -> None:
-        """Record that a pod has ended."""
         with self.lock:
             self.pods.pop(pod, None)
 

@@ -23,8 +23,6 @@ def await_unhealthy(cluster: StandIn) -> None:
 
 
 class TestHealth:
-    """The reports of ListAndWatch, and their times."""
-
     @pytest.mark.parametrize("verb", ["hold", "drain"])
     def test_a_held_gpu(self, make_cluster: MakeCluster, verb: str) -> None:
         """The devices of a GPU that an operator holds or drains are unhealthy until it is resumed; others are not."""
@@ -93,12 +91,8 @@ class TestHealth:
             os.kill(cluster.node.pid, signal.SIGCONT)
         wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices to be healthy again")
 
-    test_mpsd_hangs = pytest.mark.thorough(test_mpsd_hangs)
-
 
 class TestRestarts:
-    """The knowledge of each program after a restart."""
-
     def test_kubelet(self, make_cluster: MakeCluster) -> None:
         """The plugin registers again with a restarted kubelet, whose pods have the same leases."""
         cluster = make_cluster()

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fork_server import ForkServer
 from tests.harness import wait_until
 from tests.kubernetes.dra.api_server import ApiServer
 from tests.kubernetes.dra.cluster import NODE
 from tests.kubernetes.plugin.cluster import SLICE, StandIn
-from tests.node import Node
+from tests.kubernetes.plugin.conftest import MakeCluster
 
 pytestmark = [pytest.mark.root("name control groups for others"), pytest.mark.thorough]
 
@@ -25,21 +24,10 @@ def api_server(tmp_path: Path) -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def cluster(
-    fork_server: ForkServer, kubernetes_fork_server: ForkServer, api_server: ApiServer, short_tmp: Path
-) -> Iterator[StandIn]:
-    """Yield a node with the device plugin."""
-    short_tmp.chmod(0o711)
-    node = Node(root=short_tmp / "n", simulate=1, fork_server=fork_server)
-    node.root.mkdir()
-    node.start()
-    settings = {"API_SERVER": api_server.url, "SERVICE_ACCOUNT": str(api_server.folder), "NODE": NODE}
-    made = StandIn(node, short_tmp / "kubelet", kubernetes_fork_server, settings={**settings, "REPORT_INTERVAL": "0.5"})
-    try:
-        yield made.start()
-    finally:
-        made.close()
-        node.clean_up()
+def cluster(make_cluster: MakeCluster, api_server: ApiServer) -> StandIn:
+    """Return a node with the device plugin, which reports twice a second."""
+    account = {"API_SERVER": api_server.url, "SERVICE_ACCOUNT": str(api_server.folder), "NODE": NODE}
+    return make_cluster(settings={**account, "REPORT_INTERVAL": "0.5"})
 
 
 def test_the_device_plugin_labels_its_node(cluster: StandIn, api_server: ApiServer) -> None:

@@ -18,7 +18,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 class Problem(Struct):
-    """An error, after RFC 9457: `code` for programs, `hint` for users, `limit` where one was reached."""
+    __doc__ = "An error, after RFC 9457: `code` for programs, `hint` for users, `limit` where one was reached."
 
     type: str
     title: str

@@ -60,7 +60,7 @@ async def ask(socket: Path, method: str, path: str, body: object = None) -> Answ
     reader, writer = await asyncio.open_unix_connection(socket)
     try:
         raw = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         writer.write(head.encode() + raw)
         answer = await reader.read()
     finally:
@@ -275,11 +275,11 @@ class Load:
         try:
             reader, writer = await asyncio.open_unix_connection(self.node.socket)
             try:
-                head = f"GET /v1/events?follow=true&after={self.receipts.heard} HTTP/1.0\r\nHost: mpsd\r\n\r\n"
+                head = f"GET /v1/events?follow=true&after={self.receipts.heard} HTTP/1.1\r\nHost: mpsd\r\n\r\n"
                 writer.write(head.encode())
                 await reader.readuntil(b"\r\n\r\n")
                 while line := await reader.readline():
-                    if line.endswith(b"\n"):
+                    if line.startswith(b"{") and line.endswith(b"\n"):  # and not the size of a chunk
                         self.receipts.note_event(line.decode())
             finally:
                 writer.close()

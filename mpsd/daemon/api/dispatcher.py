@@ -38,8 +38,6 @@ class _Endpoint(NamedTuple):
 
     role: Role
     query: Callable[[str], RequestQuery | None]
-    without_query: RequestQuery | None
-    """The query of a request without parameters."""
     body: Callable[[bytes | bytearray], RequestBody] | None
     handle: Callable[[Request], Awaitable[Any]]
     encode: Encoder[Any]
@@ -50,7 +48,6 @@ class _Endpoint(NamedTuple):
         return cls(
             role=route.role,
             query=query_decoder(route.query),
-            without_query=None if route.query is None else route.query(),
             body=None if route.body is None else body_decoder(route.body),
             handle=route.handler(handlers),
             encode=route.answer.encode,
@@ -141,7 +138,7 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
     """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
     if message.trouble is not None:
         raise message.trouble
-    query = endpoint.query(message.query) if message.query else endpoint.without_query
+    query = endpoint.query(message.query)
     body = None
     if endpoint.body is not None:
         if len(message.body) > MAXIMUM_BODY:

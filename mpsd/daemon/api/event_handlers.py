@@ -12,7 +12,7 @@ from mpsd.core.accounting.series import SECOND
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
-from mpsd.daemon.api.decoding import parameter, text_parameter
+from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery
 from mpsd.daemon.api.schema import about, words
 from mpsd.daemon.node.node import Node
@@ -48,13 +48,13 @@ class EventsQuery(RequestQuery, frozen=True):
 
     after: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The number of the last event that the caller has received; mpsd sends the later ones. `0`: all stored"
             " events; `latest`: future events only.",
             refusal="is not the number of an event",
             hint="pass the seq of the last event that you received, or latest for those to come",
-            pattern=r"^([0-9]{1,18}|latest)\Z",
         ),
+        Meta(pattern=r"^([0-9]{1,18}|latest)\Z"),
     ] = "0"
     follow: Annotated[
         bool,
@@ -71,9 +71,8 @@ class EventsQuery(RequestQuery, frozen=True):
             " the last event. `0`: never.",
             refusal="is not a number of seconds from 0 to 3600",
             hint="pass whole seconds, fewer than your client waits for a line, such as heartbeat=3",
-            at_least=0,
-            at_most=3600,
         ),
+        Meta(ge=0, le=3600),
     ] = 0
 
 
@@ -135,30 +134,30 @@ class HistoryQuery(RequestQuery, frozen=True):
 
     by: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The key of the series: `gpu`, `user`, `name`, `lease`, or `label:KEY` for the values of a label.",
             refusal="is not gpu, user, name, lease or label:KEY",
             hint="pass by=user, for example, or by=label:team",
-            pattern=r"^(gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62})\Z",
         ),
+        Meta(pattern=r"^(gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62})\Z"),
     ] = "gpu"
     since: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The beginning: a time of RFC 3339, or whole seconds before now.",
             refusal="is not a time of RFC 3339, nor a number of seconds",
             hint="pass since=3600 for the last hour, or since=2026-11-23T00:00:00Z",
-            pattern=rf"^{_TIME}\Z",
         ),
+        Meta(pattern=rf"^{_TIME}\Z"),
     ] = "3600"
     until: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The end, in the same form.",
             refusal="is not a time of RFC 3339, nor a number of seconds",
             hint="omit it for now, or pass until=2026-11-23T00:00:00Z",
-            pattern=rf"^{_TIME}\Z",
         ),
+        Meta(pattern=rf"^{_TIME}\Z"),
     ] = "0"
     step: Annotated[
         int,
@@ -166,27 +165,26 @@ class HistoryQuery(RequestQuery, frozen=True):
             "Length of a sample in seconds, never less than that of the stored samples. `0`: mpsd chooses.",
             refusal="is not a number of seconds from 0 to 31536000",
             hint="pass whole seconds, such as step=60, or omit it",
-            at_least=0,
-            at_most=31_536_000,
         ),
+        Meta(ge=0, le=31_536_000),
     ] = 0
     gpu: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The UUID of a GPU, to count this GPU only.",
             refusal="is not the UUID of a GPU",
             hint="GET /v1/gpus has them",
-            pattern=r"^([\x21-\x7e]{1,128})?\Z",
         ),
+        Meta(pattern=r"^([\x21-\x7e]{1,128})?\Z"),
     ] = ""
     user: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The uid of a user, to count this user only.",
             refusal="is not a uid",
             hint="pass user=1000, for example",
-            pattern=r"^([0-9]{1,10})?\Z",
         ),
+        Meta(pattern=r"^([0-9]{1,10})?\Z"),
     ] = ""
     totals: Annotated[bool, parameter("Whether the answer has totals only, and no samples.")] = False
 

@@ -138,7 +138,7 @@ def conform(node: Node, session: requests.Session, case: Any, *, more: str = "no
     return status
 
 
-def many(label: str) -> Any:
+def many(label: str) -> settings:
     """Return the number of cases of an operation, over a node that is started once; two where all are the same."""
     number = EXAMPLES if label in TAKING or "{" in label else 2
     return settings(max_examples=number, suppress_health_check=list(HealthCheck))

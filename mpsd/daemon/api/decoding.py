@@ -231,7 +231,7 @@ def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
 
     def decode(query: str) -> Q | None:
         values: dict[str, Any] = {}
-        for name, texts in parse_qs(query, keep_blank_values=True).items():
+        for name, texts in parse_qs(query, keep_blank_values=True).items() if query else ():
             if name not in parameters:
                 raise _no_parameter(name, parameters)
             known = parameters[name]

@@ -185,10 +185,12 @@ class Connection(asyncio.BufferedProtocol):
         if parser.should_upgrade():
             raise unreadable("the request asks for another protocol or a tunnel (Upgrade, CONNECT)")
         message = self._coming = Message.of(self, parser.get_method().decode(), self._target)
-        message.accept = self._headers.get(b"accept", b"").decode(errors="replace")
-        message.expects = b"100-continue" in self._headers.get(b"expect", b"").lower()
+        if self._headers:
+            message.accept = self._headers.get(b"accept", b"").decode(errors="replace")
+            message.expects = b"100-continue" in self._headers.get(b"expect", b"").lower()
+            self._headers = {}
         message.close = not parser.should_keep_alive()
-        self._target, self._headers, self._due = b"", {}, True
+        self._target, self._due = b"", True
         self._next.append(message)
         self._go_on()
 

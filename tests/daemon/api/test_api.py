@@ -87,11 +87,6 @@ class TestAnswers:
         fields = {field.encode_name for field in msgspec.structs.fields(route.answer.schema)}
         assert answer.json.keys() == fields
 
-    def test_health(self, node: Node) -> None:
-        """`/healthz` and `/readyz` answer yes with a reason."""
-        assert node.get("/healthz").json == {"ok": True, "because": "mpsd answers"}
-        assert node.get("/readyz").json == {"ok": True, "because": WELL}
-
     def test_status_carries_the_tables(self, node: Node) -> None:
         """The status contains the GPUs and the control daemons as their own routes answer them, and their health."""
 

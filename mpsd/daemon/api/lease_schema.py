@@ -65,10 +65,7 @@ class RequestedClaim(Struct, forbid_unknown_fields=True):
     __doc__ = "A lease without a holder yet: the first holder that a request names with the lease's token takes it."
 
     uid: Annotated[
-        Uid | None,
-        about(
-            "The uid whose processes alone can take it; null: any uid, and until then the claim counts as the caller's."
-        ),
+        Uid | None, about("The uid whose processes can take it; null: any, and until then it counts as the caller's.")
     ] = None
     gid: Uid | None = None
     deadline: Annotated[
@@ -89,11 +86,7 @@ class RequestedHolder(Struct, forbid_unknown_fields=True):
         about("The name of a running systemd unit: of the system, or, for a user, of the user's own manager."),
     ] = None
     life: Annotated[
-        While,
-        about(
-            "`populated`: it holds the lease while it has processes, from the first one on. `exists`: until it is"
-            " removed."
-        ),
+        While, about("`populated`: holds while it has processes, from the first one on. `exists`: until it is removed.")
     ] = field(default="populated", name="while")
     claim: Annotated[RequestedClaim | None, about("For administrators.")] = None
 
@@ -127,22 +120,13 @@ class LeaseRequest(RequestBody, kw_only=True):
         Annotated[float, Meta(ge=0, le=1e9)] | None,
         about("Seconds to wait until the request fits; null: without a limit."),
     ] = 0.0
-    ttl: Annotated[
-        Seconds | None,
-        about("Seconds after which the lease ends unless it is renewed; null: it has no such time."),
-    ] = None
+    ttl: Annotated[Seconds | None, about("Seconds after which the lease ends unless it is renewed.")] = None
     name: Text = ""
     labels: Labels = field(default_factory=dict)
-    pid: Annotated[
-        PidNumber | None,
-        about("The process that the lease is tied to; the caller's own by default."),
-    ] = None
-    holder: Annotated[RequestedHolder | None, about("The holder to which the lease is tied, instead of a process.")] = (
-        None
-    )
+    pid: Annotated[PidNumber | None, about("The process that holds the lease; the caller's own by default.")] = None
+    holder: Annotated[RequestedHolder | None, about("What holds the lease, instead of a process.")] = None
     owner: Annotated[
-        RequestedOwner | None,
-        about("The owner of the lease, where that is not the process's user; for administrators only."),
+        RequestedOwner | None, about("The owner of the lease, if not the process's user; for administrators only.")
     ] = None
     request_id: Annotated[
         Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None,
@@ -173,29 +157,19 @@ class HolderRequest(RequestBody, kw_only=True):
     __doc__ = "Another holder of a lease: one of `pid`, `cgroup`, `unit` and `claim`; without any, the calling process."
 
     pid: PidNumber | None = None
-    group: Annotated[bool, about("Whether the control group of that process is the holder, and not the process.")] = (
-        False
-    )
+    group: Annotated[bool, about("Whether the control group of that process is the holder.")] = False
     cgroup: GroupPath | None = None
     unit: UnitName | None = None
     life: While = field(default="populated", name="while")
     claim: Annotated[
         RequestedClaim | None,
-        about(
-            "For administrators, with `replace`: the lease outlives its holders, until its owner or another uid takes"
-            " it."
-        ),
+        about("For administrators, with `replace`: the lease waits for its owner or another uid."),
     ] = None
-    token: Annotated[
-        Annotated[str, Meta(max_length=256)] | None, about("The lease's token: with it, one holder can take a claim.")
-    ] = None
+    token: Annotated[Annotated[str, Meta(max_length=256)] | None, about("The lease's token, to take its claim.")] = None
     replace: Annotated[bool, about("Whether it replaces all other holders.")] = False
     owner: Annotated[
         RequestedOwner | None,
-        about(
-            "The owner of the lease from now on, where that is not the process's user; for administrators who take a"
-            " claim."
-        ),
+        about("The new owner of the lease, if not the process's user; for administrators who take a claim."),
     ] = None
 
 
@@ -209,17 +183,13 @@ class HolderOut(Struct, omit_defaults=True):
     life: Annotated[str, words(GroupLife)] | None = field(default=None, name="while")
     unit: Annotated[
         str | None,
-        about(
-            "The unit that the path of the control group names; it is for display only, as are `container` and `pod`."
-        ),
+        about("The unit that the control group's path names: for display only, as `container` and `pod` are."),
     ] = None
     container: str | None = None
     pod: str | None = None
     uid: Annotated[int | None, about("The uid whose processes alone can take the claim.")] = None
     deadline: Annotated[Moment | None, about("When the claim ends.")] = None
-    gone: Annotated[
-        bool, about("Whether the process or control group is gone, and the lease lives for other processes.")
-    ] = False
+    gone: Annotated[bool, about("Whether it is gone, and the lease lives for other processes.")] = False
 
     @classmethod
     def of(cls, holder: Holder) -> "HolderOut":
@@ -237,9 +207,7 @@ class HolderOut(Struct, omit_defaults=True):
 
 
 class OwnerOut(Struct):
-    __doc__ = (
-        "The owner of a lease, as the kernel reported it, and the process that holds it; pid 0 where no process does."
-    )
+    __doc__ = "The owner of a lease, as the kernel reported it, and the process that holds it, if any: otherwise pid 0."
 
     uid: int
     gid: int
@@ -298,24 +266,13 @@ class LeaseOut(Struct):
     gpus: list[str]
     daemon: str | None
     owner: OwnerOut
-    holders: Annotated[
-        list[HolderOut],
-        about(
-            "The holders to which it is tied: it lives while any holder, any of its clients or any of its bearers"
-            " lives."
-        ),
-    ]
+    holders: Annotated[list[HolderOut], about("It lives while any of its holders, clients or bearers lives.")]
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: Mapping[str, str]
     shares: list[ShareOut]
     clients: list[int]
-    bearers: Annotated[
-        list[int],
-        about(
-            "Processes outside its holder's family that belong to it by the token in their environment; they keep it."
-        ),
-    ]
+    bearers: Annotated[list[int], about("Processes that belong to it by the token in their environment alone.")]
     processes: int
     priority: int
     client_priority: int | None

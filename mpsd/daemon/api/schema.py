@@ -123,45 +123,21 @@ class DaemonOut(Struct):
     pipe_directory: str
     since: Moment
     ready_since: Moment | None
-    limits: Annotated[
-        LimitsOut,
-        about(
-            "The limits read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."
-        ),
-    ]
+    limits: Annotated[LimitsOut, about("As the daemon reports them: from 1 GiB on in whole GiB, rounded down.")]
     limits_wanted: Annotated[LimitsOut, about("The limits that mpsd sets for its next client.")]
-    verified: Annotated[
-        bool,
-        about(
-            "Whether it is certain that the next client gets no more; false while the limits change, or are unknown."
-        ),
-    ]
+    verified: Annotated[bool, about("Whether it is certain that the next client gets no more than these.")]
     drift: Annotated[list[DriftOut], about("The limits that others changed and that are not restored.")]
     undone: Annotated[list[DriftOut], about("The latest few limits that others changed and mpsd restored.")]
     servers: list[ServerOut]
     version: Annotated[str | None, about("The version of the driver.")]
-    log_silent_since: Annotated[
-        Moment | None, about("Since when its log has shown nothing, not even the conversations of mpsd.")
-    ]
+    log_silent_since: Annotated[Moment | None, about("Since when its log lacks even the conversations of mpsd.")]
     unknown_lines: Annotated[int, about("Lines of its log that mpsd does not recognise, since mpsd started.")]
     latest_unknown_lines: list[str]
-    operation: Annotated[
-        str | None, about("The operation on it that is not finished, and the blockers that the operation waits for.")
-    ]
+    operation: Annotated[str | None, about("The unfinished operation on it, and what that waits for.")]
     restart_for: Annotated[list[str], about("The changed settings that take effect when it is restarted.")]
-    unserved: Annotated[
-        str | None, about("The evidence that its server is wedged, and serves no client; null where there is none.")
-    ]
-    wedged: Annotated[
-        bool,
-        about(
-            "Whether there is such evidence: admission is stopped, and mpsd replaces it when no client or lease is"
-            " left."
-        ),
-    ]
-    drained: Annotated[
-        bool, about("Whether a drain of it is done: in the state `draining`, it has no leases and no clients left.")
-    ]
+    unserved: Annotated[str | None, about("The evidence that its server is wedged, and serves no client.")]
+    wedged: Annotated[bool, about("Whether there is such evidence: mpsd replaces it when no client or lease is left.")]
+    drained: Annotated[bool, about("Whether a drain of it is done: no leases and no clients are left.")]
 
     @classmethod
     def of(cls, daemon: Daemon, *, operator: bool) -> "DaemonOut":
@@ -203,15 +179,11 @@ class DaemonsOut(Struct):
 
 
 class CanaryOut(Struct):
-    __doc__ = (
-        "The result of a canary, a client of mpsd's own that initialises CUDA and makes a context, on a control daemon."
-    )
+    __doc__ = "The result of a canary: a client of mpsd's own that initialises CUDA and makes a context."
 
     daemon: str
     verdict: Annotated[
-        str,
-        words(wedge.Verdict),
-        about("`ok`: clients are served. `wedged`: the canary got no answer in time. `unknown`: neither was proven."),
+        str, words(wedge.Verdict), about("`ok`: clients are served. `wedged`: no answer in time. `unknown`: no proof.")
     ]
     because: Annotated[str, about("The evidence: the outcome of the canary.")]
     mps: Annotated[bool | None, about("Whether CUDA says that it was a client of MPS; null where it does not say.")]
@@ -249,9 +221,7 @@ class GpuOut(Struct):
     health: Annotated[str, words(Health)]
     because: str
     hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
-    refused: Annotated[
-        str | None, about("Why requests for it are refused now, whatever is left of it; null where they are not.")
-    ]
+    refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
 
 
 class GpusOut(Struct):
@@ -287,20 +257,17 @@ class ClientOut(Struct):
     server: int
     lease: str | None
     memory_held: Annotated[
-        int | None,
-        about("Bytes of the GPU that it held at the last reading of NVML; None where NVML does not report them."),
+        int | None, about("Bytes, at the last reading of NVML; null where NVML does not report them.")
     ]
     sm_activity: Annotated[
         int | None,
         about(
-            "Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; None where"
+            "Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; null where"
             " NVML does not report it, for example for a process that used nothing."
         ),
     ]
     verdict: Annotated[
-        str,
-        words(Verdict),
-        about("`violation` where it has an open one, `unknown` where its limits are unknown, otherwise `ok`."),
+        str, words(Verdict), about("`violation`: it has an open one. `unknown`: its limits are. Otherwise `ok`.")
     ]
     because: Annotated[str, about("Why it is not ok; empty where it is.")]
     hint: Annotated[str, about("The remedy for a violation; empty otherwise.")]
@@ -327,25 +294,14 @@ class ReasonOut(Struct):
 
 
 class StatusOut(Struct):
-    __doc__ = (
-        "The node at one moment: whether it is healthy, every reason why it is not, its GPUs and its control daemons."
-    )
+    __doc__ = "The node at one moment: whether it is healthy, why it is not, its GPUs and its control daemons."
 
     healthy: bool
     because: Annotated[str, about("The sentences of all reasons; for a healthy node, a sentence that says so.")]
-    headline: Annotated[
-        str,
-        about(
-            "The essentials in one line: whether the node is healthy, whether it is closed, and the open violations."
-        ),
-    ]
-    reasons: Annotated[
-        list[ReasonOut], about("Why the node is not healthy, the gravest first; empty for a healthy node.")
-    ]
+    headline: Annotated[str, about("In one line: whether the node is healthy and closed, and the open violations.")]
+    reasons: Annotated[list[ReasonOut], about("Why the node is not healthy, the gravest first.")]
     warnings: Annotated[list[ReasonOut], about("Faults that need attention although the node is healthy.")]
-    violations: Annotated[
-        list[ViolationOut], about("The open violations. They do not make the node unhealthy: any user can cause one.")
-    ]
+    violations: Annotated[list[ViolationOut], about("They do not make the node unhealthy: any user can cause one.")]
     version: str
     simulated: bool
     since: Moment
@@ -366,9 +322,7 @@ class QuarantineOut(Struct):
 
 
 class SuspectOut(Struct):
-    __doc__ = (
-        "A uid with pipe access at recent crashes of control daemons: at how many, and at how many as the only one."
-    )
+    __doc__ = "A uid with pipe access at recent crashes of control daemons: at how many, and at how many alone."
 
     uid: int
     crashes: int
@@ -410,9 +364,7 @@ class OperationOut(Struct):
     because: str
     started: Moment
     ended: Moment | None
-    waits_for: Annotated[
-        list[BlockerOut], about("The leases, clients and servers that are left, while it is in progress.")
-    ]
+    waits_for: Annotated[list[BlockerOut], about("What is left, while it is in progress.")]
 
     @classmethod
     def of(cls, operation: Operation) -> "OperationOut":

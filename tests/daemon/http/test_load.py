@@ -1,7 +1,6 @@
 """Limits: a caller that exceeds one gets a refusal that names it, and other callers are unaffected."""
 
 import contextlib
-import gzip
 import resource
 import select
 import socket
@@ -239,14 +238,6 @@ class TestRequests:
                 talk.send(message("POST", "/v1/leases", body))
         answer = talk.answer()
         assert (answer.status, answer.json["limit"]) == (status, "body" if status == 413 else None)
-
-    def test_compressed_body(self, line: Line, connect: Connect) -> None:
-        """A compressed body is not expanded: mpsd reads it as it is, which is no JSON."""
-        bomb = gzip.compress(b" " * 50_000_000)
-        assert len(bomb) < 64 * 1024
-        before = memory(line.node)
-        assert connect(line.node, ANN).ask("POST", "/v1/leases", bomb, "Content-Encoding: gzip").status == 422
-        assert memory(line.node) - before < 4 * MIB
 
     def test_body_that_does_not_come(self, line: Line, connect: Connect) -> None:
         """An announced body that does not come, or comes a byte at a time, has the same deadline as a head."""

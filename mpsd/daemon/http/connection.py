@@ -155,16 +155,13 @@ class Connection(asyncio.BufferedProtocol):
         message.wake()
         self._go_on()
 
-    def on_message_begin(self) -> None:
-        """Refuse a request before the answer to the previous one has been read."""
+    def on_url(self, url: bytes) -> None:
+        """Collect a part of the request target; refuse a request before the previous answer has been read."""
         if self._due or self._taken is not None:
             raise unreadable(
                 "a request came before the answer to the previous one (pipelining)",
                 hint="wait for each answer, or send the requests over several connections",
             )
-
-    def on_url(self, url: bytes) -> None:
-        """Collect a part of the request target."""
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:

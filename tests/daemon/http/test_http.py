@@ -311,9 +311,3 @@ class TestAnswers:
         before = datetime.now(UTC).replace(microsecond=0)
         dates = [talk.ask(*each).headers["Date"] for each in (("GET", "/healthz"), ("GET", "/x"), ("DELETE", "/x"))]
         assert all(before <= email.utils.parsedate_to_datetime(date) <= datetime.now(UTC) for date in dates)
-
-    def test_nothing(self, node: Node, talk: Talk) -> None:
-        """An answer without a body has neither a length nor a type."""
-        lease = node.request("POST", "/v1/leases", {"threads": 1, "memory": "1GiB"}).json
-        answer = talk.ask("DELETE", f"/v1/leases/{lease['id']}")
-        assert (answer.status, set(answer.headers), answer.body) == (204, {"Date"}, b"")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -50,10 +51,18 @@ def _empty(directory: Path, reply: bytes) -> Iterator[Path]:
         assert server.stdin is not None
         server.stdin.write(reply)
         server.stdin.close()
-        while not path.exists():
-            time.sleep(0.001)
-        yield path
-        server.kill()
+        try:
+            while not _listens(path):
+                time.sleep(0.001)
+            yield path
+        finally:
+            server.kill()
+
+
+def _listens(path: Path) -> bool:
+    """Tell whether a server has the socket: it exists a moment before it can be connected to."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 @contextmanager

@@ -103,7 +103,7 @@ class Request:
     def __init__(self, node: Node, method: str, path: str, body: object = None) -> None:
         """Send it. Raises OSError when no process listens."""
         raw = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(raw)}\r\n\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         self.what = f"{method} {path} {body}"
         self._said = b""
         self._socket = socket.socket(socket.AF_UNIX)

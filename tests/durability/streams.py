@@ -26,7 +26,7 @@ class Follower:
 
     def __init__(self, connected: socket.socket, after: int | str) -> None:
         """Request the events after a number and all later ones, and wait for the answer's head."""
-        head = f"GET /v1/events?follow=true&after={after} HTTP/1.0\r\nHost: mpsd\r\n\r\n"
+        head = f"GET /v1/events?follow=true&after={after} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\n\r\n"
         connected.sendall(head.encode())
         self._file = connected.makefile("rb")
         assert b" 200 " in self._file.readline()
@@ -35,7 +35,9 @@ class Follower:
 
     def __next__(self) -> dict[str, Any]:
         """Return the next event; raise StopIteration when mpsd has ended the stream."""
-        line = self._file.readline()
+        line = b"\r\n"
+        while line[:1] not in {b"{", b""}:  # the size of a chunk, or its end
+            line = self._file.readline()
         if not line.endswith(b"\n"):
             raise StopIteration
         event: dict[str, Any] = json.loads(line)
@@ -83,7 +85,7 @@ def gapless(read: list[dict[str, Any]], after: int) -> bool:
 def submit(connected: socket.socket, **asked: object) -> None:
     """Request a lease, without waiting for the answer."""
     body = json.dumps(asked).encode()
-    head = f"POST /v1/leases HTTP/1.0\r\nHost: mpsd\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     connected.sendall(head.encode() + body)
 
 

@@ -19,11 +19,11 @@ pytestmark = pytest.mark.thorough
 def followed(node: Node, query: str, number: int) -> list[dict[str, Any]]:
     """Return the first lines that a follower gets."""
     with connection(node) as connected:
-        connected.sendall(f"GET /v1/events?follow=true&{query} HTTP/1.0\r\nHost: mpsd\r\n\r\n".encode())
+        connected.sendall(f"GET /v1/events?follow=true&{query} HTTP/1.1\r\nHost: mpsd\r\n\r\n".encode())
         file = connected.makefile("rb")
         while file.readline().strip():
             pass
-        lines = list(itertools.islice(file, number))
+        lines = list(itertools.islice((line for line in file if line.startswith(b"{")), number))
         file.close()
     return [json.loads(line) for line in lines]
 

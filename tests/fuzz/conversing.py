@@ -20,7 +20,7 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 async def _repeat(message: Message) -> None:
     await message.arrival()
-    facts = [message.method, message.path, message.query, len(message.body), message.trouble, message.old]
+    facts = [message.method, message.path, message.query, len(message.body), str(message.trouble or "")]
     message.method = "GET"  # otherwise HEAD would be answered without the echo
     await message.connection.send(message, Answer(200, json.dumps(facts).encode()))
 

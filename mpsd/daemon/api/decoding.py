@@ -6,15 +6,14 @@ The dispatcher makes one decoder for each row of the route table when mpsd start
 import difflib
 import re
 from collections.abc import Callable, Collection
-from typing import Final, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta
 from msgspec.inspect import (
-    BoolType,
     DictType,
-    Field,
     FloatType,
     IntType,
     ListType,
@@ -199,47 +198,40 @@ def _range(found: IntType | FloatType) -> str:
 
 
 def parameter(
-    description: str,
-    *,
-    refusal: str = "is neither true nor false",
-    hint: str = "pass true or false",
-    at_least: int | None = None,
-    at_most: int | None = None,
+    description: str, *, refusal: str = "is neither true nor false", hint: str = "pass true or false"
 ) -> Meta:
-    """Return the annotation of a RequestQuery's field: its sentence in the API's document, and the text of a refusal.
+    """Return the first annotation of a RequestQuery's field: its sentence in the API's document, and the refusal.
 
-    A refusal reads "NAME='TEXT' REFUSAL". An integer needs both of its bounds.
+    A refusal reads "NAME='TEXT' REFUSAL".
     """
-    return Meta(description=description, ge=at_least, le=at_most, extra={"refusal": refusal, "hint": hint})
-
-
-def text_parameter(description: str, *, pattern: str, refusal: str, hint: str) -> Meta:
-    """Return the same for a text that matches a pattern."""
-    return Meta(description=description, pattern=pattern, extra={"refusal": refusal, "hint": hint})
+    return Meta(description=description, extra={"refusal": refusal, "hint": hint})
 
 
 class _Parameter(NamedTuple):
-    """One query parameter: the parser of its text, which raises ValueError, and the refusal of an invalid one."""
+    """One query parameter: the parser of its text, and the refusal of an invalid one."""
 
-    parse: Callable[[str], int | str]
+    parse: Callable[[str], Any]
     refusal: str
     hint: str
+
+    @classmethod
+    def of(cls, kind: Any) -> "_Parameter":  # noqa: ANN401 - a type
+        """Return a parameter of this type: a text, or a number or a truth value as in JSON; see `parameter`."""
+        parse = partial(msgspec.convert, type=kind) if kind.__origin__ is str else msgspec.json.Decoder(kind).decode
+        return cls(parse, **kind.__metadata__[0].extra)
 
 
 def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
     """Return the function that decodes a query string into this type; for None it accepts no parameters.
 
     The function raises InvalidRequestError, also for a parameter that the type does not have, and for a repeated one.
-    `query_decoder` itself raises TypeError for a type that cannot be decoded, when the table is read.
     """
-    parameters = {} if kind is None else _parameters(kind)
-    default = None if kind is None else kind()
+    fields = () if kind is None else msgspec.structs.fields(kind)
+    parameters = {field.name: _Parameter.of(field.type) for field in fields}
 
     def decode(query: str) -> Q | None:
-        if not query:
-            return default
-        values: dict[str, int | str] = {}
-        for name, texts in parse_qs(query, keep_blank_values=True).items():
+        values: dict[str, Any] = {}
+        for name, texts in parse_qs(query, keep_blank_values=True).items() if query else ():
             if name not in parameters:
                 raise _no_parameter(name, parameters)
             known = parameters[name]
@@ -247,18 +239,12 @@ def query_decoder(kind: type[Q] | None) -> Callable[[str], Q | None]:
                 raise InvalidRequestError(f"{name} is there {len(texts)} times", hint=f"pass {name} once")
             try:
                 values[name] = known.parse(texts[0])
-            except ValueError:
+            except (msgspec.MsgspecError, ValueError):
                 detail = f"{name}={texts[0][:_REPEATED]!r} {known.refusal}"
                 raise InvalidRequestError(detail, hint=known.hint) from None
-        return default if kind is None else kind(**values)
+        return None if kind is None else kind(**values)
 
     return decode
-
-
-def _parameters(kind: type[RequestQuery]) -> dict[str, _Parameter]:
-    struct = type_info(kind)
-    assert isinstance(struct, StructType)  # noqa: S101 - every RequestQuery is one
-    return {field.name: _parameter(field) for field in struct.fields}
 
 
 def _no_parameter(name: str, known: Collection[str]) -> InvalidRequestError:
@@ -266,64 +252,3 @@ def _no_parameter(name: str, known: Collection[str]) -> InvalidRequestError:
     takes = f"this route takes {', '.join(known)}" if known else "this route takes none"
     hint = f"{near[0]} may have been meant; {takes}" if near else takes
     return InvalidRequestError(f"there is no query parameter {briefly(name)}", hint=hint)
-
-
-def _parameter(field: Field) -> _Parameter:
-    """Return a field of a RequestQuery as the decoder uses it. Raises TypeError for an unusable field."""
-    match field:
-        case Field(
-            name=name,
-            required=False,
-            type=Metadata(
-                type=BoolType() | IntType() | StrType() as kind, extra={"refusal": str(refusal), "hint": str(hint)}
-            ),
-        ):
-            return _Parameter(_parser(name, kind), refusal, hint)
-        case _:
-            raise TypeError(f"{field.name}: a query parameter is a bool, int or str, with a default and a `parameter`")
-
-
-def _parser(name: str, kind: BoolType | IntType | StrType) -> Callable[[str], int | str]:
-    match kind:
-        case BoolType():
-            return _boolean
-        case IntType():
-            return _integer(name, kind)
-        case StrType():
-            return _text(name, kind)
-
-
-def _text(name: str, kind: StrType) -> Callable[[str], str]:
-    """Return the parser of a text that matches its pattern."""
-    if kind.pattern is None:
-        raise TypeError(f"{name}: a text parameter has a pattern")
-    pattern = re.compile(kind.pattern)
-
-    def parse(text: str) -> str:
-        if pattern.search(text) is None:
-            raise ValueError(text)
-        return text
-
-    return parse
-
-
-def _boolean(text: str) -> bool:
-    """Return the value of `true` or `false`. Raises ValueError for all else."""
-    if text not in {"true", "false"}:
-        raise ValueError(text)
-    return text == "true"
-
-
-def _integer(name: str, kind: IntType) -> Callable[[str], int]:
-    """Return the parser of a whole number within its bounds; a number has no more digits than the larger bound."""
-    least, most = kind.ge, kind.le
-    if least is None or most is None or least < 0:
-        raise TypeError(f"{name}: an integer parameter has both bounds, and none below 0")
-    digits = len(str(most))
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or len(text) > digits or not least <= int(text) <= most:
-            raise ValueError(text)
-        return int(text)
-
-    return parse

@@ -18,7 +18,7 @@ from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
-from mpsd.daemon.http.problems import problem_answer, unreadable, unroutable
+from mpsd.daemon.http.problems import problem_answer, unroutable
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import EventName, Logger
 from mpsd.system import descriptors
@@ -38,8 +38,6 @@ class _Endpoint(NamedTuple):
 
     role: Role
     query: Callable[[str], RequestQuery | None]
-    without_query: RequestQuery | None
-    """The query of a request without parameters."""
     body: Callable[[bytes | bytearray], RequestBody] | None
     handle: Callable[[Request], Awaitable[Any]]
     encode: Encoder[Any]
@@ -50,7 +48,6 @@ class _Endpoint(NamedTuple):
         return cls(
             role=route.role,
             query=query_decoder(route.query),
-            without_query=None if route.query is None else route.query(),
             body=None if route.body is None else body_decoder(route.body),
             handle=route.handler(handlers),
             encode=route.answer.encode,
@@ -76,7 +73,7 @@ class Dispatcher(Generic[H]):
         uid, counted = connection.peer.uid, False
         try:
             methods, names = self._table.find(message.path)
-            endpoint = None if message.trouble else methods.get(message.method)
+            endpoint = methods.get(message.method)
             settings = self._settings.current
             principal = connection.peer.principal(settings)
             # A path without a route needs a role too, so that a caller without one cannot find out which paths exist.
@@ -86,11 +83,11 @@ class Dispatcher(Generic[H]):
             counted = True
             if endpoint is None:
                 answer: Answer | Stream = unroutable(message, methods)
-            elif endpoint.body is None or message.complete or await self._arrival(message):
+            else:
+                if endpoint.body is not None and not message.complete:
+                    await self._arrival(message)
                 request = _decoded(endpoint, message, principal, names)
                 answer = endpoint.encode(await endpoint.handle(request))
-            else:
-                answer = unreadable(message)
             if isinstance(answer, Answer):
                 await connection.send(message, answer)
             else:
@@ -110,11 +107,8 @@ class Dispatcher(Generic[H]):
             if counted:
                 self._in_flight.end(uid)
 
-    async def _arrival(self, message: Message) -> bool:
-        """Wait for the rest of a request's body, and tell whether it can be read.
-
-        Most bodies arrive with their request. Raises InvalidRequestError when the body does not arrive in time.
-        """
+    async def _arrival(self, message: Message) -> None:
+        """Wait for the rest of a request's body. Raises InvalidRequestError when it does not arrive in time."""
         seconds = self._settings.current.api.header_deadline
         try:
             async with asyncio.timeout(seconds):
@@ -125,7 +119,6 @@ class Dispatcher(Generic[H]):
                 hint="send the whole body at once",
                 limit="api.header_deadline",
             ) from None
-        return not message.trouble
 
     def _note_refusal(self, error: MpsdError, message: Message) -> None:
         """Log the caller of a request without the necessary permission."""
@@ -143,7 +136,9 @@ class Dispatcher(Generic[H]):
 
 def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names: Mapping[str, str]) -> Request:
     """Return a request in the form for its handler. Raises InvalidRequestError, and BodyTooLargeError."""
-    query = endpoint.query(message.query) if message.query else endpoint.without_query
+    if message.trouble is not None:
+        raise message.trouble
+    query = endpoint.query(message.query)
     body = None
     if endpoint.body is not None:
         if len(message.body) > MAXIMUM_BODY:

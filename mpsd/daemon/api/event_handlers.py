@@ -12,9 +12,9 @@ from mpsd.core.accounting.series import SECOND
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
-from mpsd.daemon.api.decoding import parameter, text_parameter
+from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery
-from mpsd.daemon.api.schema import words
+from mpsd.daemon.api.schema import about, words
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.encoding import to_json
 from mpsd.daemon.record.events import Events
@@ -30,20 +30,17 @@ _TIME: Final = r"([0-9]{1,10}|[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]{5,15}(Z|[+-][0-
 
 
 class Event(Struct):
-    """A decision of mpsd: a line of its log, with its number. Its further fields depend on the event.
+    __doc__ = (
+        "A decision of mpsd: a line of its log, with its number. Its further fields depend on the event.\n\n"
+        "A line whose event is `heartbeat` is not an event: it has the number of the last one, and is sent only on"
+        " request."
+    )
 
-    A line whose event is `heartbeat` is not an event: it has the number of the last one, and is sent only on request.
-    """
-
-    seq: int
-    """The number of the event, one more than that of the previous event."""
-    at: Moment
-    """The time of the event."""
+    seq: Annotated[int, about("The number of the event, one more than that of the previous event.")]
+    at: Annotated[Moment, about("The time of the event.")]
     level: Annotated[str, Meta(extra_json_schema={"enum": ["info", "warning", "error"]})]
-    event: Annotated[str, words(EventName, more=True)]
-    """The name of the event."""
-    because: str | None = None
-    """The reason, in a sentence."""
+    event: Annotated[str, words(EventName, more=True), about("The name of the event.")]
+    because: Annotated[str | None, about("The reason, in a sentence.")] = None
 
 
 class EventsQuery(RequestQuery, frozen=True):
@@ -51,13 +48,13 @@ class EventsQuery(RequestQuery, frozen=True):
 
     after: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The number of the last event that the caller has received; mpsd sends the later ones. `0`: all stored"
             " events; `latest`: future events only.",
             refusal="is not the number of an event",
             hint="pass the seq of the last event that you received, or latest for those to come",
-            pattern=r"^([0-9]{1,18}|latest)\Z",
         ),
+        Meta(pattern=r"^([0-9]{1,18}|latest)\Z"),
     ] = "0"
     follow: Annotated[
         bool,
@@ -74,9 +71,8 @@ class EventsQuery(RequestQuery, frozen=True):
             " the last event. `0`: never.",
             refusal="is not a number of seconds from 0 to 3600",
             hint="pass whole seconds, fewer than your client waits for a line, such as heartbeat=3",
-            at_least=0,
-            at_most=3600,
         ),
+        Meta(ge=0, le=3600),
     ] = 0
 
 
@@ -138,30 +134,30 @@ class HistoryQuery(RequestQuery, frozen=True):
 
     by: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The key of the series: `gpu`, `user`, `name`, `lease`, or `label:KEY` for the values of a label.",
             refusal="is not gpu, user, name, lease or label:KEY",
             hint="pass by=user, for example, or by=label:team",
-            pattern=r"^(gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62})\Z",
         ),
+        Meta(pattern=r"^(gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62})\Z"),
     ] = "gpu"
     since: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The beginning: a time of RFC 3339, or whole seconds before now.",
             refusal="is not a time of RFC 3339, nor a number of seconds",
             hint="pass since=3600 for the last hour, or since=2026-11-23T00:00:00Z",
-            pattern=rf"^{_TIME}\Z",
         ),
+        Meta(pattern=rf"^{_TIME}\Z"),
     ] = "3600"
     until: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The end, in the same form.",
             refusal="is not a time of RFC 3339, nor a number of seconds",
             hint="omit it for now, or pass until=2026-11-23T00:00:00Z",
-            pattern=rf"^{_TIME}\Z",
         ),
+        Meta(pattern=rf"^{_TIME}\Z"),
     ] = "0"
     step: Annotated[
         int,
@@ -169,78 +165,70 @@ class HistoryQuery(RequestQuery, frozen=True):
             "Length of a sample in seconds, never less than that of the stored samples. `0`: mpsd chooses.",
             refusal="is not a number of seconds from 0 to 31536000",
             hint="pass whole seconds, such as step=60, or omit it",
-            at_least=0,
-            at_most=31_536_000,
         ),
+        Meta(ge=0, le=31_536_000),
     ] = 0
     gpu: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The UUID of a GPU, to count this GPU only.",
             refusal="is not the UUID of a GPU",
             hint="GET /v1/gpus has them",
-            pattern=r"^([\x21-\x7e]{1,128})?\Z",
         ),
+        Meta(pattern=r"^([\x21-\x7e]{1,128})?\Z"),
     ] = ""
     user: Annotated[
         str,
-        text_parameter(
+        parameter(
             "The uid of a user, to count this user only.",
             refusal="is not a uid",
             hint="pass user=1000, for example",
-            pattern=r"^([0-9]{1,10})?\Z",
         ),
+        Meta(pattern=r"^([0-9]{1,10})?\Z"),
     ] = ""
     totals: Annotated[bool, parameter("Whether the answer has totals only, and no samples.")] = False
 
 
 class HistoryTotalOut(Struct):
-    """The sums of one key: amounts times seconds."""
+    __doc__ = "The sums of one key: amounts times seconds."
 
-    seconds: float
-    """The total length of the samples in which the key had anything."""
-    leases: int
-    """The number of leases."""
-    threads_granted: float
-    """Percent-seconds: a whole GPU for an hour is 360000."""
-    memory_granted: float
-    """Byte-seconds."""
-    memory_held: float | None
-    """Byte-seconds, by the readings of the GPUs; null without a reading."""
-    clients: float
-    """Client-seconds."""
+    seconds: Annotated[float, about("The total length of the samples in which the key had anything.")]
+    leases: Annotated[int, about("The number of leases.")]
+    threads_granted: Annotated[float, about("Percent-seconds: a whole GPU for an hour is 360000.")]
+    memory_granted: Annotated[float, about("Byte-seconds.")]
+    memory_held: Annotated[float | None, about("Byte-seconds, by the readings of the GPUs; null without a reading.")]
+    clients: Annotated[float, about("Client-seconds.")]
 
 
 class HistorySampleOut(Struct):
-    """The means over one sample. During a time without a sample, the key had nothing."""
+    __doc__ = "The means over one sample. During a time without a sample, the key had nothing."
 
-    time: Moment
-    """The beginning of the sample: a multiple of the resolution, since 1970."""
-    seconds: float
-    """The length of its part between since and until, which is the span of the means."""
-    threads_granted: float
-    """Percent."""
-    memory_granted: float
-    """Bytes."""
-    memory_held: float | None
-    """Bytes, by the readings of the GPUs; null without a reading."""
+    time: Annotated[Moment, about("The beginning of the sample: a multiple of the resolution, since 1970.")]
+    seconds: Annotated[float, about("The length of its part between since and until, which is the span of the means.")]
+    threads_granted: Annotated[float, about("Percent.")]
+    memory_granted: Annotated[float, about("Bytes.")]
+    memory_held: Annotated[float | None, about("Bytes, by the readings of the GPUs; null without a reading.")]
     clients: float
 
 
 class HistorySeriesOut(Struct):
-    """The amounts of one key."""
+    __doc__ = "The amounts of one key."
 
-    key: str | None
-    """The UUID of a GPU, a uid, a name, the id of a lease, or the value of a label. Users choose names and labels.
-
-    Null stands for leases without such a name or label, and for leases beyond the limits on separate names and users.
-    """
+    key: Annotated[
+        str | None,
+        about(
+            "The UUID of a GPU, a uid, a name, the id of a lease, or the value of a label. Users choose names and"
+            " labels.\n\n"
+            "Null stands for leases without such a name or label, and for leases beyond the limits on separate names"
+            " and users."
+        ),
+    ]
     total: HistoryTotalOut
     samples: list[HistorySampleOut]
 
 
 class HistoryGapOut(Struct):
-    """A span without stored samples. The sums still include the granted amounts, as a mean over the gap."""
+    __doc__ = "A span without stored samples. The sums still include the granted amounts, as a mean over the gap."
 
     since: Moment
     until: Moment
@@ -248,24 +236,23 @@ class HistoryGapOut(Struct):
 
 
 class HistoryOut(Struct):
-    """The amounts that were granted and held from one time to another.
+    __doc__ = (
+        "The amounts that were granted and held from one time to another.\n\n"
+        "Granted amounts are exact. Held amounts come from the readings of the GPUs, every 10 seconds: by GPU, all"
+        " memory in use on it; otherwise, the memory that processes of leases hold, for a single lease as the mean"
+        " over its life."
+    )
 
-    Granted amounts are exact. Held amounts come from the readings of the GPUs, every 10 seconds: by GPU, all memory in
-    use on it; otherwise, the memory that processes of leases hold, for a single lease as the mean over its life.
-    """
-
-    history: list[HistorySeriesOut]
-    """The series that the caller may see, by key."""
+    history: Annotated[list[HistorySeriesOut], about("The series that the caller may see, by key.")]
     by: str
     since: Moment
     until: Moment
-    resolution: int
-    """The length of a sample in seconds."""
-    left_out: int
-    """The number of keys beyond 1000, which are left out: those with the smallest amounts."""
+    resolution: Annotated[int, about("The length of a sample in seconds.")]
+    left_out: Annotated[
+        int, about("The number of keys beyond 1000, which are left out: those with the smallest amounts.")
+    ]
     gaps: list[HistoryGapOut]
-    because: str
-    """The reason why nothing can be stored now; empty if all is well."""
+    because: Annotated[str, about("The reason why nothing can be stored now; empty if all is well.")]
 
 
 class HistoryHandlers:

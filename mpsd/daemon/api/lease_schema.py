@@ -27,7 +27,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.quantities import ActiveThreadPercentage, Moment, PinnedDeviceMemLimit
 from mpsd.daemon.api.request import RequestBody
-from mpsd.daemon.api.schema import LimitsOut, ViolationOut, words
+from mpsd.daemon.api.schema import LimitsOut, ViolationOut, about, words
 from mpsd.system import clock
 
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")]
@@ -47,7 +47,7 @@ Uid = Annotated[int, Meta(ge=0, le=2**32 - 2)]
 
 
 class RequestedOwner(Struct, forbid_unknown_fields=True):
-    """The requested owner of a lease: a uid, a gid, and further groups, by which its quota is found."""
+    __doc__ = "The requested owner of a lease: a uid, a gid, and further groups, by which its quota is found."
 
     uid: Uid
     gid: Uid
@@ -58,118 +58,138 @@ GroupPath = Annotated[str, Meta(min_length=2, max_length=4096, pattern=r"^/[^\x0
 UnitName = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9:_.\\@-]+\Z")]
 While = Annotated[str, Meta(pattern=r"^(populated|exists)\Z"), words(GroupLife)]
 PidNumber = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 
 class RequestedClaim(Struct, forbid_unknown_fields=True):
-    """A lease without a holder yet: the first holder that a request names with the lease's token takes it."""
+    __doc__ = "A lease without a holder yet: the first holder that a request names with the lease's token takes it."
 
-    uid: Uid | None = None
-    """The uid whose processes alone can take it; null: any uid, and until then the claim counts as the caller's."""
+    uid: Annotated[
+        Uid | None, about("The uid whose processes can take it; null: any, and until then it counts as the caller's.")
+    ] = None
     gid: Uid | None = None
-    deadline: Annotated[float, Meta(gt=0, le=1e6)] | None = None
-    """Seconds from the grant after which it ends unless it was taken; null: admission.claim_deadline."""
+    deadline: Annotated[
+        Annotated[float, Meta(gt=0, le=1e6)] | None,
+        about("Seconds from the grant after which it ends unless it was taken; null: admission.claim_deadline."),
+    ] = None
 
 
 class RequestedHolder(Struct, forbid_unknown_fields=True):
-    """The holder of a lease, where that is no process: exactly one of `cgroup`, `unit` and `claim`."""
+    __doc__ = "The holder of a lease, where that is no process: exactly one of `cgroup`, `unit` and `claim`."
 
-    cgroup: GroupPath | None = None
-    """The path of a control group, as in /proc/PID/cgroup on the host, or with its mount point in front."""
-    unit: UnitName | None = None
-    """The name of a running systemd unit: of the system, or, for a user, of the user's own manager."""
-    life: While = field(default="populated", name="while")
-    """`populated`: it holds the lease while it has processes, from the first one on. `exists`: until it is removed."""
-    claim: RequestedClaim | None = None
-    """For administrators."""
+    cgroup: Annotated[
+        GroupPath | None,
+        about("The path of a control group, as in /proc/PID/cgroup on the host, or with its mount point in front."),
+    ] = None
+    unit: Annotated[
+        UnitName | None,
+        about("The name of a running systemd unit: of the system, or, for a user, of the user's own manager."),
+    ] = None
+    life: Annotated[
+        While, about("`populated`: holds while it has processes, from the first one on. `exists`: until it is removed.")
+    ] = field(default="populated", name="while")
+    claim: Annotated[RequestedClaim | None, about("For administrators.")] = None
 
 
 class LeaseRequest(RequestBody, kw_only=True):
-    """A request for a lease: threads and memory, or a fraction of one GPU."""
+    __doc__ = "A request for a lease: threads and memory, or a fraction of one GPU."
 
     forms: ClassVar = {"LeaseOfThreads": ("threads", "memory"), "LeaseOfFraction": ("fraction",)}
 
-    threads: Percent | None = None
-    """Percent of the GPU's threads, (0, 100], in steps of 0.1."""
-    memory: SizeText | SizeBytes | None = None
-    """Device memory, as `8GiB` or in bytes; granted in whole MiB."""
-    fraction: Fraction | None = None
-    """The part of one GPU's threads and memory, from 0.001 to 1."""
-    gpu: Text = "any"
-    """`any`, an index, a UUID, or a unique prefix of one."""
-    gpus: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Number of GPUs, all or nothing; the lease has the same amount on each."""
-    processes: Annotated[int, Meta(ge=1, le=1000)] | AnyNumber = 1
-    """Maximum client processes on each GPU, 1 by default; threads and memory are the sum over them.
-
-    `any`: any number. Then each process may use the whole, and NVML's figures of their memory count against the sum.
-    """
-    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
-    """A higher priority goes first; above 0 only with a quota that allows it."""
-    wait: Annotated[float, Meta(ge=0, le=1e9)] | None = 0.0
-    """Seconds to wait until the request fits; null: without a limit."""
-    ttl: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    """Seconds after which the lease ends unless it is renewed; null: it has no such time."""
+    threads: Annotated[Percent | None, about("Percent of the GPU's threads, (0, 100], in steps of 0.1.")] = None
+    memory: Annotated[
+        SizeText | SizeBytes | None, about("Device memory, as `8GiB` or in bytes; granted in whole MiB.")
+    ] = None
+    fraction: Annotated[Fraction | None, about("The part of one GPU's threads and memory, from 0.001 to 1.")] = None
+    gpu: Annotated[Text, about("`any`, an index, a UUID, or a unique prefix of one.")] = "any"
+    gpus: Annotated[
+        int, Meta(ge=1, le=64), about("Number of GPUs, all or nothing; the lease has the same amount on each.")
+    ] = 1
+    processes: Annotated[
+        Annotated[int, Meta(ge=1, le=1000)] | AnyNumber,
+        about(
+            "Maximum client processes on each GPU, 1 by default; threads and memory are the sum over them.\n\n"
+            "`any`: any number. Then each process may use the whole, and NVML's figures of their memory count against"
+            " the sum."
+        ),
+    ] = 1
+    priority: Annotated[
+        int, Meta(ge=-100, le=100), about("A higher priority goes first; above 0 only with a quota that allows it.")
+    ] = 0
+    wait: Annotated[
+        Annotated[float, Meta(ge=0, le=1e9)] | None,
+        about("Seconds to wait until the request fits; null: without a limit."),
+    ] = 0.0
+    ttl: Annotated[Seconds | None, about("Seconds after which the lease ends unless it is renewed.")] = None
     name: Text = ""
     labels: Labels = field(default_factory=dict)
-    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    """The process that the lease is tied to; the caller's own by default."""
-    holder: RequestedHolder | None = None
-    """The holder to which the lease is tied, instead of a process."""
-    owner: RequestedOwner | None = None
-    """The owner of the lease, where that is not the process's user; for administrators only."""
-    request_id: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None = None
-    """Makes a retry return the same lease; a different request with the same id is refused."""
-    client_priority: Annotated[int, Meta(ge=0, le=1)] | None = None
-    """The client priority of MPS: 0 is normal, 1 below normal; a hint. Driver 535 and newer."""
-    stop: Annotated[str, Meta(pattern=r"^(terminate|sigterm)\Z"), words(Stop)] = Stop.TERMINATE.value
-    """How mpsd ends the lease's clients: with `terminate` their server ends their work on the GPU before they get a
-    signal; `sigterm` is for programs that finish that work on SIGTERM, which then comes first."""
+    pid: Annotated[PidNumber | None, about("The process that holds the lease; the caller's own by default.")] = None
+    holder: Annotated[RequestedHolder | None, about("What holds the lease, instead of a process.")] = None
+    owner: Annotated[
+        RequestedOwner | None, about("The owner of the lease, if not the process's user; for administrators only.")
+    ] = None
+    request_id: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+\Z")] | None,
+        about("Makes a retry return the same lease; a different request with the same id is refused."),
+    ] = None
+    client_priority: Annotated[
+        Annotated[int, Meta(ge=0, le=1)] | None,
+        about("The client priority of MPS: 0 is normal, 1 below normal; a hint. Driver 535 and newer."),
+    ] = None
+    stop: Annotated[
+        str,
+        Meta(pattern=r"^(terminate|sigterm)\Z"),
+        words(Stop),
+        about(
+            "How mpsd ends the lease's clients: with `terminate` their server ends their work on the GPU before they"
+            " get a signal; `sigterm` is for programs that finish that work on SIGTERM, which then comes first."
+        ),
+    ] = Stop.TERMINATE.value
 
 
 class RenewRequest(RequestBody):
-    """The new time to live of a lease."""
+    __doc__ = "The new time to live of a lease."
 
-    ttl: Annotated[float, Meta(gt=0, le=1e9)]
-    """Seconds."""
+    ttl: Annotated[Seconds, about("Seconds.")]
 
 
 class HolderRequest(RequestBody, kw_only=True):
-    """Another holder of a lease: one of `pid`, `cgroup`, `unit` and `claim`; without any, the calling process."""
+    __doc__ = "Another holder of a lease: one of `pid`, `cgroup`, `unit` and `claim`; without any, the calling process."
 
     pid: PidNumber | None = None
-    group: bool = False
-    """Whether the control group of that process is the holder, and not the process."""
+    group: Annotated[bool, about("Whether the control group of that process is the holder.")] = False
     cgroup: GroupPath | None = None
     unit: UnitName | None = None
     life: While = field(default="populated", name="while")
-    claim: RequestedClaim | None = None
-    """For administrators, with `replace`: the lease outlives its holders, until its owner or another uid takes it."""
-    token: Annotated[str, Meta(max_length=256)] | None = None
-    """The lease's token: with it, one holder can take a claim."""
-    replace: bool = False
-    """Whether it replaces all other holders."""
-    owner: RequestedOwner | None = None
-    """The owner of the lease from now on, where that is not the process's user; for administrators who take a claim."""
+    claim: Annotated[
+        RequestedClaim | None,
+        about("For administrators, with `replace`: the lease waits for its owner or another uid."),
+    ] = None
+    token: Annotated[Annotated[str, Meta(max_length=256)] | None, about("The lease's token, to take its claim.")] = None
+    replace: Annotated[bool, about("Whether it replaces all other holders.")] = False
+    owner: Annotated[
+        RequestedOwner | None,
+        about("The new owner of the lease, if not the process's user; for administrators who take a claim."),
+    ] = None
 
 
 class HolderOut(Struct, omit_defaults=True):
-    """A holder of a lease: a `process`, a `cgroup`, or a `claim` that no holder has taken yet."""
+    __doc__ = "A holder of a lease: a `process`, a `cgroup`, or a `claim` that no holder has taken yet."
 
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["process", "cgroup", "claim"]})]
     pid: int | None = None
     start_time: Moment | None = None
     cgroup: str | None = None
     life: Annotated[str, words(GroupLife)] | None = field(default=None, name="while")
-    unit: str | None = None
-    """The unit that the path of the control group names; it is for display only, as are `container` and `pod`."""
+    unit: Annotated[
+        str | None,
+        about("The unit that the control group's path names: for display only, as `container` and `pod` are."),
+    ] = None
     container: str | None = None
     pod: str | None = None
-    uid: int | None = None
-    """The uid whose processes alone can take the claim."""
-    deadline: Moment | None = None
-    """When the claim ends."""
-    gone: bool = False
-    """Whether the process or control group is gone, and the lease lives for other processes."""
+    uid: Annotated[int | None, about("The uid whose processes alone can take the claim.")] = None
+    deadline: Annotated[Moment | None, about("When the claim ends.")] = None
+    gone: Annotated[bool, about("Whether it is gone, and the lease lives for other processes.")] = False
 
     @classmethod
     def of(cls, holder: Holder) -> "HolderOut":
@@ -187,7 +207,7 @@ class HolderOut(Struct, omit_defaults=True):
 
 
 class OwnerOut(Struct):
-    """The owner of a lease, as the kernel reported it, and the process that holds it; pid 0 where no process does."""
+    __doc__ = "The owner of a lease, as the kernel reported it, and the process that holds it, if any: otherwise pid 0."
 
     uid: int
     gid: int
@@ -196,7 +216,7 @@ class OwnerOut(Struct):
 
 
 class ShareOut(Struct):
-    """A lease's share of one GPU, and the environment that each of its client processes there needs."""
+    __doc__ = "A lease's share of one GPU, and the environment that each of its client processes there needs."
 
     gpu: str
     daemon: str
@@ -211,16 +231,15 @@ class ShareOut(Struct):
 
 
 class KeeperOut(Struct):
-    """A process that keeps a lease whose holders are gone."""
+    __doc__ = "A process that keeps a lease whose holders are gone."
 
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["client", "bearer"]})]
     pid: int
-    name: str
-    """Its command, as reported by the process."""
+    name: Annotated[str, about("Its command, as reported by the process.")]
 
 
 class WaitOut(Struct):
-    """The place of a waiting lease: its position from 1, and the limit that it waits for."""
+    __doc__ = "The place of a waiting lease: its position from 1, and the limit that it waits for."
 
     position: int
     waits_for: str
@@ -232,14 +251,14 @@ _PID_OF: Final = attrgetter("pid")
 
 
 class LeaseOut(Struct):
-    """A lease: a promise of this much of a GPU, until it ends; or a place in the queue for one.
-
-    Percentage, memory and environment are those on the first of its GPUs; `shares` has each. Null or empty: not yet.
-    `processes` is the maximum of client processes on each GPU, 0 for any number; `clients` has those on all of them.
-
-    The environment has the lease's token, MPSD_LEASE_TOKEN, in answers about this lease alone to its owner and to
-    administrators.
-    """
+    __doc__ = (
+        "A lease: a promise of this much of a GPU, until it ends; or a place in the queue for one.\n\n"
+        "Percentage, memory and environment are those on the first of its GPUs; `shares` has each. Null or empty:"
+        " not yet. `processes` is the maximum of client processes on each GPU, 0 for any number; `clients` has those"
+        " on all of them.\n\n"
+        "The environment has the lease's token, MPSD_LEASE_TOKEN, in answers about this lease alone to its owner"
+        " and to administrators."
+    )
 
     id: str
     state: Annotated[str, words(LeaseState)]
@@ -247,15 +266,13 @@ class LeaseOut(Struct):
     gpus: list[str]
     daemon: str | None
     owner: OwnerOut
-    holders: list[HolderOut]
-    """The holders to which it is tied: it lives while any holder, any of its clients or any of its bearers lives."""
+    holders: Annotated[list[HolderOut], about("It lives while any of its holders, clients or bearers lives.")]
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
     env: Mapping[str, str]
     shares: list[ShareOut]
     clients: list[int]
-    bearers: list[int]
-    """Processes outside its holder's family that belong to it by the token in their environment; they keep it."""
+    bearers: Annotated[list[int], about("Processes that belong to it by the token in their environment alone.")]
     processes: int
     priority: int
     client_priority: int | None
@@ -268,14 +285,15 @@ class LeaseOut(Struct):
     expires: Moment | None
     request_id: str | None
     wait: WaitOut | None
-    violations: list[ViolationOut] = []
-    """The open violations of its processes."""
-    unknown: list[str] = []
-    """The unknown facts about the limits of its processes; they are no violation."""
-    lost: list[int] = []
-    """Those of its clients whose work ended with their control daemon: all their calls of CUDA fail."""
-    keepers: list[KeeperOut] = []
-    """Where all of its holders are gone: the processes that keep it."""
+    violations: Annotated[list[ViolationOut], about("The open violations of its processes.")] = []
+    unknown: Annotated[
+        list[str], about("The unknown facts about the limits of its processes; they are no violation.")
+    ] = []
+    lost: Annotated[
+        list[int],
+        about("Those of its clients whose work ended with their control daemon: all their calls of CUDA fail."),
+    ] = []
+    keepers: Annotated[list[KeeperOut], about("Where all of its holders are gone: the processes that keep it.")] = []
 
     @classmethod
     def of(cls, lease: Lease, *, expires: datetime | None, place: QueuePlace | None, secret: bool) -> "LeaseOut":
@@ -323,7 +341,7 @@ def _bytes(memory: PinnedDeviceMemLimit | None) -> int | None:
 
 
 class OthersOut(Struct):
-    """The sums over all other users, for a caller that may not see their leases."""
+    __doc__ = "The sums over all other users, for a caller that may not see their leases."
 
     leases: int
     waiting: int
@@ -332,19 +350,19 @@ class OthersOut(Struct):
 
 
 class LeasesOut(Struct):
-    """The leases that have not ended: the caller's own, or all leases where the caller may see them."""
+    __doc__ = "The leases that have not ended: the caller's own, or all leases where the caller may see them."
 
     leases: list[LeaseOut]
     others: OthersOut
 
 
 class ProcessOut(Struct):
-    """A process of a lease on one GPU: whether it is under MPS, its granted limits, and those in force.
-
-    `mps` is null for the holder of a lease that was not seen on the GPU. `limits_in_force` is the maximum that it can
-    use, and `limits_at_least` the minimum that it has, by what was open to it and by the environment it was started
-    with; null where that is unknown.
-    """
+    __doc__ = (
+        "A process of a lease on one GPU: whether it is under MPS, its granted limits, and those in force.\n\n"
+        "`mps` is null for the holder of a lease that was not seen on the GPU. `limits_in_force` is the maximum"
+        " that it can use, and `limits_at_least` the minimum that it has, by what was open to it and by the"
+        " environment it was started with; null where that is unknown."
+    )
 
     pid: int
     name: str
@@ -381,20 +399,19 @@ class ProcessOut(Struct):
 
 
 class VerifyOut(Struct):
-    """Whether every process of a lease is under MPS and within its limits, by facts that were read just now."""
+    __doc__ = "Whether every process of a lease is under MPS and within its limits, by facts that were read just now."
 
     lease: str
-    ok: bool
-    """Whether the verdict is `ok`."""
-    verdict: Annotated[str, words(Verdict)]
-    """`violation`, `unknown`, `nothing` (it waits, has ended, or has no process on the GPU yet), or `ok`."""
+    ok: Annotated[bool, about("Whether the verdict is `ok`.")]
+    verdict: Annotated[
+        str,
+        words(Verdict),
+        about("`violation`, `unknown`, `nothing` (it waits, has ended, or has no process on the GPU yet), or `ok`."),
+    ]
     because: str
     memory_granted: int
-    memory_held: int
-    """Bytes, summed over its processes and GPUs, as far as they are known."""
+    memory_held: Annotated[int, about("Bytes, summed over its processes and GPUs, as far as they are known.")]
     processes: list[ProcessOut]
     violations: list[str]
-    unknown: list[str]
-    """The unknown facts; they are no violation."""
-    hint: str | None
-    """The remedy, where `because` does not name it."""
+    unknown: Annotated[list[str], about("The unknown facts; they are no violation.")]
+    hint: Annotated[str | None, about("The remedy, where `because` does not name it.")]

@@ -1,14 +1,9 @@
 """The API's own document. It is made from the route table and the schemas alone, so that it cannot differ from them."""
 
-import ast
 import http
-import inspect
 import re
-import sys
-import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -72,14 +67,8 @@ class OpenApiHandlers:
 
 def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes."""
-    types: set[type[msgspec.Struct]] = {Problem, *(struct for route in routes for struct in _structs(route))}
-    ordered = sorted(types, key=lambda each: each.__name__)
-    _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
-    structs = _all_structs(types)
-    for module in {struct.__module__ for struct in structs.values()}:
-        for source in ast.parse(inspect.getsource(sys.modules[module])).body:
-            if isinstance(source, ast.ClassDef) and source.name in structs:
-                _explain(components[source.name], structs[source.name], source)
+    structs = {Problem, *(struct for route in routes for struct in _structs(route))}
+    _, components = msgspec.json.schema_components(sorted(structs, key=lambda each: each.__name__), ref_template=_REF)
     for route in routes:
         if route.answer.line is not None:
             components[route.answer.line.__name__]["additionalProperties"] = True
@@ -103,35 +92,6 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": {name: _portable(components[name]) for name in sorted(components)}},
     }
-
-
-def _all_structs(types: Iterable[type[msgspec.Struct]]) -> dict[str, type[msgspec.Struct]]:
-    """Return these structs and those that they contain, by name."""
-    found: dict[str, type[msgspec.Struct]] = {}
-    for each in types:
-        if each.__name__ not in found:
-            found[each.__name__] = each
-            hints = typing.get_type_hints(each).values()
-            found |= _all_structs(struct for hint in hints for struct in _structs_in(hint))
-    return found
-
-
-def _structs_in(hint: object) -> Iterable[type[msgspec.Struct]]:
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        yield hint
-    for each in typing.get_args(hint):
-        yield from _structs_in(each)
-
-
-def _explain(schema: dict[str, Any], struct: type[msgspec.Struct], source: ast.ClassDef) -> None:
-    """Add the sentence below each field in the source to its schema, and make the description plain text."""
-    schema["description"] = inspect.cleandoc(schema["description"])
-    names = {each.name: each.encode_name for each in msgspec.structs.fields(struct)}
-    for line, below in pairwise(source.body):
-        match line, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))) if name in names:
-                about = schema["properties"][names[name]]
-                schema["properties"][names[name]] = {"description": inspect.cleandoc(text), **about}
 
 
 def _in_forms(schema: dict[str, Any], body: type[RequestBody]) -> dict[str, Any]:

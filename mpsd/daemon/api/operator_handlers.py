@@ -14,6 +14,7 @@ from mpsd.core.supervision.drain import Intent, OperatorCommand, Outcome
 from mpsd.core.supervision.wedge import Cause, Suspicion
 from mpsd.daemon.api import schema
 from mpsd.daemon.api.request import Request, RequestBody
+from mpsd.daemon.api.schema import about
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock
@@ -26,38 +27,48 @@ _MOST_DONE: Final = 256
 
 
 class ReloadOut(msgspec.Struct):
-    """The result of reloading the configuration."""
+    __doc__ = "The result of reloading the configuration."
 
-    applied: list[str]
-    """Settings that changed and are now in force, except where `daemons` has them."""
-    needs_restart: list[str]
-    """Settings that changed and take effect at the next start of mpsd."""
-    daemons: dict[str, list[str]]
-    """By control daemon, the settings that it gets when it next starts, which is not before its leases and clients have
-    ended."""
-    unknown: str
-    """A sentence about unknown names of users and groups; empty where all are known."""
+    applied: Annotated[list[str], about("Settings that changed and are now in force, except where `daemons` has them.")]
+    needs_restart: Annotated[list[str], about("Settings that changed and take effect at the next start of mpsd.")]
+    daemons: Annotated[
+        dict[str, list[str]],
+        about(
+            "By control daemon, the settings that it gets when it next starts, which is not before its leases and"
+            " clients have ended."
+        ),
+    ]
+    unknown: Annotated[str, about("A sentence about unknown names of users and groups; empty where all are known.")]
 
 
 _Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
 
 
 class HoldRequest(RequestBody):
-    """The reason why admission is stopped."""
+    __doc__ = "The reason why admission is stopped."
 
-    reason: _Reason | None = None
-    """In the operator's words, for users whose requests are refused because of it; one line without control
-    characters."""
+    reason: Annotated[
+        _Reason | None,
+        about(
+            "In the operator's words, for users whose requests are refused because of it; one line without control"
+            " characters."
+        ),
+    ] = None
 
 
 class DrainRequest(RequestBody):
-    """The time that the present clients have, and the reason for the drain."""
+    __doc__ = "The time that the present clients have, and the reason for the drain."
 
-    timeout: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    """Seconds after which they are ended; null: no limit."""
-    reason: _Reason | None = None
-    """In the operator's words, for users whose requests are refused because of it; one line without control
-    characters."""
+    timeout: Annotated[
+        Annotated[float, Meta(ge=0, le=1e9)] | None, about("Seconds after which they are ended; null: no limit.")
+    ] = None
+    reason: Annotated[
+        _Reason | None,
+        about(
+            "In the operator's words, for users whose requests are refused because of it; one line without control"
+            " characters."
+        ),
+    ] = None
 
 
 class OperatorHandlers:

@@ -1,7 +1,8 @@
 """The wire format of the node in the API; that of leases is in `lease_schema`.
 
-These types are the API's document too (`/v1/openapi.json` is made from them), so their docstrings are for its readers.
-Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an object with one array.
+The API's document (`/v1/openapi.json`) is made from these types. They assign `__doc__`, since Python drops docstrings
+where PYTHONOPTIMIZE is 2. Times are RFC 3339 in UTC, memory is bytes, threads are percent, and a list is always an
+object with one array.
 """
 
 from enum import StrEnum
@@ -22,22 +23,30 @@ from mpsd.core.supervision.drain import Operation, Outcome
 from mpsd.daemon.canary.watch import Examination
 
 
+def about(description: str) -> Meta:
+    """Return the annotation of a field with its description in the API's document."""
+    return Meta(description=description)
+
+
 def words(kind: type[StrEnum], *, more: bool = False) -> Meta:
     """Return the annotation of a text that is one of these words; `more`: later releases may add further ones."""
     return Meta(extra_json_schema={"x-extensible-enum" if more else "enum": [each.value for each in kind]})
 
 
 class PrincipalOut(Struct):
-    """The caller, as the kernel identifies it."""
+    __doc__ = "The caller, as the kernel identifies it."
 
     uid: int
     gid: int
-    role: Annotated[str, Meta(extra_json_schema={"enum": [each.name.lower() for each in Role]})]
-    """The rights of the caller; each role includes those before it."""
+    role: Annotated[
+        str,
+        Meta(extra_json_schema={"enum": [each.name.lower() for each in Role]}),
+        about("The rights of the caller; each role includes those before it."),
+    ]
 
 
 class LimitsOut(Struct):
-    """Limits in percent and bytes; null means that there is no such limit, or that it is unknown."""
+    __doc__ = "Limits in percent and bytes; null means that there is no such limit, or that it is unknown."
 
     active_thread_percentage: float | None
     pinned_device_mem_limit: int | None
@@ -51,11 +60,11 @@ class LimitsOut(Struct):
 
 
 class DriftOut(Struct):
-    """A limit that is not what mpsd set, since when, and the command that changed it, where the log names it.
-
-    `server` is the server whose limit it is, null for the default of the daemon; `undone` is when mpsd restored the
-    limit.
-    """
+    __doc__ = (
+        "A limit that is not what mpsd set, since when, and the command that changed it, where the log names it.\n\n"
+        "`server` is the server whose limit it is, null for the default of the daemon; `undone` is when mpsd"
+        " restored the limit."
+    )
 
     limit: str
     wanted: float | int | None
@@ -64,8 +73,7 @@ class DriftOut(Struct):
     command: str | None
     server: int | None
     undone: Moment | None
-    because: str
-    """All of that in a sentence."""
+    because: Annotated[str, about("All of that in a sentence.")]
 
     @classmethod
     def of(cls, daemon: str, drift: Drift) -> "DriftOut":
@@ -83,18 +91,17 @@ class DriftOut(Struct):
 
 
 class ServerOut(Struct):
-    """An MPS server; the control daemon of an orphan is dead.
-
-    That of a server that is `dying` died just now: such a server ends within a moment, or is an orphan then.
-    """
+    __doc__ = (
+        "An MPS server; the control daemon of an orphan is dead.\n\n"
+        "That of a server that is `dying` died just now: such a server ends within a moment, or is an orphan then."
+    )
 
     pid: int
     status: str | None
     clients: list[int]
     orphan: bool
     dying: bool
-    limits: LimitsOut
-    """The limits of its next client; nulls while the server does not report them."""
+    limits: Annotated[LimitsOut, about("The limits of its next client; nulls while the server does not report them.")]
 
     @classmethod
     def of(cls, server: Server) -> "ServerOut":
@@ -104,47 +111,33 @@ class ServerOut(Struct):
 
 
 class DaemonOut(Struct):
-    """A control daemon: its state and the reason for it, its process, and the limits that it reports."""
+    __doc__ = "A control daemon: its state and the reason for it, its process, and the limits that it reports."
 
     name: str
     gpu: str
     state: Annotated[str, words(State)]
     because: str
-    hint: str | None
-    """The remedy for the reader; commands of operators are shown to operators only."""
+    hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
     pid: int | None
     start_time: Moment | None
     pipe_directory: str
     since: Moment
     ready_since: Moment | None
-    limits: LimitsOut
-    """The limits read back from the daemon, which reports limits of 1 GiB and more in whole GiB, rounded down."""
-    limits_wanted: LimitsOut
-    """The limits that mpsd sets for its next client."""
-    verified: bool
-    """Whether it is certain that the next client gets no more; false while the limits change, or are unknown."""
-    drift: list[DriftOut]
-    """The limits that others changed and that are not restored."""
-    undone: list[DriftOut]
-    """The latest few limits that others changed and mpsd restored."""
+    limits: Annotated[LimitsOut, about("As the daemon reports them: from 1 GiB on in whole GiB, rounded down.")]
+    limits_wanted: Annotated[LimitsOut, about("The limits that mpsd sets for its next client.")]
+    verified: Annotated[bool, about("Whether it is certain that the next client gets no more than these.")]
+    drift: Annotated[list[DriftOut], about("The limits that others changed and that are not restored.")]
+    undone: Annotated[list[DriftOut], about("The latest few limits that others changed and mpsd restored.")]
     servers: list[ServerOut]
-    version: str | None
-    """The version of the driver."""
-    log_silent_since: Moment | None
-    """Since when its log has shown nothing, not even the conversations of mpsd."""
-    unknown_lines: int
-    """Lines of its log that mpsd does not recognise, since mpsd started."""
+    version: Annotated[str | None, about("The version of the driver.")]
+    log_silent_since: Annotated[Moment | None, about("Since when its log lacks even the conversations of mpsd.")]
+    unknown_lines: Annotated[int, about("Lines of its log that mpsd does not recognise, since mpsd started.")]
     latest_unknown_lines: list[str]
-    operation: str | None
-    """The operation on it that is not finished, and the blockers that the operation waits for."""
-    restart_for: list[str]
-    """The changed settings that take effect when it is restarted."""
-    unserved: str | None
-    """The evidence that its server is wedged, and serves no client; null where there is none."""
-    wedged: bool
-    """Whether there is such evidence: admission is stopped, and mpsd replaces it when no client or lease is left."""
-    drained: bool
-    """Whether a drain of it is done: in the state `draining`, it has no leases and no clients left."""
+    operation: Annotated[str | None, about("The unfinished operation on it, and what that waits for.")]
+    restart_for: Annotated[list[str], about("The changed settings that take effect when it is restarted.")]
+    unserved: Annotated[str | None, about("The evidence that its server is wedged, and serves no client.")]
+    wedged: Annotated[bool, about("Whether there is such evidence: mpsd replaces it when no client or lease is left.")]
+    drained: Annotated[bool, about("Whether a drain of it is done: no leases and no clients are left.")]
 
     @classmethod
     def of(cls, daemon: Daemon, *, operator: bool) -> "DaemonOut":
@@ -180,21 +173,20 @@ class DaemonOut(Struct):
 
 
 class DaemonsOut(Struct):
-    """The control daemons, in the order of their GPUs."""
+    __doc__ = "The control daemons, in the order of their GPUs."
 
     daemons: list[DaemonOut]
 
 
 class CanaryOut(Struct):
-    """The result of a canary, a client of mpsd's own that initialises CUDA and makes a context, on a control daemon."""
+    __doc__ = "The result of a canary: a client of mpsd's own that initialises CUDA and makes a context."
 
     daemon: str
-    verdict: Annotated[str, words(wedge.Verdict)]
-    """`ok`: clients are served. `wedged`: the canary got no answer in time. `unknown`: neither was proven."""
-    because: str
-    """The evidence: the outcome of the canary."""
-    mps: bool | None
-    """Whether CUDA says that it was a client of MPS; null where it does not say."""
+    verdict: Annotated[
+        str, words(wedge.Verdict), about("`ok`: clients are served. `wedged`: no answer in time. `unknown`: no proof.")
+    ]
+    because: Annotated[str, about("The evidence: the outcome of the canary.")]
+    mps: Annotated[bool | None, about("Whether CUDA says that it was a client of MPS; null where it does not say.")]
     at: Moment
 
     @classmethod
@@ -204,11 +196,13 @@ class CanaryOut(Struct):
 
 
 class GpuOut(Struct):
-    """A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be read.
-
-    `clients` is the maximum of client processes of the leases. `unleased` is the use by clients without a lease, by the
-    threads that their environment names and the memory that they hold: no request is granted this amount.
-    """
+    __doc__ = (
+        "A GPU: its capacity, the granted amounts, and the held amounts; null stands for a value that could not be"
+        " read.\n\n"
+        "`clients` is the maximum of client processes of the leases. `unleased` is the use by clients without a"
+        " lease, by the threads that their environment names and the memory that they hold: no request is granted"
+        " this amount."
+    )
 
     uuid: str | None
     index: int
@@ -226,28 +220,25 @@ class GpuOut(Struct):
     compute_mode: Annotated[str, words(ComputeMode)] | None
     health: Annotated[str, words(Health)]
     because: str
-    hint: str | None
-    """The remedy for the reader; commands of operators are shown to operators only."""
-    refused: str | None
-    """Why requests for it are refused now, whatever is left of it; null where they are not."""
+    hint: Annotated[str | None, about("The remedy for the reader; commands of operators are shown to operators only.")]
+    refused: Annotated[str | None, about("Why requests for it are refused now, whatever is left of it.")]
 
 
 class GpusOut(Struct):
-    """The GPUs of the node, by index."""
+    __doc__ = "The GPUs of the node, by index."
 
     gpus: list[GpuOut]
 
 
 class ViolationOut(Struct):
-    """An open violation: a process that breaches a lease, or has less than its lease."""
+    __doc__ = "An open violation: a process that breaches a lease, or has less than its lease."
 
     kind: Annotated[str, words(ViolationKind, more=True)]
     pid: int
     lease: str | None
     daemon: str
     because: str
-    hint: str
-    """The remedy for the user of the process."""
+    hint: Annotated[str, about("The remedy for the user of the process.")]
 
     @classmethod
     def of(cls, each: Violation) -> "ViolationOut":
@@ -256,7 +247,7 @@ class ViolationOut(Struct):
 
 
 class ClientOut(Struct):
-    """A process that an MPS server lists as its client."""
+    __doc__ = "A process that an MPS server lists as its client."
 
     pid: int
     name: str
@@ -265,27 +256,31 @@ class ClientOut(Struct):
     gpu: str
     server: int
     lease: str | None
-    memory_held: int | None
-    """Bytes of the GPU that it held at the last reading of NVML; None where NVML does not report them."""
-    sm_activity: int | None
-    """Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; None where NVML does
-    not report it, for example for a process that used nothing."""
-    verdict: Annotated[str, words(Verdict)]
-    """`violation` where it has an open one, `unknown` where its limits are unknown, otherwise `ok`."""
-    because: str
-    """Why it is not ok; empty where it is."""
-    hint: str
-    """The remedy for a violation; empty otherwise."""
+    memory_held: Annotated[
+        int | None, about("Bytes, at the last reading of NVML; null where NVML does not report them.")
+    ]
+    sm_activity: Annotated[
+        int | None,
+        about(
+            "Percent of the time, shortly before the last reading of NVML, in which it kept the SMs busy; null where"
+            " NVML does not report it, for example for a process that used nothing."
+        ),
+    ]
+    verdict: Annotated[
+        str, words(Verdict), about("`violation`: it has an open one. `unknown`: its limits are. Otherwise `ok`.")
+    ]
+    because: Annotated[str, about("Why it is not ok; empty where it is.")]
+    hint: Annotated[str, about("The remedy for a violation; empty otherwise.")]
 
 
 class ClientsOut(Struct):
-    """The clients of all servers."""
+    __doc__ = "The clients of all servers."
 
     clients: list[ClientOut]
 
 
 class ReasonOut(Struct):
-    """One fault and its remedy; its subject is a GPU (`GPU 0`), a daemon, `leases` or the `node`."""
+    __doc__ = "One fault and its remedy; its subject is a GPU (`GPU 0`), a daemon, `leases` or the `node`."
 
     kind: Annotated[str, words(Kind, more=True)]
     subject: str
@@ -299,35 +294,27 @@ class ReasonOut(Struct):
 
 
 class StatusOut(Struct):
-    """The node at one moment: whether it is healthy, every reason why it is not, its GPUs and its control daemons."""
+    __doc__ = "The node at one moment: whether it is healthy, why it is not, its GPUs and its control daemons."
 
     healthy: bool
-    because: str
-    """The sentences of all reasons; for a healthy node, a sentence that says so."""
-    headline: str
-    """The essentials in one line: whether the node is healthy, whether it is closed, and the open violations."""
-    reasons: list[ReasonOut]
-    """Why the node is not healthy, the gravest first; empty for a healthy node."""
-    warnings: list[ReasonOut]
-    """Faults that need attention although the node is healthy."""
-    violations: list[ViolationOut]
-    """The open violations. They do not make the node unhealthy: any user can cause one."""
+    because: Annotated[str, about("The sentences of all reasons; for a healthy node, a sentence that says so.")]
+    headline: Annotated[str, about("In one line: whether the node is healthy and closed, and the open violations.")]
+    reasons: Annotated[list[ReasonOut], about("Why the node is not healthy, the gravest first.")]
+    warnings: Annotated[list[ReasonOut], about("Faults that need attention although the node is healthy.")]
+    violations: Annotated[list[ViolationOut], about("They do not make the node unhealthy: any user can cause one.")]
     version: str
     simulated: bool
     since: Moment
-    gpus: list[GpuOut]
-    """As `/v1/gpus` answers them."""
-    daemons: list[DaemonOut]
-    """As `/v1/daemons` answers them."""
+    gpus: Annotated[list[GpuOut], about("As `/v1/gpus` answers them.")]
+    daemons: Annotated[list[DaemonOut], about("As `/v1/daemons` answers them.")]
     leases: int
     waiting: int
     clients: int
-    notes: list[str]
-    """Facts that are no fault but that an operator should know."""
+    notes: Annotated[list[str], about("Facts that are no fault but that an operator should know.")]
 
 
 class QuarantineOut(Struct):
-    """A uid that may use no control daemon, and gets no lease, until an administrator pardons it."""
+    __doc__ = "A uid that may use no control daemon, and gets no lease, until an administrator pardons it."
 
     uid: int
     since: Moment
@@ -335,7 +322,7 @@ class QuarantineOut(Struct):
 
 
 class SuspectOut(Struct):
-    """A uid with pipe access at recent crashes of control daemons: at how many, and at how many as the only one."""
+    __doc__ = "A uid with pipe access at recent crashes of control daemons: at how many, and at how many alone."
 
     uid: int
     crashes: int
@@ -343,23 +330,23 @@ class SuspectOut(Struct):
 
 
 class QuarantinesOut(Struct):
-    """The quarantined uids, and those that may follow.
-
-    While several uids have access to a control daemon, the one that crashed it cannot be determined.
-    """
+    __doc__ = (
+        "The quarantined uids, and those that may follow.\n\n"
+        "While several uids have access to a control daemon, the one that crashed it cannot be determined."
+    )
 
     quarantines: list[QuarantineOut]
     suspects: list[SuspectOut]
 
 
 class ConfigOut(Struct):
-    """The settings in force."""
+    __doc__ = "The settings in force."
 
     config: dict[str, dict[str, str | bool | int | float | list[str] | None]]
 
 
 class BlockerOut(Struct):
-    """A subject that an operation waits for: a lease, a client, or a server whose clients are unknown."""
+    __doc__ = "A subject that an operation waits for: a lease, a client, or a server whose clients are unknown."
 
     what: str
     lease: str | None
@@ -368,7 +355,7 @@ class BlockerOut(Struct):
 
 
 class OperationOut(Struct):
-    """An operator's order to a control daemon, and its result."""
+    __doc__ = "An operator's order to a control daemon, and its result."
 
     id: str
     daemon: str
@@ -377,8 +364,7 @@ class OperationOut(Struct):
     because: str
     started: Moment
     ended: Moment | None
-    waits_for: list[BlockerOut]
-    """The leases, clients and servers that are left, while it is in progress."""
+    waits_for: Annotated[list[BlockerOut], about("What is left, while it is in progress.")]
 
     @classmethod
     def of(cls, operation: Operation) -> "OperationOut":
@@ -396,7 +382,7 @@ class OperationOut(Struct):
 
 
 class HealthOut(Struct):
-    """Whether mpsd itself answers, or whether the node is ready to grant leases."""
+    __doc__ = "Whether mpsd itself answers, or whether the node is ready to grant leases."
 
     ok: bool
     because: str

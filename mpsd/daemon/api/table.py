@@ -56,8 +56,6 @@ class Table(Generic[T]):
 
     def __init__(self) -> None:
         self._first = _Step[T]()
-        self._plain: dict[str, dict[str, T]] = {}
-        """The rows of the paths without names, by path and method."""
 
     def add(self, method: str, path: str, what: T) -> None:
         """Add a row, for HEAD too where it is for GET. A name stands for everything between two slashes.
@@ -77,14 +75,9 @@ class Table(Generic[T]):
         step.rows[method] = what
         if method == "GET":
             step.rows["HEAD"] = what
-        if "{" not in path:
-            self._plain[path] = step.rows
 
     def find(self, path: str) -> tuple[Mapping[str, T], Mapping[str, str]]:
         """Return the rows of a path, by method, and the names in it; nothing where there is no such path."""
-        plain = self._plain.get(path)
-        if plain is not None:
-            return plain, {}
         step, names = self._first, dict[str, str]()
         for part in path.split("/"):
             after = step.next.get(part)

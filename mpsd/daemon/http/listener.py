@@ -151,7 +151,7 @@ class Listener:
 
     async def empty(self, seconds: float) -> None:
         """Close all connections: those with a request in progress within this many seconds, all others at once."""
-        answering = [each.task for each in self._connections if each.is_answering and each.task is not None]
+        answering = [each.task for each in self._connections if each.task is not None]
         for each in tuple(self._connections):
             each.leave()
         if answering:

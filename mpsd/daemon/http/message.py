@@ -1,19 +1,18 @@
 """A request as it arrives on a connection, and an answer as it is sent."""
 
 import asyncio
-import re
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
 
 from msgspec import Struct
+
+from mpsd.core.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from mpsd.daemon.http.connection import Connection
 
 MAXIMUM_BODY: Final = 64 * 1024
 """Maximum bytes of a request's body."""
-
-_ORIGIN: Final = re.compile(r"https?://[^/]*", re.IGNORECASE)
 
 
 class Answer(Struct, frozen=True):
@@ -39,12 +38,10 @@ class Message(Struct, eq=False):
     """Whether the caller waits for permission before it sends the body."""
     accept: str = ""
     """The media types that the caller accepts; empty where it names none."""
-    old: bool = False
-    """Whether it is HTTP/1.0, which has no chunks."""
     close: bool = False
     """Whether the connection is closed after its answer."""
-    trouble: str = ""
-    """Why the rest of the data cannot be parsed; empty where it can."""
+    trouble: InvalidRequestError | None = None
+    """Why it cannot be read, if so."""
     complete: bool = False
     """Whether the body is complete."""
     _arrived: "asyncio.Future[None] | None" = None
@@ -53,8 +50,6 @@ class Message(Struct, eq=False):
     def of(cls, connection: "Connection", method: str, target: bytes) -> "Message":
         """Return a request for a target, which has a path and perhaps a query."""
         path, _, query = target.decode(errors="replace").partition("?")
-        if not path.startswith("/"):
-            path = _ORIGIN.sub("", path)  # the form for proxies: with scheme and host
         return cls(connection, method, unquote(path) if "%" in path else path, query)
 
     def take(self, data: bytes) -> None:

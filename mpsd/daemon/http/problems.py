@@ -18,7 +18,7 @@ MEDIA_TYPE: Final = "application/problem+json"
 
 
 class Problem(Struct):
-    """An error, after RFC 9457: `code` for programs, `hint` for users, `limit` where one was reached."""
+    __doc__ = "An error, after RFC 9457: `code` for programs, `hint` for users, `limit` where one was reached."
 
     type: str
     title: str
@@ -29,36 +29,33 @@ class Problem(Struct):
     limit: str | None = None
 
 
-def problem(error: MpsdError, status: int | None = None) -> Problem:
-    """Return the document for an error, by default with the status of its class."""
-    status = status or error.status
-    return Problem(
+def problem_answer(error: MpsdError, *, allow: str = "") -> Answer:
+    """Return the answer for an error; `allow` names the methods of the path."""
+    document = Problem(
         type=f"urn:mpsd:error:{error.code}",
-        title=http.HTTPStatus(status).phrase,
-        status=status,
+        title=http.HTTPStatus(error.status).phrase,
+        status=error.status,
         detail=error.detail,
         code=error.code,
         hint=error.hint,
         limit=error.limit,
     )
+    return Answer(error.status, to_json(document), MEDIA_TYPE, allow)
 
 
-def problem_answer(error: MpsdError, status: int | None = None, *, allow: str = "") -> Answer:
-    """Return the answer for an error; `allow` names the methods of the path."""
-    document = problem(error, status)
-    return Answer(document.status, to_json(document), MEDIA_TYPE, allow)
-
-
-def unreadable(message: Message) -> Answer:
-    """Return the answer to a request that is not HTTP/1.1."""
-    hint = "send plain HTTP/1.1, as curl --unix-socket does"
-    return problem_answer(InvalidRequestError(f"the request is not valid HTTP/1.1: {message.trouble}", hint=hint), 400)
+def unreadable(
+    detail: str, *, hint: str = "send plain HTTP/1.1, as curl --unix-socket does", status: int = 400
+) -> InvalidRequestError:
+    """Return the error for a request that cannot be read."""
+    error = InvalidRequestError(detail, hint=hint)
+    error.status = status
+    return error
 
 
 def unroutable(message: Message, methods: Iterable[str]) -> Answer:
     """Return the answer to a request without a route; `methods` are those of its path."""
-    if message.trouble:
-        return unreadable(message)
+    if message.trouble is not None:
+        return problem_answer(message.trouble)
     allowed = sorted(methods)
     if not allowed:
         return problem_answer(
@@ -68,14 +65,13 @@ def unroutable(message: Message, methods: Iterable[str]) -> Answer:
     return problem_answer(error, allow=",".join(allowed))
 
 
-def closing_response(error: MpsdError, status: int | None = None) -> bytes:
+def closing_response(error: MpsdError) -> bytes:
     """Return a complete HTTP/1.1 response for an error, after which the connection is closed."""
-    document = problem(error, status)
-    body = to_json(document)
+    answer = problem_answer(error)
     head = (
-        f"HTTP/1.1 {document.status} {document.title}",
-        f"Content-Type: {MEDIA_TYPE}",
-        f"Content-Length: {len(body)}",
+        f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}",
+        f"Content-Type: {answer.kind}",
+        f"Content-Length: {len(answer.body)}",
         "Connection: close",
     )
-    return "\r\n".join((*head, "", "")).encode() + body
+    return "\r\n".join((*head, "", "")).encode() + answer.body

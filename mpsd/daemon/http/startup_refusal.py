@@ -28,8 +28,6 @@ _REQUEST: Final = 1.0
 
 _LONGEST: Final = 64 * 1024
 
-_STATUS: Final = 503
-
 
 def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Callable[[], object]) -> bool:
     """Answer the waiting callers that mpsd cannot start; return whether the wanted configuration has changed since.
@@ -39,9 +37,8 @@ def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Call
     """
     before = wanted()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the file is checked anyway
-    root = closing_response(UnreachableError(f"mpsd cannot start: {error.detail}", hint=error.hint), _STATUS)
-    hint = "see the reason (as an operator): systemctl status mpsd"
-    others = closing_response(UnreachableError("mpsd cannot start", hint=hint), _STATUS)
+    root = _refusal(f"mpsd cannot start: {error.detail}", error.hint)
+    others = _refusal("mpsd cannot start", "see the reason (as an operator): systemctl status mpsd")
     wait, end = 0.0, clock.monotonic() + _SECONDS
     while clock.monotonic() < end:
         came = select.select([listener], [], [], wait)[0]
@@ -53,6 +50,12 @@ def answer_refused_start(listener: socket.socket, error: MpsdError, wanted: Call
             break
         wait = _LOOK
     return False
+
+
+def _refusal(detail: str, hint: str) -> bytes:
+    error = UnreachableError(detail, hint=hint)
+    error.status = 503
+    return closing_response(error)
 
 
 def _answer(listener: socket.socket, root: bytes, others: bytes) -> None:

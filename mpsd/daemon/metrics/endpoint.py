@@ -75,7 +75,7 @@ class Endpoint:
     async def _receive(self, message: Message) -> None:
         """Answer a request, and close the connection. Raises ConnectionResetError if the caller has closed it."""
         message.close = True
-        if message.trouble or message.path != _PATH or message.method not in _METHODS:
+        if message.trouble is not None or message.path != _PATH or message.method not in _METHODS:
             answer = unroutable(message, _METHODS if message.path == _PATH else ())
         else:
             media_type = exposition.negotiated(message.accept)

@@ -1,13 +1,11 @@
-"""The API as its callers see it: permissions, answers, and their form."""
+"""The API as its callers see it: its answers and their form, and its socket."""
 
 import grp
-import json
 import os
 import re
 import socket
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,112 +13,22 @@ import msgspec
 import pytest
 
 from mpsd.core.health import WELL
-from mpsd.core.roles import Role
 from mpsd.daemon.api.routes import ROUTES
-from mpsd.daemon.http.problems import Problem
-from tests.daemon.caller import NOBODY, Caller, calling, needs_root
+from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.harness import wait_until
-from tests.node import Answer, Node
+from tests.node import Node
 
 pytestmark = pytest.mark.real_daemon(535)
 
 GROUP: Final = next(group for group in grp.getgrall() if group.gr_gid not in {0, os.getegid(), NOBODY})
 """A group of this machine without members in these tests, except for those that join it on purpose."""
 
-EVERY_PATH: Final = [(route.method, re.sub(r"\{\w+\}", "x", route.path), route.role) for route in ROUTES]
-
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests share: one group may use it, one other uid may observe it.
-
-    Other uids have no role.
-    """
-    return node_for_all(config=f'[roles]\nusers = ["%{GROUP.gr_name}"]\nobservers = ["12345"]\n').start()
-
-
-def problem(answer: Answer, status: int, code: str) -> Any:
-    """Check that an answer is a problem document with this status and code, and all required members; return it."""
-    assert answer.status == status, answer.body
-    assert answer.headers["Content-Type"] == "application/problem+json"
-    found = answer.json
-    assert found.keys() == {"type", "title", "status", "detail", "code", "hint", "limit"}
-    assert (found["status"], found["code"], found["type"]) == (status, code, f"urn:mpsd:error:{code}")
-    assert found["title"]
-    assert found["detail"]
-    assert found["hint"]
-    return found
-
-
-@pytest.fixture(scope="module")
-def stranger(node: Node) -> Iterator[Caller]:
-    """Yield a process of a uid without a role."""
-    with calling(node.socket, uid=NOBODY) as caller:
-        yield caller
-
-
-@pytest.fixture(scope="module")
-def member(node: Node) -> Iterator[Caller]:
-    """Yield a process of the same uid that is in the group."""
-    with calling(node.socket, uid=NOBODY, groups=(GROUP.gr_gid,)) as caller:
-        yield caller
-
-
-@pytest.fixture(scope="module")
-def observer(node: Node) -> Iterator[Caller]:
-    """Yield a process of a uid that may observe."""
-    with calling(node.socket, uid=12345) as caller:
-        yield caller
-
-
-@needs_root
-class TestRoles:
-    """Permissions, by the uid and the groups that the kernel reports."""
-
-    @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in EVERY_PATH])
-    def test_stranger(self, stranger: Caller, method: str, path: str) -> None:
-        """Every route answers 403 to a caller without a role."""
-        found = problem(stranger.request(method, path), 403, "not_permitted")
-        assert "no role" in found["detail"]
-        assert "[roles]" in found["hint"]
-
-    @pytest.mark.parametrize(
-        ("method", "path"), [("GET", "/nowhere"), ("PUT", "/v1/leases"), ("GET", "/"), ("OPTIONS", "*")]
-    )
-    def test_stranger_learns_nothing(self, stranger: Caller, method: str, path: str) -> None:
-        """A caller without a role cannot find out which paths do not exist."""
-        problem(stranger.request(method, path), 403, "not_permitted")
-
-    def test_every_route_by_role(self, member: Caller, observer: Caller) -> None:
-        """Each route is open to the role in the table and to higher ones, and to no other."""
-        for method, path, role in EVERY_PATH:
-            for caller, has in ((observer, Role.OBSERVER), (member, Role.USER)):
-                answer = caller.request(method, path)
-                if has >= role:
-                    assert answer.status != 403, (method, path, has)
-                else:
-                    found = problem(answer, 403, "not_permitted")
-                    assert f"needs the role {role.name.lower()}" in found["detail"]
-
-    def test_member_holds_a_lease(self, member: Caller) -> None:
-        """A member of the group gets the lease that it requests, as its own uid."""
-        lease = member.admit(threads=10, memory="1GiB")
-        assert lease.status == 201
-        assert lease.json["owner"]["uid"] == NOBODY
-        assert member.request("DELETE", f"/v1/leases/{lease.json['id']}").status == 204
-
-    def test_others_leases(self, node: Node, member: Caller, observer: Caller) -> None:
-        """A caller that is no administrator sees the sums of other users' leases, and not the leases."""
-        lease = node.request("POST", "/v1/leases", {"threads": 10, "memory": "1GiB"}).json
-        try:
-            for caller in (member, observer):
-                seen = caller.request("GET", "/v1/leases").json
-                assert seen["leases"] == []
-                assert seen["others"] == {"leases": 1, "waiting": 0, "threads_granted": 10.0, "memory_granted": 1 << 30}
-                problem(caller.request("GET", f"/v1/leases/{lease['id']}"), 403, "not_permitted")
-        finally:
-            node.request("DELETE", f"/v1/leases/{lease['id']}")
+    """Start the node that the tests share."""
+    return node_for_all(config=f'[roles]\nusers = ["%{GROUP.gr_name}"]\n').start()
 
 
 class TestAnswers:
@@ -144,17 +52,16 @@ class TestAnswers:
     )
     def test_refusals(self, node: Node, asked: tuple[str, str, bytes | None], status: int, code: str) -> None:
         """Every refusal is a problem document with a code for programs and a hint for readers."""
-        problem(node.request(*asked), status, code)
+        answer = node.request(*asked)
+        assert (answer.status, answer.headers["Content-Type"]) == (status, "application/problem+json")
+        found = answer.json
+        assert found.keys() == {"type", "title", "status", "detail", "code", "hint", "limit"}
+        assert (found["status"], found["code"], found["type"]) == (status, code, f"urn:mpsd:error:{code}")
+        assert found["title"] and found["detail"] and found["hint"]  # noqa: PT018 - each is a text
 
     def test_allowed_methods(self, node: Node) -> None:
-        """A wrong method is answered with the allowed ones, in the header and in the hint."""
-        answer = node.request("PUT", "/v1/leases", b"{}")
-        assert answer.headers["Allow"].split(",") == ["GET", "HEAD", "POST"]
-        assert problem(answer, 405, "method_not_allowed")["hint"] == "use GET, HEAD, POST"
-
-    def test_unknown_daemon(self, node: Node) -> None:
-        """An unknown daemon is refused with the names of the daemons."""
-        assert "gpu0, gpu1" in problem(node.request("POST", "/v1/daemons/gpu9/reset"), 404, "not_found")["hint"]
+        """A wrong method is answered with the allowed ones."""
+        assert node.request("PUT", "/v1/leases", b"{}").headers["Allow"] == "GET,HEAD,POST"
 
     def test_reset_of_a_daemon_that_runs(self, node: Node) -> None:
         """A reset does not touch a running control daemon."""
@@ -179,11 +86,6 @@ class TestAnswers:
         assert msgspec.json.decode(answer.body, type=route.answer.schema) is not None
         fields = {field.encode_name for field in msgspec.structs.fields(route.answer.schema)}
         assert answer.json.keys() == fields
-
-    def test_health(self, node: Node) -> None:
-        """`/healthz` and `/readyz` answer yes with a reason."""
-        assert node.get("/healthz").json == {"ok": True, "because": "mpsd answers"}
-        assert node.get("/readyz").json == {"ok": True, "because": WELL}
 
     def test_status_carries_the_tables(self, node: Node) -> None:
         """The status contains the GPUs and the control daemons as their own routes answer them, and their health."""
@@ -267,48 +169,6 @@ class TestContract:
         for name in ("gpus", "daemons", "clients", "leases"):
             found = node.get(f"/v1/{name}").json
             assert [key for key, value in found.items() if isinstance(value, list)] == [name]
-
-
-@pytest.fixture(scope="module")
-def document(node: Node) -> Any:
-    """Return the API's own document."""
-    answer = node.get("/v1/openapi.json")
-    assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
-    return answer.json
-
-
-class TestDocument:
-    """The document at `/v1/openapi.json`."""
-
-    def test_it_names_every_route(self, document: Any) -> None:
-        """The document has every route of the table, by method and path, with each status that the route can answer."""
-        assert document["openapi"].startswith("3.1.")
-        assert document["info"]["title"] == "mpsd"
-        named = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
-        assert named == {(route.method, route.path) for route in ROUTES}
-        for route in ROUTES:
-            operation = document["paths"][route.path][route.method.lower()]
-            assert operation["responses"].keys() >= {"403", "500", *map(str, (*route.answer.statuses, *route.errors))}
-            assert ("requestBody" in operation) == (route.body is not None)
-            names = re.findall(r"\{(\w+)\}", route.path)
-            assert [each["name"] for each in operation.get("parameters", []) if each["in"] == "path"] == names
-
-    def test_it_holds_together(self, document: Any) -> None:
-        """Every reference resolves, every operation has a unique id, and every answer has a description."""
-        text = json.dumps(document)
-        for reference in set(re.findall(r'"\$ref": "#/([^"]+)"', text)):
-            found = document
-            for part in reference.split("/"):
-                found = found[part]
-            assert found
-        operations = [each for methods in document["paths"].values() for each in methods.values()]
-        assert len({each["operationId"] for each in operations}) == len(operations)
-        assert all(answer["description"] for each in operations for answer in each["responses"].values())
-
-    def test_problem_is_documented(self, document: Any) -> None:
-        """Errors have their schema, too."""
-        documented = document["components"]["schemas"]["Problem"]
-        assert documented["properties"].keys() == {field.encode_name for field in msgspec.structs.fields(Problem)}
 
 
 class TestSocket:

@@ -36,13 +36,10 @@ def set_quotas(line: Line, **quotas: str) -> None:
     assert line.node.reload(text)["event"] == "settings_reloaded"
 
 
-def over(answer: Answer, limit: str) -> str:
-    """Check that a request is refused because of a quota; return the detail."""
+def over(answer: Answer, limit: str) -> None:
+    """Check that a request is refused because of a quota."""
     problem = answer.json
     assert (answer.status, problem["code"], problem["limit"]) == (403, "quota", f"quota.{limit}"), problem
-    assert problem["hint"]
-    detail: str = problem["detail"]
-    return detail
 
 
 @needs_root
@@ -55,7 +52,7 @@ def test_leases(line: Line) -> None:
     line.granted(uid=ANN, threads=99, memory="1GiB", gpu="0")
     second = line.granted(uid=ANN, **SMALL, gpu="0")
     _, waiting = line.waits(uid=ANN, threads=50, memory="1GiB", gpu="0")
-    assert "you have 3 leases" in over(line.ask(uid=ANN, **SMALL), "leases")
+    over(line.ask(uid=ANN, **SMALL), "leases")
     over(line.ask(uid=ANN, **SMALL, wait=None), "leases")
     line.granted(uid=BOB, **SMALL)
     line.release(waiting)
@@ -66,50 +63,21 @@ def test_leases(line: Line) -> None:
 
 
 @pytest.mark.parametrize(
-    ("quota", "first", "fits", "too_much", "limit", "words"),
+    ("quota", "first", "fits", "too_much"),
     [
-        ("threads = 50", {"threads": 30.5}, {"threads": 19.5}, {"threads": 19.6}, "threads", "19.6 % of threads"),
-        (
-            'memory = "10GiB"',
-            {"memory": "6GiB"},
-            {"memory": "4GiB"},
-            {"memory": "4097MiB"},
-            "memory",
-            "4097MiB of memory",
-        ),
-        (
-            "threads = 50",
-            {"threads": 10},
-            {"threads": 20, "gpus": 2},
-            {"threads": 20.1, "gpus": 2},
-            "threads",
-            "40.2 %",
-        ),
-        (
-            "clients = 50",
-            {"threads": 5, "processes": 10},
-            {"threads": 5, "processes": 20, "gpus": 2},
-            {"threads": 5, "processes": 21, "gpus": 2},
-            "clients",
-            "42 cl",
-        ),
-        ("threads = 150", {"fraction": 1.0}, {"fraction": 0.5}, {"fraction": 0.6}, "threads", "60 % of threads"),
+        ("threads = 50", {"threads": 30.5}, {"threads": 19.5}, {"threads": 19.6}),
+        ('memory = "10GiB"', {"memory": "6GiB"}, {"memory": "4GiB"}, {"memory": "4097MiB"}),
+        ("threads = 50", {"threads": 10}, {"threads": 20, "gpus": 2}, {"threads": 20.1, "gpus": 2}),
+        ("clients = 50", {"processes": 10}, {"processes": 20, "gpus": 2}, {"processes": 21, "gpus": 2}),
+        ("threads = 150", {"fraction": 1.0}, {"fraction": 0.5}, {"fraction": 0.6}),
     ],
 )
-def test_amounts(  # noqa: PLR0917 - one example after the other
-    line: Line,
-    quota: str,
-    first: dict[str, Any],
-    fits: dict[str, Any],
-    too_much: dict[str, Any],
-    limit: str,
-    words: str,
-) -> None:
-    """Threads and memory are summed over a user's leases and their GPUs, and a refusal states what is left."""
+def test_amounts(line: Line, quota: str, first: dict[str, Any], fits: dict[str, Any], too_much: dict[str, Any]) -> None:
+    """Threads, memory and clients are summed over a user's leases and their GPUs."""
     set_quotas(line, ann=quota)
-    base = {} if "fraction" in first else SMALL
+    base, limit = {} if "fraction" in first else {"threads": 5, "memory": "1GiB"}, quota.split(maxsplit=1)[0]
     line.granted(uid=ANN, **{**base, **first})
-    assert words in over(line.ask(uid=ANN, **{**base, **too_much}), limit)
+    over(line.ask(uid=ANN, **{**base, **too_much}), limit)
     over(line.ask(uid=ANN, **{**base, **too_much}, wait=None), limit)
     line.granted(uid=ANN, **{**base, **fits})
 
@@ -127,14 +95,10 @@ def test_coming_back(line: Line) -> None:
     set_quotas(line, ann="leases = 2\nthreads = 50")
     lease = line.granted(uid=ANN, threads=40, memory="79GiB", gpu="0", request_id="held")
     assert line.granted(uid=ANN, threads=40, memory="79GiB", gpu="0", request_id="held") == lease
-    call, waiting = line.waits(uid=ANN, threads=10, memory="79GiB", gpu="0", request_id="waiting")
+    asked = {"threads": 10, "memory": "79GiB", "gpu": "0", "request_id": "waiting"}
+    call, waiting = line.waits(uid=ANN, **asked)
     call.hang_up()
-    again = line.call(
-        "POST",
-        "/v1/leases",
-        {"threads": 10, "memory": "79GiB", "gpu": "0", "request_id": "waiting", "wait": None, "name": waiting["name"]},
-        uid=ANN,
-    )
+    again = line.call("POST", "/v1/leases", {**asked, "wait": None, "name": waiting["name"]}, uid=ANN)
     over(line.ask(uid=ANN, **SMALL, request_id="another"), "leases")
     line.release(lease)
     assert again.answer().json["id"] == waiting["id"]
@@ -145,7 +109,7 @@ def test_priority(line: Line) -> None:
     """A priority above 0 needs a quota, and cannot exceed it."""
     set_quotas(line, ann="priority = 5", bob="priority = -1")
     assert line.granted(uid=ANN, **SMALL, priority=5, gpu="0")["priority"] == 5
-    assert "your quota allows 5 at most" in over(line.ask(uid=ANN, **SMALL, priority=6), "priority")
+    over(line.ask(uid=ANN, **SMALL, priority=6), "priority")
     over(line.ask(uid=CAT, **SMALL, priority=1), "priority")
     over(line.ask(uid=BOB, **SMALL), "priority")
     assert line.granted(uid=BOB, **SMALL, priority=-1, gpu="1")["priority"] == -1
@@ -155,7 +119,7 @@ def test_priority(line: Line) -> None:
 def test_time_to_live(line: Line) -> None:
     """A quota sets the longest time to live, for renewals too, and the default of a lease without one."""
     set_quotas(line, ann="ttl = 100")
-    assert "your quota allows 100 s at most" in over(line.ask(uid=ANN, **SMALL, ttl=101), "ttl")
+    over(line.ask(uid=ANN, **SMALL, ttl=101), "ttl")
     lease = line.granted(uid=ANN, **SMALL)
     assert lease["expires"] is not None
     path = f"/v1/leases/{lease['id']}/renew"

@@ -88,15 +88,10 @@ def body_of(method: str, path: str) -> object:
     return {"ttl": 60} if path.endswith("/renew") else None
 
 
-def not_permitted(answer: Answer) -> str:
-    """Check that a request is refused for lack of a role or a right; return the detail."""
-    assert answer.status == 403, answer
+def not_permitted(answer: Answer) -> None:
+    """Check that a request is refused for lack of a role or a right."""
     assert answer.headers["Content-Type"] == "application/problem+json"
-    problem = answer.json
-    assert problem["code"] == "not_permitted", problem
-    assert problem["hint"]
-    detail: str = problem["detail"]
-    return detail
+    assert (answer.status, answer.json["code"]) == (403, "not_permitted"), answer
 
 
 class TestStranger:
@@ -107,7 +102,7 @@ class TestStranger:
         """A valid request to any route of the table gets 403, and has no effect."""
         before = line.leases(), line.node.get("/v1/status").json
         answer = line.call(method, targets[path], body_of(method, path), uid=STRANGER).answer()
-        assert "has no role" in not_permitted(answer)
+        not_permitted(answer)
         assert lease["id"] not in answer.body.decode()
         assert (line.leases(), line.node.get("/v1/status").json) == before
 
@@ -120,16 +115,10 @@ class TestStranger:
         assert answers[1].headers["Content-Type"] == "application/problem+json"
         assert answers[0].headers.get("Allow") is None
 
-    @pytest.mark.parametrize("expect", ["100-continue", "a miracle"])
-    def test_expectations(self, node: Node, expect: str) -> None:
-        """Not even `100 Continue` is sent."""
-        with Talk(node.socket, uid=STRANGER) as talk:
-            not_permitted(talk.ask("POST", "/v1/leases", body_of("POST", "/v1/leases"), f"Expect: {expect}"))
-
     def test_body_is_not_read(self, node: Node) -> None:
-        """The request is refused before its announced body has arrived."""
+        """The request is refused before its announced body has arrived, and without `100 Continue`."""
         with Talk(node.socket, uid=STRANGER) as talk:
-            talk.send(b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 50000\r\n\r\n")
+            talk.send(b"POST /v1/leases HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 50000\r\n\r\n")
             not_permitted(talk.answer())
 
     def test_nothing_by_the_process(self, node: Node) -> None:
@@ -148,8 +137,7 @@ class TestRole:
         method, path, needed = route
         answer = line.call(method, targets[path], body_of(method, path), uid=UIDS[role]).answer()
         if role < needed:
-            words = f"this needs the role {needed.name.lower()}, and your role is {role.name.lower()}"
-            assert words in not_permitted(answer)
+            not_permitted(answer)
         else:
             assert answer.status < 500
             assert "needs the role" not in answer.body.decode()
@@ -165,16 +153,6 @@ class TestRole:
         options: dict[str, Any] = {"uid": group} if how == "its own group" else {"uid": STRANGER, "groups": (group, 7)}
         with calling(node.socket, **options) as caller:
             assert role_of(caller) is role
-
-    def test_highest_counts(self, node: Node) -> None:
-        """Of several roles the highest applies."""
-        with calling(node.socket, uid=OBSERVER, groups=tuple(GROUPS.values())) as caller:
-            assert role_of(caller) is Role.ADMIN
-
-    def test_root(self, node: Node) -> None:
-        """Root needs no configuration, and may do everything."""
-        assert node.get("/v1/principal").json == {"uid": 0, "gid": 0, "role": "admin"}
-        assert node.request("POST", "/v1/daemons/gpu0/reset").status == 202
 
     def test_everybody_and_names(self, make_node: Start) -> None:
         """By default every uid is a user; `*` means every uid, and names are looked up in the user database."""
@@ -197,16 +175,15 @@ class TestRole:
         assert told["hint"]
 
     def test_many_groups(self, node: Node) -> None:
-        """The last of a thousand groups counts like the first."""
-        for role in (Role.USER, Role.ADMIN):
-            groups = (*range(100000, 100999), GROUPS[role])
-            with calling(node.socket, uid=STRANGER, groups=groups) as caller:
+        """Of several roles the highest applies, and the last of a thousand groups counts like the first."""
+        for groups, role in (((), Role.OBSERVER), ((GROUPS[Role.USER],), Role.USER), (GROUPS.values(), Role.ADMIN)):
+            with calling(node.socket, uid=OBSERVER, groups=(*range(100000, 100990), *groups)) as caller:
                 assert role_of(caller) is role
 
     def test_operator_ends_nobody_s_lease(self, line: Line, lease: Any) -> None:
         """An operator drains and waits; a drain that ends clients after a timeout is reserved to administrators."""
         path = "/v1/daemons/gpu0/drain"
-        assert "needs the role admin" in not_permitted(line.call("POST", path, {"timeout": 1}, uid=OPERATOR).answer())
+        not_permitted(line.call("POST", path, {"timeout": 1}, uid=OPERATOR).answer())
         not_permitted(line.call("DELETE", f"/v1/leases/{lease['id']}", uid=OPERATOR).answer())
         assert line.node.daemons()["gpu0"]["state"] == "ready"
         assert line.call("POST", path, {}, uid=OPERATOR).answer().status == 202
@@ -215,21 +192,15 @@ class TestRole:
 
 
 def role_of(caller: Caller) -> Role | None:
-    """Return the role of a caller, found by requests; mpsd says the same of it."""
-    if caller.request("GET", "/healthz").status == 403:
+    """Return the role of a caller, by the requests that it may send; mpsd says the same of it."""
+    tried = (("GET", "/healthz"), ("POST", "/v1/leases"), ("POST", "/v1/daemons/gpu0/resume"))
+    allowed = [caller.request(*each, {}).status != 403 for each in (*tried, ("POST", "/v1/daemons/gpu0/reset"))]
+    assert allowed == sorted(allowed, reverse=True)
+    if not any(allowed):
         return None
-    role = tried_role(caller)
+    role = sorted(Role)[sum(allowed) - 1]
     assert caller.request("GET", "/v1/principal").json["role"] == role.name.lower()
     return role
-
-
-def tried_role(caller: Caller) -> Role:
-    """Return the role of a caller by the requests that it may send."""
-    if caller.request("POST", "/v1/leases", {}).status == 403:
-        return Role.OBSERVER
-    if caller.request("POST", "/v1/daemons/gpu0/resume").status == 403:
-        return Role.USER
-    return Role.OPERATOR if caller.request("POST", "/v1/daemons/gpu0/reset").status == 403 else Role.ADMIN
 
 
 class TestAnothersLease:
@@ -248,8 +219,7 @@ class TestAnothersLease:
         if waiting:
             _, lease = line.waits(uid=USER, threads=100, memory="1GiB", gpu="0")
         before, target = line.lease(lease), path.replace("{id}", lease["id"])
-        detail = not_permitted(line.call(method, target, body_of(method, path), uid=OTHER).answer())
-        assert detail == f"lease {lease['id']} belongs to another user"
+        not_permitted(line.call(method, target, body_of(method, path), uid=OTHER).answer())
         assert line.lease(lease) == before
         assert line.call(method, target, body_of(method, path), uid=ADMIN).answer().status in {
             200,
@@ -262,8 +232,7 @@ class TestAnothersLease:
         """No lease can be bound to another user's or root's process; one can be bound to a process of one's own."""
         with calling(node.socket, uid=OTHER) as other, calling(node.socket, uid=USER) as mine:
             for pid in (other.pid, node.pid, 1):
-                answer = mine.admit(threads=1, memory="1GiB", pid=pid)
-                assert not_permitted(answer) == f"process {pid} does not belong to uid {USER}"
+                not_permitted(mine.admit(threads=1, memory="1GiB", pid=pid))
             assert mine.admit(threads=1, memory="1GiB", pid=mine.pid).status == 201
             assert line.leases()[0]["owner"]["uid"] == USER
 

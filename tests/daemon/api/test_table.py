@@ -1,14 +1,13 @@
-"""A route is a row of a table: every kind of answer and parameter is served and documented from the row alone.
+"""A route is a row of a table, found by its path: every kind of answer and parameter is served from the row alone.
 
 The tables are made for the tests. The dispatcher and the connection are mpsd's own, over a real socket.
 """
 
 import asyncio
 import json
-import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Final, TextIO
 
@@ -18,25 +17,22 @@ from msgspec import Meta, Struct
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role
-from mpsd.core.settings import LogFormat, Roles, Settings
+from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.api import answers
 from mpsd.daemon.api.decoding import parameter, query_decoder
 from mpsd.daemon.api.dispatcher import Dispatcher
 from mpsd.daemon.api.event_handlers import EventsQuery
-from mpsd.daemon.api.openapi import document
 from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.routes import ROUTES
-from mpsd.daemon.api.table import Route
+from mpsd.daemon.api.table import Route, Table
 from mpsd.daemon.http.connection import Connection
 from mpsd.daemon.http.message import Answer as AnswerSent
 from mpsd.daemon.http.peer import Peer
 from mpsd.daemon.record.log import configure
-from tests.daemon.caller import needs_root
+from tests.daemon.leases.line import message
 from tests.node import Answer
 
 FIGURES: Final = "text/plain; version=0.0.4; charset=utf-8"
-
-STRANGER: Final = 2301
 
 
 class Colour(Struct):
@@ -55,7 +51,7 @@ class Paint(RequestBody):
 class Which(RequestQuery, frozen=True):
     """Query parameters."""
 
-    size: Annotated[int, parameter("How large.", refusal="is no size", hint="1 to 9", at_least=1, at_most=9)] = 3
+    size: Annotated[int, parameter("How large.", refusal="is no size", hint="1 to 9"), Meta(ge=1, le=9)] = 3
     loud: Annotated[bool, parameter("Whether loud.", refusal="is neither", hint="true or false")] = False
 
 
@@ -69,11 +65,6 @@ class Words:
         """Answer with text."""
         self.asked.append(request)
         return AnswerSent(200, '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'.encode(), FIGURES)
-
-    async def picture(self, request: Request) -> bytes:
-        """Answer with bytes."""
-        self.asked.append(request)
-        return b"\x89PNG\r\n"
 
     async def lines(self, request: Request) -> AsyncIterator[bytes]:
         """Answer line by line."""
@@ -102,13 +93,6 @@ class Words:
 
 TABLE: Final[tuple[Route[Words, Any], ...]] = (
     Route("GET", "/figures", Role.OBSERVER, lambda h: h.figures, answers.negotiated(FIGURES, "The figures.")),
-    Route(
-        "GET",
-        "/picture",
-        Role.OBSERVER,
-        lambda h: h.picture,
-        answers.raw("image/png", {"type": "string"}, "A picture."),
-    ),
     Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines(Colour, "Lines."), query=Which),
     Route(
         "POST",
@@ -123,41 +107,29 @@ TABLE: Final[tuple[Route[Words, Any], ...]] = (
     Route("GET", "/spill/{name}", Role.OBSERVER, lambda h: h.spill, answers.negotiated("text/plain", "Nothing.")),
 )
 
-OPEN: Final = Settings(roles=Roles(users=("*",)))
-
 
 def ask(
     method: str,
     target: str,
     body: bytes = b"",
     *,
-    table: Iterable[Route[Words, Any]] = TABLE,
     words: Words | None = None,
-    settings: Settings = OPEN,
-    uid: int | None = None,
     log: TextIO | None = None,
     times: int = 1,
 ) -> Answer:
-    """Send a request to a dispatcher with this table, as this user or as mpsd's own, and return the last answer."""
+    """Send a request to a dispatcher with the table, so many times, and return the last answer."""
     logger = configure(LogFormat.JSON, stream=log or sys.stderr)
-    dispatcher = Dispatcher(table, words or Words(), LiveSettings(settings), logger)
+    dispatcher = Dispatcher(TABLE, words or Words(), LiveSettings(Settings()), logger)
 
     async def talk() -> bytes:
-        os.seteuid(os.getuid() if uid is None else uid)  # the kernel records the uid that makes a socket
-        try:
-            ours, theirs = socket.socketpair()
-        finally:
-            os.seteuid(os.getuid())
+        ours, theirs = socket.socketpair()
         inside: set[Connection] = set()
         peer = Peer(theirs)
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: Connection(peer, dispatcher.receive, inside, 60), theirs
         )
         reader, writer = await asyncio.open_connection(sock=ours)
-        # HTTP/1.0, so that a stream comes without chunks and ends with the connection.
-        writer.write(
-            b"%b %b HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (method.encode(), target.encode(), len(body), body)
-        )
+        writer.write(message(method, target, body, "Connection: close"))
         said = await reader.read()
         writer.close()
         await writer.wait_closed()
@@ -170,11 +142,6 @@ def ask(
     return Answer(int(first.split()[1]), dict(line.split(": ", 1) for line in lines), rest)
 
 
-def operation(method: str, path: str) -> Any:
-    """Return the operation of a row in the document of the table."""
-    return document(TABLE)["paths"][path][method]
-
-
 class TestKinds:
     """Each kind of answer."""
 
@@ -184,41 +151,27 @@ class TestKinds:
         assert (answer.status, answer.headers["Content-Type"]) == (200, FIGURES)
         assert answer.body.decode() == '# HELP mpsd_up Whether it is.\nmpsd_up{name="ä"} 1\n'
         assert answer.headers["Content-Length"] == str(len(answer.body))
-        said = operation("get", "/figures")["responses"]
-        assert said["200"] == {"description": "The figures.", "content": {FIGURES: {"schema": {"type": "string"}}}}
-        assert said.keys() == {"200", "400", "403", "422", "429", "500"}
-
-    def test_bytes(self) -> None:
-        """Bytes are sent as they are."""
-        answer = ask("GET", "/picture")
-        assert (answer.status, answer.headers["Content-Type"], answer.body) == (200, "image/png", b"\x89PNG\r\n")
-        assert list(operation("get", "/picture")["responses"]["200"]["content"]) == ["image/png"]
 
     def test_lines(self) -> None:
         """Lines are sent as they come, in the number that the typed query has."""
         answer = ask("GET", "/lines?size=2&loud=true")
         assert (answer.status, answer.headers["Content-Type"]) == (200, "application/x-ndjson")
-        assert [json.loads(line) for line in answer.body.splitlines()] == [{"seq": n, "loud": True} for n in range(2)]
+        lines = [json.loads(line) for line in answer.body.splitlines() if line.startswith(b"{")]
+        assert lines == [{"seq": number, "loud": True} for number in range(2)]
         assert "Content-Length" not in answer.headers
 
     @pytest.mark.parametrize(("colour", "status"), [("green", 201), ("mauve", 202)])
     def test_status_by_value(self, colour: str, status: int) -> None:
-        """A field of the answer decides its status, and the document lists every possible status."""
+        """A field of the answer decides its status."""
         answer = ask("POST", "/paint", json.dumps({"colour": colour}).encode())
         assert (answer.status, answer.headers["Content-Type"]) == (status, "application/json")
         assert answer.json == {"name": colour, "known": colour == "green"}
-        said = operation("post", "/paint")
-        assert said["responses"].keys() == {"201", "202", "400", "403", "409", "413", "422", "429", "500"}
-        schema = {"$ref": "#/components/schemas/Colour"}
-        assert said["responses"][str(status)]["content"] == {"application/json": {"schema": schema}}
-        assert said["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Paint"}
 
     def test_nothing(self) -> None:
         """An answer without a body has no media type and no length."""
         answer = ask("DELETE", "/paint/green")
         assert (answer.status, answer.body) == (204, b"")
         assert answer.headers.keys() == {"Date", "Connection"}
-        assert "content" not in operation("delete", "/paint/{name}")["responses"]["204"]
 
 
 class TestRequests:
@@ -235,46 +188,23 @@ class TestRequests:
         assert (painted.names, painted.query, painted.body) == ({}, None, Paint("red"))
         assert (listed.names, listed.query, listed.body) == ({}, Which(size=3, loud=True), None)
 
-    @pytest.mark.parametrize("query", ["size=0", "size=10", "size=-1", "size=1.0", "size=", "loud=yes", "loud=True"])
-    def test_wrong_parameters(self, query: str) -> None:
-        """An invalid parameter is refused in the words of its row, before the handler runs."""
-        words, (name, _, text) = Words(), query.partition("=")
-        answer = ask("GET", f"/lines?{query}", words=words)
-        assert (answer.status, answer.json["code"]) == (422, "invalid_request")
-        said, hint = {"size": ("is no size", "1 to 9"), "loud": ("is neither", "true or false")}[name]
-        assert (answer.json["detail"], answer.json["hint"]) == (f"{name}={text!r} {said}", hint)
-        assert not words.asked
-
     @pytest.mark.parametrize(
-        ("method", "target", "detail", "hint"),
+        ("target", "hint"),
         [
-            ("GET", "/lines?other=1", "there is no query parameter 'other'", "this route takes size, loud"),
-            ("GET", "/lines?laud", "there is no query parameter 'laud'", "loud may have been meant; this route takes"),
-            ("GET", "/figures?size=1", "there is no query parameter 'size'", "this route takes none"),
-            ("DELETE", "/paint/x?force=true", "there is no query parameter 'force'", "this route takes none"),
-            ("GET", "/lines?size=1&size=2", "size is there 2 times", "pass size once"),
+            *((f"/lines?size={text}", "1 to 9") for text in ("0", "10", "-1", "1.0", "")),
+            *((f"/lines?loud={text}", "true or false") for text in ("yes", "True")),
+            ("/lines?other=1", "this route takes size, loud"),
+            ("/lines?laud", "loud may have been meant; this route takes size, loud"),
+            ("/figures?size=1", "this route takes none"),
+            ("/lines?size=1&size=2", "pass size once"),
         ],
     )
-    def test_parameters_that_are_not_taken(self, method: str, target: str, detail: str, hint: str) -> None:
-        """A parameter that the row does not have is refused with the nearest known one.
-
-        A repeated parameter is refused too.
-        """
+    def test_wrong_parameters(self, target: str, hint: str) -> None:
+        """A parameter that is invalid, repeated or unknown is refused in the words of its row, before the handler."""
         words = Words()
-        answer = ask(method, target, words=words)
-        assert (answer.status, answer.json["code"], answer.json["detail"]) == (422, "invalid_request", detail)
-        assert answer.json["hint"].startswith(hint)
+        answer = ask("GET", target, words=words)
+        assert (answer.status, answer.json["code"], answer.json["hint"]) == (422, "invalid_request", hint)
         assert not words.asked
-
-    def test_documented_parameters(self) -> None:
-        """The document has each parameter with its sentence, its bounds and its default."""
-        size = {"type": "integer", "format": "int64", "minimum": 1, "maximum": 9, "default": 3}
-        loud = {"type": "boolean", "default": False}
-        assert operation("get", "/lines")["parameters"] == [
-            {"name": "size", "in": "query", "required": False, "description": "How large.", "schema": size},
-            {"name": "loud", "in": "query", "required": False, "description": "Whether loud.", "schema": loud},
-        ]
-        assert "422" in operation("get", "/lines")["responses"]
 
     @pytest.mark.parametrize(
         "body", [b"", b"{}", b"null", b"nul", b"[]", b"\xff", b'{"colour": 1}', b'{"colour": "red", "size": 1}']
@@ -288,65 +218,15 @@ class TestRequests:
         assert not words.asked
 
     def test_defects(self) -> None:
-        """A defect in a handler answers one request with 500, which reveals nothing, and is logged."""
-        with TemporaryFile("w+", encoding="utf-8") as log:
-            answer = ask("GET", "/spill/milk", log=log)
-            log.seek(0)
-            said = log.read()
-        assert (answer.status, answer.json["code"]) == (500, "internal")
-        assert b"milk" not in answer.body
-        assert "ZeroDivisionError" in said
-
-    def test_defects_are_no_flood(self) -> None:
-        """However often a defect occurs, 16 are logged in a minute, and each request is answered."""
+        """A defect answers its request with 500, which reveals nothing; 16 are logged in a minute."""
         with TemporaryFile("w+", encoding="utf-8") as log:
             answer = ask("GET", f"/spill/milk{'k' * 1000}", log=log, times=20)
             log.seek(0)
             lines = log.read().splitlines()
-        assert answer.status == 500
+        assert (answer.status, answer.json["code"]) == (500, "internal")
+        assert b"milk" not in answer.body
         assert len(lines) == 16
-        assert max(len(json.loads(each)["path"]) for each in lines) <= 200
-
-
-@needs_root
-class TestAuthorisation:
-    """The dispatcher checks the role before it looks at the rest of a request."""
-
-    @pytest.mark.parametrize("route", TABLE, ids=lambda route: route.path)
-    def test_stranger(self, route: Route[Words, Any]) -> None:
-        """A caller without a role gets 403 from every row, and no handler runs."""
-        words = Words()
-        answer = ask(route.method, route.path, b"nonsense", words=words, settings=Settings(roles=Roles(users=())),
-                     uid=STRANGER)  # fmt: skip
-        assert (answer.status, answer.json["code"]) == (403, "not_permitted")
-        assert not words.asked
-
-    def test_role(self) -> None:
-        """A row is closed to every role below its own."""
-        for roles, allowed in (
-            (Roles(users=(), observers=("*",)), {"/figures"}),
-            (Roles(users=("*",)), {"/figures", "/paint"}),
-            (Roles(admins=("*",)), {"/figures", "/paint", "/paint/{name}"}),
-        ):
-            settings = Settings(roles=roles)
-            rows = [route for route in TABLE if route.path in {"/figures", "/paint", "/paint/{name}"}]
-            statuses = {row.path: ask(row.method, row.path, settings=settings, uid=STRANGER).status for row in rows}
-            assert {path for path, status in statuses.items() if status != 403} == allowed
-
-
-class TestNothingElse:
-    """The dispatcher serves its table only."""
-
-    @pytest.mark.parametrize("path", sorted({route.path for route in ROUTES}))
-    def test_no_path_is_added_by_hand(self, path: str) -> None:
-        """No path exists without a row."""
-        assert ask("GET", path).status == 404
-
-    def test_no_method_is_added_by_hand(self) -> None:
-        """A path accepts the methods of its rows, and lists them."""
-        for method in ("OPTIONS", "PUT"):
-            answer = ask(method, "/figures")
-            assert (answer.status, answer.headers["Allow"]) == (405, "GET,HEAD")
+        assert all("ZeroDivisionError" in each and len(json.loads(each)["path"]) <= 200 for each in lines)
 
 
 EVENTS: Final = query_decoder(EventsQuery)
@@ -358,6 +238,7 @@ EVENTS: Final = query_decoder(EventsQuery)
         ("", EventsQuery("0", follow=False, heartbeat=0)),
         ("after=7", EventsQuery("7")),
         ("after=007&follow=true", EventsQuery("007", follow=True)),
+        ("heartbeat=0", EventsQuery()),
         ("after=latest&heartbeat=3600", EventsQuery("latest", heartbeat=3600)),
         ("after=999999999999999999", EventsQuery("9" * 18)),
         ("follow=false", EventsQuery()),
@@ -369,65 +250,82 @@ def test_query_of_events(query: str, found: EventsQuery) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "detail"),
+    "query",
     [
-        ("after=", "after='' is not the number of an event"),
-        ("after=-1", "after='-1' is not the number of an event"),
-        ("after=%31e3", "after='1e3' is not the number of an event"),
-        ("after=1000000000000000000", "after='1000000000000000000' is not the number of an event"),
-        (f"after={'x' * 50}", f"after='{'x' * 40}' is not the number of an event"),
-        ("after=last", "after='last' is not the number of an event"),
-        ("after=latest%0a", "after='latest\\n' is not the number of an event"),
-        ("after=%d9%a1", "after='\u0661' is not the number of an event"),
-        ("heartbeat=0.5", "heartbeat='0.5' is not a number of seconds from 0 to 3600"),
-        ("heartbeat=3601", "heartbeat='3601' is not a number of seconds from 0 to 3600"),
-        ("after=1&after=2", "after is there 2 times"),
-        ("folow=true", "there is no query parameter 'folow'"),
-        ("follow=1", "follow='1' is neither true nor false"),
-        ("follow", "follow='' is neither true nor false"),
-        ("follow=TRUE&after=x", "follow='TRUE' is neither true nor false"),
+        *("after=", "after=-1", "after=%31e3", "after=1000000000000000000", "after=last", "after=latest%0a"),
+        *("after=%d9%a1", "after=1&after=2", "heartbeat=0.5", "heartbeat=3601", "heartbeat=\u0661", "folow=true"),
+        *(f"heartbeat={'9' * 5000}", "heartbeat=", "heartbeat=-1", "heartbeat=true"),
+        *("follow=1", "follow", "follow=TRUE&after=x"),
     ],
 )
-def test_wrong_query_of_events(query: str, detail: str) -> None:
-    """An invalid query of `/v1/events` is refused in these words."""
-    with pytest.raises(InvalidRequestError) as refused:
+def test_wrong_query_of_events(query: str) -> None:
+    """An invalid query of `/v1/events` is refused."""
+    with pytest.raises(InvalidRequestError):
         EVENTS(query)
-    assert refused.value.detail == detail
 
 
-class Fractional(RequestQuery, frozen=True):
-    """A parameter of a type that no query can have."""
-
-    size: Annotated[float, parameter("A size.", refusal="is no size", hint="name one")] = 0
-
-
-class Boundless(RequestQuery, frozen=True):
-    """A text without restrictions."""
-
-    name: Annotated[str, parameter("A name.", refusal="is no name", hint="name one")] = ""
+def test_a_long_query() -> None:
+    """A refusal repeats the beginning of a long text."""
+    with pytest.raises(InvalidRequestError) as refused:
+        EVENTS(f"after={'x' * 50}")
+    assert refused.value.detail.startswith(f"after='{'x' * 40}' ")
 
 
-class Required(RequestQuery, frozen=True):
-    """A parameter without a default."""
-
-    loud: Annotated[bool, parameter("Whether loud.", refusal="is neither", hint="true or false")]
+PATHS: Final = ("/leases", "/leases/{id}", "/leases/{id}/renew", "/leases/all", "/openapi.json")
 
 
-class Unbounded(RequestQuery, frozen=True):
-    """A number without bounds."""
-
-    size: Annotated[int, parameter("How large.", refusal="is no size", hint="say a number", at_least=0)] = 0
-
-
-class Undocumented(RequestQuery, frozen=True):
-    """A parameter without a description."""
-
-    size: Annotated[int, Meta(ge=0, le=9)] = 0
+def table(*paths: str) -> Table[str]:
+    """Return a table with a row for each path, which has that path as its value."""
+    made = Table[str]()
+    for path in paths:
+        made.add("GET", path, path)
+    return made
 
 
-@pytest.mark.parametrize("kind", [Fractional, Boundless, Required, Unbounded, Undocumented])
-def test_unusable_parameters(kind: Callable[..., RequestQuery]) -> None:
-    """A row whose parameters cannot be decoded, or have no description, is found when mpsd starts."""
-    assert isinstance(kind, type)
-    with pytest.raises(TypeError, match="parameter"):
-        query_decoder(kind)
+@pytest.mark.parametrize(
+    ("path", "row", "names"),
+    [
+        ("/leases", "/leases", {}),
+        ("/leases/lease-1", "/leases/{id}", {"id": "lease-1"}),
+        ("/leases/leases", "/leases/{id}", {"id": "leases"}),
+        ("/leases/ü\n%2F", "/leases/{id}", {"id": "ü\n%2F"}),
+        ("/leases/lease-1/renew", "/leases/{id}/renew", {"id": "lease-1"}),
+        ("/leases/all", "/leases/all", {}),
+        ("/openapi.json", "/openapi.json", {}),
+    ],
+)
+def test_found(path: str, row: str, names: dict[str, str]) -> None:
+    """A path leads to its row, for GET and for HEAD, with the names in it."""
+    assert table(*PATHS).find(path) == ({"GET": row, "HEAD": row}, names)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("", "/", "leases", "//leases", "/leases/", "/leases//renew", "/leases/lease-1/", "/leases/lease-1/renew/now"),
+        *("/openapi-json", "/Leases", "/leases /", "/leases/all/renew"),
+    ],
+)
+def test_not_found(path: str) -> None:
+    """No other path leads anywhere."""
+    rows, names = table(*PATHS).find(path)
+    assert not rows
+    assert not names
+
+
+def test_two_names() -> None:
+    """The same part of a path cannot have two names."""
+    with pytest.raises(ValueError, match="this part has the name id in another path"):
+        table(*PATHS, "/leases/{name}/end")
+
+
+def test_routes() -> None:
+    """Each route of mpsd is found, alone for its method, also where a name in its path has the text of another path."""
+    made = Table[str]()
+    for route in ROUTES:
+        made.add(route.method, route.path, route.path)
+    for route in ROUTES:
+        for text in ("some", *{part for other in ROUTES for part in other.path.split("/") if part}):
+            path = "/".join(text if part.startswith("{") else part for part in route.path.split("/"))
+            rows, _ = made.find(path)
+            assert rows[route.method] == route.path, path

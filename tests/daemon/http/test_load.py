@@ -1,7 +1,6 @@
 """Limits: a caller that exceeds one gets a refusal that names it, and other callers are unaffected."""
 
 import contextlib
-import gzip
 import resource
 import select
 import socket
@@ -17,6 +16,7 @@ import pytest
 from tests.daemon.api.conftest import MakeLine
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
+from tests.daemon.helpers import is_running
 from tests.daemon.leases.line import OWN_UID, Line, Talk, message
 from tests.harness import wait_until
 from tests.node import Answer, Node
@@ -144,13 +144,11 @@ class TestConnections:
 
     @needs_root
     def test_at_the_door(self, line: Line, connect: Connect) -> None:
-        """However fast processes connect whose user has too many connections, open connections are answered."""
+        """However fast processes connect whose user has too many connections, other users connect and are answered."""
         inside = connect(line.node, BOB)
         assert inside.ask("GET", "/healthz").status == 200  # from now on, the deadline is that of an idle connection
-        kept = []
         for _ in range(256):
-            kept.append(connect(line.node, ANN))
-            assert kept[-1].ask("GET", "/healthz").status == 200
+            assert connect(line.node, ANN).ask("GET", "/healthz").status == 200
         with contextlib.ExitStack() as stack:
             for _ in range(2):
                 argv = [sys.executable, "-c", KNOCK, str(line.node.socket), str(ANN)]
@@ -159,12 +157,17 @@ class TestConnections:
                 assert knocking.stdout is not None
                 assert knocking.stdout.readline() == b"429\n"
             assert [inside.ask("GET", "/healthz").status for _ in range(10)] == [200] * 10
+            for _ in range(50):
+                assert patient(line.node)
+            assert line.node.mpsctl("status").returncode == 0
         # mpsd first has to turn the backlog away: until then the kernel accepts no more waiting connections.
         wait_until(lambda: served(line, BOB), what="room at the door", not_yet=(OSError, EOFError))
 
     @needs_root
     def test_silence(self, line: Line, connect: Connect) -> None:
-        """A caller that sends nothing, or does not end its first request's head, is disconnected at its deadline."""
+        """A caller that does not end its first request's head is disconnected at its deadline; others stay."""
+        kept = connect(line.node)
+        assert kept.ask("GET", "/healthz").status == 200
         silent = [connect(line.node, uid) for uid in (ANN, BOB) for _ in range(50)]
         head = message("POST", "/v1/leases", SMALL)
         for number, talk in enumerate(silent):
@@ -172,6 +175,7 @@ class TestConnections:
         assert line.granted(uid=ANN, **SMALL)
         wait_until(lambda: all(closed(each) for each in silent), what="the silent ones to be shown out")
         assert {each.rest() for each in silent} == {b""}
+        assert kept.ask("GET", "/healthz").status == 200
 
     def test_one_byte_at_a_time(self, line: Line, connect: Connect) -> None:
         """Sending a byte now and then does not extend the deadline."""
@@ -186,30 +190,6 @@ class TestConnections:
         wait_until(drip, what="the slow one to be shown out")
         with contextlib.suppress(ConnectionResetError):  # a byte that mpsd has not read resets the connection
             assert slow.rest() == b""
-
-    def test_a_connection_that_was_used(self, line: Line, connect: Connect) -> None:
-        """A connection that has sent a request may stay idle: the deadline is for the first request."""
-        kept, silent = connect(line.node), connect(line.node)
-        assert kept.ask("GET", "/healthz").status == 200
-        wait_until(lambda: closed(silent), what="the silent one to be shown out")
-        assert kept.ask("GET", "/healthz").status == 200
-
-    @needs_root
-    def test_newcomers(self, line: Line, connect: Connect) -> None:
-        """However fast processes connect whose user has too many connections, other users connect and are answered."""
-        for _ in range(256):
-            assert connect(line.node, ANN).ask("GET", "/healthz").status == 200
-        with contextlib.ExitStack() as stack:
-            for _ in range(2):
-                argv = [sys.executable, "-c", KNOCK, str(line.node.socket), str(ANN)]
-                knocking = stack.enter_context(subprocess.Popen(argv, stdout=subprocess.PIPE))
-                stack.callback(knocking.kill)
-                assert knocking.stdout is not None
-                assert knocking.stdout.readline() == b"429\n"
-            for _ in range(50):
-                assert patient(line.node)
-            assert line.node.mpsctl("status").returncode == 0
-        wait_until(lambda: line.node.get("/healthz").status == 200, what="the door to be clear", not_yet=(OSError,))
 
     @needs_root
     def test_coming_and_going(self, line: Line) -> None:
@@ -243,12 +223,6 @@ class TestRequests:
         waiting[0].hang_up()
         wait_until(lambda: len(line.queue()) == 3, what="the queue to be shorter")
 
-    def test_on_one_connection(self, line: Line, connect: Connect) -> None:
-        """Requests that follow each other over one connection count as one concurrent request, however many."""
-        talk = connect(line.node, ANN)
-        talk.send(message("GET", "/healthz") * 200)
-        assert [talk.answer().status for _ in range(200)] == [200] * 200
-
     @pytest.mark.parametrize(("size", "status"), [(64 * 1024, 422), (64 * 1024 + 1, 413), (1024 * 1024, 413)])
     @pytest.mark.parametrize("how", ["announced", "chunked"])
     def test_body(self, line: Line, connect: Connect, size: int, status: int, how: str) -> None:
@@ -264,14 +238,6 @@ class TestRequests:
                 talk.send(message("POST", "/v1/leases", body))
         answer = talk.answer()
         assert (answer.status, answer.json["limit"]) == (status, "body" if status == 413 else None)
-
-    def test_compressed_body(self, line: Line, connect: Connect) -> None:
-        """A compressed body is not expanded: mpsd reads it as it is, which is no JSON."""
-        bomb = gzip.compress(b" " * 50_000_000)
-        assert len(bomb) < 64 * 1024
-        before = memory(line.node)
-        assert connect(line.node, ANN).ask("POST", "/v1/leases", bomb, "Content-Encoding: gzip").status == 422
-        assert memory(line.node) - before < 4 * MIB
 
     def test_body_that_does_not_come(self, line: Line, connect: Connect) -> None:
         """An announced body that does not come, or comes a byte at a time, has the same deadline as a head."""
@@ -289,28 +255,9 @@ class TestRequests:
             assert (answer.status, answer.json["limit"]) == (422, "api.header_deadline")
         assert served(line, ANN)
 
-    def test_labels(self, line: Line) -> None:
-        """A lease has 32 labels at most, since they are stored for long and part of every answer."""
-        assert line.ask(**SMALL, labels={f"k{number}": "v" for number in range(33)}).status == 422
-        assert line.granted(**SMALL, labels=LABELS)["labels"] == LABELS
-
 
 class TestReaders:
     """Callers that send requests and do not read the answers."""
-
-    @needs_root
-    def test_pipelining(self, line: Line, connect: Connect) -> None:
-        """A caller that sends without end and reads nothing has to wait; it takes a connection, and no memory."""
-        before, many = memory(line.node), message("GET", "/v1/openapi.json") * 50
-        for _ in range(20):
-            deaf = connect(line.node, ANN)
-            deaf.connection.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                for _ in range(2000):
-                    deaf.connection.send(many)
-        for _ in range(20):
-            assert line.call("GET", "/v1/status", uid=BOB).answer().status == 200
-        assert memory(line.node) - before < 20 * MIB
 
     @pytest.mark.parametrize("behind", [b"x" * 65536, message("GET", "/healthz") * 1000], ids=["noise", "requests"])
     def test_behind_one_that_waits(self, line: Line, connect: Connect, behind: bytes) -> None:
@@ -326,20 +273,6 @@ class TestReaders:
         assert sent < 4 * MIB
         assert memory(line.node) - before < 8 * MIB
 
-    @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
-    def test_upgrade(self, line: Line, connect: Connect, upgrade: str) -> None:
-        """A caller that offers another protocol gets its answers, also to later requests, in HTTP/1.1."""
-        talk = connect(line.node, ANN)
-        request = message("POST", "/v1/leases", SMALL, f"Upgrade: {upgrade}", "Connection: Upgrade")
-        talk.send(message("GET", "/healthz") + request + message("GET", "/healthz") * 10)
-        assert talk.answer().status == 200
-        lease = talk.answer()
-        assert lease.status == 201
-        assert [talk.answer().status for _ in range(10)] == [200] * 10
-        assert [each["id"] for each in line.node.get("/v1/leases").json["leases"]] == [lease.json["id"]]
-        assert line.node.request("DELETE", f"/v1/leases/{lease.json['id']}").status == 204
-
-    @pytest.mark.thorough
     def test_large_answers(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
         """A caller that does not read a large answer is disconnected; mpsd does not keep the answer without limit."""
         line = make_line(make_node(simulate=1, config="[api]\nrequests_per_uid = 50\n").start())
@@ -358,7 +291,7 @@ class TestReaders:
         assert served(line, ANN)
 
     def test_large_answer_to_one_that_reads(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
-        """A caller that reads a large answer slowly gets all of it, also where that takes longer than its deadline."""
+        """A caller that reads a large answer slowly gets all of it, however long that takes, and may go on."""
         durations = {"mpsd.daemon.http.connection._SLOW": 2.0}
         line = make_line(make_node(simulate=4, durations=durations, config="[api]\nrequests_per_uid = 50\n").start())
         for number in range(160):
@@ -377,17 +310,18 @@ class TestReaders:
         began = time.monotonic()
         wait_until(whole, what="the whole answer", deadline=60)
         assert time.monotonic() - began > durations["mpsd.daemon.http.connection._SLOW"]  # or nothing was tried
+        assert slow.ask("GET", "/healthz").status == 200
 
 
 class TestDescriptors:
     """mpsd without free descriptors."""
 
     @needs_root
-    @pytest.mark.parametrize("most", [64, 100])
-    def test_out_of_descriptors(self, make_node: Start, make_line: MakeLine, connect: Connect, most: int) -> None:
+    def test_many_connections(self, make_node: Start, make_line: MakeLine, connect: Connect) -> None:
         """Many users with many connections use up the descriptors for connections, and no others; then all recovers."""
         config = "[api]\nconnections_per_uid = 1000\n[daemon]\nprobe_interval = 0.2\n"
         line = make_line(make_node(simulate=1, config=config).start())
+        most = 64
         lease, before, pid = line.granted(uid=ANN, **SMALL), descriptors(line.node), line.node.daemons()["gpu0"]["pid"]
         _, hard = resource.prlimit(line.node.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(line.node.pid, resource.RLIMIT_NOFILE, (most, hard))
@@ -408,6 +342,29 @@ class TestDescriptors:
         assert line.node.events("daemon_state", state="unresponsive") == []
         assert 0 < len(line.node.events("listener_stuck")) < 5
 
+    def test_none_left(self, make_node: Start, connect: Connect) -> None:
+        """An mpsd without free descriptors waits until it has some: it ends neither itself nor a control daemon."""
+        node = make_node(simulate=1, config="[daemon]\nprobe_interval = 0.1\n").start()
+        pid = node.daemons()["gpu0"]["pid"]
+        soft, hard = resource.prlimit(node.pid, resource.RLIMIT_NOFILE)
+        least = soft
+
+        def in_trouble() -> bool:
+            # A front-end takes more than two. While there is one, or an answer, the count is above mpsd's at rest.
+            nonlocal least
+            least = min(least, descriptors(node) + 1)
+            resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (least, hard))
+            return bool(node.events("daemon_state", state="unresponsive"))
+
+        in_trouble()
+        for _ in range(20):
+            connect(node)
+        wait_until(in_trouble, what="mpsd to be in trouble")
+        assert node.exited() is None
+        resource.prlimit(node.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert node.wait_for_state("gpu0", "ready")["pid"] == pid
+        assert is_running(pid)
+
 
 class TestMemory:
     """The memory that many requests leave behind: none."""
@@ -424,24 +381,23 @@ class TestMemory:
     def two_thousand(self, line: Line) -> None:
         """Send 2,000 requests of all kinds."""
         lease = line.granted(uid=ANN, **SMALL)["id"]
-        kinds = [
-            message("GET", "/v1/leases"),
-            message("GET", f"/v1/leases/{lease}"),
-            message("POST", "/v1/leases", {"threads": 1000, "memory": "1GiB"}),
-            message("POST", "/v1/leases", {**SMALL, "memory": "100GiB"}),
-            message("POST", "/v1/leases", b"[" * 2000),
-            message("POST", "/v1/leases", b"\xff" * 60000),
-            message("POST", f"/v1/leases/{lease}/renew", {"ttl": 1e9}),
-            message("PUT", "/v1/gpus", {}),
-            message("GET", "/v1/events?after=99999999999999999999"),
+        kinds: list[tuple[str, str, object]] = [
+            ("GET", "/v1/leases", None),
+            ("GET", f"/v1/leases/{lease}", None),
+            ("POST", "/v1/leases", {"threads": 1000, "memory": "1GiB"}),
+            ("POST", "/v1/leases", {**SMALL, "memory": "100GiB"}),
+            ("POST", "/v1/leases", b"[" * 2000),
+            ("POST", "/v1/leases", b"\xff" * 60000),
+            ("POST", f"/v1/leases/{lease}/renew", {"ttl": 1e9}),
+            ("PUT", "/v1/gpus", {}),
+            ("GET", "/v1/events?after=99999999999999999999", None),
         ]
         with Talk(line.node.socket, uid=ANN) as talk:
             for number in range(180):
-                talk.send(
-                    b"".join([*kinds, message("GET", f"/nowhere/{lease}/{number}", None, f"X-{number}: {lease}")])
-                )
-                assert all(talk.answer().status < 500 for _ in range(10))
-        rude = [b"\x16\x03\x01", b"GET / HTTP/9\r\n\r\n", b"A" * 9000, kinds[0][:20], kinds[0]]
+                assert all(talk.ask(*each).status < 500 for each in kinds)
+                assert talk.ask("GET", f"/nowhere/{lease}/{number}", None, f"X-{number}: {lease}").status == 404
+        status = message("GET", "/v1/leases")
+        rude = [b"\x16\x03\x01", b"GET / HTTP/9\r\n\r\n", b"A" * 9000, status[:20], status, status * 9]
         for number in range(200):
             with Talk(line.node.socket, uid=ANN) as talk:
                 talk.send(rude[number % len(rude)])

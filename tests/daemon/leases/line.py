@@ -97,6 +97,11 @@ class Talk:
         size = 0 if method == "HEAD" else int(headers.get("Content-Length", "0"))
         return Answer(int(status[1]), headers, self._stream.read(size))
 
+    def chunk(self) -> bytes:
+        """Return the next piece of an answer in chunks, empty at its end."""
+        size = int(self._stream.readline(), 16)
+        return self._stream.read(size + 2)[:size]
+
     def rest(self) -> bytes:
         """Return all bytes that arrive until the other side closes the connection."""
         return self._stream.read()

@@ -3,7 +3,9 @@
 import asyncio
 import ctypes
 import errno
+import fcntl
 import os
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -16,6 +18,9 @@ _PAUSE: Final = 0.05
 """Seconds from the first notification to the callback: many lines in a row cause at most 20 callbacks a second."""
 
 _READ_AT_ONCE: Final = 64 * 1024
+
+_NO_BYTES: Final = bytes(4)
+"""The answer of FIONREAD for an empty queue (inotify(7))."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -47,6 +52,15 @@ class DirectoryWatch:
         if self._watch not in {None, watch}:
             _libc.inotify_rm_watch(self._descriptor, self._watch)  # the kernel may have removed it already
         self._watch = watch
+
+    def has_news(self) -> bool:
+        """Tell whether something may have been written for which there was no callback yet.
+
+        The kernel queues a notification before the write returns to its caller.
+        """
+        if self._descriptor is None or self._timer is not None:
+            return True
+        return fcntl.ioctl(self._descriptor, termios.FIONREAD, _NO_BYTES) != _NO_BYTES
 
     def close(self) -> None:
         if self._timer is not None:

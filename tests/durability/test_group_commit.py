@@ -1,8 +1,6 @@
-"""Simultaneous decisions are stored together, single ones at once; all are published in order."""
+"""Decisions are stored before they are said, and published in their order, once."""
 
-import contextlib
 import json
-import os
 import signal
 import sqlite3
 from contextlib import closing
@@ -11,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from tests.daemon.leases.line import Talk, message
+from tests.daemon.leases.line import Talk
 from tests.durability.conftest import Start
 from tests.node import Node
 
@@ -28,37 +26,13 @@ def commits(node: Node) -> list[int]:
         return [len(events) for _, events in said]
 
 
-def ask(node: Node, *, together: bool) -> None:
-    """Have many callers request a lease each, all at the same moment or one after the other, and kill mpsd."""
-    request = message("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"})
-    with contextlib.ExitStack() as stack:
-        callers = [stack.enter_context(Talk(node.socket)) for _ in range(_MANY)]
-        assert {each.ask("GET", "/healthz").status for each in callers} == {200}
-        if together:
-            os.kill(node.pid, signal.SIGSTOP)
-        for each in callers:
-            each.send(request)
-            if not together:
-                assert each.answer().status == 201
-        if together:
-            os.kill(node.pid, signal.SIGCONT)
-            assert {each.answer().status for each in callers} == {201}
+def test_stored_before_it_is_said(make_node: Start) -> None:
+    """A grant is stored before its caller gets it."""
+    node = make_node().start()
+    with Talk(node.socket) as caller:
+        for _ in range(_MANY):
+            assert caller.ask("POST", "/v1/leases", {"threads": 1, "memory": "1MiB"}).status == 201
         node.end(signal.SIGKILL)
-
-
-def test_together(make_node: Start) -> None:
-    """Grants of many callers at the same moment share a few commits."""
-    node = make_node().start()
-    ask(node, together=True)
-    found = commits(node)
-    assert sum(found) == _MANY
-    assert len(found) <= 4
-
-
-def test_one_by_one(make_node: Start) -> None:
-    """A grant that was requested alone is stored alone, before its caller gets it."""
-    node = make_node().start()
-    ask(node, together=False)
     assert commits(node) == [1] * _MANY
 
 

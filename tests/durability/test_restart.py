@@ -237,6 +237,7 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         leases.offer([OFFER], {})
         leases.restore()
         running = asyncio.create_task(leases.run(lambda: None))
+        await asyncio.sleep(0)  # it begins
         yield leases
         running.cancel()
         await asyncio.wait([running])

@@ -200,3 +200,18 @@ def test_after_the_end(tmp_path: Path) -> None:
         other.watch.close()
 
     watching(tmp_path, test)
+
+
+def test_news(tmp_path: Path) -> None:
+    """A write is known at once, before the callback for it; without a watch, anything may have been written."""
+
+    async def test(watched: Watched) -> None:
+        assert not watched.watch.has_news()
+        watched.say()
+        assert watched.watch.has_news()
+        await watched.hears("what was written")
+        assert not watched.watch.has_news()
+        watched.watch.close()
+        assert watched.watch.has_news()
+
+    watching(tmp_path, test)

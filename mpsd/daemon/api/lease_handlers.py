@@ -78,7 +78,7 @@ class LeaseHandlers:
                 memory_granted=sum(share.memory.bytes for share in shares),
             ),
         )
-        await self._node.leases.as_stored()
+        self._node.leases.as_stored()
         return answer
 
     def _with_holders(self, answer: lease_schema.LeaseOut, lease: Lease) -> lease_schema.LeaseOut:
@@ -125,7 +125,7 @@ class LeaseHandlers:
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
         (answer,) = self._judged([self._with_holders(_lease_out(lease, place, secret=is_own(request, lease)), lease)])
-        await self._node.leases.as_stored()
+        self._node.leases.as_stored()
         return answer
 
     async def admit(self, request: Request) -> lease_schema.LeaseOut:
@@ -268,7 +268,7 @@ class LeaseHandlers:
                 hint="claim a lease on one GPU for each container",
                 limit="gpus",
             )
-        await self._node.leases.as_stored()
+        self._node.leases.as_stored()
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
         variables = _lease_out(lease).env
         program = (str(installation.programs() / "mpsctl"),)

@@ -275,14 +275,23 @@ class ControlLog:
         if self._again is not None:
             self._again.cancel()
 
+    def read_news(self) -> None:
+        """Read the added lines as `read` does, if the kernel has reported a write since. Raises OSError likewise."""
+        if self._watch.has_news():
+            self.read()
+
     def look(self) -> None:
+        """Read the added lines as `read` does, and have the kernel report the next ones."""
+        self._renew()
+        self.read()
+
+    def read(self) -> None:
         """Read the added lines, report them, store the position, and remove the oldest lines beyond the size.
 
         It may be called at any moment and never waits: it takes some system calls, and none of the daemon's time. Lines
         are marked as read after they are reported: an mpsd that is killed between the two reports them again, and none
         leaves them out. Raises OSError when the machine has no descriptor left to read the log by.
         """
-        self._renew()
         lines, servers = self._control.read(), self._server.read()
         if lines or servers:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)

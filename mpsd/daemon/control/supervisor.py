@@ -222,7 +222,7 @@ class Supervisor:
         A later doubt does not count: no user may delay a grant to another user for ever.
         """
         with contextlib.suppress(OSError):  # the supervisor reports its consequences
-            self._control_log.look()
+            self._control_log.read_news()
         return self._doubt.unanswered()
 
     @property

@@ -19,7 +19,7 @@ class LeaseCommit(Protocol):
     def change(self, lease: Lease, event: EventName | None = None, **facts: object) -> None:
         """Store the lease in its present state, and then publish the event."""
 
-    async def stored(self, lease_id: str) -> None:
+    def stored(self, lease_id: str) -> None:
         """Return once a lease is stored. Raises StorageError."""
 
 
@@ -57,7 +57,7 @@ class Closing:
         Raises StorageError; the ending has begun nevertheless, but would not survive mpsd's death.
         """
         self.begin(lease_id, because)
-        await self._commit.stored(lease_id)
+        self._commit.stored(lease_id)
 
     def begin(self, lease_id: str, because: str) -> None:
         """Begin to end a lease with its clients. A lease without clients, or one that waits, ends at once."""

@@ -91,7 +91,7 @@ class Claims:
             because += f", and was by {', '.join(map(holders.said, before.holders))}"
         self._limit_gates.follow(lease)
         self._group_commit.change(lease, event, **group_names.facts_of(named.holder), because=because)
-        await self._group_commit.stored(lease_id)
+        self._group_commit.stored(lease_id)
         return self._ledger.leases.get(lease_id, lease)
 
     async def take(
@@ -108,7 +108,7 @@ class Claims:
             self._held(lease_id, named.holder)
             if (opening := self._openings.get(lease_id)) is not None:
                 return await asyncio.shield(opening)
-            await self._group_commit.stored(lease_id)
+            self._group_commit.stored(lease_id)
             await self._limit_gates.open(before)
             return self._held(lease_id, named.holder)
         check(before)
@@ -132,7 +132,7 @@ class Claims:
     async def _open(self, before: Lease, taken: Lease) -> Lease:
         """Store a claim that was just taken and open it to its holder, or put it back and raise why."""
         try:
-            await self._group_commit.stored(taken.id)
+            self._group_commit.stored(taken.id)
             await self._limit_gates.open(taken)
         except CapacityError as refusal:
             await self._put_back(before, taken, refusal)
@@ -190,7 +190,7 @@ class Claims:
         was = ", ".join(map(holders.said, before.holders))
         because = f"it is held by {holders.said(claim)} for {seconds:g} s, and was by {was}"
         self._group_commit.change(left, EventName.LEASE_HANDED_OVER, because=because)
-        await self._group_commit.stored(lease_id)
+        self._group_commit.stored(lease_id)
         return self._ledger.leases.get(lease_id, left)
 
     async def _put_back(self, before: Lease, taken: Lease, refusal: CapacityError) -> None:
@@ -217,7 +217,7 @@ class Claims:
         self._limit_gates.unfollow(lease)
         self._group_commit.change(back, EventName.LEASE_CLAIM_RETURNED, because=refusal.detail)
         if not isinstance(refusal, StorageError):
-            await self._group_commit.over()
+            self._group_commit.end()
 
     def why_expired(self, lease: Lease, claim: Claim) -> str:
         """Report that no holder took a claim in time, and return why the lease ends."""

@@ -1,4 +1,4 @@
-"""The decisions of one turn of the loop are stored in one commit and then logged, before callers continue.
+"""Decisions are stored in one commit and then logged: before a caller continues, else after this turn of the loop.
 
 If mpsd dies between the two, the next mpsd logs them, because they are in the lease store.
 """
@@ -103,17 +103,11 @@ class GroupCommit:
             self._due = True
             asyncio.get_running_loop().call_soon(self.end)
 
-    async def over(self) -> None:
-        """Return when all decisions so far are stored, or could not be, and are logged."""
-        if self._due:
-            # The loop calls back in order: a task that yields for one turn continues after what was scheduled before.
-            await asyncio.sleep(0)
-
-    async def stored(self, lease_id: str) -> None:
-        """Wait until a lease is stored in its present state. Raises StorageError on failure; mpsd keeps trying."""
+    def stored(self, lease_id: str) -> None:
+        """Store a lease in its present state. Raises StorageError on failure; mpsd keeps trying."""
         if lease_id in self._store.late:
             self._schedule()
-        await self.over()
+        self.end()
         if lease_id in self._store.late:
             raise StorageError(f"the state of lease {lease_id} could not be stored: {self.trouble}", hint=_MAKE_ROOM)
 
@@ -139,7 +133,9 @@ class GroupCommit:
         self._log.info(EventName.STORE_WRITABLE)
 
     def end(self) -> None:
-        """Store the decisions of this turn, and log them."""
+        """Store the decisions so far, and log them."""
+        if not self._due:
+            return  # a caller had them stored already
         self._finish()
         self._due = False
         changed, self._changed = self._changed, {}

@@ -256,7 +256,7 @@ class Leases:
         try:
             if pending.decided is not None:
                 await asyncio.shield(pending.decided)
-            await self._group_commit.over()
+            self._group_commit.end()
             if pending.refusal is None:
                 await self._open(lease.id, pending.until)
         except asyncio.CancelledError:
@@ -276,7 +276,7 @@ class Leases:
             await self._limit_gates.open(self.ledger.leases[lease_id], until)
         except CapacityError as refusal:
             self._end(lease_id, refusal.detail, refusal=refusal)
-            await self._group_commit.over()
+            self._group_commit.end()
 
     def _hang_up(self, lease_id: str, pending: PendingRequest) -> None:
         # 1. Other callers wait for the lease, it has ended, or a caller got its outcome: nothing is lost.
@@ -302,7 +302,7 @@ class Leases:
     async def release(self, lease_id: str, because: str) -> None:
         """End a lease, and return when that is stored; also where it has ended already. Raises StorageError."""
         self._end(lease_id, because)
-        await self._group_commit.stored(lease_id)
+        self._group_commit.stored(lease_id)
 
     async def renew(self, lease_id: str, ttl: float) -> Lease:
         """Set the time to live of a granted lease to this many seconds from now; stored before it is returned.
@@ -315,7 +315,7 @@ class Leases:
             raise NotFoundError(f"lease {lease_id} holds nothing to renew", hint="take out another: mpsctl run")
         lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
         self._group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
-        await self._group_commit.stored(lease_id)
+        self._group_commit.stored(lease_id)
         return lease
 
     def offer(self, offers: Iterable[Offer], unleased: Mapping[int, Amount]) -> None:
@@ -350,9 +350,9 @@ class Leases:
             self._decided(lease)
             self._pending[lease.id].decide(None)
 
-    async def as_stored(self) -> None:
-        """Wait until everything that is visible here is stored and logged, so that the log contains its cause."""
-        await self._group_commit.over()
+    def as_stored(self) -> None:
+        """Store and log everything that is visible here, so that the log contains its cause."""
+        self._group_commit.end()
 
     def _finish(self) -> None:
         if self._unsettled:

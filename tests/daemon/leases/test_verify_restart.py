@@ -36,7 +36,7 @@ def verified(node: Node, lease: dict[str, Any]) -> tuple[str, str, list[dict[str
 def await_settled(node: Node) -> None:
     """Wait until the disk says that just the present limits of the control daemon may be in force."""
     path = node.root / "run" / "gpu0.limits.json"
-    wait_until(lambda: len(json.loads(path.read_text())["limits"]) == 1, what="the limits to last")
+    wait_until(lambda: len(json.loads(path.read_text())["record"]["limits"]) == 1, what="the limits to last")
 
 
 @ENDS

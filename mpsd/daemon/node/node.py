@@ -17,7 +17,6 @@ from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.core.model import (
     Daemon,
-    GpuView,
     Holder,
     Inventory,
     Known,
@@ -183,8 +182,9 @@ class Node:
 
     def _note_admission(self) -> None:
         """Log each GPU on which grants begin or end: whoever offers the GPUs to others follows that."""
+        daemons = self.daemons()
         for view in self.gpus.views():
-            refused = self.refused(view)
+            refused = health.refused(view, daemons, self.leases.trouble)
             if self._admits.get(view.index) is (refused is None):
                 continue
             self._admits[view.index] = refused is None
@@ -309,9 +309,10 @@ class Node:
         """Return a control daemon, and whether it may have clients whose leases were lost."""
         daemon = self.server_watches.applied(supervisor.snapshot())
         try:
-            return replace(daemon, incomplete=self.completeness.look(daemon))
+            because = self.completeness.look(daemon)
         except StorageError as error:
-            return replace(daemon, incomplete=error.detail)
+            because = error.detail
+        return replace(daemon, incomplete=because) if because else daemon
 
     def resume(self, supervisor: Supervisor, because: str) -> None:
         """Resume admission by an operator's command, also where clients have no lease. Raises StorageError."""
@@ -319,10 +320,6 @@ class Node:
         self.leases.unrestored.clear(supervisor.gpu.uuid)
         supervisor.intend(OperatorCommand(Intent.RUN, because))
         self._look()
-
-    def refused(self, view: GpuView) -> str | None:
-        """Return why all requests for a GPU are refused now; None where they are not."""
-        return health.refused(view, self.daemons(), self.leases.trouble)
 
     def health(self) -> NodeHealth:
         """Return the GPUs and the control daemons at this moment, with their faults."""

@@ -75,7 +75,7 @@ def is_free(node: Node) -> bool:
 
 
 def conversations(node: Node) -> int:
-    key = json.loads((node.root / "run/gpu0.reading.json").read_text())["key"]
+    key = json.loads((node.root / "run/gpu0.reading.json").read_text())["record"]["key"]
     return node.control_log("gpu0").read_text(errors="replace").count(f"Cmd:mpsd-{key}")
 
 
@@ -190,11 +190,11 @@ class TestWhatItSays:
         """The marks of mpsd's conversations with one daemon do not reveal those with the next."""
         node = make_node(simulate=1, control=real.control, config=QUIET).start()
         reading = node.root / "run/gpu0.reading.json"
-        key, pid = json.loads(reading.read_text())["key"], node.daemons()["gpu0"]["pid"]
+        key, pid = json.loads(reading.read_text())["record"]["key"], node.daemons()["gpu0"]["pid"]
         kill(pid)
         next_ready(node, "gpu0", pid)
         wait_until(lambda: conversations(node), what="a conversation with the new key")
-        assert json.loads(reading.read_text())["key"] != key
+        assert json.loads(reading.read_text())["record"]["key"] != key
         node.ask("gpu0", f"mpsd-{key}00000000-0\n{SETS}")
         assert event(node, "foreign_command")["command"] == SETS
         # The next mpsd recognises its marks: it finds only that one foreign command, which may be read twice.

@@ -285,7 +285,7 @@ def test_unseen_mounts(make: Callable[..., Bounded]) -> None:
         with calling(node.socket, uid=ANN) as holder:
             assert holder.admit(threads=10, memory="1GiB").status == 201
             (told,) = node.events("mounts_unknown", pid=holder.pid)
-            assert f"/proc/{holder.pid}/root" in told["because"]
+            assert f"/proc/{holder.pid}/" in told["because"]
     finally:
         node.clean_up()
 

@@ -244,8 +244,6 @@ class Client(TypedDict):
 
 
 class Clients(TypedDict):
-    """The clients of all servers."""
-
     clients: list[Client]
 
 

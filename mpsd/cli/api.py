@@ -43,11 +43,9 @@ class Api(Client):
         return cast("answer_types.Gpus", self.get("/v1/gpus"))
 
     def daemons(self) -> "answer_types.Daemons":
-        """Return the control daemons."""
         return cast("answer_types.Daemons", self.get("/v1/daemons"))
 
     def clients(self) -> "answer_types.Clients":
-        """Return the clients of every server."""
         return cast("answer_types.Clients", self.get("/v1/clients"))
 
     def leases(self, *, ended: bool = False) -> "answer_types.Leases":

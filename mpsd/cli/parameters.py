@@ -44,7 +44,6 @@ class _Filled(_StrType):
     name = "text"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the text."""
         return f"{value}" or self.fail(
             "it is empty; if a variable gives it, check that the variable is set", param, ctx
         )
@@ -71,7 +70,6 @@ class _Quantity(_FloatType):
         self._parse = parse
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number."""
         try:
             return self._parse(f"{value}")
         except InvalidRequestError as error:

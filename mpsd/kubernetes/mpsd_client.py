@@ -87,7 +87,6 @@ class Mpsd:
         return after
 
     def latest_event(self) -> int:
-        """Return the number of the latest event."""
         with Api(self._socket, deadline=_ANSWER) as api:
             return max((_event(event)[1] for _, event in api.lines("/v1/events?after=0&follow=false")), default=0)
 

@@ -340,7 +340,6 @@ def main() -> int:
 
 
 def run() -> NoReturn:
-    """Be the program."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     launch.end(main())

@@ -51,7 +51,6 @@ class _Moment(_Type):
     name = "time"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        """Return the time."""
         try:
             return parse_moment(f"{value}", datetime.now(UTC))
         except InvalidRequestError as error:

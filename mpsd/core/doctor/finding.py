@@ -82,8 +82,6 @@ def unknown(because: str, remedy: str | None = None, *, subject: str = "") -> Fi
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finding with its check."""
-
     check: Check
     finding: Finding
 

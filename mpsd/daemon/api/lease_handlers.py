@@ -121,7 +121,6 @@ class LeaseHandlers:
         return lease
 
     async def lease(self, request: Request) -> lease_schema.LeaseOut:
-        """Return one lease."""
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
         (answer,) = self._judged([self._with_holders(_lease_out(lease, place, secret=is_own(request, lease)), lease)])

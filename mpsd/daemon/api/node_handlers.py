@@ -102,7 +102,6 @@ class NodeHandlers:
         return notes
 
     async def gpus(self, request: Request) -> schema.GpusOut:
-        """Return the GPUs."""
         daemons = self._node.daemons()
         gpus = [self._gpu(view, daemons, operator=request.operator) for view in self._node.gpus.views()]
         return schema.GpusOut(gpus)
@@ -134,7 +133,6 @@ class NodeHandlers:
         )
 
     async def daemons(self, request: Request) -> schema.DaemonsOut:
-        """Return the control daemons."""
         return schema.DaemonsOut(
             [schema.DaemonOut.of(each, operator=request.operator) for each in self._node.daemons()]
         )

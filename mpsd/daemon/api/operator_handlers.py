@@ -156,7 +156,6 @@ class OperatorHandlers:
         self._node.quarantine.pardon(int(uid), request.credentials.uid)
 
     async def operation(self, request: Request) -> schema.OperationOut:
-        """Return one operation."""
         operation = request.names["id"]
         if operation in self._operations:
             return self._operations[operation]

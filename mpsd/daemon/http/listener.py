@@ -40,7 +40,6 @@ class _Inside(set[Connection]):
         self.by_uid = Counter[int]()
 
     def add(self, connection: Connection, /) -> None:
-        """Add a connection."""
         super().add(connection)
         self.by_uid[connection.peer.uid] += 1
 

@@ -14,6 +14,7 @@ from bench.callers import Caller, body
 from bench.service import running
 from bench.side_by_side import Figure
 from mpsd.core import health
+from mpsd.core.events import EventName
 from mpsd.core.metrics.exposition import render
 from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
 from mpsd.core.metrics.tally import Tally
@@ -35,7 +36,6 @@ from mpsd.core.model import (
 )
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
-from mpsd.daemon.record.log import EventName
 
 _LEASES: Final = 500
 _GPUS: Final = 8

@@ -23,11 +23,11 @@ from typing import Final
 import psutil
 
 from bench.metrics import full
+from mpsd.core.events import EventName
 from mpsd.core.metrics.exposition import render
 from mpsd.core.metrics.snapshot import blocks
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import ViolationKind
-from mpsd.daemon.record.log import EventName
 
 _LEASES: Final = 32
 _INTERVAL: Final = 15

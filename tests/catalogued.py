@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpsd.daemon.record.catalogue import CATALOGUE, COMMON, facts_of
-from mpsd.daemon.record.log import EventName
+from mpsd.core.events import COMMON, EVENTS, EventName, facts_of
 
 
 def wrong_facts(line: Mapping[str, Any]) -> str:
@@ -15,9 +14,9 @@ def wrong_facts(line: Mapping[str, Any]) -> str:
     facts, there = facts_of(name), line.keys() - COMMON.keys()
     wrong = [f"the unknown fact {each}" for each in sorted(there - facts.keys())]
     wrong += [f"no fact {each}" for each, always in facts.items() if always and each not in there]
-    if line["level"] not in CATALOGUE[name].levels.split():
+    if line["level"] not in EVENTS[name].levels.split():
         wrong.append(f"the level {line['level']}")
-    return f"{name} has {', '.join(wrong)}: see mpsd/daemon/record/catalogue.py" if wrong else ""
+    return f"{name} has {', '.join(wrong)}: see mpsd/core/events.py" if wrong else ""
 
 
 def check_events(lines: Iterable[Mapping[str, Any]]) -> None:

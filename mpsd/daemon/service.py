@@ -15,6 +15,7 @@ from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
 from mpsd.core.errors import ConfigurationError
+from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings, ReloadResult
 from mpsd.core.settings import Settings
 from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, stored_usage
@@ -36,7 +37,7 @@ from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.history import HISTORY_SCHEMA
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.daemon.service_manager import ServiceNotifier
 from mpsd.system import control_flags, path_safety, rundir
 from mpsd.system import driver as drivers

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
+from mpsd.core.events import EventName
 from mpsd.daemon.control.state import Heartbeat
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.notify import ServiceManager
 

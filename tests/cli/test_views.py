@@ -8,7 +8,7 @@ import pytest
 from mpsd.cli import lease_views, render, views
 from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look, bar
-from mpsd.daemon.record.log import EventName
+from mpsd.core.events import EventName
 
 NOW = datetime(2026, 11, 21, 3, 0, tzinfo=UTC)
 THEN = "2026-11-21T02:57:00.5Z"

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
-from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, summed
 from tests.disks import as_root, fill, mounted

@@ -27,6 +27,7 @@ from mpsd.core.configuration import document
 from mpsd.core.enforcement import drift, violations
 from mpsd.core.enforcement.opened import widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
+from mpsd.core.events import EventName
 from mpsd.core.holders import holders
 from mpsd.core.metrics import exposition, families
 from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack
@@ -50,7 +51,7 @@ from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
-from mpsd.daemon.record.log import EventName, configure
+from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock, proc

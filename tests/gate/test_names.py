@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.errors import catalogue
-from mpsd.daemon.record.log import EventName
+from mpsd.core.events import EventName
 from tests.gate.source import Module, modules, nodes
 
 BANNED: Final = {

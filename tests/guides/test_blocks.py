@@ -17,7 +17,7 @@ from mpsd.cli.render import as_here
 from mpsd.core.configuration.document import parse
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import catalogue
-from mpsd.daemon.record.log import EventName
+from mpsd.core.events import EventName
 from mpsd.kubernetes.__main__ import cli as mpsd_kubernetes
 from mpsd.simulator.devices import VARIABLE
 from tests.gate import manual

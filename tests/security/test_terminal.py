@@ -9,8 +9,9 @@ from typing import Final
 
 import pytest
 
+from mpsd.core.events import EventName
 from mpsd.core.settings import LogFormat
-from mpsd.daemon.record.log import EventName, configure
+from mpsd.daemon.record.log import configure
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
 from tests.driven_program import DrivenProgram

@@ -11,9 +11,10 @@ from typing import TextIO
 
 import pytest
 
+from mpsd.core.events import EventName
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record import log as logs
-from mpsd.daemon.record.log import MESSAGE_IDS, EventName
+from mpsd.daemon.record.log import MESSAGE_IDS
 from mpsd.system.journal import Journal, is_behind
 
 

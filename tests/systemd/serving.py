@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 
 from mpsd.core.capabilities import DAEMON
-from mpsd.daemon.record.log import MESSAGE_IDS, EventName
+from mpsd.core.events import EventName
+from mpsd.daemon.record.log import MESSAGE_IDS
 from tests.driven_program import DrivenProgram
 from tests.harness import wait_until
 from tests.systemd import Suite, wrapping

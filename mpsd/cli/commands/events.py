@@ -18,8 +18,9 @@ from mpsd.cli.commands.lists import chosen_uid
 from mpsd.cli.completion import daemon_names, gpu_names, lease_names
 from mpsd.cli.history.moments import MOMENT, TIME
 from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
-from mpsd.cli.history.sentences import SENTENCES, line
+from mpsd.cli.history.sentences import line
 from mpsd.core.errors import InvalidRequestError, UnreachableError
+from mpsd.core.events import EventName
 from mpsd.core.sanitize import harmless_json, plain
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def _kinds(_: click.Context, __: click.Parameter, patterns: Iterable[str]) -> fr
 def _kind_names(_: click.Context, __: click.Parameter, incomplete: str) -> "list[CompletionItem]":
     from click.shell_completion import CompletionItem
 
-    return [CompletionItem(each) for each in SENTENCES if each.startswith(incomplete)]
+    return [CompletionItem(each) for each in EventName if each.startswith(incomplete)]
 
 
 @click.command()
@@ -110,7 +111,7 @@ def events(  # noqa: PLR0917 - one option each
     facts; with -o json, each line is the JSON that mpsd sent. With --follow, a restart of mpsd leaves no gap.
     """
     if list_kinds:
-        click.echo("\n".join(sorted(SENTENCES)))
+        click.echo("\n".join(sorted(EventName)))
         return
     if follow and until is not None:
         raise click.UsageError("Use --follow or --until, not both: events to come have no end.")

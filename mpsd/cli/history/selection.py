@@ -6,8 +6,8 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mpsd.cli.history.sentences import SENTENCES
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.events import EventName
 from mpsd.core.units import briefly
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ def matching_kinds(pattern: str) -> frozenset[str]:
     Raises InvalidRequestError where there are none, with similar names.
     """
     wanted = pattern.replace("-", "_")
-    found = frozenset(each for each in SENTENCES if fnmatchcase(each, wanted))
+    found = frozenset(each for each in EventName if fnmatchcase(each, wanted))
     if found:
         return found
-    near = difflib.get_close_matches(wanted, SENTENCES, n=3) or [each for each in SENTENCES if wanted in each][:3]
+    near = difflib.get_close_matches(wanted, EventName, n=3) or [each for each in EventName if wanted in each][:3]
     meant = f"did you mean {' or '.join(near)}?" if near else "list them: mpsctl events --kinds"
     raise InvalidRequestError(f"there are no events of the kind {briefly(pattern)}", hint=meant)
 
@@ -97,7 +97,7 @@ class Selector:
 
 
 _BY_INDEX: Final = frozenset(
-    {"gpu_found", "gpu_health", "gpu_admission", *(each for each in SENTENCES if each.startswith("compute_mode_"))}
+    {"gpu_found", "gpu_health", "gpu_admission", *(each for each in EventName if each.startswith("compute_mode_"))}
 )
 
 

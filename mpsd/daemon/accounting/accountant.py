@@ -15,6 +15,7 @@ from mpsd.core.accounting.report import By, Report
 from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Periods, Rollup, Series
 from mpsd.core.admission.usage import Account
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading
 from mpsd.core.reload import LiveSettings
 from mpsd.core.units import MIB
@@ -22,7 +23,7 @@ from mpsd.daemon.accounting.account_store import PAGE, AccountStore, Cursor, Gap
 from mpsd.daemon.accounting.recovery import microseconds, replay
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 
 _INTERVAL: Final = 1.0

@@ -7,10 +7,10 @@ import msgspec
 
 from mpsd.core.accounting.accounts import Accounts, LeaseRecord, ShareRecord, record_of
 from mpsd.core.accounting.series import SECOND
+from mpsd.core.events import EventName
 from mpsd.core.model import Lease
 from mpsd.core.units import MIB
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
-from mpsd.daemon.record.log import EventName
 
 
 class _Line(msgspec.Struct):

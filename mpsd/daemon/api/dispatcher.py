@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from mpsd.core.errors import BodyTooLargeError, InternalError, InvalidRequestError, MpsdError, NotPermittedError
+from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import Role, require
 from mpsd.daemon.api.answers import Encoder, Stream
@@ -20,7 +21,7 @@ from mpsd.daemon.http.message import MAXIMUM_BODY, Answer, Message
 from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unroutable
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import descriptors
 
 A = TypeVar("A")

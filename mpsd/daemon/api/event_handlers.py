@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from mpsd.core.accounting.report import Amounts, By, Line, Report, step_of
 from mpsd.core.accounting.series import SECOND
 from mpsd.core.errors import InvalidRequestError
+from mpsd.core.events import EventName
 from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.decoding import parameter
@@ -18,7 +19,6 @@ from mpsd.daemon.api.schema import about, words
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.encoding import to_json
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 
 _LATEST: Final = "latest"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final, NamedTuple
 
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, Known, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
@@ -24,7 +25,7 @@ from mpsd.core.supervision.wedge import CanaryEnd, Cause, Listed, ListedClients,
 from mpsd.daemon.canary.canary import Canaries
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
 
 _TICK: Final = 1.0

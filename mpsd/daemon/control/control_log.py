@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from mpsd.core.enforcement.server_health import ServerHealth
+from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, UnknownLines
 from mpsd.core.mps.log_events import (
     REASONS_TO_ASK,
@@ -27,7 +28,7 @@ from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
 from mpsd.core.supervision.suspects import LetIn
 from mpsd.daemon.control.log_silence import LogSilence
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
 from mpsd.system import clock, proc
 from mpsd.system.inotify import DirectoryWatch

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.settings import ControlDaemon
 from mpsd.core.supervision.restart import Death, Decision, RestartPolicy, RestartVerdict, dated, decide, recent
 from mpsd.core.supervision.suspects import Crash, LetIn, is_suspect
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
 from mpsd.system import acl, clock
 from mpsd.system.rundir import DaemonPaths

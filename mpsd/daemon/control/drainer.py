@@ -14,6 +14,7 @@ from typing import Final
 from mpsd.core.enforcement import ending as endings
 from mpsd.core.enforcement.ending import EndCause, Progress
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import Lease, ProcessIdentity, Stop
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import drain
@@ -31,7 +32,7 @@ from mpsd.core.supervision.drain import (
 from mpsd.core.units import first_of
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.ends.endings import Endings
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
 
 _UNKNOWN: Final = Answers(proved=False, silent=True, steady=0.0)

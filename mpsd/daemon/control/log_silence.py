@@ -13,8 +13,9 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Final
 
+from mpsd.core.events import EventName
 from mpsd.core.supervision.suspects import LetIn
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, log_file
 from mpsd.system.rundir import DaemonPaths
 

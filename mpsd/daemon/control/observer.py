@@ -15,6 +15,7 @@ from mpsd.core.errors import (
     ControlUnresponsiveError,
     LimitNotHeldError,
 )
+from mpsd.core.events import EventName
 from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server, UnforeseenAnswer
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
@@ -33,7 +34,7 @@ from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.control.pipe_access import connected_to, named
 from mpsd.daemon.control.survivors import Survivors
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
 from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
 from mpsd.system.rundir import DaemonPaths

@@ -20,11 +20,12 @@ from typing import Final, NamedTuple, Protocol
 
 from mpsd.core.enforcement import access
 from mpsd.core.errors import PipeAccessError
+from mpsd.core.events import EventName
 from mpsd.core.model import DaemonProcess, Lease
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash
 from mpsd.daemon.control.death_tally import LetInRecord
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import acl, credentials, proc, process_table, unix_sockets
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths

@@ -10,9 +10,10 @@ from datetime import datetime
 from math import inf
 from typing import Final
 
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED, Event, State, step
 from mpsd.core.settings import ControlDaemon
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 
 _GRACE: Final = 10.0

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import replace
 
 from mpsd.core.enforcement import change_of_user
+from mpsd.core.events import EventName
 from mpsd.core.model import DaemonProcess, GpuUsage, Known, ProcessIdentity, Reading, StoppedServer
 from mpsd.core.supervision import stopped
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.control.survivors import living_clients
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc, process, process_table
 
 

@@ -8,9 +8,10 @@ NVML shows whether any client of MPS is on the GPU.
 from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
+from mpsd.core.events import EventName
 from mpsd.core.model import GpuUsage, Known, ProcessIdentity, Reading, Server
 from mpsd.core.mps_facts import SERVER_END
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
 
 _COUNTS: Final = 1.0

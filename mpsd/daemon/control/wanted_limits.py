@@ -14,6 +14,7 @@ from mpsd.core.errors import (
     LimitNotHeldError,
     PipeAccessError,
 )
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import Event
 from mpsd.core.model import Limits, ProcessIdentity
 from mpsd.core.mps.limits import widest_limits
@@ -22,7 +23,7 @@ from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.control.own_limits import OwnLimits
 from mpsd.daemon.control.pipe_access import PipeAccess
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.process import Process
 

@@ -10,9 +10,10 @@ from typing import Protocol
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import Lease
 from mpsd.daemon.ends.endings import Endings
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 
 
 class LeaseCommit(Protocol):

@@ -4,7 +4,8 @@ import signal
 from typing import Final
 
 from mpsd.core.errors import ControlError
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.core.events import EventName
+from mpsd.daemon.record.log import Logger
 from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.process import Process
 

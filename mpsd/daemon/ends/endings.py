@@ -12,11 +12,12 @@ from typing import Final
 from mpsd.core.enforcement import ending as endings
 from mpsd.core.enforcement.ending import EndCause, Ending, Progress
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.steps import DaemonOfClients, EndSteps
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc, process
 from mpsd.system.process import Process
 

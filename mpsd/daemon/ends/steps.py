@@ -18,11 +18,12 @@ from mpsd.core.errors import (
     ControlUnresponsiveError,
     StorageError,
 )
+from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Server, Stop
 from mpsd.core.mps import commands
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.ends.end_store import EndStore
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
 from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.lasting_front_end import LongCommand, PendingCommand

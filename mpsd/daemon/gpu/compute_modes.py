@@ -7,9 +7,10 @@ from typing import Final
 from mpsd.core import compute_mode, gpus
 from mpsd.core.compute_mode import ComputeMode, ComputeModeStep, step
 from mpsd.core.errors import ComputeModeError
+from mpsd.core.events import EventName
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system.gpu import GpuSource, change_compute_mode
 from mpsd.system.saved_compute_modes import SavedComputeModes
 

@@ -8,11 +8,12 @@ from typing import Final
 
 from mpsd.core import gpus
 from mpsd.core.errors import GpuError
+from mpsd.core.events import EventName
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.gpu import GpuSource
 

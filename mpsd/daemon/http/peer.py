@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from mpsd.core.errors import TooManyRequestsError
+from mpsd.core.events import EventName
 from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
 from mpsd.daemon.record.line_shares import LineShares
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, host_environment, process_table
 from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of
 from mpsd.system.process import Process

@@ -19,13 +19,13 @@ from mpsd.core.errors import (
     NotFoundError,
     StorageError,
 )
+from mpsd.core.events import EventName
 from mpsd.core.holders import group_names, holders
 from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.record.log import EventName
 from mpsd.system import clock, process
 from mpsd.system.descriptors import Purpose
 

@@ -8,13 +8,13 @@ from mpsd.core.enforcement import attribution, change_of_user, violations
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
 from mpsd.core.errors import NotFoundError
+from mpsd.core.events import EventName
 from mpsd.core.holders import group_names, holders
 from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Share, Stop, ViolationKind
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import no_room
-from mpsd.daemon.record.log import EventName
 from mpsd.system import proc
 
 _BY_ATTRIBUTION: Final = frozenset(

@@ -9,10 +9,11 @@ new store marks every GPU in the same commit that creates it, so that no death o
 from collections.abc import Callable
 from typing import Final
 
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LeaseStore
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import proc
 
 _MOST_NAMED: Final = 8

@@ -4,10 +4,10 @@ from typing import Final
 
 from mpsd.core.admission import quota
 from mpsd.core.admission.ledger import Ledger
+from mpsd.core.events import EventName
 from mpsd.core.holders import holders
 from mpsd.core.model import Lease
 from mpsd.daemon.leases.group_commit import GroupCommit
-from mpsd.daemon.record.log import EventName
 
 _AFTERWARDS: Final = (
     "a program that starts in its environment from now on has no lease: it gets an error, next to nothing, or the whole"

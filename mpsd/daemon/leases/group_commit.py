@@ -9,12 +9,13 @@ from datetime import datetime
 from typing import Final
 
 from mpsd.core.errors import MpsdError, StorageError
+from mpsd.core.events import EventName
 from mpsd.core.holders import group_names
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
 from mpsd.daemon.record.line_shares import LineShares
-from mpsd.daemon.record.log import EventName, Logger, LogRecord
+from mpsd.daemon.record.log import Logger, LogRecord
 from mpsd.system import clock
 
 WARNINGS: Final = frozenset({EventName.LEASE_CLIENTS_LOST})

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import change_of_user
+from mpsd.core.events import EventName
 from mpsd.core.holders import holders
 from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
 from mpsd.daemon.holders.changed_users import ChangedUsers
@@ -13,7 +14,6 @@ from mpsd.daemon.leases.bearers import Bearers, Carriers
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.record.log import EventName
 
 
 class Holding:

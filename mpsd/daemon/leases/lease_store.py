@@ -11,10 +11,10 @@ from typing import Final, TypeAlias
 import msgspec
 
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import Lease, LeaseState
 from mpsd.daemon.leases.unrestored import UnrestoredLease
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
-from mpsd.daemon.record.log import EventName
 from mpsd.system import clock
 from mpsd.system.database import Database, Statement, summed
 

@@ -20,6 +20,7 @@ from mpsd.core.admission.request_ids import RequestIds
 from mpsd.core.admission.rules import AdmissionRules, Now
 from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
+from mpsd.core.events import EventName
 from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
@@ -36,7 +37,7 @@ from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.pending_request import PendingRequest, code_of, is_full, stopping
 from mpsd.daemon.leases.unrestored import UnrestoredLeases
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.descriptors import Purpose
 

@@ -7,8 +7,9 @@ from msgspec import structs
 
 from mpsd.core.admission.admission import Offer
 from mpsd.core.errors import NotPermittedError
+from mpsd.core.events import EventName
 from mpsd.core.model import Known, LeaseRequest, Unknown
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import host_environment
 from mpsd.system.process import Process
 

@@ -8,12 +8,13 @@ import msgspec
 from msgspec import Struct
 
 from mpsd.core.errors import NotFoundError, QuarantinedError, StorageError
+from mpsd.core.events import EventName
 from mpsd.core.model import QuarantinedUid, Suspect
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import atomic_file, clock
 
 _MOST_CRASHES: Final = 256

@@ -14,11 +14,12 @@ from typing import Final
 import msgspec
 
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.holders import holders
 from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import proc
 
 _MOST_WORDS: Final = 200

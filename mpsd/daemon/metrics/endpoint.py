@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from typing import Final
 
+from mpsd.core.events import EventName
 from mpsd.core.metrics import exposition
 from mpsd.core.setting_parsers import address_of
 from mpsd.daemon.http.listener import Listener
@@ -15,7 +16,7 @@ from mpsd.daemon.http.message import Answer, Message
 from mpsd.daemon.http.problems import unroutable
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, tcp_listener
 
 _PATH: Final = "/metrics"

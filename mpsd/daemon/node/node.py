@@ -13,6 +13,7 @@ from mpsd.core.admission import quota
 from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.enforcement import violations
 from mpsd.core.errors import DaemonNotReadyError, MpsdError, NotFoundError, RequestIdReusedError, StorageError
+from mpsd.core.events import EventName
 from mpsd.core.health import NodeHealth
 from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.core.model import (
@@ -49,7 +50,7 @@ from mpsd.daemon.node import holder_check, offering
 from mpsd.daemon.node.claim_taking import ClaimTaking
 from mpsd.daemon.node.status_line import status_line
 from mpsd.daemon.node.unleased import UnleasedClients
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.client_record import ClientRecord
 from mpsd.daemon.violations.violation_monitor import ViolationMonitor
 from mpsd.system import clock, control_flags, host_environment

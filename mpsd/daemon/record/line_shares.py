@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.core.events import EventName
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 
 _MINUTE: Final = 60.0

@@ -6,12 +6,12 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from enum import StrEnum
 from functools import partial
 from typing import Final, NamedTuple, TextIO
 
 import msgspec
 
+from mpsd.core.events import EventName
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import ViolationKind
 from mpsd.core.sanitize import harmless_json, plain
@@ -20,115 +20,6 @@ from mpsd.daemon.record.encoding import to_json
 from mpsd.system import clock
 from mpsd.system.journal import Journal
 from mpsd.system.log_output import LogOutput
-
-
-class EventName(StrEnum):
-    """The catalogue of mpsd's log; a log line's event is one of these and nothing else."""
-
-    NODE_STARTED = "node_started"
-    NODE_STOPPING = "node_stopping"
-    NODE_STOPPED = "node_stopped"
-    API_LISTENING = "api_listening"
-    NODE_NOT_CLOSED = "node_not_closed"
-    HOST_REQUIREMENT_MISSING = "host_requirement_missing"
-    SOCKET_REPLACED = "socket_replaced"
-    PEER_REFUSED = "peer_refused"
-    API_DEFECT = "api_defect"
-    GPU_FOUND = "gpu_found"
-    GPU_XID = "gpu_xid"
-    GPU_HEALTH = "gpu_health"
-    GPU_ADMISSION = "gpu_admission"
-    COMPUTE_MODE_SET = "compute_mode_set"
-    COMPUTE_MODE_RESTORED = "compute_mode_restored"
-    COMPUTE_MODE_LEFT = "compute_mode_left"
-    COMPUTE_MODE_TROUBLE = "compute_mode_trouble"
-    COMPUTE_MODE_NOT_STORED = "compute_mode_not_stored"
-    DAEMON_STATE = "daemon_state"
-    DAEMON_DEATH = "daemon_death"
-    OPERATION_BEGUN = "operation_begun"
-    OPERATION_RESUMED = "operation_resumed"
-    OPERATION_ENDED = "operation_ended"
-    DAEMON_FORCED = "daemon_forced"
-    LIMITS_VERIFIED = "limits_verified"
-    LIMITS_NOT_HELD = "limits_not_held"
-    LIMITS_NOT_GIVEN = "limits_not_given"
-    ANSWER_UNFORESEEN = "answer_unforeseen"
-    LIMIT_DRIFT = "limit_drift"
-    LIMIT_DRIFT_ENDED = "limit_drift_ended"
-    PIPE_ACCESS_DRIFT = "pipe_access_drift"
-    PIPE_ACCESS_NOT_HELD = "pipe_access_not_held"
-    SERVER_ORPHANED = "server_orphaned"
-    SERVER_STOPPED = "server_stopped"
-    SERVER_CONTINUED = "server_continued"
-    SERVER_KILLED = "server_killed"
-    SERVER_EXITED = "server_exited"
-    SERVER_FAILED = "server_failed"
-    SERVER_FAULTED = "server_faulted"
-    LEASES_FAULTED = "leases_faulted"
-    SERVER_RECOVERED = "server_recovered"
-    SERVER_SUSPECT = "server_suspect"
-    CANARY_ENDED = "canary_ended"
-    SERVER_WEDGED = "server_wedged"
-    SERVER_SERVES = "server_serves"
-    FOREIGN_COMMAND = "foreign_command"
-    LOG_SHORTENED = "log_shortened"
-    LOG_NOT_SHORTENED = "log_not_shortened"
-    LOG_SILENT = "log_silent"
-    LOG_RESUMED = "log_resumed"
-    LOG_NOT_WATCHED = "log_not_watched"
-    FILE_DAMAGED = "file_damaged"
-    FILE_NOT_STORED = "file_not_stored"
-    UID_QUARANTINED = "uid_quarantined"
-    UID_PARDONED = "uid_pardoned"
-    SHARED_MEMORY_DIFFERS = "shared_memory_differs"
-    MOUNTS_UNKNOWN = "mounts_unknown"
-    LEASE_GRANTED = "lease_granted"
-    LEASE_REFUSED = "lease_refused"
-    LEASE_WAITS = "lease_waits"
-    LEASE_RENEWED = "lease_renewed"
-    LEASE_CLAIMED = "lease_claimed"
-    LEASE_CLAIM_RETURNED = "lease_claim_returned"
-    LEASE_CLAIM_EXPIRED = "lease_claim_expired"
-    LEASE_HOLDER_ADDED = "lease_holder_added"
-    LEASE_HANDED_OVER = "lease_handed_over"
-    LEASE_CLOSING = "lease_closing"
-    LEASE_BORNE = "lease_borne"
-    LEASE_CLIENTS_LOST = "lease_clients_lost"
-    LEASE_USER_CHANGED = "lease_user_changed"
-    LEASE_EXPIRING = "lease_expiring"
-    LEASE_EXPIRED = "lease_expired"
-    LEASES_RESTORED = "leases_restored"
-    LEASE_NOT_RESTORED = "lease_not_restored"
-    LEASE_NOT_RESTORED_ENDED = "lease_not_restored_ended"
-    LEASES_INCOMPLETE = "leases_incomplete"
-    LEASES_COMPLETE = "leases_complete"
-    CLIENT_ATTRIBUTED = "client_attributed"
-    VIOLATION = "violation"
-    VIOLATION_ENDED = "violation_ended"
-    CLIENT_FORCED = "client_forced"
-    CLIENT_NOT_ENDED = "client_not_ended"
-    CLIENT_LET_GO = "client_let_go"
-    CLIENT_END_RESUMED = "client_end_resumed"
-    CLIENT_ENDED = "client_ended"
-    LEASE_ENDED = "lease_ended"
-    LINES_LEFT_OUT = "lines_left_out"
-    LISTENER_STUCK = "listener_stuck"
-    STORE_FULL = "store_full"
-    STORE_WRITABLE = "store_writable"
-    STORE_SET_ASIDE = "store_set_aside"
-    STORE_REWRITTEN = "store_rewritten"
-    HISTORY_NOT_STORED = "history_not_stored"
-    HISTORY_STORED = "history_stored"
-    EVENTS_LOST = "events_lost"
-    SETTINGS_RELOADED = "settings_reloaded"
-    SETTINGS_REFUSED = "settings_refused"
-    NAMES_UNKNOWN = "names_unknown"
-    SUPERVISOR_STUCK = "supervisor_stuck"
-    LOG_LINES_LOST = "log_lines_lost"
-    LIBRARY_REPORT = "library_report"
-    METRICS_LISTENING = "metrics_listening"
-    METRICS_NOT_LISTENING = "metrics_not_listening"
-
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
 

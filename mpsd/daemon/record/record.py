@@ -5,9 +5,10 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from mpsd.core.events import EventName
 from mpsd.core.model import Unknown
 from mpsd.daemon.record import encoding
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.system import atomic_file, clock
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
 from mpsd.core.enforcement.violations import AttributedClient, Doubt, Violation
 from mpsd.core.errors import StorageError
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import (
     Client,
@@ -37,7 +38,7 @@ from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.daemon.ends.endings import VIOLATION, Endings
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.quarantine import Quarantine
-from mpsd.daemon.record.log import EventName, Logger
+from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
 from mpsd.system import clock, proc, process_table
 

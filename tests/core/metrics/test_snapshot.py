@@ -9,6 +9,7 @@ from msgspec import structs
 
 from mpsd.core import health
 from mpsd.core.admission.admission import Amount
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import State
 from mpsd.core.metrics.families import FAMILIES
 from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
@@ -36,7 +37,6 @@ from mpsd.core.model import (
 )
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
-from mpsd.daemon.record.log import EventName
 
 NOW: Final = datetime(2026, 11, 22, 3, 0, tzinfo=UTC)
 CLIENT: Final = ProcessIdentity(42, 7)

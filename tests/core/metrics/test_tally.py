@@ -6,10 +6,10 @@ from typing import Any, Final
 
 import pytest
 
+from mpsd.core.events import EventName
 from mpsd.core.metrics.families import FAMILIES
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import ViolationKind
-from mpsd.daemon.record.log import EventName
 
 NOW: Final = datetime(2026, 11, 22, 3, 0, tzinfo=UTC)
 

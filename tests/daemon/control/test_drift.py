@@ -10,9 +10,10 @@ from tempfile import TemporaryFile
 
 import pytest
 
+from mpsd.core.events import EventName
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.daemon.record.log import EventName, configure
+from mpsd.daemon.record.log import configure
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, LIMITS, PERCENTAGE, SOON, branches, by_hand, holding, program, undone
 from tests.harness import wait_until

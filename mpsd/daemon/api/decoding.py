@@ -145,7 +145,8 @@ def _valid_values(kind: type[RequestBody], path: str, *, of_key: bool) -> str:
             return ""
         found = inner
     if of_key:
-        return _values(found.key_type) if isinstance(found, DictType) else ""
+        found = _bare(found)
+        return _values(_bare(found.key_type)) if isinstance(found, DictType) else ""
     values = [*map(_values, _parts(found))]
     return ", or ".join(values) if all(values) else ""
 
@@ -162,9 +163,17 @@ def _inner(found: Type, step: str) -> Type | None:
 
 def _parts(found: Type) -> tuple[Type, ...]:
     """Return the members of a union but null, which stands for an absent value; or the type by itself."""
+    found = _bare(found)
     if not isinstance(found, UnionType):
         return (found,)
-    return tuple(each for each in found.types if not isinstance(each, NoneType))
+    return tuple(_bare(each) for each in found.types if not isinstance(each, NoneType))
+
+
+def _bare(found: Type) -> Type:
+    """Return a type without its description; what else the API's document says of its values stays."""
+    while isinstance(found, Metadata) and (found.extra_json_schema or {}).keys() <= {"description"}:
+        found = found.type
+    return found
 
 
 def _values(found: Type) -> str:

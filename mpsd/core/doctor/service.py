@@ -103,7 +103,9 @@ def _unit(seen: Observed) -> Iterator[Finding]:
             verdict, because, remedy = found
             evidence = {each: unit.get(each, "") for each in (*_STATES, "NRestarts", "ExecMainStatus")}
             yield Finding(verdict, because, evidence, remedy, name)
-    yield from _of_settings(units.get(_SERVICE, {}))
+    mpsd = units.get(_SERVICE, {})
+    if mpsd.get("LoadState") == "loaded":  # otherwise systemd shows its own defaults
+        yield from _of_settings(mpsd)
 
 
 def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> tuple[Verdict, str, str] | None:

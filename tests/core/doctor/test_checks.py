@@ -310,6 +310,7 @@ FINE: Final[tuple[tuple[str, Observed], ...]] = (
     ("foreign-daemon", alone()),
     ("configuration", alone()),
     ("unit", unit(RuntimeDirectoryPreserve="no", RuntimeDirectory="")),
+    ("unit", service(units=Known({"mpsd.socket": {"LoadState": "loaded"}}))),
     ("disk", replace(space(read_only=True), host=host(uid=1000).host)),
     ("leftovers", alone(files(own=(pipe_directory("gpu7", DIRECTORY, "control"),)))),
     ("leftovers", alone(files(own=(pipe_directory("gpu7", "/x", "control", listening=True),)))),

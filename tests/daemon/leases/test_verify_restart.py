@@ -73,6 +73,7 @@ def test_honest(node: Node, number: signal.Signals) -> None:
             assert second.hello["active_thread_percentage"] == 25.0
             node.start()
             event(node, "client_attributed", client=second.pid)
+            event(node, "canary_ended")  # until then it is a child of the holder here, and on the GPU
             verdict, because, processes = verified(node, lease)
             assert (verdict, because) == ("ok", "2 of 2 processes attached, each under MPS and within its limits")
             for each in processes:

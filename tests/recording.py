@@ -204,6 +204,8 @@ def record(directory: Path) -> list[Line]:
         wait_until(lambda: node.get("/readyz").status == 200, what="mpsd to be back", deadline=20, not_yet=(OSError,))
         shell.run("mpsctl leases")
         assert holders() == before
+        # mpsd examines what it adopted; meanwhile a stranger's command could find the daemon's one seat taken.
+        wait_until(lambda: node.events("canary_ended", daemon="gpu0"), what="the adopted server to be examined")
 
         shell.note("A stranger changes a limit behind mpsd's back. mpsd sets it again, and reports the command.")
         shell.run("echo set_default_active_thread_percentage 90 | nvidia-cuda-mps-control")
@@ -216,6 +218,8 @@ def record(directory: Path) -> list[Line]:
         wait_until(_more_steps(directory, steps), what="both clients to compute on")
         shell.run("tail -qn 1 train.log serve.log")
         assert holders() == before
+        # mpsd examines what it adopted; meanwhile a stranger's command could find the daemon's one seat taken.
+        wait_until(lambda: node.events("canary_ended", daemon="gpu0"), what="the adopted server to be examined")
         return shell.lines
 
 

@@ -1,4 +1,4 @@
-"""What belongs to another process and is read from its /proc directory: its memory, its mounts and its root.
+"""The files of /proc/PID that the process itself can delay: those of its memory, its mounts and its root.
 
 The kernel reads these under locks of that process, or from its memory, so whoever owns it can make a reader wait: by a
 page that a file system of his own must bring, for example. Every such read of mpsd passes these two functions. The

@@ -48,17 +48,19 @@ class DirectoryWatch:
             self._descriptor = _checked(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
             asyncio.get_running_loop().add_reader(self._descriptor, self._notice)
         # For a directory that is watched already, the kernel returns the existing watch (inotify_add_watch(2)).
+        before, self._watch = self._watch, None
         watch = _checked(_libc.inotify_add_watch(self._descriptor, os.fsencode(self._directory), _EVENTS))
-        if self._watch not in {None, watch}:
-            _libc.inotify_rm_watch(self._descriptor, self._watch)  # the kernel may have removed it already
+        if before not in {None, watch}:
+            _libc.inotify_rm_watch(self._descriptor, before)  # the kernel may have removed it already
         self._watch = watch
 
     def has_news(self) -> bool:
         """Tell whether something may have been written for which there was no callback yet.
 
-        The kernel queues a notification before the write returns to its caller.
+        The kernel queues a notification before the write returns to its caller. Without a watch, anything may have
+        been written.
         """
-        if self._descriptor is None or self._timer is not None:
+        if self._descriptor is None or self._watch is None or self._timer is not None:
             return True
         return fcntl.ioctl(self._descriptor, termios.FIONREAD, _NO_BYTES) != _NO_BYTES
 

@@ -1,4 +1,4 @@
-"""What another process can delay is read in one module alone."""
+"""One module alone reads the files that another process can delay."""
 
 import ast
 from pathlib import Path

@@ -148,6 +148,7 @@ def test_directory_that_is_not_there_yet(tmp_path: Path) -> None:
             for _ in range(3):
                 with pytest.raises(FileNotFoundError):
                     watched.watch.renew()
+                assert watched.watch.has_news()
             directory.mkdir()
             watched.watch.renew()
             watched.say()

@@ -20,7 +20,7 @@ class _File(Struct, Generic[T], forbid_unknown_fields=True):
 
 
 class Record(Generic[T]):
-    """A value of one type in one file. No record keeps mpsd from working: it knows better what it reads anew."""
+    """A value of one type in one file. A file that is lost, damaged or not writable keeps mpsd from nothing."""
 
     def __init__(self, path: Path, kind: type[T], log: Logger) -> None:
         self._path, self._kind, self._log = path, kind, log

@@ -31,7 +31,8 @@ PATIENCE: Final = 10.0
 _PAUSE: Final = 0.2
 
 _LOOK: Final = 10.0
-"""Seconds after which mpsd is asked again, whatever it logs: it may have stopped, and a reason may have other words."""
+"""Seconds without an event, and also among events, after which mpsd is asked again: it may have stopped, and a reason
+may have other words."""
 
 _TELLING: Final = frozenset({"gpu_admission", "gpu_found", "settings_reloaded"})
 """The events after which the GPUs to offer, or mpsd's verdict on one of them, may be others."""
@@ -75,7 +76,7 @@ class Mpsd:
         end = clock.monotonic() + _LOOK
         try:
             with Api(self._socket, deadline=_ANSWER) as api:
-                for _, event in api.lines(f"/v1/events?after={after}&follow=true&heartbeat=1", silence=_LOOK):
+                for _, event in api.lines(f"/v1/events?after={after}&follow=true", silence=_LOOK):
                     name, number = _event(event)
                     after = max(after, number)
                     if name in _TELLING or clock.monotonic() >= end:

@@ -41,19 +41,19 @@ class ReloadOut(msgspec.Struct):
     unknown: Annotated[str, about("A sentence about unknown names of users and groups; empty where all are known.")]
 
 
-_Reason: TypeAlias = Annotated[str, Meta(max_length=200)]
+_Reason: TypeAlias = Annotated[
+    Annotated[str, Meta(max_length=200)] | None,
+    about(
+        "In the operator's words, for users whose requests are refused because of it; one line without control"
+        " characters."
+    ),
+]
 
 
 class HoldRequest(RequestBody):
     __doc__ = "The reason why admission is stopped."
 
-    reason: Annotated[
-        _Reason | None,
-        about(
-            "In the operator's words, for users whose requests are refused because of it; one line without control"
-            " characters."
-        ),
-    ] = None
+    reason: _Reason = None
 
 
 class DrainRequest(RequestBody):
@@ -62,13 +62,7 @@ class DrainRequest(RequestBody):
     timeout: Annotated[
         Annotated[float, Meta(ge=0, le=1e9)] | None, about("Seconds after which they are ended; null: no limit.")
     ] = None
-    reason: Annotated[
-        _Reason | None,
-        about(
-            "In the operator's words, for users whose requests are refused because of it; one line without control"
-            " characters."
-        ),
-    ] = None
+    reason: _Reason = None
 
 
 class OperatorHandlers:

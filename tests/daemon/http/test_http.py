@@ -121,7 +121,7 @@ class TestReading:
 
 
 class TestRefused:
-    """What mpsd does not read."""
+    """mpsd refuses a request whose form it does not know."""
 
     @pytest.mark.parametrize(
         "request_line",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from mpsd.core.settings import Settings, rows
+from mpsd.core.signal import Signal
 
 RELOAD: Final = "mpsctl reload"
 """The command that makes mpsd read its configuration again; SIGHUP does the same."""
@@ -60,17 +61,16 @@ class LiveSettings:
     def __init__(self, settings: Settings) -> None:
         self.current = settings
         """The settings in force. Only `reload` replaces them."""
-        self._followers: list[Callable[[Settings], None]] = []
+        self._replaced = Signal[Settings]()
 
     def follow(self, apply: Callable[[Settings], None]) -> None:
         """Call `apply` with the settings now, and after each reload. Followers are called in order of registration."""
-        self._followers.append(apply)
+        self._replaced.connect(apply)
         apply(self.current)
 
     def reload(self, wanted: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Apply the settings that a reload may apply; return these, and those that need a restart."""
         applied, waiting = changed(self.current, wanted)
         self.current = reloaded(self.current, wanted)
-        for apply in self._followers:
-            apply(self.current)
+        self._replaced.send(self.current)
         return applied, waiting

@@ -147,7 +147,7 @@ async def serve(plan: Plan) -> None:
                 account=accountant.note,
             )
             completeness = Completeness(lease_store, log)
-            completeness.changed = limit_gates.look
+            completeness.completed.connect(limit_gates.look)
             limit_gates.is_lost = lambda gpu: bool(leases.unrestored.on(gpu) or completeness.because(gpu))
             node = Node(
                 source,
@@ -174,8 +174,8 @@ async def serve(plan: Plan) -> None:
 
 def _report(log: Logger, events: Events, *databases: Database) -> None:
     """Log the problems of the stores that an earlier mpsd left, and later problems of the events."""
-    events.trouble = lambda because: log.error(EventName.STORE_FULL, because=because)
-    events.rewritten = lambda because: log.error(EventName.STORE_REWRITTEN, because=because)
+    events.unstored.connect(lambda because: log.error(EventName.STORE_FULL, because=because))
+    events.rewritten.connect(lambda because: log.error(EventName.STORE_REWRITTEN, because=because))
     for database in databases:
         if database.aside is not None:
             log.error(EventName.STORE_SET_ASIDE, because=database.because, file=str(database.aside))

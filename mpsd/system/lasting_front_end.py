@@ -7,7 +7,7 @@ front-end, and a command that was not sent never will be: the input of its front
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -16,6 +16,7 @@ from mpsd.core.capabilities import Capability
 from mpsd.core.errors import ControlUnresponsiveError
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.mps.commands import Command
+from mpsd.core.signal import Signal
 from mpsd.system import clock, process
 from mpsd.system.process import Process
 
@@ -58,8 +59,8 @@ class LongCommands:
 
     def __init__(self) -> None:
         self._reasons: list[str] = []
-        self.changed: Callable[[], None] = lambda: None
-        """Called when a command enters or leaves."""
+        self.changed = Signal[()]()
+        """A command has entered or left."""
 
     @property
     def first(self) -> str:
@@ -70,12 +71,12 @@ class LongCommands:
     async def wait(self, because: str) -> AsyncIterator[None]:
         """Enter a command, which leaves at the end of the context."""
         self._reasons.append(because)
-        self.changed()
+        self.changed.send()
         try:
             yield
         finally:
             self._reasons.remove(because)
-            self.changed()
+            self.changed.send()
 
 
 class LastingFrontEnd:

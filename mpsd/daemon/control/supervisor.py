@@ -101,7 +101,7 @@ class Supervisor:
         self._prober = Prober(self._launcher, self._wanted_limits, pipe_access, self._log)
         self._lifecycle = Lifecycle(self._log, changed)
         self._doubt = Doubt(self.ask, self._lifecycle.answered_later)
-        self.pipe.long_commands.changed = self._seat_changed
+        self.pipe.long_commands.changed.connect(self._seat_changed)
         self.pipe.held = partial(log.tally.conversation, name)
         self.drainer = Drainer(
             name, paths.operator_intent, leases=leases, endings=endings, settings=settings, log=self._log

@@ -6,7 +6,7 @@ server has a command to end contexts and has not answered yet: the front-end tha
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from mpsd.core.enforcement import ending as endings
@@ -15,6 +15,7 @@ from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Stop, Unknown
 from mpsd.core.reload import LiveSettings
+from mpsd.core.signal import Signal
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.steps import DaemonOfClients, EndSteps
 from mpsd.daemon.record.log import Logger
@@ -36,13 +37,14 @@ class Endings:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._left_alone = set[ProcessIdentity]()
         """Processes that are not ended because they belong to other users than their leases'."""
-        self.suspect: Callable[[str, int, int, str], None] = lambda *_: None
-        """Called with control daemon, server, uid and reason, where a server may serve no client from now on. Such a
-        server did not end the contexts of its only client, which was ended nevertheless, or did not return from ending
-        contexts.
+        self.suspected = Signal[str, int, int, str]()
+        """With control daemon, server, uid and reason: a server may serve no client from now on.
+
+        Such a server did not end the contexts of its only client, which was ended nevertheless, or did not return from
+        ending contexts.
         """
-        self.changed: Callable[[], None] = lambda: None
-        """Called when `late_on` may return something else."""
+        self.changed = Signal[()]()
+        """`late_on` may return something else."""
 
     def add(self, daemon: DaemonOfClients) -> None:
         self._daemons[daemon.name] = daemon
@@ -194,7 +196,7 @@ class Endings:
         self._forget(target)
         if self._steps.get(target) is steps:
             del self._steps[target], self._tasks[target]
-        self.changed()
+        self.changed.send()
 
     def _forget(self, target: ProcessIdentity) -> None:
         """Remove an ending from disk; where that fails, the next mpsd finds it again."""
@@ -204,10 +206,10 @@ class Endings:
             self._log.error(EventName.STORE_FULL, because=f"the end of process {target.pid} cannot be removed: {error}")
 
     def _report_suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
-        self.suspect(daemon, server, uid, because)
+        self.suspected.send(daemon, server, uid, because)
 
     def _report_change(self) -> None:
-        self.changed()
+        self.changed.send()
 
     def close(self) -> None:
         """Stop here; the next mpsd continues the endings, and the front-ends that wait keep running."""

@@ -11,6 +11,7 @@ from mpsd.core.errors import GpuError
 from mpsd.core.events import EventName
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, GpuView, Health, Inventory, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
+from mpsd.core.signal import Signal
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
@@ -28,8 +29,8 @@ class Gpus:
         """`changed` is called when the state of a GPU changes."""
         self.by_index: dict[int, Gpu] = {}
         self.modes = modes
-        self.reported: Callable[[str], None] = lambda _: None
-        """Called with the UUID of a GPU that reports an Xid: a client's fault causes one, too."""
+        self.reported = Signal[str]()
+        """The GPU of this UUID reports an Xid: a client's fault causes one, too."""
         self._source = source
         self._log = log
         self._changed = changed
@@ -114,7 +115,7 @@ class Gpus:
             self._log.error(EventName.GPU_XID, **facts)
         else:
             self._bounded.setdefault((fault.gpu, fault.xid), BoundedLog(self._log)).error(EventName.GPU_XID, **facts)
-        self.reported(fault.gpu)
+        self.reported.send(fault.gpu)
         before = self._reported.get(fault.gpu)
         if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())

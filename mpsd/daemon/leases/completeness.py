@@ -6,12 +6,12 @@ daemon has reported its clients and those are gone, or an operator declares it c
 new store marks every GPU in the same commit that creates it, so that no death of mpsd comes between.
 """
 
-from collections.abc import Callable
 from typing import Final
 
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, ProcessIdentity
+from mpsd.core.signal import Signal
 from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.record.log import Logger
 from mpsd.system import proc
@@ -24,8 +24,8 @@ class Completeness:
     """The GPUs of which mpsd may not know every lease, and the processes that have to end until it does."""
 
     def __init__(self, store: LeaseStore, log: Logger) -> None:
-        self.changed: Callable[[], None] = lambda: None
-        """Called when the leases of a GPU are complete again."""
+        self.completed = Signal[()]()
+        """The leases of a GPU are complete again."""
         self._store = store
         self._log = log
         self._awaited: dict[str, set[ProcessIdentity]] = {}
@@ -57,7 +57,7 @@ class Completeness:
         self._store.note_completeness(gpu, "")
         if self._awaited.pop(gpu, None) is not None:
             self._log.info(EventName.LEASES_COMPLETE, gpu=gpu, because=because)
-        self.changed()
+        self.completed.send()
 
     def look(self, daemon: Daemon) -> str:
         """Return why the leases of a GPU are still incomplete, by its present clients; empty where they are complete.

@@ -25,6 +25,7 @@ from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnExpiry, Settings
+from mpsd.core.signal import Signal
 from mpsd.daemon.ends.closing import Closing
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.holders.named_holder import NamedHolder
@@ -99,8 +100,8 @@ class Leases:
         self.closing = Closing(ledger, endings, self._group_commit, follow=limit_gates.follow, end=self._end, log=log)
         self.request_ids = RequestIds(ledger.find)
         self.claims = Claims(ledger, self._holder_watch, self._group_commit, limit_gates)
-        self.left_behind: Callable[[Lease], None] = lambda _: None
-        """Called with a lease that has ended while it had clients."""
+        self.left_behind = Signal[Lease]()
+        """This lease has ended while it had clients."""
         self._pending: dict[str, PendingRequest] = {}
         """The requests whose outcome no caller has got yet, by lease."""
         self._ended = OrderedDict[str, Lease]()
@@ -392,7 +393,7 @@ class Leases:
         if len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)
         if ended.clients and not {*ended.clients}.isdisjoint(self._holder_watch.processes.of(lease_id)):
-            self.left_behind(ended)
+            self.left_behind.send(ended)
         self._holder_watch.unwatch(lease_id)
         self.request_ids.forget(ended)
         pending = self._pending.pop(lease_id, None)

@@ -1,6 +1,6 @@
 """The uids that lost access to all control daemons because they crashed some, until an administrator pardons them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +11,7 @@ from mpsd.core.errors import NotFoundError, QuarantinedError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import QuarantinedUid, Suspect
 from mpsd.core.reload import LiveSettings
+from mpsd.core.signal import Signal
 from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
@@ -37,7 +38,8 @@ class Quarantine:
         self._log = log
         self._crashes: tuple[Crash, ...] = ()
         self._quarantined: dict[int, QuarantinedUid] = {}
-        self._followers: list[Callable[[], None]] = []
+        self.changed = Signal[()]()
+        """A uid was quarantined or pardoned."""
         self._load()
 
     def _load(self) -> None:
@@ -56,10 +58,6 @@ class Quarantine:
         self._quarantined = {each.uid: each for each in file.quarantined}
         if file.boot_id == clock.boot_id():
             self._crashes = file.crashes
-
-    def follow(self, call: Callable[[], None]) -> None:
-        """Register a function that is called whenever a uid was quarantined or pardoned."""
-        self._followers.append(call)
 
     @property
     def uids(self) -> Collection[int]:
@@ -136,8 +134,7 @@ class Quarantine:
         return QuarantinePolicy(enforcement.crashes, enforcement.crash_window)
 
     def _notify(self) -> None:
-        for call in self._followers:
-            call()
+        self.changed.send()
 
     def _store(self) -> None:
         file = _File(clock.boot_id(), self._crashes, self.quarantined)

@@ -18,6 +18,7 @@ from mpsd.core.events import EventName
 from mpsd.core.holders import holders
 from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
+from mpsd.core.signal import Signal
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import Logger
 from mpsd.system import proc
@@ -108,8 +109,8 @@ class UnrestoredLeases:
 
     def __init__(self, discard: Callable[[int], None], log: Logger) -> None:
         """Take `discard`, which removes a row from the store and raises StorageError, and the log."""
-        self.changed: Callable[[], None] = lambda: None
-        """Called when a GPU may no longer be held."""
+        self.cleared = Signal[()]()
+        """A GPU may no longer be held."""
         self._discard = discard
         self._log = log
         self._leases: list[UnrestoredLease] = []
@@ -153,4 +154,4 @@ class UnrestoredLeases:
             self._leases.remove(each)
             self._log.info(EventName.LEASE_NOT_RESTORED_ENDED, lease=each.id, because=because)
         if leases:
-            self.changed()
+            self.cleared.send()

@@ -94,7 +94,7 @@ class Node:
         self._group: asyncio.TaskGroup | None = None
         modes = ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log)
         self.gpus = Gpus(source, modes, log, self._look)
-        self.gpus.reported = self._doubt
+        self.gpus.reported.connect(self._doubt)
         self._supervisors: dict[str, Supervisor] = {}
         self._offers: list[Offer] = []
         self._is_offered = False
@@ -108,8 +108,8 @@ class Node:
         self._limit_gates, self._pipe_access = limit_gates, pipe_access
         self.server_watches = server_watches
         self.quarantine = quarantine
-        leases.unrestored.changed = self._look
-        leases.left_behind = self._left_behind
+        leases.unrestored.cleared.connect(self._look)
+        leases.left_behind.connect(self._left_behind)
         record = ClientRecord(run_dir.clients, log)
         self.unleased = UnleasedClients(record)
         self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
@@ -117,7 +117,8 @@ class Node:
             leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop, leases.clients.lose
         )
         self._endings = endings
-        endings.suspect, endings.changed = server_watches.suspect, self._look
+        endings.suspected.connect(server_watches.suspect)
+        endings.changed.connect(self._look)
         parts = (leases.clients, leases.ledger.find, settings, endings)
         self.violation_monitor = ViolationMonitor(
             *parts, quarantine=quarantine, client_record=record, log=log, read_soon=self.gpus.read_soon
@@ -147,7 +148,7 @@ class Node:
             # No caller was served yet: this task has not yielded to the loop since mpsd began to listen.
             self.leases.restore()
             self._shut_out()
-            self.quarantine.follow(self._shut_out)
+            self.quarantine.changed.connect(self._shut_out)
             self._group.create_task(self.leases.run(self.gpus.read_soon))
             self._group.create_task(self._limit_gates.run(self.gpus.read_soon))
             self._group.create_task(self._follow_offers())

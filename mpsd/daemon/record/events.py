@@ -5,12 +5,13 @@ another event. While the state directory is full, nothing is stored and nothing 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from math import inf
 from typing import Final
 
 from mpsd.core.errors import StorageError
+from mpsd.core.signal import Signal
 from mpsd.system import clock
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database, summed
@@ -36,10 +37,10 @@ class Events:
 
     def __init__(self, database: Database, counter: Counter, *, count: int, age: float) -> None:
         """Continue the events of an earlier mpsd. `count` events are kept, none for longer than `age` seconds."""
-        self.trouble: Callable[[str], None] = lambda _: None
-        """Called with the reason when events can no longer be stored."""
-        self.rewritten: Callable[[str], None] = lambda _: None
-        """Called with the reason when others had changed the file, and it was written again."""
+        self.unstored = Signal[str]()
+        """With the reason: events can no longer be stored."""
+        self.rewritten = Signal[str]()
+        """With the reason: others had changed the file, and it was written again."""
         self.lost = ""
         """The fate of the earlier events, where they do not lead up to those of this mpsd; empty otherwise."""
         self._database = database
@@ -130,7 +131,7 @@ class Events:
             except StorageError as error:
                 if not self._held_up:
                     self._held_up = True
-                    self.trouble(error.detail)
+                    self.unstored.send(error.detail)
 
     def _look(self) -> None:
         """Write all kept events into a new file, where others have changed the present one."""
@@ -149,7 +150,7 @@ class Events:
                 rows.append(("INSERT INTO events VALUES (?, ?, ?, ?)", summed(self._next - 1, at, data)))
             self._database.commit(rows)
             self._unwritten, self._on_disk = "", self._first
-            self.rewritten(because)
+            self.rewritten.send(because)
 
     def _store(self, lines: list[bytes], times: list[float]) -> None:
         last = self._next + len(lines) - 1
@@ -173,7 +174,7 @@ class Events:
         del self._pending[: -self._count]
         if not self._held_up:
             self._held_up = True
-            self.trouble(because)
+            self.unstored.send(because)
 
     def _trim(self) -> None:
         """Remove the events that are no longer to be kept."""

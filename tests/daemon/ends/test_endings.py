@@ -269,7 +269,7 @@ def test_late_server(tmp_path: Path, end: str) -> None:
         stored = Ending(client, 0, (cause,), clock.boot_id(), clock.now(), step=EndStep.TERMINATE_CLIENT)
         store.keep(structs.replace(stored, daemons=("gpu0",), late=(("gpu0", server),)))
         endings, changes = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON)), list[str]()
-        endings.changed = lambda: changes.append(endings.late_on("gpu0"))
+        endings.changed.connect(lambda: changes.append(endings.late_on("gpu0")))
         endings.load()
         try:
             assert str(client.pid) in endings.late_on("gpu0")

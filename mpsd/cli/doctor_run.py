@@ -22,8 +22,7 @@ from mpsd.system import host_environment
 from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
-    from mpsd.cli.api import Api
+    from mpsd.client import Api, answer_types
 
 _VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that MPS or mpsd uses."""

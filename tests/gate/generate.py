@@ -119,7 +119,7 @@ def rooms_diagram() -> str:
             if importer != imported and importer in inside and imported in inside
         ]
         lines.append("    end")
-    lines += ["    daemon-layer --> system-layer --> core-layer", "    cli-layer --> core-layer"]
+    lines += ["    daemon-layer --> system-layer --> core-layer", "    cli-layer --> client-layer --> core-layer"]
     return "\n".join([*lines, "```"])
 
 

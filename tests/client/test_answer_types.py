@@ -8,8 +8,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddic
 
 import pytest
 
-from mpsd.cli import answer_types
 from mpsd.cli.group import mpsctl
+from mpsd.client import answer_types
 from mpsd.core.settings import Settings
 from mpsd.daemon.api import event_handlers, lease_schema, operator_handlers, schema
 

@@ -218,7 +218,7 @@ def _settings(config: "answer_types.Config") -> Reading[Settings]:
     """Return mpsd's settings, parsed from its answer in the notation of the configuration."""
     document: dict[str, dict[str, object]] = {}
     for section, values in config["config"].items():
-        there = {name: value for name, value in values.items() if value is not None}
+        there: dict[str, object] = {name: value for name, value in values.items() if value is not None}
         if section.startswith("quota."):
             document.setdefault("quota", {})[section.removeprefix("quota.")] = there
         else:

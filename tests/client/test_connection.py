@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.client.connection import Connection, error_of, segment
+from mpsd.cli.group import mpsctl
+from mpsd.client.connection import SOCKET, Connection, error_of, segment
 from mpsd.core.errors import DoesNotFitError, InvalidRequestError, MpsdError, UnreachableError, catalogue
+from mpsd.core.settings import Settings
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import ROOT
 
@@ -37,6 +39,12 @@ def test_bodies(short_tmp: Path, answer: Sequence[bytes]) -> None:
     """A body arrives whole, however its end is marked and in any pieces."""
     with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s")) as client:
         assert client.get("/v1/status") == {"a": 1}
+
+
+def test_default_socket() -> None:
+    """The socket that mpsctl and the client try first is the one that mpsd makes by default."""
+    (option,) = (parameter for parameter in mpsctl.params if parameter.name == "socket")
+    assert option.default == SOCKET == str(Settings().socket)
 
 
 def test_requests(short_tmp: Path) -> None:

@@ -11,7 +11,7 @@ MAY_IMPORT: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"core"}),
     "system": frozenset({"core", "system"}),
-    "daemon": frozenset({"core", "system", "daemon"}),
+    "daemon": frozenset({"core", "system", "client", "daemon"}),  # of client, the types of answers: see below
     "client": frozenset({"core", "client"}),
     "cli": frozenset({"core", "client", "cli"}),
     "simulator": frozenset({"core", "simulator"}),
@@ -191,6 +191,17 @@ def test_imports_point_one_way() -> None:
         if parts[1] not in MAY_IMPORT[module.layer] | MAY_IMPORT_MORE.get(module.path, frozenset())
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_daemon_and_client_share_the_types_of_answers_alone() -> None:
+    """The daemon's API, and nothing else of the daemon, imports these types, and nothing else of the client."""
+    found = {
+        (module.path.rpartition("/")[0], f"{each.module}.{each.name}".removeprefix("mpsd.client.").split(".")[0])
+        for module in modules("mpsd/daemon")
+        for each in imports(module)
+        if f"{each.module}.".startswith("mpsd.client.")
+    }
+    assert found == {("mpsd/daemon/api", "answer_types")}
 
 
 def test_what_one_command_needs_is_imported_late() -> None:

@@ -205,7 +205,7 @@ def _api_server(programs: Path, root: Path) -> Iterator[tuple[ApiServer, dict[st
 
 def _answers(server: ApiServer) -> bool:
     with contextlib.suppress(MpsdError):
-        server.create("/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "first"}})
+        server.document("POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "first"}})
         return True
     return False
 
@@ -217,19 +217,18 @@ def real(programs: Path, nodes: int, interval: float) -> None:
         _api_server(programs, Path(folder)) as (server, pids, _),
     ):
         for each in range(nodes):
-            server.create(
-                "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"node-{each:04}"}}
+            server.document(
+                "POST", "/api/v1/nodes", {"apiVersion": "v1", "kind": "Node", "metadata": {"name": f"node-{each:04}"}}
             )
         print(f"a real API server, {nodes} nodes of 8 GPUs with 4 pods each, {_WRITERS} at a time, as fast as it can:")
 
         def create(each: int) -> None:
-            server.create(_SLICES, _configmap(each, 1))
+            server.document("POST", _SLICES, _configmap(each, 1))
 
         def replace(each: int) -> None:
             path = f"{_SLICES}/slice-{each}"
-            found = server.read(path)
-            assert found is not None
-            server.replace(path, {**_configmap(each, 2), "metadata": found["metadata"]})
+            found = server.document("GET", path)
+            server.document("PUT", path, {**_configmap(each, 2), "metadata": found["metadata"]})
 
         def patch(each: int) -> None:
             labels = node_state.labels(states(8, 4), "dra", 570)
@@ -238,7 +237,7 @@ def real(programs: Path, nodes: int, interval: float) -> None:
             server.patch_node(f"node-{each:04}", wanted)
 
         def look(each: int) -> None:
-            server.read(f"{_SLICES}/slice-{each}")
+            server.document("GET", f"{_SLICES}/slice-{each}")
 
         for name, work in (
             ("create its slice", create), ("read and replace it", replace), ("read and label the node", patch),

@@ -25,7 +25,7 @@ from mpsd.kubernetes import answers, pod_groups
 from mpsd.kubernetes.board import Board
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import Granted, Mpsd
+from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
@@ -79,7 +79,7 @@ class Allocations:
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         self._free(uuid, {kind: numbers})
         lease = self._claim(gpu, {kind: numbers}, part)
-        variables = {**lease.variables, answers.ALLOCATION: secrets.token_hex(8)}
+        variables = {**lease["env"], answers.ALLOCATION: secrets.token_hex(8)}
         return answers.answer(variables, gpu, self._settings)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
@@ -111,7 +111,7 @@ class Allocations:
             EventName.CONTAINER_STARTS,
             pod=container.pod,
             container=container.name,
-            name=self._name_of(container),
+            name=self._kubelet.name_of(container),
             gpu=uuid,
             threads=part.percent,
             mebibytes=part.mebibytes,
@@ -189,7 +189,7 @@ class Allocations:
                     limit="devices",
                 )
 
-    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> Granted:
+    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> LeaseAnswer:
         settings = self._settings
         claim: dict[str, object] = {"deadline": settings.claim_deadline}
         if settings.uid is not None:
@@ -204,10 +204,10 @@ class Allocations:
             "holder": {"claim": claim},
             "request_id": f"kubernetes-{secrets.token_hex(16)}",
         }
-        lease = self._mpsd.claim(request, settings.wait)
+        lease = self._mpsd.admit(request, settings.wait)
         self._log.info(
             EventName.CONTAINER_CLAIMED,
-            lease=lease.lease,
+            lease=lease["id"],
             gpu=gpu.uuid,
             threads=part.percent,
             mebibytes=part.mebibytes,
@@ -215,7 +215,7 @@ class Allocations:
         )
         return lease
 
-    def _check_same(self, container: Container, lease: Granted) -> None:
+    def _check_same(self, container: Container, lease: LeaseAnswer) -> None:
         """Refuse a container whose variables differ from those of its new lease.
 
         kubelet has the variables from the time of the allocation. The new lease is released, since no start of this
@@ -224,10 +224,10 @@ class Allocations:
         given: dict[str, str] = {}
         for encoded in container.answers.values():
             given |= answers.variables_of(encoded)
-        for name, value in lease.variables.items():
+        for name, value in lease["env"].items():
             if name.startswith("CUDA_") and given.get(name) != value:
                 because = f"{container} was given another {name} than it has"
-                self._release(Release(lease.lease, is_claim=True, because=because))
+                self._release(Release(lease["id"], is_claim=True, because=because))
                 raise NotPermittedError(
                     f"{container} was given {name}={given.get(name)!r}, and its lease has {value!r}",
                     hint="delete the pod and create it again: its node, or this plugin's settings, have changed",
@@ -336,7 +336,7 @@ class Allocations:
             lease=pending.lease,
             pod=container.pod,
             container=container.name,
-            name=self._name_of(container),
+            name=self._kubelet.name_of(container),
             uid=uid,
             code=error.code,
             because=error.detail,
@@ -351,7 +351,7 @@ class Allocations:
             lease=lease,
             pod=container.pod,
             container=container.name,
-            name=self._name_of(container),
+            name=self._kubelet.name_of(container),
             uid=uid,
         )
 
@@ -382,6 +382,3 @@ class Allocations:
             return None
         self._unreadable = ""
         return found
-
-    def _name_of(self, container: Container) -> str | None:
-        return self._kubelet.name_of(container)

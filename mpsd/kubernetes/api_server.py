@@ -119,18 +119,21 @@ class ApiServer:
 
     def slice(self, name: str) -> Document | None:
         """Return a ResourceSlice; None where there is none."""
-        return self.read(f"{_RESOURCE}/resourceslices/{_segment(name)}")
+        try:
+            return self.document("GET", f"{_RESOURCE}/resourceslices/{_segment(name)}")
+        except NotFoundError:
+            return None
 
     def create_slice(self, document: Document) -> Document:
         """Create a ResourceSlice, and return it as the server accepted it. Raises ConflictError where it exists."""
-        return self.create(f"{_RESOURCE}/resourceslices", document)
+        return self.document("POST", f"{_RESOURCE}/resourceslices", document)
 
     def replace_slice(self, name: str, document: Document) -> Document:
         """Replace a ResourceSlice by one with its resourceVersion, and return it as the server accepted it.
 
         Raises ConflictError where it has changed since, and NotFoundError.
         """
-        return self.replace(f"{_RESOURCE}/resourceslices/{_segment(name)}", document)
+        return self.document("PUT", f"{_RESOURCE}/resourceslices/{_segment(name)}", document)
 
     def delete_slice(self, name: str) -> None:
         """Delete a ResourceSlice, if there is one."""
@@ -141,10 +144,10 @@ class ApiServer:
 
     def node(self, name: str) -> Document:
         """Return a Node. Raises NotFoundError."""
-        found = self.read(f"/api/v1/nodes/{_segment(name)}")
-        if found is None:
-            raise NotFoundError(f"there is no Node {name}", hint="see the node setting of mpsd-kubernetes")
-        return found
+        try:
+            return self.document("GET", f"/api/v1/nodes/{_segment(name)}")
+        except NotFoundError:
+            raise NotFoundError(f"there is no Node {name}", hint="see the node setting of mpsd-kubernetes") from None
 
     def patch_node(self, name: str, patch: Document) -> None:
         """Merge a patch into a Node. Raises NotFoundError."""
@@ -155,26 +158,17 @@ class ApiServer:
         path = f"/api/v1/namespaces/{_segment(namespace)}/events"
         self._ask("POST", path, event, what=f"Events in {namespace}", retries=False)
 
-    def create(self, path: str, document: Document) -> Document:
-        """Create an object in a collection, and return it as the server accepted it.
-
-        Raises ConflictError where it exists.
-        """
-        return _decoded(self._ask("POST", path, document, what=_last(path)), _last(path))
-
-    def read(self, path: str) -> Document | None:
-        """Return an object; None where there is none."""
+    def document(self, method: str, path: str, body: Document | None = None) -> Document:
+        """Make a request, and return the object that answers it. Raises NotFoundError and ConflictError."""
+        what = " ".join(path.split("/")[-2:])
+        raw = self._ask(method, path, body, what=what)
         try:
-            return _decoded(self._ask("GET", path, what=_last(path)), _last(path))
-        except NotFoundError:
-            return None
-
-    def replace(self, path: str, document: Document) -> Document:
-        """Replace an object by one with its resourceVersion, and return it as the server accepted it.
-
-        Raises ConflictError where it has changed since, and NotFoundError.
-        """
-        return _decoded(self._ask("PUT", path, document, what=_last(path)), _last(path))
+            found = json.loads(raw)
+        except ValueError as error:
+            raise _garbled(what, error) from None
+        if not isinstance(found, dict):
+            raise _garbled(what, ValueError("it is not an object"))
+        return cast("Document", found)
 
     # -- one request ---------------------------------------------------------------------------------------------------
 
@@ -243,16 +237,6 @@ def _garbled(what: str, error: Exception) -> InternalError:
     return InternalError(f"the API server answered something else than {what}: {error}", hint="see what listens there")
 
 
-def _decoded(raw: bytes, what: str) -> Document:
-    try:
-        found = json.loads(raw)
-    except ValueError as error:
-        raise _garbled(what, error) from None
-    if not isinstance(found, dict):
-        raise _garbled(what, ValueError("it is not an object"))
-    return cast("Document", found)
-
-
 def _message(answer: bytes) -> str:
     """Return the message of a Status object, in a form that can be logged."""
     try:
@@ -274,10 +258,6 @@ def _read(answer: http.client.HTTPResponse, end: float) -> bytes:
         if size > _MOST:
             raise OSError(f"its answer has more than {_MOST} bytes")
     return b"".join(pieces)
-
-
-def _last(path: str) -> str:
-    return " ".join(path.split("/")[-2:])
 
 
 def _segment(name: str) -> str:

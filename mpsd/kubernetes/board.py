@@ -1,4 +1,4 @@
-"""The current state of the devices, for the threads that report it to kubelet.
+"""The current state of the GPUs, for the threads that report it.
 
 One thread writes it, and the others wait for changes.
 """
@@ -6,19 +6,13 @@ One thread writes it, and the others wait for changes.
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
-from mpsd.core.kubernetes import devices
-from mpsd.core.kubernetes.devices import Gpu, Kind
-from mpsd.core.kubernetes.settings import Settings
-from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
-
-_HEALTHY, _UNHEALTHY = "Healthy", "Unhealthy"
+from mpsd.core.kubernetes.devices import Gpu
 
 
 class Board:
     """The GPUs that are offered, and whether new work may start on them."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._gpus: Mapping[str, Gpu] = {}
         self._version = 0
@@ -58,16 +52,3 @@ class Board:
                     return
                 shown, gpus = self._version, self._gpus
             yield gpus
-
-    def follow(self, kind: Kind, is_over: Callable[[], bool]) -> Iterator[deviceplugin.ListAndWatchResponse]:
-        """Yield the devices of a kind, at first and after each change, until `is_over`."""
-        for gpus in self.changes(is_over):
-            yield deviceplugin.ListAndWatchResponse(
-                devices=[
-                    deviceplugin.Device(
-                        id=devices.device_id(gpu.uuid, number), health=_UNHEALTHY if gpu.because else _HEALTHY
-                    )
-                    for gpu in gpus.values()
-                    for number in range(devices.count(kind, gpu, self._settings))
-                ]
-            )

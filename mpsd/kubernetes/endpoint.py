@@ -106,7 +106,13 @@ class Endpoint:
         context.add_callback(self._board.wake)
         self._count(1)
         try:
-            yield from self._board.follow(self._kind, lambda: not context.is_active())
+            for gpus in self._board.changes(lambda: not context.is_active()):
+                answer = deviceplugin.ListAndWatchResponse()
+                for gpu in gpus.values():
+                    for number in range(devices.count(self._kind, gpu, self._settings)):
+                        name, health = devices.device_id(gpu.uuid, number), "Unhealthy" if gpu.because else "Healthy"
+                        answer.devices.add(id=name, health=health)
+                yield answer
         finally:
             self._count(-1)
 

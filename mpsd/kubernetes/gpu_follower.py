@@ -4,7 +4,7 @@ import threading
 from typing import Final
 
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.core.kubernetes import devices, health
+from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes.board import Board
@@ -51,7 +51,7 @@ class GpuFollower:
                 self._ended.wait(_RETRY)
 
     def _show(self) -> None:
-        gpus = health.offered(self._mpsd.seen(), self._board.gpus)
+        gpus = devices.offered(self._mpsd.seen(), self._board.gpus)
         try:
             devices.check_node(gpus.values(), self._settings)
         except ConfigurationError as error:
@@ -70,7 +70,7 @@ class GpuFollower:
             self._silent_since = now
             self._log.warning(EventName.MPSD_UNREACHABLE, code=error.code, because=error.detail, hint=error.hint)
         if now - self._silent_since >= self._settings.unreachable_grace:
-            self._put(health.unreachable(self._board.gpus, error.detail))
+            self._put(devices.unreachable(self._board.gpus, error.detail))
 
     def _put(self, gpus: dict[str, Gpu]) -> None:
         before = self._board.gpus

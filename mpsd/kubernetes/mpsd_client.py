@@ -1,18 +1,16 @@
-"""A client of mpsd for `mpsd-kubernetes`: over mpsd's socket, like any other client, with retries during a restart.
-
-Only this module imports mpsctl's client, which is small, synchronous and mpsd's own. The rest of mpsctl is for users.
-"""
+"""mpsd as this program calls it: by mpsd's own client, with retries during a restart."""
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from mpsd.client import Api
 from mpsd.core import gpus
 from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
 from mpsd.core.kubernetes import claims
-from mpsd.core.kubernetes.claims import Claimed, Holder
+from mpsd.core.kubernetes.claims import Claimed
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.units import MIB
 from mpsd.system import clock
@@ -38,13 +36,6 @@ _TELLING: Final = frozenset({"gpu_admission", "gpu_found", "settings_reloaded"})
 """The events after which the GPUs to offer, or mpsd's verdict on one of them, may be others."""
 _ANSWER: Final = 10.0
 """Seconds for an answer, in addition to the wait that the request contains."""
-
-
-class Granted(NamedTuple):
-    """A granted lease, and the environment that its processes need."""
-
-    lease: str
-    variables: Mapping[str, str]
 
 
 class Mpsd:
@@ -93,8 +84,7 @@ class Mpsd:
 
     def claimed(self) -> list[Claimed]:
         """Return the leases that are for containers of Kubernetes."""
-        leases = self._patiently(lambda api: api.leases()["leases"])
-        return [found for each in leases if (found := _claimed(each)) is not None]
+        return [found for each in self.leases() if (found := _claimed(each)) is not None]
 
     def leases(self) -> list[LeaseAnswer]:
         """Return all leases that have not ended, without their tokens."""
@@ -115,13 +105,8 @@ class Mpsd:
         except NotFoundError:
             return  # the lease has ended already
 
-    def claim(self, request: Mapping[str, object], wait: float) -> Granted:
-        """Claim a lease; a repeated request with the same `request_id` returns the same lease."""
-        lease = self.admit(request, wait)
-        return Granted(lease["id"], lease["env"])
-
     def admit(self, request: Mapping[str, object], wait: float) -> LeaseAnswer:
-        """Request a lease, with the same rule for repeated requests."""
+        """Request a lease; a repeated request with the same `request_id` returns the same lease."""
         return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
 
     def take(self, lease: str, group: str, uid: int, gid: int) -> None:
@@ -182,12 +167,18 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
 
 
 def _claimed(lease: "answer_types.Lease") -> Claimed | None:
-    granted = lease["granted"]
-    if granted is None or not lease["gpus"]:
+    now, granted = clock.now(), lease["granted"]
+    held, numbers = claims.held(lease["holders"], now), claims.devices_of(lease["labels"])
+    if granted is None or held is None or numbers is None:
         return None
-    held = [Holder(each["kind"], each.get("cgroup") or "", each.get("deadline")) for each in lease["holders"]]
-    found = claims.claimed(
-        lease["id"], lease["gpus"][0], lease["labels"], granted=granted, holders=held, now=clock.now()
+    return Claimed(
+        lease["id"],
+        lease["gpus"][0],
+        numbers,
+        held.pod,
+        held.group,
+        age=(now - datetime.fromisoformat(granted)).total_seconds(),
+        left=held.left,
+        uid=lease["owner"]["uid"],
+        has_clients=bool(lease["clients"]),
     )
-    uid, has_clients = lease["owner"]["uid"], bool(lease["clients"])
-    return None if found is None else found._replace(uid=uid, has_clients=has_clients)

@@ -42,7 +42,7 @@ class Service:
         self._ended = threading.Event()
         self._mpsd = Mpsd(settings.socket, self._ended)
         self._kubelet = Kubelet(settings)
-        self._board = Board(settings)
+        self._board = Board()
         self._allocations = Allocations(
             settings, mpsd=self._mpsd, kubelet=self._kubelet, board=self._board, log=log, ended=self._ended
         )

@@ -7,24 +7,18 @@ from typing import Final, NamedTuple
 from mpsd.core.dra import configuration, quantities
 from mpsd.core.dra.configuration import Configuration
 from mpsd.core.dra.objects import ResourceClaim, Result
+from mpsd.core.dra.prepared import PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
 
 THREADS: Final = "threads"
 MEMORY: Final = "memory"
 
 
-class Share(NamedTuple):
-    """A share of a GPU that the scheduler allocated."""
+class Allocated(NamedTuple):
+    """A share of a GPU that the scheduler allocated, and the strictness that it requires of the node, if any."""
 
-    request: str
-    pool: str
-    device: str
-    share_id: str | None
-    gpu: str
-    tenths: int
-    """Threads, in tenths of a percent."""
-    mebibytes: int
-    configuration: Configuration
+    share: PreparedShare
+    strictness: str | None
 
 
 def device_name(gpu: str) -> str:
@@ -38,7 +32,7 @@ def pods(claim: ResourceClaim) -> list[tuple[str, str]]:
     return [(each.uid, each.name) for each in reserved or [] if each.resource == "pods"]
 
 
-def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iterable[str]) -> list[Share]:
+def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iterable[str]) -> list[Allocated]:
     """Return the shares of a claim. Raises NotFoundError, InvalidRequestError and DaemonNotReadyError.
 
     `uid` is the claim's according to kubelet, and `gpus` are the UUIDs of the GPUs that this node offers.
@@ -61,7 +55,7 @@ def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iter
         _share(each, pool, by_device, configuration.for_request(devices.config or [], each.request, driver))
         for each in results
     ]
-    for request, number in Counter(each.request.partition("/")[0] for each in found).items():
+    for request, number in Counter(each.share.request.partition("/")[0] for each in found).items():
         if number > 1:
             raise InvalidRequestError(
                 f"request {request!r} of ResourceClaim {name} was allocated {number} shares, and a process under MPS"
@@ -72,7 +66,7 @@ def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iter
     return found
 
 
-def _share(result: Result, pool: str, by_device: Mapping[str, str], settings: Configuration) -> Share:
+def _share(result: Result, pool: str, by_device: Mapping[str, str], settings: Configuration) -> Allocated:
     what = f"{result.pool}/{result.device} for request {result.request!r}"
     if result.pool != pool:
         raise InvalidRequestError(
@@ -103,7 +97,17 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], settings: Co
             hint="ask for 1 to 100 of threads, and for 1Mi of memory or more",
             limit="capacity",
         )
-    gpu = by_device[result.device]
-    return Share(
-        result.request, result.pool, result.device, result.share_id, gpu, tenths, mebibytes, configuration=settings
+    share = PreparedShare(
+        request=result.request,
+        pool=result.pool,
+        device=result.device,
+        share_id=result.share_id,
+        gpu=by_device[result.device],
+        tenths=tenths,
+        mebibytes=mebibytes,
+        client_priority=settings.priority,
+        processes=settings.processes,
+        stop=settings.stop,
+        user=settings.user,
     )
+    return Allocated(share, settings.strictness)

@@ -55,10 +55,9 @@ def for_request(given: Iterable[Given], request: str, driver: str) -> Configurat
     return Configuration(**found)  # type: ignore[arg-type]  # each is what its parser returns
 
 
-def check_strictness(configuration: Configuration, attach: str) -> None:
+def check_strictness(wanted: str, attach: str) -> None:
     """Refuse a share on a node that is less strict than the share requires. Raises InvalidRequestError."""
-    wanted = configuration.strictness
-    if wanted is not None and _STRICT.index(Attach(attach)) < _STRICT.index(Attach(wanted)):
+    if _STRICT.index(Attach(attach)) < _STRICT.index(Attach(wanted)):
         raise InvalidRequestError(
             f"the claim asks for strictness {wanted!r}, and mpsd runs here with enforcement.attach = {attach!r}",
             hint=f"select nodes that have it, by the attribute `attach`, or set attach = {wanted!r} in mpsd.toml",

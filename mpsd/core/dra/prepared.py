@@ -7,15 +7,10 @@ if the lease ended before the claim: after a restart of the node, or when no con
 
 import re
 from collections.abc import Callable, Collection, Iterable
-from datetime import datetime
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
-
-from mpsd.core.dra.allocation import Share
-from mpsd.core.kubernetes import pods
-from mpsd.core.kubernetes.claims import Holder
 
 VERSION: Final = 1
 """The version of the record's format."""
@@ -30,29 +25,12 @@ class PreparedShare(Struct, forbid_unknown_fields=True):
     share_id: str | None
     gpu: str
     tenths: int
+    """Threads, in tenths of a percent."""
     mebibytes: int
     client_priority: int | None = None
     processes: int | str | None = None
     stop: str | None = None
     user: int | None = None
-
-    @classmethod
-    def of(cls, share: Share) -> "PreparedShare":
-        """Make it from an allocated share."""
-        wanted = share.configuration
-        return cls(
-            request=share.request,
-            pool=share.pool,
-            device=share.device,
-            share_id=share.share_id,
-            gpu=share.gpu,
-            tenths=share.tenths,
-            mebibytes=share.mebibytes,
-            client_priority=wanted.priority,
-            processes=wanted.processes,
-            stop=wanted.stop,
-            user=wanted.user,
-        )
 
 
 class PreparedPod(Struct, forbid_unknown_fields=True):
@@ -117,23 +95,10 @@ class ShareLease(NamedTuple):
     has_clients: bool = False
 
 
-def share_lease(lease: str, request: str | None, uid: int, held: Iterable[Holder], now: datetime) -> ShareLease | None:
-    """Return a lease as that of a share; None for any other lease.
-
-    Any user may choose a request_id. A lease therefore counts only in a form that only an administrator can have given
-    it: held by a claim, or by the control group of a pod.
-    """
+def share_of(request: str | None) -> tuple[str, int] | None:
+    """Return the claim and the number of the share that a request_id is for; None for any other."""
     match = _REQUEST.fullmatch(request or "")
-    if match is None:
-        return None
-    for each in held:
-        if each.kind == "claim":
-            left = (datetime.fromisoformat(each.deadline) - now).total_seconds() if each.deadline else 0.0
-            return ShareLease(lease, match[1], int(match[2]), None, "", uid, left)
-        pod = pods.pod_of(each.group) if each.kind == "cgroup" else None
-        if pod is not None:
-            return ShareLease(lease, match[1], int(match[2]), pod, each.group, uid, 0.0)
-    return None
+    return None if match is None else (match[1], int(match[2]))
 
 
 # -- what is next ------------------------------------------------------------------------------------------------------

@@ -63,31 +63,37 @@ def user_of(uids: Collection[int]) -> int:
     return min(others) if len(others) == 1 or ROOT not in uids else ROOT
 
 
-class Holder(NamedTuple):
-    """The facts about a lease's holder that matter here."""
+class Held(NamedTuple):
+    """How a lease is held."""
 
-    kind: str
+    pod: str | None
+    """The uid of the pod whose control group holds it; None while it is a claim."""
     group: str
-    deadline: str | None
+    left: float
+    """Seconds until the claim ends."""
 
 
-def claimed(
-    lease: str, gpu: str, label: Mapping[str, str], *, granted: str, holders: Sequence[Holder], now: datetime
-) -> Claimed | None:
-    """Return a lease as one for a container; None for any other lease."""
-    numbers = {kind: devices.decode(label[f"{_LABEL}{kind}"]) for kind in Kind if f"{_LABEL}{kind}" in label}
-    known = {kind: each for kind, each in numbers.items() if each}
-    if not known or len(known) < len(numbers):
-        return None
-    age = (now - datetime.fromisoformat(granted)).total_seconds()
+def held(holders: Iterable[Mapping[str, object]], now: datetime) -> Held | None:
+    """Return how a lease with these holders, as mpsd answers them, is held.
+
+    None for a lease that any user may have made: without a claim or the control group of a pod.
+    """
     for each in holders:
-        if each.kind == "claim":
-            left = (datetime.fromisoformat(each.deadline) - now).total_seconds() if each.deadline else 0.0
-            return Claimed(lease, gpu, known, None, "", age, left)
-        pod = pods.pod_of(each.group) if each.kind == "cgroup" else None
-        if pod is not None:
-            return Claimed(lease, gpu, known, pod, each.group, age, 0.0)
+        match each:
+            case {"kind": "claim", "deadline": str(deadline)}:
+                return Held(None, "", (datetime.fromisoformat(deadline) - now).total_seconds())
+            case {"kind": "claim"}:
+                return Held(None, "", 0.0)
+            case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group)) is not None:
+                return Held(pod, group, 0.0)
     return None
+
+
+def devices_of(labels: Mapping[str, str]) -> dict[Kind, Numbers] | None:
+    """Return the devices that a lease is for, by its labels; None for any other lease."""
+    numbers = {kind: devices.decode(labels[f"{_LABEL}{kind}"]) for kind in Kind if f"{_LABEL}{kind}" in labels}
+    known = {kind: each for kind, each in numbers.items() if each}
+    return known if known and len(known) == len(numbers) else None
 
 
 # -- what is next ------------------------------------------------------------------------------------------------------

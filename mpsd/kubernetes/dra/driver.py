@@ -165,15 +165,15 @@ class Driver:
     def _begin(self, namespace: str, name: str, uid: str) -> PreparedClaim:
         """Query the API server for the allocation, and store it."""
         found = self._api_server.claim(namespace, name)
-        shares = allocation.shares(
+        allocated = allocation.shares(
             found, uid=uid, driver=self._settings.driver, pool=self._settings.node, gpus=self._board.gpus
         )
-        if any(each.configuration.strictness is not None for each in shares):
+        if wanted := [each.strictness for each in allocated if each.strictness is not None]:
             attach = self._mpsd.attach()
-            for each in shares:
-                configuration.check_strictness(each.configuration, attach)
+            for each in wanted:
+                configuration.check_strictness(each, attach)
         pods = [PreparedPod(pod, pod_name) for pod, pod_name in allocation.pods(found)]
-        claim = PreparedClaim(uid, namespace, name, pods, [PreparedShare.of(each) for each in shares])
+        claim = PreparedClaim(uid, namespace, name, pods, [each.share for each in allocated])
         self._store.put(claim)
         return claim
 

@@ -104,7 +104,8 @@ class Publisher:
         name = slices.slice_name(self._settings.node, self._settings.driver)
         found = self._api_server.slice(name)
         generation = slices.generation_of(found) + 1
-        wanted = slices.document(self._node(), self._board.gpus.values(), self._steps, generation)
+        steps = Steps(self._settings.thread_step, self._settings.memory_step)
+        wanted = slices.document(self._node(), self._board.gpus.values(), steps, generation)
         if found is not None and slices.same(found, wanted):
             return
         if found is None:
@@ -135,10 +136,6 @@ class Publisher:
         if any(not each.because for each in self._board.gpus.values()):
             self._attach = self._mpsd.attach()  # an unavailable mpsd offers nothing, and must not delay this
         return slices.Node(self._settings.node, self._uid, self._settings.driver, self._attach)
-
-    @property
-    def _steps(self) -> Steps:
-        return Steps(self._settings.thread_step, self._settings.memory_step)
 
     def _miss(self, error: MpsdError) -> None:
         if error.detail != self._because:

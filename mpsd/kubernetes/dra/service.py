@@ -46,7 +46,7 @@ class DraService:
         self._ended = threading.Event()
         mpsd = Mpsd(settings.socket, self._ended)
         server = ApiServer(place, self._ended)
-        self._board = Board(settings)
+        self._board = Board()
         self._gpu_follower = GpuFollower(settings, mpsd=mpsd, board=self._board, log=log, ended=self._ended)
         self._publisher = Publisher(
             settings, mpsd=mpsd, api_server=server, board=self._board, log=log, ended=self._ended

@@ -6,7 +6,7 @@ from pathlib import Path
 from mpsd.core.dra import cdi_devices, prepared
 from mpsd.core.dra.prepared import PreparedClaim, PreparedShare, ShareLease
 from mpsd.core.errors import DaemonNotReadyError, StorageError
-from mpsd.core.kubernetes.claims import Holder
+from mpsd.core.kubernetes import claims
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.settings import GpuDevices, Settings
 from mpsd.kubernetes import answers
@@ -26,14 +26,7 @@ class ShareLeases:
 
     def all(self) -> list[ShareLease]:
         """Return the leases that have not ended."""
-        now = clock.now()
-        found = []
-        for each in self._mpsd.leases():
-            held = [Holder(one["kind"], one.get("cgroup") or "", one.get("deadline")) for one in each["holders"]]
-            lease = prepared.share_lease(each["id"], each["request_id"], each["owner"]["uid"], held, now)
-            if lease is not None:
-                found.append(lease._replace(has_clients=bool(each["clients"])))
-        return found
+        return [found for each in self._mpsd.leases() if (found := _share_lease(each)) is not None]
 
     def ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
         """Make sure that each share of a claim has a lease, write the CDI device, and return the leases.
@@ -116,3 +109,19 @@ class ShareLeases:
         if share.stop is not None:
             request["stop"] = share.stop
         return self._mpsd.admit(request, settings.wait)
+
+
+def _share_lease(lease: LeaseAnswer) -> ShareLease | None:
+    """Return a lease as that of a share; None for any other lease: any user may choose a request_id."""
+    share, held = prepared.share_of(lease["request_id"]), claims.held(lease["holders"], clock.now())
+    if share is None or held is None:
+        return None
+    return ShareLease(
+        lease["id"],
+        *share,
+        pod=held.pod,
+        group=held.group,
+        uid=lease["owner"]["uid"],
+        left=held.left,
+        has_clients=bool(lease["clients"]),
+    )

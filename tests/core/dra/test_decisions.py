@@ -1,7 +1,6 @@
 """The decisions of the driver: quantities, allocations, configurations, slices, and the next action for claims."""
 
 import json
-from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -11,13 +10,9 @@ from hypothesis import strategies as st
 
 from mpsd.core.dra import cdi_devices, configuration, quantities, slices
 from mpsd.core.dra.objects import Configuration, Opaque
-from mpsd.core.dra.prepared import (
-    request_id,
-    share_lease,
-)
+from mpsd.core.dra.prepared import request_id, share_of
 from mpsd.core.dra.slices import Node, Steps
 from mpsd.core.errors import InvalidRequestError
-from mpsd.core.kubernetes.claims import Holder
 from mpsd.core.kubernetes.devices import Gpu
 
 POD = "11111111-2222-3333-4444-555555555555"
@@ -103,18 +98,9 @@ def test_a_subrequest_has_the_configuration_of_its_request() -> None:
 
 
 def test_which_leases_count() -> None:
-    """Any user can choose a request_id, so a lease counts only if root alone can have given it its holder."""
-    now = datetime.now(UTC)
-    claim = Holder("claim", "", (now + timedelta(seconds=60)).isoformat())
-    found = share_lease("lease-1", request_id(UID, 3), 0, [claim], now)
-    assert found is not None
-    assert (found.claim, found.number, found.pod, round(found.left)) == (UID, 3, None, 60)
-    held = share_lease("lease-1", request_id(UID, 3), 5, [Holder("cgroup", GROUP, None)], now)
-    assert held is not None
-    assert (held.pod, held.group, held.uid) == (POD, GROUP, 5)
-    for other in (Holder("process", "", None), Holder("cgroup", "/user.slice/x", None)):
-        assert share_lease("lease-1", request_id(UID, 3), 0, [other], now) is None
-    assert share_lease("lease-1", "mine", 0, [claim], now) is None
+    """The request_id of a share's lease names the share; any other stands for no share."""
+    assert share_of(request_id(UID, 3)) == (UID, 3)
+    assert (share_of("mine"), share_of(None)) == (None, None)
 
 
 def test_devices() -> None:

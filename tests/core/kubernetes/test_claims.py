@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.kubernetes import checkpoint, claims, health, pods
+from mpsd.core.kubernetes import checkpoint, claims, devices, pods
 from mpsd.core.kubernetes.checkpoint import Container
-from mpsd.core.kubernetes.claims import Claimed, Holder
+from mpsd.core.kubernetes.claims import Claimed, Held
 from mpsd.core.kubernetes.devices import Gpu, Kind
 from mpsd.core.kubernetes.settings import Offer, Settings
 
@@ -28,44 +28,42 @@ def test_user_of_a_container(uids: set[int], user: int) -> None:
     assert claims.user_of(uids) == user
 
 
-def seen(holders: list[Holder], labels: dict[str, str] | None = None) -> Claimed | None:
-    """Return a lease in mpsd's format, parsed as one for a container."""
-    labels = claims.labels(NUMBERS) if labels is None else labels
-    at = (NOW - timedelta(seconds=5)).isoformat()
-    return claims.claimed("lease-1", "GPU-1", labels, granted=at, holders=holders, now=NOW)
-
-
 class TestWhose:
     """Which leases belong to containers."""
 
     def test_a_claim(self) -> None:
         """A claim has its remaining time."""
         until = (NOW + timedelta(seconds=200)).isoformat()
-        assert seen([Holder("claim", "", until)]) == CLAIM._replace(age=5)
+        assert claims.held([{"kind": "claim", "deadline": until}], NOW) == Held(None, "", 200)
+        assert claims.held([{"kind": "claim"}], NOW) == Held(None, "", 0)
 
     def test_a_pod(self) -> None:
         """The control group that holds the lease names the pod."""
-        found = seen([Holder("cgroup", GROUP, None)])
-        assert found is not None
-        assert (found.pod, found.group) == (POD, GROUP)
+        assert claims.held([{"kind": "process", "pid": 7}, {"kind": "cgroup", "cgroup": GROUP}], NOW) == Held(
+            POD, GROUP, 0
+        )
 
     @pytest.mark.parametrize(
         "holder",
         [
-            Holder("process", "", None),
-            Holder("cgroup", "/user.slice/user-1000.slice/x.scope", None),
-            Holder("cgroup", f"{GROUP}/{'0' * 64}", None),
-            Holder("cgroup", f"{GROUP}/{'0' * 64}/mine", None),
+            {"kind": "process", "pid": 7},
+            {"kind": "cgroup", "cgroup": "/user.slice/user-1000.slice/x.scope"},
+            {"kind": "cgroup", "cgroup": f"{GROUP}/{'0' * 64}"},
+            {"kind": "cgroup", "cgroup": f"{GROUP}/{'0' * 64}/mine"},
         ],
     )
-    def test_of_others(self, holder: Holder) -> None:
+    def test_of_others(self, holder: dict[str, object]) -> None:
         """A lease that any user could have made does not count, whatever its labels."""
-        assert seen([holder]) is None
+        assert claims.held([holder], NOW) is None
+
+    def test_labels(self) -> None:
+        """The labels of a lease name its devices."""
+        assert claims.devices_of(claims.labels(NUMBERS)) == NUMBERS
 
     @pytest.mark.parametrize("labels", [{}, {"kubernetes/slice": ""}, {"kubernetes/slice": "zz"}, {"a": "b"}])
     def test_other_labels(self, labels: dict[str, str]) -> None:
         """A lease without devices does not count."""
-        assert seen([Holder("claim", "", None)], labels) is None
+        assert claims.devices_of(labels) is None
 
 
 class TestPods:
@@ -143,7 +141,7 @@ class TestHealth:
 
     def test_gone(self) -> None:
         """A GPU that mpsd no longer lists stays, unhealthy: otherwise kubelet would forget its devices."""
-        before: dict[str, Gpu] = health.offered([self.SEEN], {})
-        after = health.offered([], before)
+        before: dict[str, Gpu] = devices.offered([self.SEEN], {})
+        after = devices.offered([], before)
         assert after["GPU-1"].because
-        assert health.unreachable(before, "no socket")["GPU-1"].because == "mpsd does not answer: no socket"
+        assert devices.unreachable(before, "no socket")["GPU-1"].because == "mpsd does not answer: no socket"

@@ -82,7 +82,6 @@ def brisk(make_node: Start) -> Node:
     return make_node(simulate=1, control=None, config=FREE + BRISK, durations=IMPATIENT).start()
 
 
-@pytest.mark.enforcement
 class TestClients:
     """Restarts with simulated clients."""
 
@@ -291,7 +290,6 @@ class TestLeaving:
         assert not any(is_running(pid) for pid in pids)
         assert not [*node.pipe_directory("gpu0").iterdir(), *node.pipe_directory("gpu1").iterdir()]
 
-    @pytest.mark.enforcement
     def test_clients_are_waited_for(self, make_node: Start) -> None:
         """No lease is granted, and the API names the clients that it waits for; mpsd exits after the last one."""
         node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()
@@ -309,7 +307,6 @@ class TestLeaving:
         assert node.ended() == 0
         assert not is_running(pid)
 
-    @pytest.mark.enforcement
     def test_a_second_signal(self, make_node: Start) -> None:
         """A second signal ends mpsd at once, and leaves the control daemon and its client alone."""
         node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()

@@ -40,7 +40,6 @@ class Latency:
             self._since = None
 
     def note(self, request: dict[str, Any]) -> None:
-        """Record a request that was answered."""
         self._waiting.append(request)
 
     def sort(self) -> None:
@@ -58,7 +57,6 @@ class Latency:
         return 1000 * percentile(sorted(each for some in self.taken.values() for each in some), percent)
 
     def lines(self) -> Iterator[str]:
-        """Yield the times as text, in milliseconds."""
         for name, taken in (("undisturbed", self.taken), ("while root killed or stopped something", self.disturbed)):
             for what, seconds in [("all", [each for some in taken.values() for each in some]), *sorted(taken.items())]:
                 if seconds:

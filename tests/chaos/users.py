@@ -47,7 +47,6 @@ class HonestUser:
         return self._process.pid
 
     def _read(self) -> None:
-        """Read its reports, without waiting."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
             more = os.read(self._process.stdout.fileno(), 1 << 16)
@@ -56,7 +55,6 @@ class HonestUser:
             self._ahead += map(json.loads, lines)
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """Return its reports since the last call."""
         self._read()
         reports, self._ahead = self._ahead, []
         for each in reports:
@@ -73,13 +71,11 @@ class HonestUser:
         self._process.stdin.write(f"{line}\n".encode())
 
     def go_on(self) -> None:
-        """Have it continue, if it is idle."""
         if self.idle:
             self.idle = False
             self.tell("continue")
 
     def close(self) -> None:
-        """End it in any case."""
         with self._process:
             self._process.kill()
 
@@ -103,7 +99,6 @@ class HostileUser:
         return self._process.pid
 
     def act(self, what: str, **arguments: Any) -> Any:
-        """Have it carry out an action, and return the result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{json.dumps([what, arguments])}\n".encode())
@@ -119,7 +114,6 @@ class HostileUser:
 
 
 def stop(users: list[HonestUser], how: str, take_in: Any) -> None:
-    """Have honest users stop, and wait until they have."""
     for each in users:
         each.idle = False
         each.tell(how)

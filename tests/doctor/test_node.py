@@ -77,7 +77,6 @@ def _bin(node: Node) -> str:
 
 
 def only(*checks: str) -> tuple[str, ...]:
-    """Return the options that select these checks."""
     return tuple(word for check in checks for word in ("--only", check))
 
 
@@ -219,7 +218,6 @@ class TestWithMpsd:
 
 
 def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user without rights."""
     command = [*before, sys.executable, "-c", _AS_NOBODY, str(ROOT), *arguments]
     environment = {**os.environ, **node.env}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)

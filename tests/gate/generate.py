@@ -53,12 +53,10 @@ def _escaped(cell: str) -> str:
 
 
 def _summary(documented: object) -> str:
-    """Return a docstring on one line."""
     return " ".join((documented.__doc__ or "").split())
 
 
 def errors_table() -> str:
-    """Return all errors, as a Markdown table."""
     lines = [("code", "whose doing", "status", "exit", "again?", "meaning")]
     for error in catalogue():
         doing = next(_DOING[group] for group in error.__mro__ if group in _DOING)
@@ -68,7 +66,6 @@ def errors_table() -> str:
 
 
 def settings_table() -> str:
-    """Return all settings, as a Markdown table."""
     lines = [("setting", "default", "unit", "reload", "meaning")]
     for row in rows():
         default = "absent" if row.default is None else f"`{render(row, row.default)}`"
@@ -119,7 +116,6 @@ def rooms_diagram() -> str:
 
 
 def kubernetes_table() -> str:
-    """Return every setting of mpsd-kubernetes, as a Markdown table."""
     lines = [("setting", "default", "meaning")]
     for each in fields(kubernetes.Settings):
         shown = each.metadata["shown"] or json.dumps(each.default)
@@ -224,7 +220,6 @@ FILES: Final[dict[str, Callable[[], str]]] = {
 
 
 def main() -> int:
-    """Write the generated files."""
     for name, make in FILES.items():
         _write(ROOT / name, make())
     for name, text in protocol.made().items():

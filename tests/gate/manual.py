@@ -101,7 +101,6 @@ def _parted(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _shown(lines: Iterable[str]) -> Iterator[str]:
-    """Yield preformatted lines."""
     yield from (".RS 4", ".nf", *map(_escaped, lines), ".fi", ".RE")
 
 
@@ -217,7 +216,6 @@ def _examples(examples: Iterable[Example]) -> Iterator[str]:
 
 
 def mpsd_page() -> str:
-    """Return mpsd(8)."""
     synopsis = (".B mpsd", ".I COMMAND", ".RI [ OPTIONS ]")
     signals = {
         "SIGTERM": "Stop mpsd. The control daemons and their clients keep running, and the next mpsd adopts them.",
@@ -257,7 +255,6 @@ _WHAT_IT_IS: Final = (
 
 
 def mpsctl_page() -> str:
-    """Return mpsctl(1)."""
     synopsis = (".B mpsctl", ".RB [ \\-\\-socket", ".IR PATH ]", ".I COMMAND", ".RI [ OPTIONS ]")
     context = click.Context(mpsctl, info_name="mpsctl")
     files = {path: meaning for path, meaning in _FILES.items() if path == f"{Settings().socket}"}
@@ -336,7 +333,6 @@ memory = "40GiB"
 
 
 def settings_page() -> str:
-    """Return mpsd.toml(5)."""
     return _page(
         "mpsd.toml", 5, "configuration of mpsd",
         _section("SYNOPSIS", (".I /etc/mpsd/mpsd.toml",)),

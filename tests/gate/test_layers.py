@@ -160,7 +160,6 @@ LATE: Final = ("mpsd.cli.doctor_run", "mpsd.cli.web")
 
 
 def wrong(is_wrong: Callable[[Module, Import], bool], folder: str = "mpsd") -> list[str]:
-    """Return the imports below a folder that are wrong."""
     return [
         f"{module.path}:{each.line}: {each.module}.{each.name}"
         for module in modules(folder)

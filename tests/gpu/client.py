@@ -133,7 +133,6 @@ def _failed(error: CudaError) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Connect, and serve until the command to exit."""
     try:
         cuda: AnyCuda = SimulatedCuda() if VARIABLE in os.environ else Cuda()
         if sys.argv[1:] == ["--late"]:

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tests.gpu import machine
-from tests.gpu.comparing.clocks import Sampler, of_gpu
 from tests.gpu.comparing.interrupts import INTERRUPTS
 from tests.gpu.comparing.latency import beside, latency, start
 from tests.gpu.comparing.lives import churn, ends
-from tests.gpu.comparing.rows import HEAD, Row, number
+from tests.gpu.comparing.rows import HEAD, Row
 from tests.gpu.comparing.site import CROWDED, Site, Timer, WrongError, opened
 from tests.gpu.comparing.throughput import decoders, jobs, throughput
 from tests.gpu.table import parser_of, selected
@@ -68,56 +67,30 @@ def compared(root: Path, parts: Mapping[str, Part], engine: str, timer: Timer, g
     """Carry out these parts within the time, each with its own mpsd, and yield their rows."""
     (root / "head").mkdir()
     with machine.running(root / "head") as node:
-        gpu = machine.first_gpu(node)
-        yield from _head(node, gpu)
-    with contextlib.ExitStack() as stack:
-        read = _nothing if machine.simulated() else stack.enter_context(of_gpu(gpu["uuid"]))
-        sampler = stack.enter_context(Sampler(read))
-        weights = [part.weight for part in parts.values()]
-        for done, (name, part) in enumerate(parts.items()):
-            own = timer.part(part.weight, sum(weights[done:]))
-            if own.left < LEAST:
-                yield Row(name, f"left out: {max(own.left, 0):.1f} s of the time are left", engine, failed=True)
-                continue
-            begin = time.monotonic()
-            try:
-                with opened(root / name, part.config, engine, sampler) as site, INTERRUPTS.within(own.left + grace):
-                    yield from part.measure(site, own)
-            except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
-                what = str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
-                yield Row(f"{name}, after {time.monotonic() - begin:.0f} s", what, engine, failed=True)
-        yield from sampled(sampler, engine)
+        yield from _head(node)
+    weights = [part.weight for part in parts.values()]
+    for done, (name, part) in enumerate(parts.items()):
+        own = timer.part(part.weight, sum(weights[done:]))
+        if own.left < LEAST:
+            yield Row(name, f"left out: {max(own.left, 0):.1f} s of the time are left", engine, failed=True)
+            continue
+        begin = time.monotonic()
+        try:
+            with opened(root / name, part.config, engine) as site, INTERRUPTS.within(own.left + grace):
+                yield from part.measure(site, own)
+        except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
+            what = str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
+            yield Row(f"{name}, after {time.monotonic() - begin:.0f} s", what, engine, failed=True)
 
 
-def _nothing() -> None:
-    """Return the reading of a GPU that has no clock."""
-
-
-def _head(node: Node, gpu: dict[str, Any]) -> Iterator[Row]:
+def _head(node: Node) -> Iterator[Row]:
     """Yield what the figures are measured on."""
+    gpu = machine.first_gpu(node)
     by = "simulated" if machine.simulated() else "NVML"
     yield Row("GPU", f"{gpu['name']}, {gpu['memory_total'] >> 20} MiB", by)
     lines = node.control_log("gpu0").read_text(encoding="utf-8", errors="replace").splitlines()
     version = next((line.rpartition(":")[2].strip() for line in lines if "binary version" in line), "not told")
     yield Row("driver, control daemon", f"{node.daemons()['gpu0']['version']}, binary version {version}", by)
-
-
-def sampled(sampler: Sampler, engine: str) -> Iterator[Row]:
-    """Yield what the GPU's clock, temperature and power were."""
-    readings = [reading for during, reading in sampler.readings if during]
-    if not readings:
-        yield Row("clock, temperature and power", "the GPU reported none during the blocks", engine)
-        return
-    for name, unit in (("clock", "MHz"), ("temperature", "C"), ("power", "W")):
-        values = sorted(float(getattr(each, name)) for each in readings)
-        low, middle, high = values[0], values[len(values) // 2], values[-1]
-        text = f"{number(low)} to {number(high)} {unit}, median {number(middle)}"
-        yield Row(f"{name} during the blocks, {len(values)} readings", text, "NVML", values={name: values})
-
-
-def _remarked(row: Row) -> Row:
-    """Return a row that says that the control program is not the driver's own."""
-    return replace(row, by=f"{row.by}; {machine.origin()}")
 
 
 def _engine() -> str:
@@ -127,7 +100,6 @@ def _engine() -> str:
 
 
 def main() -> int:
-    """Print the table, row by row as it is measured."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (%(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
@@ -144,7 +116,8 @@ def main() -> int:
         print(HEAD, flush=True)
         with contextlib.closing(compared(root, parts, _engine(), Timer(given.seconds))) as found:
             for row in found:
-                rows.append(row if machine.simulated() or not machine.origin() else _remarked(row))
+                remark = "" if machine.simulated() or not machine.origin() else f"; {machine.origin()}"
+                rows.append(replace(row, by=f"{row.by}{remark}"))
                 print(rows[-1], flush=True)
         status = int(any(row.failed for row in rows))
     except KeyboardInterrupt:

@@ -217,7 +217,6 @@ class Cuda:
 
     @property
     def name(self) -> str:
-        """The GPU's name."""
         name = ctypes.create_string_buffer(96)
         self._call("cuDeviceGetName", name, len(name), self._device)
         return name.value.decode()
@@ -243,7 +242,6 @@ class Cuda:
         return free.value, total.value
 
     def alloc(self, size: int) -> None:
-        """Allocate so many bytes, and keep them."""
         self._contexts[-1].held.append(self._allocated(size))
 
     def free(self) -> None:

@@ -206,7 +206,6 @@ def make_python(directory: Path, wheels: Path, checkout: Path = ROOT) -> Path:
 
 
 def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, simulated: bool = False) -> int:
-    """Run all parts."""
     inherited = os.environ.get("LD_LIBRARY_PATH", "")
     environment = {
         **os.environ,
@@ -312,7 +311,6 @@ def end_descendants() -> list[int]:
 
 
 def descendants(ancestor: int) -> Iterator[int]:
-    """Yield the pids of all processes below this one."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -341,7 +339,6 @@ def keep_rest(work: Path, there: Path) -> None:
 
 
 def archive(kept: Path, logs: Path) -> None:
-    """Write all that was kept so far as one archive."""
     new = logs.with_name(f"{logs.name}.new")
     with tarfile.open(new, "w:gz") as tar:
         tar.add(kept, "logs")
@@ -349,7 +346,6 @@ def archive(kept: Path, logs: Path) -> None:
 
 
 def main() -> int:
-    """Carry out the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fetch", type=Path, metavar="DIR", help="download what is needed, and do nothing else")
     parser.add_argument("--python", metavar="VERSION", help="of the machine that it is for, such as 3.12")

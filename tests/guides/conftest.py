@@ -60,7 +60,6 @@ class Workplace:
 
 @pytest.fixture(scope="module")
 def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
-    """Start a simulated node, which the blocks of all guides share."""
     root = private_root / f"g{next(_numbers)}"
     root.mkdir(mode=0o711)
     node = Node(root=root, fork_server=fork_server)
@@ -124,8 +123,6 @@ def _write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def lease(shared_node: Node) -> Callable[[], str]:
-    """Return a function that makes a lease that this process holds."""
-
     def make() -> str:
         body = {"threads": 10, "memory": "1GiB", "pid": os.getpid(), "ttl": 600, "name": "a-name"}
         return str(shared_node.request("POST", "/v1/leases", body).json["id"])

@@ -30,7 +30,6 @@ COMMAND: Final = "set_default_active_thread_percentage 10"
 
 
 def queries() -> dict[str, str]:
-    """Return the queries of all panels by their position."""
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
         for panel in DASHBOARD["panels"]
@@ -53,7 +52,6 @@ class Prometheus:
         return said["data"]
 
     def query(self, query: str) -> list[Any]:
-        """Return the current result of a query."""
         found: list[Any] = self.ask("query", query=query)["result"]
         return found
 
@@ -99,7 +97,6 @@ def lease(node: Node, **asked: object) -> Any:
 
 
 def incident(node: Node) -> None:
-    """Cause the incidents that the dashboard shows."""
     first = node.daemons()["gpu0"]["pid"]
     kill(first)
     kill(next_ready(node, "gpu0", first)["pid"])

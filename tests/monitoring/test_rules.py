@@ -48,7 +48,6 @@ def series(name: str, values: str, **labels: str) -> dict[str, str]:
 
 
 def state(word: str, values: str) -> dict[str, str]:
-    """Return the series of a state of gpu0's control daemon."""
     return series("mpsd_daemon_state", values, daemon="gpu0", mpsd_daemon_state=word)
 
 
@@ -58,7 +57,6 @@ def reason(kind: str, at: str = "5m") -> Case:
 
 
 def grants(values: str, bound: str) -> dict[str, str]:
-    """Return a bucket of the duration of grants."""
     return series("mpsd_lease_grant_duration_seconds_bucket", values, le=bound)
 
 
@@ -137,7 +135,6 @@ VALUES: Final = {
 
 @pytest.fixture(scope="module")
 def promtool() -> str:
-    """Return the path of promtool, from Debian's package prometheus."""
     return needed("promtool", "prometheus")
 
 

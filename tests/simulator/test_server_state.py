@@ -58,14 +58,17 @@ def test_not_begun(log: list[str]) -> None:
     assert server.admit(1, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
 
 
-@pytest.mark.parametrize("places", [16, 60])
-def test_places_of_other_gpus_and_drivers(log: list[str], places: int) -> None:
-    """There are 16 places before Volta, and 60 from driver 590 on."""
+@pytest.mark.parametrize("places", [16, 48, 60])
+def test_places(log: list[str], places: int) -> None:
+    """Contexts are counted: one client can use up all places, of which there are 16 before Volta and 60 from 590 on."""
     server = Server(77, Start((GPU,), 100.0, {}, priority=0, places=places), log.append)
     server.begin()
     for _ in range(places):
         context(server, 1)
-    assert server.context(1) is CudaError.MPS_MAX_CLIENTS_REACHED
+    admit(server, 2)
+    assert server.context(1) is server.context(2) is CudaError.MPS_MAX_CLIENTS_REACHED
+    assert server.destroy(1, 3)
+    context(server, 2)
 
 
 def test_lists(server: Server) -> None:

@@ -30,7 +30,6 @@ class Pin:
 
 
 def pins(lock: str = LOCK) -> dict[str, Pin]:
-    """Return what a lock pins, by name."""
     starts = [match.start() for match in re.finditer(r"^[^\s#]", lock, re.MULTILINE)]
     entries = [lock[start:end] for start, end in pairwise([*starts, len(lock)])]
     found = {}
@@ -52,7 +51,6 @@ def dependencies(extra: str | None = None) -> dict[str, str]:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return a version for comparing."""
     return tuple(map(int, version.split(".")))
 
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from tests.gpu.comparing.clocks import DIFFERENT, difference
 from tests.gpu.comparing.engine import UNITS
 from tests.gpu.comparing.estimates import FEWEST, estimate, order, ratios
 from tests.gpu.comparing.rows import Row, ratio
-from tests.gpu.comparing.site import Site, Timer, Worker
+from tests.gpu.comparing.site import Timer, Worker
 
 SHORTEST: Final = 0.03
 LONGEST: Final = 4.0
@@ -61,9 +60,9 @@ class Side:
 
 
 def compared(
-    what: str, one: Side, other: Side, *, site: Site, timer: Timer, rounds: int = COARSE, apart: bool = False
+    what: str, one: Side, other: Side, *, timer: Timer, rounds: int = COARSE, apart: bool = False
 ) -> Iterator[Row]:
-    """Compare the rates of two sides in pairs of blocks, within the time; yield their ratio, and any doubt about it.
+    """Compare the rates of two sides in pairs of blocks, within the time; yield their ratio.
 
     `apart`: the memory is not enough for both sides, so each frees its own for the other. Raises WrongError.
     """
@@ -78,14 +77,8 @@ def compared(
                 drop(*opposite.workers)
                 prepare(side.workers, side.work)
             latest = side
-            with site.sampler.during(f"{what}: {side.name}"):
-                side.block(seconds)
+            side.block(seconds)
     values = {side.name: side.totals for side in (one, other)}
     by = one.workers[0].checked()["by"]
     unit = UNITS[one.work.partition(":")[0]]
     yield ratio(f"{what}: {one.name} / {other.name}", unit, by, estimate(ratios(*values.values())), values)
-    clocks = [site.sampler.clocks(f"{what}: {side.name}") for side in (one, other)]
-    apart_by = difference(*clocks)
-    if apart_by is not None and abs(apart_by) > DIFFERENT:
-        told = f"the median clock of {one.name} was {apart_by:+.1%} against {other.name}"
-        yield Row(f"{what}: DOUBTFUL", told, by, values=dict(zip(values, clocks, strict=True)))

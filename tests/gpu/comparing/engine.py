@@ -85,20 +85,17 @@ class PlainEngine:
             raise FailedError(str(error)) from error
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that CUDA reports."""
         free, total = self._cuda.memory()
         multiprocessors = self._cuda.multiprocessors
         return {"mps": self._cuda.inside, "multiprocessors": multiprocessors, "free": free, "total": total}
 
     def prepare(self, work: str) -> None:
-        """Do it once."""
         self.submit(work).wait()
 
     def drop(self) -> None:
         """Do nothing: no work has much memory."""
 
     def submit(self, work: str) -> Submitted:
-        """Return a kernel, which runs while it is awaited."""
         match work:
             case "integer":
                 return Submitted(1, lambda: self._do(self._cuda.work))

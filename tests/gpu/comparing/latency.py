@@ -1,20 +1,14 @@
 """How long things take: a kernel's launch, a step beside other work, and the start of a client."""
 
-import contextlib
-import itertools
 import os
-import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from typing import Any, Final
 
 from tests.gpu.comparing.blocks import COARSE, LONGEST, SHORTEST, prepare
 from tests.gpu.comparing.estimates import estimate, order, ratios
 from tests.gpu.comparing.rows import Row, number, ratio
-from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, Worker, WrongError
-from tests.harness import wait_until
+from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, Worker
 
 LAUNCHES: Final = 4000
 """Launches of a block at most; 4 of them are above its 99.9th percentile."""
@@ -50,13 +44,11 @@ def latency(site: Site, timer: Timer) -> Iterator[Row]:
         blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in named}
         for first in order(rounds):
             for name in [*named][:: 1 if first else -1]:
-                with site.sampler.during(f"latency: {name}"):
-                    blocks[name].append(named[name].perform(f"latency {count}"))
+                blocks[name].append(named[name].perform(f"latency {count}"))
         for quantile in QUANTILES:
             values = {name: [1000 * each[quantile] for each in told] for name, told in blocks.items()}
             pairs = ratios(values["mpsd"], values["bare MPS"])
             yield ratio(f"launch to end of a kernel, {quantile}: mpsd / bare MPS", "us", by, estimate(pairs), values)
-        yield from _disturbed(site, workers[0], by, count)
 
 
 def _pin(workers: Sequence[Worker]) -> bool:
@@ -78,54 +70,6 @@ def _launches(workers: Sequence[Worker], seconds: float) -> int:
     return min(max(int(seconds / one), FEWEST), LAUNCHES)
 
 
-def _disturbed(site: Site, worker: Worker, by: str, count: int) -> Iterator[Row]:
-    """Compare the launches of a client while mpsd is kept at work with those while it is idle."""
-    blocks: dict[str, list[dict[str, Any]]] = {"mpsd at work": [], "mpsd idle": []}
-    lease = wait_until(lambda: _lease_of(site, worker), what="the client to have its lease")
-    works = 0
-    for first in order(COARSE):
-        for name in [*blocks][:: 1 if first else -1]:
-            with contextlib.ExitStack() as stack:
-                done = stack.enter_context(_at_work(site, lease)) if name == "mpsd at work" else []
-                blocks[name].append(worker.perform(f"latency {count}"))
-            works += len(done)
-    if not works:
-        raise WrongError("mpsd was not at work at all while the kernels were launched")
-    for quantile in QUANTILES:
-        values = {name: [1000 * each[quantile] for each in told] for name, told in blocks.items()}
-        what = f"launch to end of a kernel, {quantile}: mpsd at work ({works} verifications, drift undone) / idle"
-        yield ratio(what, "us", by, estimate(ratios(*values.values())), values)
-
-
-def _lease_of(site: Site, worker: Worker) -> str | None:
-    clients = site.node.get("/v1/clients").json["clients"]
-    return next((each["lease"] for each in clients if each["pid"] == worker.hello["pid"]), None)
-
-
-@contextlib.contextmanager
-def _at_work(site: Site, lease: str) -> Iterator[list[int]]:
-    """Keep mpsd at work during this block: it undoes a stranger's limit, and verifies; yield its good answers."""
-    ended, answers = threading.Event(), list[int]()
-
-    def work() -> None:
-        for done in itertools.count():
-            if done % 10 == 0:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    site.node.front_end("gpu0", "set_default_active_thread_percentage 77\n")
-            status = site.node.get(f"/v1/leases/{lease}/verify").status
-            answers.extend([status] if status == HTTPStatus.OK else [])
-            if ended.is_set():
-                return
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield answers
-    finally:
-        ended.set()
-        thread.join()
-
-
 def beside(site: Site, timer: Timer) -> Iterator[Row]:
     """Compare the steps of a client that waits for requests beside one that works without a pause, and its rate."""
     step, batch = ("decode:1", "matmul") if site.engine == "torch" else ("integer", "integer")
@@ -143,12 +87,11 @@ def beside(site: Site, timer: Timer) -> Iterator[Row]:
             seconds = min(max(timer.left / ((COARSE - done) * len(settings)), SHORTEST), LONGEST)
             for name in settings[:: 1 if first else -1]:
                 quick, busy = pairs[name if name in pairs else "time-slicing"]
-                with site.sampler.during(f"beside: {name}"):
-                    if name in pairs:
-                        busy.tell(f"run {batch} {seconds:.3f}")
-                    steps[name].append(quick.perform(f"steps {step} {seconds:.3f}", seconds))
-                    if name in pairs:
-                        rates[name].append(busy.result(seconds)["rate"])
+                if name in pairs:
+                    busy.tell(f"run {batch} {seconds:.3f}")
+                steps[name].append(quick.perform(f"steps {step} {seconds:.3f}", seconds))
+                if name in pairs:
+                    rates[name].append(busy.result(seconds)["rate"])
     for name in settings:
         p50, p99 = ([each[quantile] for each in steps[name]] for quantile in ("p50", "p99"))
         other = f"; {number(estimate(rates[name]).value)} {batch}/s beside it" if name in rates else ""

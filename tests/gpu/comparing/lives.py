@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Final
 
 from tests.gpu import machine
@@ -62,54 +61,36 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, what: str, times: int = 1) -> None:
-        """Count something."""
         with self._lock:
             self.counts[what] += times
 
     def fail(self, what: str) -> None:
-        """Count something that must not be."""
         with self._lock:
             self.wrong.append(what)
 
 
-def _each(count: int, life: Callable[[random.Random], None], ended: threading.Event) -> ThreadPoolExecutor:
-    """Have so many threads live one life after the other until the event."""
-
-    def lives(seed: int) -> None:
-        picks = random.Random(seed)
-        while not ended.is_set():
-            life(picks)
-
-    pool = ThreadPoolExecutor(count)
-    for seed in range(count):
-        pool.submit(lives, seed)
-    return pool
-
-
 @contextlib.contextmanager
 def _living(tally: Tally, *groups: tuple[int, Callable[[random.Random], None]]) -> Iterator[threading.Event]:
-    """Have threads live lives during this block, and count each that failed; yield the event that ends them early."""
+    """Have so many threads live one life after the other during this block; yield the event that ends them early."""
     ended = threading.Event()
 
-    def counted(life: Callable[[random.Random], None]) -> Callable[[random.Random], None]:
-        def one(picks: random.Random) -> None:
+    def lives(life: Callable[[random.Random], None], seed: int) -> None:
+        picks = random.Random(seed)
+        while not ended.is_set():
             try:
                 life(picks)
             except (AssertionError, OSError, WrongError, subprocess.TimeoutExpired) as error:
                 tally.fail(str(error))
                 ended.wait(1)
 
-        return one
-
-    pools = list[ThreadPoolExecutor]()
-    try:
-        for count, life in groups:
-            pools.append(_each(count, counted(life), ended))
-        yield ended
-    finally:
-        ended.set()
-        for pool in pools:
-            pool.shutdown()
+    with ThreadPoolExecutor(sum(count for count, _ in groups)) as pool:
+        try:
+            for count, life in groups:
+                for seed in range(count):
+                    pool.submit(lives, life, seed)
+            yield ended
+        finally:
+            ended.set()
 
 
 def churn(site: Site, timer: Timer) -> Iterator[Row]:
@@ -156,16 +137,9 @@ def churn(site: Site, timer: Timer) -> Iterator[Row]:
         f"mpsd killed {kills} times; {counts['refused']} refused while no mpsd listened; "
         f"{over} over-commitments at {looks} looks; {_wrong(tally)}"
     )
-    yield Row(
-        "churn: clients with what their leases say",
-        text,
-        by,
-        values={name: [value] for name, value in counts.items()},
-        failed=bool(tally.wrong or over or not counts["clients"]),
-    )
-    status = Path(f"/proc/{site.node.pid}/status").read_text(encoding="utf-8")
-    held = next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
-    yield Row("churn: memory of mpsd afterwards", f"{int(held) / 1024:.0f} MiB", by)
+    failed = bool(tally.wrong or over or not counts["clients"])
+    values = {name: [value] for name, value in counts.items()}
+    yield Row("churn: clients with what their leases say", text, by, values=values, failed=failed)
 
 
 def _admitted(client: Worker) -> bool:

@@ -10,13 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from tests.driven_program import DrivenProgram
 from tests.gpu import machine
 from tests.gpu.bare import BareDaemon
-from tests.gpu.comparing.clocks import Sampler
 from tests.gpu.comparing.interrupts import INTERRUPTS
 from tests.node import Node
 
@@ -89,7 +87,6 @@ class Worker(DrivenProgram):
         return answer
 
     def _last_words(self) -> str:
-        """Return the end of what it wrote to stderr."""
         written = os.pread(self._stderr.fileno(), 1 << 16, 0)
         return " ".join(written.decode(errors="replace").split())[-300:]
 
@@ -103,9 +100,7 @@ class Worker(DrivenProgram):
         with contextlib.suppress(OSError):
             self._stdin.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for its end; a kill in the middle of a kernel would harm its neighbours."""
         self.leave()
         try:
@@ -113,7 +108,7 @@ class Worker(DrivenProgram):
         except subprocess.TimeoutExpired:
             sys.stderr.write(f"a client of {self.mode}, pid {self.pid}, does not end, and is killed\n")
         self._stderr.close()
-        super().__exit__(kind, error, trace)
+        super().__exit__(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +120,6 @@ class Site:
     """The variables of the bare control daemon's clients."""
     engine: str
     """The engine of the clients: `torch`, `libcuda` or `simulated`."""
-    sampler: Sampler
 
     @property
     def plain(self) -> str:
@@ -148,7 +142,7 @@ class Site:
         match wanted.mode:
             case Mode.MPSD:
                 limits = ("--threads", f"{wanted.threads:g}", "--memory", f"{memory}MiB")
-                command = [*machine.mpsctl(self.node, "run", "--gpu", "0", *limits, *options, "--"), *command]
+                command = [*self.node.mpsctl_command("run", "--gpu", "0", *limits, *options, "--"), *command]
             case Mode.BARE:
                 variables |= self.bare
                 variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{wanted.threads:g}"
@@ -175,7 +169,7 @@ def _leave(workers: Sequence[Worker]) -> None:
 
 
 @contextlib.contextmanager
-def opened(root: Path, config: str, engine: str, sampler: Sampler) -> Iterator[Site]:
+def opened(root: Path, config: str, engine: str) -> Iterator[Site]:
     """Start mpsd and a bare control daemon in directories below this one, and end both with their servers."""
     (root / "m").mkdir(parents=True)
     with INTERRUPTS.ending() as stack:
@@ -183,7 +177,7 @@ def opened(root: Path, config: str, engine: str, sampler: Sampler) -> Iterator[S
         devices = machine.gpus_of(node)
         gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])
         bare = stack.enter_context(BareDaemon(root / "b", gpu=gpu, devices=devices))
-        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)}, engine, sampler)
+        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)}, engine)
 
 
 class Timer:

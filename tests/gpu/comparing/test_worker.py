@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from tests.driven_program import DrivenProgram
-from tests.gpu import fake_cuda
 
 ROOT = Path(__file__).parents[3]
 QUANTILES = ["p50", "p99", "p99.9", "most"]
 
 
 @pytest.fixture
-def worker(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DrivenProgram]:
+def worker(library: Path, request: pytest.FixtureRequest) -> Iterator[DrivenProgram]:
     """Yield a client that works without a framework; a parameter is the call of CUDA that fails."""
-    fake_cuda.build(tmp_path)
-    variables = {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "FAKE_CUDA_MEMORY": str(1 << 30)}
+    variables = {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(ROOT), "FAKE_CUDA_MEMORY": str(1 << 30)}
     if hasattr(request, "param"):
         variables["FAKE_CUDA_FAIL"] = f"{request.param} 719"
     with DrivenProgram([sys.executable, "-m", "tests.gpu.comparing.worker", "libcuda"], variables) as program:

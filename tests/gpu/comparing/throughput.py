@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
-from tests.gpu.comparing.blocks import COARSE, FINE, Side, compared, drop
+from tests.gpu.comparing.blocks import FINE, Side, compared, drop
 from tests.gpu.comparing.estimates import estimate
 from tests.gpu.comparing.rows import Row, number
 from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, WrongError
@@ -25,20 +25,12 @@ def throughput(site: Site, timer: Timer) -> Iterator[Row]:
         for done, work in enumerate(works):
             own = timer.part(1, len(works) - done)
             what = f"{work}, two clients of 50 %"
-            yield from compared(
-                what,
-                Side("mpsd", mpsd, work),
-                Side("bare MPS", bare, work),
-                site=site,
-                timer=own.part(3, 5),
-                rounds=FINE,
-            )
+            one, other = Side("mpsd", mpsd, work), Side("bare MPS", bare, work)
+            yield from compared(what, one, other, timer=own.part(3, 5), rounds=FINE)
             others = {"time-slicing": outside, "one client alone": outside[:1]}
             for left, (name, clients) in enumerate(others.items()):
-                side = Side(name, clients, work)
-                yield from compared(
-                    what, Side("mpsd", mpsd, work), side, site=site, timer=own.part(1, len(others) - left)
-                )
+                one, other = Side("mpsd", mpsd, work), Side(name, clients, work)
+                yield from compared(what, one, other, timer=own.part(1, len(others) - left))
             drop(*workers)
 
 
@@ -66,7 +58,7 @@ def decoders(site: Site, timer: Timer) -> Iterator[Row]:
                 others.append(Side("one alone with the requests of both", outside[:1], double))
             for left, side in enumerate(others):
                 one = Side("mpsd 50/50", mpsd, work)
-                yield from compared(what, one, side, site=site, timer=own.part(1, len(others) - left))
+                yield from compared(what, one, side, timer=own.part(1, len(others) - left))
                 drop(*side.workers)
             drop(*mpsd)
 
@@ -79,14 +71,10 @@ def jobs(site: Site, timer: Timer) -> Iterator[Row]:
         share = Wanted(Mode.MPSD, 100 / count)
         try:
             with site.clients([share] * count + [Wanted(Mode.OUTSIDE)] * count, site.memory(count)) as workers:
-                one, other = (
-                    Side(f"mpsd {share.threads:g} %", workers[:count], work),
-                    Side("time-slicing", workers[count:], work),
-                )
+                one = Side(f"mpsd {share.threads:g} %", workers[:count], work)
+                other = Side("time-slicing", workers[count:], work)
                 apart = site.engine == "torch"  # their weights do not fit twice
-                yield from compared(
-                    f"{count} jobs of {work}", one, other, site=site, timer=own, rounds=COARSE, apart=apart
-                )
+                yield from compared(f"{count} jobs of {work}", one, other, timer=own, apart=apart)
                 spread = [min(rates) / max(rates) for rates in one.rates]
                 unequal = estimate(spread)
                 text = f"{number(unequal.value)} of the fastest one's rate"

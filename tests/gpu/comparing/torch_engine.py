@@ -120,7 +120,6 @@ class TorchEngine:
             raise FailedError(str(error).partition("\n")[0]) from error
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts that CUDA reports."""
         properties = torch.cuda.get_device_properties(0)
         free, total = torch.cuda.mem_get_info()
         multiprocessors = properties.multi_processor_count
@@ -167,7 +166,6 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def submit(self, work: str) -> Submitted:
-        """Begin a step of this work."""
         amount = self._do(self._work[work])
         if self.device.type != "cuda":
             return Submitted(amount, lambda: None)

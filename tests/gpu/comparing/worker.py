@@ -102,7 +102,6 @@ def _do(engine: Engine, line: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Connect, and serve until the command to exit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         engine = made(sys.argv[1])

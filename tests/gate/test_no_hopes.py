@@ -8,7 +8,6 @@ from tests.gate.source import Module, dotted, imports, modules, nodes
 
 MAY_SLEEP: Final = {
     "tests/harness.py": "between two looks at a condition",
-    "tests/gpu/comparing/worker.py": "it is no test: a client that waits for requests",
     "tests/gpu/everything.py": "between two looks at processes, without the wheels that tests.harness needs",
     "tests/gpu/questions.py": "it is no test: how long a client waits is part of what is measured",
 }

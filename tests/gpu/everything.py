@@ -90,18 +90,8 @@ def requirements() -> list[str]:
 
 def fetch(directory: Path, python: str | None) -> int:
     """Download the wheels for a machine with this version of Python, by default the local one."""
-    which = ["--python-version", python] if python else []
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--only-binary=:all:",
-        *which,
-        "--dest",
-        str(directory),
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(directory)]
+    command += ["--python-version", python] if python else []
     status = subprocess.run([*command, *requirements()], check=False).returncode
     if status == 0:
         print(f"{directory} has {len(list(directory.glob('*.whl')))} wheels: take it to the machine with the GPU")
@@ -185,8 +175,7 @@ def copy_checkout(directory: Path) -> None:
 def make_python(directory: Path, wheels: Path, checkout: Path = ROOT) -> Path:
     """Make a virtual environment with the wheels and a checkout, and return its Python.
 
-    The modules of the running Python, such as torch in a virtual environment of its own, come last. mpsd starts its
-    canary with `python -I`, which ignores PYTHONPATH.
+    The modules of the running Python come last. mpsd starts its canary with `python -I`, which ignores PYTHONPATH.
     """
     venv.create(directory, symlinks=True)
     # Its home is where Python's own modules are: a link to a Python elsewhere, as uv makes, does not lead there.

@@ -34,7 +34,7 @@ COMMANDS: Final = (
     "nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,ECC,COMPUTE",
 )
 
-MODULES: Final = ("click", "hypothesis", "msgspec", "pytest", "structlog", "torch")
+MODULES: Final = ("click", "hypothesis", "msgspec", "pytest", "structlog")
 
 
 def shown(command: str) -> str:

@@ -112,17 +112,13 @@ class SimulatedCuda:
 
     def _worked(self, goes_on: Callable[[float], bool]) -> Work:
         """Run kernels while this is so, one at least; the rate is that of its limits, in seconds of the whole GPU."""
-        begin, first = time.monotonic(), True
+        begin, kernels = time.monotonic(), 0
         with self._calling("cuCtxSynchronize"):
             pinned = self._process.current().pinned
-            while first or goes_on(time.monotonic() - begin):
+            while not kernels or goes_on(time.monotonic() - begin):
                 self._process.compute(_KERNEL * pinned.rate)
-                first = False
-        return Work(pinned.rate, pinned.multiprocessors)
-
-    def work(self) -> None:
-        with self._calling("cuCtxSynchronize"):
-            self._process.compute(_KERNEL / 5)
+                kernels += 1
+        return Work(pinned.rate, kernels, pinned.multiprocessors)
 
     def hold(self, seconds: float, launched: Callable[[], None]) -> None:
         with self._calling("cuCtxSynchronize"):

@@ -70,8 +70,11 @@ def test_work(start: Start) -> None:
     done = client.do("busy 0.05")
     assert done["ok"]
     assert done["rate"] > 0
+    assert done["kernels"] > 0
     assert done["multiprocessors"] == 5
     assert client.do("info")["free"] == 300 * MIB
+    times = client.do("latency 100")
+    assert 0 < times["p50"] <= times["p99"] <= times["p99.9"]
     assert client.do("sync") == {"ok": True}
 
 

@@ -95,14 +95,14 @@ def _living(tally: Tally, *groups: tuple[int, Callable[[random.Random], None]]) 
 
 def churn(site: Site, timer: Timer) -> Iterator[Row]:
     """Have clients with mixed leases come and go while mpsd is killed and started again."""
-    with site.clients([Wanted(Mode.OUTSIDE)], site.memory(1), engine=site.plain) as (outside,):
-        whole, by = outside.checked()["multiprocessors"], outside.checked()["by"]
+    with site.clients([Wanted(Mode.OUTSIDE)], site.memory(1)) as (outside,):
+        whole = outside.checked()["multiprocessors"]
     tally, serves = Tally(), threading.Event()
     serves.set()
 
     def life(picks: random.Random) -> None:
         threads, memory = picks.choice(THREADS), picks.choice(MEMORY)
-        with site.start(Wanted(Mode.MPSD, threads), memory, "--wait", WAIT, engine=site.plain) as client:
+        with site.start(Wanted(Mode.MPSD, threads), memory, "--wait", WAIT) as client:
             if not _admitted(client):
                 tally.add("refused")
                 serves.wait(1)
@@ -110,7 +110,7 @@ def churn(site: Site, timer: Timer) -> Iterator[Row]:
             tally.add("clients")
             if not fits(client.checked(), whole, threads, memory):
                 tally.fail(f"a lease of {threads:g} % and {memory} MiB gave {client.hello}")
-            client.perform("loop 0.3", 0.3)
+            client.perform("busy 0.3", 0.3)
             if picks.random() < KILLED:
                 client.kill(signal.SIGKILL)
                 tally.add("killed")
@@ -139,7 +139,7 @@ def churn(site: Site, timer: Timer) -> Iterator[Row]:
     )
     failed = bool(tally.wrong or over or not counts["clients"])
     values = {name: [value] for name, value in counts.items()}
-    yield Row("churn: clients with what their leases say", text, by, values=values, failed=failed)
+    yield Row("churn: clients with what their leases say", text, values=values, failed=failed)
 
 
 def _admitted(client: Worker) -> bool:
@@ -185,24 +185,23 @@ def _served(client: Worker, tally: Tally) -> bool:
 
 def ends(site: Site, timer: Timer) -> Iterator[Row]:
     """Have `mpsctl release --end-clients` end clients in mid-kernel, and count the kernels of their neighbours."""
-    tally, took, engines = Tally(), list[float](), list[str]()
+    tally, took = Tally(), list[float]()
     wanted, memory = Wanted(Mode.MPSD, 10), 1024
     seconds, kernel = min(max(timer.left / 6, 0.3), NEIGHBOUR), min(max(timer.left / 8, SHORTEST_KERNEL), KERNEL)
 
     def neighbour(_picks: random.Random) -> None:
-        with site.start(wanted, memory, "--wait", WAIT, engine=site.plain) as client:
+        with site.start(wanted, memory, "--wait", WAIT) as client:
             if not _served(client, tally):
                 return
-            engines.append(client.checked()["by"])
-            tally.add("kernels", client.perform(f"loop {seconds:.3f}", seconds)["kernels"])
+            tally.add("kernels", client.perform(f"busy {seconds:.3f}", 1.25 * seconds)["kernels"])
             tally.add("neighbours")
 
     def victim(picks: random.Random) -> None:
         name = f"v{picks.getrandbits(60):x}"
-        with site.start(wanted, memory, "--wait", WAIT, "--name", name, engine=site.plain) as client:
+        with site.start(wanted, memory, "--wait", WAIT, "--name", name) as client:
             if not _served(client, tally):
                 return
-            client.perform(f"hold {kernel:.3f}")
+            client.perform(f"launch {kernel:.3f}")
             threading.Event().wait(picks.uniform(0.05, 0.5))
             begin = time.perf_counter()
             released = site.node.mpsctl("release", name, "--end-clients")
@@ -225,10 +224,9 @@ def ends(site: Site, timer: Timer) -> Iterator[Row]:
         f"{counts['neighbours']} neighbours and their {counts['kernels']} kernels unharmed; "
         f"{counts['refused']} new clients refused meanwhile ({NOT_READY}); {_wrong(tally)}"
     )
-    by = engines[0] if engines else site.plain
     failed = bool(tally.wrong or not counts["ended"] + counts["late"] or not counts["neighbours"])
-    yield Row("ends in mid-kernel", text, by, values={name: [n] for name, n in counts.items()}, failed=failed)
+    yield Row("ends in mid-kernel", text, values={name: [n] for name, n in counts.items()}, failed=failed)
     if took:
         told = estimate(took)
         text = f"{number(told.value)} ms, {number(max(took))} ms at most"
-        yield Row("ends in mid-kernel: mpsctl release --end-clients", text, by, told, {"ms": took}, failed=failed)
+        yield Row("ends in mid-kernel: mpsctl release --end-clients", text, told, {"ms": took}, failed=failed)

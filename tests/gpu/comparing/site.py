@@ -18,9 +18,6 @@ from tests.gpu.bare import BareDaemon
 from tests.gpu.comparing.interrupts import INTERRUPTS
 from tests.node import Node
 
-STARTS: Final = 120.0
-"""Seconds within which a client has a context, with PyTorch's import from a cold disk."""
-
 ANSWERS: Final = 40.0
 """Seconds for an answer, beside those of the work: clients that share a GPU wait for each other."""
 
@@ -57,7 +54,7 @@ class WrongError(Exception):
 
 
 class Worker(DrivenProgram):
-    """A client that does timed work (tests.gpu.comparing.worker), or does not get a context."""
+    """A client that does timed work (tests.gpu.client), or does not get a context."""
 
     def __init__(self, wanted: Wanted, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed at its end
@@ -70,7 +67,7 @@ class Worker(DrivenProgram):
         Raises WrongError where it has none, or is not where it should be: clients that miss MPS say nothing.
         """
         if self._hello is None:
-            self._hello = self.result(STARTS - ANSWERS)
+            self._hello = self.result()
         if self._hello["mps"] is not (self.mode is not Mode.OUTSIDE):
             inside = {None: "not known to be inside MPS or outside", True: "INSIDE MPS", False: "OUTSIDE MPS"}
             raise WrongError(f"a client of {self.mode} is {inside[self._hello['mps']]} (attribute 133)")
@@ -118,13 +115,6 @@ class Site:
     node: Node
     bare: Mapping[str, str]
     """The variables of the bare control daemon's clients."""
-    engine: str
-    """The engine of the clients: `torch`, `libcuda` or `simulated`."""
-
-    @property
-    def plain(self) -> str:
-        """The engine for clients that come and go: without PyTorch, which takes seconds to start."""
-        return "simulated" if self.engine == "simulated" else "libcuda"
 
     @property
     def at_once(self) -> int:
@@ -135,9 +125,9 @@ class Site:
         """Return the MiB of each of so many clients."""
         return int(machine.first_gpu(self.node)["memory_total"] * USABLE / clients) >> 20
 
-    def start(self, wanted: Wanted, memory: int, *options: str, engine: str | None = None) -> Worker:
+    def start(self, wanted: Wanted, memory: int, *options: str) -> Worker:
         """Start a client with so many MiB, and do not wait for it; `options` are of `mpsctl run`."""
-        command = [sys.executable, "-m", "tests.gpu.comparing.worker", engine or self.engine]
+        command = [*machine.PROGRAM]
         variables = {**machine.ENVIRONMENT, **machine.gpus_of(self.node)}
         match wanted.mode:
             case Mode.MPSD:
@@ -153,10 +143,10 @@ class Site:
         return Worker(wanted, command, variables)
 
     @contextlib.contextmanager
-    def clients(self, wanted: Sequence[Wanted], memory: int, *, engine: str | None = None) -> Iterator[list[Worker]]:
+    def clients(self, wanted: Sequence[Wanted], memory: int) -> Iterator[list[Worker]]:
         """Start clients, each with so many MiB, yield them with their contexts, and end them all. Raises WrongError."""
         with INTERRUPTS.ending() as stack:
-            started = [stack.enter_context(self.start(each, memory, engine=engine)) for each in wanted]
+            started = [stack.enter_context(self.start(each, memory)) for each in wanted]
             stack.callback(_leave, started)  # first of all, so that they end at the same time
             for worker in started:
                 worker.checked()
@@ -169,7 +159,7 @@ def _leave(workers: Sequence[Worker]) -> None:
 
 
 @contextlib.contextmanager
-def opened(root: Path, config: str, engine: str) -> Iterator[Site]:
+def opened(root: Path, config: str) -> Iterator[Site]:
     """Start mpsd and a bare control daemon in directories below this one, and end both with their servers."""
     (root / "m").mkdir(parents=True)
     with INTERRUPTS.ending() as stack:
@@ -177,7 +167,7 @@ def opened(root: Path, config: str, engine: str) -> Iterator[Site]:
         devices = machine.gpus_of(node)
         gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])
         bare = stack.enter_context(BareDaemon(root / "b", gpu=gpu, devices=devices))
-        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)}, engine)
+        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)})
 
 
 class Timer:

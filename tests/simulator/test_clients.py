@@ -16,7 +16,7 @@ from mpsd.simulator.answers import BRANCHES
 from tests.contract.subjects import AS_STRANGER, STRANGER, as_root
 from tests.harness import look_at, wait_until
 from tests.simulated_clients import SimulatedClient
-from tests.simulator.bench import MEMORY, PERCENTAGE, GpuBench
+from tests.simulator.bench import GpuBench
 
 pytestmark = pytest.mark.thorough
 
@@ -89,23 +89,6 @@ def test_server_stays_without_clients(bench: GpuBench) -> None:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-def test_pinned_when_it_connects(bench: GpuBench) -> None:
-    """A client has the lower of the server's limits and its own at the moment of its connection, for good."""
-    bench.ask("set_default_active_thread_percentage 60", "set_default_device_pinned_mem_limit 0 8G")
-    first = bench.client(**{PERCENTAGE: "25", MEMORY: "0=2G"})
-    second = bench.client(**{PERCENTAGE: "80", MEMORY: "0=16G"})
-    assert limits(first) == (25.0, 2 * GIB)
-    assert limits(second) == (60.0, 8 * GIB)
-    server = first.hello["server"]
-    bench.ask(f"set_active_thread_percentage {server} 10", f"set_device_pinned_mem_limit {server} 0 1G")
-    third = bench.client()
-    assert limits(third) == (10.0, GIB)
-    assert first.alloc("2GiB") == {**DONE, "allocated": 2 * GIB}
-    log = bench.server_log()
-    assert "Active Threads Percentage set to 60.0" in log
-    assert "Device pinned memory limit for device 0 set to 0x200000000 bytes" in log
-
-
 def test_defaults_are_for_the_next_server(bench: GpuBench) -> None:
     """A default that is changed beside a server does not affect it; its own limits are read and set by its pid."""
     server = bench.server()
@@ -121,24 +104,6 @@ def test_defaults_are_for_the_next_server(bench: GpuBench) -> None:
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-
-
-def test_fault(bench: GpuBench) -> None:
-    """A fault hits every client; the server accepts none until the last of them has exited, and then recovers."""
-    first, second = bench.client(), bench.client()
-    server = first.hello["server"]
-    assert second.hello["server"] == server
-    assert first.fault() == LAUNCH_FAILED
-    assert second.sync() == LAUNCH_FAILED
-    assert second.alloc("1MiB") == LAUNCH_FAILED
-    assert bench.ask(f"get_server_status {server}") == ["FAULT"]
-    assert bench.client().hello == NOT_READY
-    first.end()
-    assert bench.client().hello == NOT_READY
-    second.kill()
-    wait_until(lambda: bench.ask(f"get_server_status {server}") == ["ACTIVE"], what="the server to recover")
-    assert bench.client().hello["server"] == server
-    assert "Server is handling a fatal GPU error." in bench.server_log()
 
 
 def test_terminated_client(bench: GpuBench) -> None:
@@ -217,15 +182,6 @@ def test_server_that_is_stopped(bench: GpuBench) -> None:
     os.kill(server, signal.SIGCONT)
     assert wait_until(lambda: bench.ask("get_server_list"), what="the daemon to serve again") == [str(server)]
     assert client.answer()["server"] == server
-
-
-# -- without MPS -------------------------------------------------------------------------------------------------------
-
-
-def test_invisible_gpu(bench: GpuBench) -> None:
-    """A client that sees no GPU cannot start."""
-    assert bench.client(CUDA_VISIBLE_DEVICES="1").hello == error("NO_DEVICE", 100)
-    assert bench.client(CUDA_VISIBLE_DEVICES="GPU-0").hello["mps"]
 
 
 # -- quitting ----------------------------------------------------------------------------------------------------------

@@ -48,22 +48,6 @@ def test_late(bench: GpuBench) -> None:
 
 
 @pytest.mark.parametrize("moment", Binds)
-def test_when_limits_bind(bench: GpuBench, moment: Binds) -> None:
-    """The driver's setting decides whether limits bind at CUDA's initialisation or with each context."""
-    bench.binds(moment)
-    server = bench.server()
-    widen(bench, server)
-    client = bench.late_client()
-    assert client.init()["server"] == server
-    narrow(bench, server)
-    first = client.context()
-    widen(bench, server)
-    second = client.context()
-    wide, small = (60.0, 8 * GIB), (10.0, GIB)
-    assert [parts(first), parts(second)] == ([wide, wide] if moment is Binds.CONNECT else [small, wide])
-
-
-@pytest.mark.parametrize("moment", Binds)
 def test_reset(bench: GpuBench, moment: Binds) -> None:
     """A reset drops the primary context with its allocations; the next use makes it again."""
     bench.binds(moment)

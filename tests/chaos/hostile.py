@@ -161,7 +161,7 @@ class Hostile(Chaos):
 
     def reach(self) -> None:
         """Try all accesses to a closed pipe directory."""
-        stranger, directory = self._stranger(), f"{self.node.pipe_directory(self._daemon())}"
+        stranger, directory = self._stranger(), self._directory(self._daemon())
         opened = {
             "fifo": stranger.act("fifo", directory=directory, how="byte", seed=0),
             "lock": stranger.act("lock", directory=directory),

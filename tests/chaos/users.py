@@ -22,19 +22,20 @@ ANSWER: Final = 60.0
 """Seconds for any command to a user; none should come near it."""
 
 
+def _start(module: str, *arguments: str, session: bool = False) -> "subprocess.Popen[bytes]":
+    """Start the program of a user, by its module in this folder."""
+    command = [sys.executable, "-m", f"tests.chaos.{module}", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, bufsize=0, start_new_session=session)
+
+
 class HonestUser:
     """A user that takes, renews and releases leases all the time (tests.chaos.honest_user)."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.idle = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.honest_user", json.dumps(asdict(plan))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            bufsize=0,
-        )
+        self._process = _start("honest_user", json.dumps(asdict(plan)))
         assert self._process.stdout is not None
         # A larger pipe does not block it while the test is busy.
         fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -85,14 +86,7 @@ class HostileUser:
 
     def __init__(self, uid: int, path: Path) -> None:
         self.uid = uid
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.hostile_user", str(uid), str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            bufsize=0,
-            start_new_session=True,
-        )
+        self._process = _start("hostile_user", str(uid), str(path), session=True)
 
     @property
     def pid(self) -> int:

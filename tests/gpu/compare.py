@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.gpu import machine
-from tests.gpu.comparing.interrupts import INTERRUPTS
+from tests.gpu.comparing import interrupts
 from tests.gpu.comparing.latency import latency, start
 from tests.gpu.comparing.lives import churn, ends
 from tests.gpu.comparing.rows import HEAD, Row
@@ -71,7 +71,7 @@ def compared(root: Path, parts: Mapping[str, Part], timer: Timer, grace: float =
             continue
         begin = time.monotonic()
         try:
-            with opened(root / name, part.config) as site, INTERRUPTS.within(max(own.left, 0) + grace):
+            with opened(root / name, part.config) as site, interrupts.within(max(own.left, 0) + grace):
                 yield from part.measure(site, own)
         except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
             what = str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
@@ -96,7 +96,7 @@ def main() -> int:
         print(f"nothing to compare: {missing}", file=sys.stderr)
         return 1
     parts = {name: PARTS[name] for name in selected(given, PARTS, PARTS)}
-    INTERRUPTS.install()
+    interrupts.install()
     rows: list[Row] = []
     root = machine.private_directory("mc-")
     status = 0

@@ -48,11 +48,6 @@ USERS: Final = (1001, 1002)
 """Uids of two ordinary users."""
 
 
-def become(uid: int) -> tuple[str, ...]:
-    """Return a command that becomes this user, and then a program."""
-    return ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-
-
 def required() -> bool:
     """Return whether a test that needs a GPU fails where there is none, instead of being skipped."""
     return os.environ.get(REQUIRE, "") not in {"", "0"}

@@ -54,12 +54,12 @@ _UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
 class Mps(BareDaemon):
     """One of NVIDIA's own control daemons for the first GPU, in a private directory; or the simulator's."""
 
-    def __init__(self, root: Path, *options: str) -> None:
+    def __init__(self, root: Path) -> None:
         """Prepare it, with a simulated GPU of its own where GPUs are simulated."""
         devices = {VARIABLE: str(root / "gpus")} if machine.simulated() else {}
         for directory in devices.values():
             Device(Path(directory), _UUID).create()
-        super().__init__(root, *options, devices=devices)
+        super().__init__(root, devices=devices)
 
     def asked(self, text: str) -> str:
         """Return the answer as a result: that of a front-end that hangs is one, too."""
@@ -86,17 +86,17 @@ class Mps(BareDaemon):
         self.ask("\n".join(lines))
         return " ".join(self.ask("\n".join(questions)).split()) or "nothing"
 
-    def client(self, *, within: Sequence[str] = (), **variables: str) -> Client:
-        """Start a client that initialises CUDA on command; `within` is a command that starts or becomes it."""
-        return Client([*within, *LATE], {**machine.ENVIRONMENT, **self.variables, **variables})
+    def client(self, **variables: str) -> Client:
+        """Start a client that initialises CUDA on command."""
+        return Client(LATE, {**machine.ENVIRONMENT, **self.variables, **variables})
 
     def listed(self) -> list[int]:
         lists = [self.ask(f"get_client_list {server}").split() for server in self.servers]
         return [int(each) for clients in lists for each in clients if each.isdigit()]
 
-    def doubt(self, client: Client, pid: int | None = None) -> str:
-        """Return what to say before a result of this client (see machine.doubt); `pid` is that of its process."""
-        return machine.doubt((pid or client.pid) in self.listed(), do(client, "info").get("mps"))
+    def doubt(self, client: Client) -> str:
+        """Return what to say before a result of this client (see machine.doubt)."""
+        return machine.doubt(client.pid in self.listed(), do(client, "info").get("mps"))
 
     def connected(self, *clients: Client) -> str:
         """Have clients make a context and work for a moment, and return what to say before their results."""
@@ -224,36 +224,6 @@ def fork(mps: Mps) -> Iterator[Row]:
         child = answer["child"] if answer["ok"] else said(answer)
         yield "a forked child: cuInit, and a new context", f"{doubt}{child}"
         yield "and its parent", f"{doubt}{said(do(client, f'busy {0.2 * PACE}'))}"
-
-
-def namespaces(mps: Mps) -> Iterator[Row]:
-    """Measure under which pid MPS lists a client in a pid namespace of its own."""
-    with mps.client(within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as client:
-        begin = do(client, "init", "create")
-        assert begin["ok"], begin
-        child = machine.child(client)
-        numbers = f"its pid is {client.hello['pid']} inside, and {child} outside; listed: {mps.listed()}"
-        yield "a client in its own pid namespace", f"{mps.doubt(client, child)}{said(begin)}; {numbers}"
-
-
-def users(mps: Mps) -> Iterator[Row]:
-    """Measure whether clients of two users are served at once, with -multiuser-server and without."""
-
-    def both(daemon: Mps) -> Iterator[str]:
-        with contextlib.ExitStack() as stack:
-            for uid in machine.USERS:
-                client = stack.enter_context(daemon.client(within=machine.become(uid)))
-                begin = do(client, "init", "create", seconds=SHORT)
-                yield f"{daemon.doubt(client) if begin['ok'] else ''}{said(begin)}"
-
-    yield "two users at once", " and ".join(both(mps))
-    try:
-        with Mps(mps.root / "many", "-multiuser-server") as many:
-            yield "two users at once, with -multiuser-server", " and ".join(both(many))
-            owners = [Path(f"/proc/{each}").stat().st_uid for each in many.servers]
-            yield "and the uids of its servers", f"{owners}"
-    except OSError as error:  # drivers before 555 do not know it
-        yield "two users at once, with -multiuser-server", str(error)
 
 
 def connections(mps: Mps) -> Iterator[Row]:
@@ -451,8 +421,6 @@ QUESTIONS: Final[Mapping[str, Question]] = {
     "successors": successors,
     "variables": variables,
     "fork": fork,
-    "namespaces": namespaces,
-    "users": users,
     "connections": connections,
     "terminating": terminating,
     "terminating-idle": terminating_idle,

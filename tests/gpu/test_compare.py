@@ -15,7 +15,7 @@ import pytest
 
 from tests.gpu import machine
 from tests.gpu.compare import PARTS, Part, compared
-from tests.gpu.comparing.interrupts import INTERRUPTS, Interrupts
+from tests.gpu.comparing import interrupts
 from tests.gpu.comparing.rows import HEAD, Row
 from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, WrongError, opened
 from tests.harness import wait_until
@@ -43,13 +43,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
+def signals() -> Iterator[None]:
     """Have this process take signals as the program does."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-    before = [signal.getsignal(number) for number in numbers]
-    INTERRUPTS.install()
-    yield INTERRUPTS
-    for number, handler in zip(numbers, before, strict=True):
+    before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    interrupts.install()
+    yield
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 
@@ -120,7 +119,7 @@ def _clients_of(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.usefixtures("simulated", "interrupts")
+@pytest.mark.usefixtures("simulated", "signals")
 def test_a_part_that_fails(short_tmp: Path) -> None:
     """A part that fails, one that never ends, and one without any time are rows; the other ones are measured."""
 

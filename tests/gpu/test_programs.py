@@ -53,10 +53,9 @@ def test_questions(library: Path) -> None:
     assert found["opened, then closed: cuInit before, the context 5 s later"] == f"{OUTSIDE}{context}"
     assert found["part, since then: it is reset"] == f"{OUTSIDE}{context}"
     assert found["1 MiB: a context"] == f"{OUTSIDE}{context}; read back before: 100.0 1M"
-    assert found["two users at once, with -multiuser-server"].startswith("the control daemon ended with 1")
     assert not [what for what, _ in answers if "could not be measured" in what]
     # Each result says so.
-    assert not [what for what, answer in answers[1:] if "OUTSIDE MPS" not in answer and "user" not in what]
+    assert not [what for what, answer in answers[1:] if "OUTSIDE MPS" not in answer]
 
 
 def test_names_of_parts() -> None:
@@ -119,12 +118,6 @@ def test_time_of_all_parts() -> None:
     assert "--kills" in PARTS[-1][1]
 
 
-@pytest.mark.parametrize(("release", "reasons"), [("4.4.0", 1), ("4.4.0-210-generic", 0), ("6.1.0", 0)])
-def test_gvisor(release: str, reasons: int) -> None:
-    """A machine on which no server can start is refused."""
-    assert len([each for each in everything.impossible(release) if "gVisor" in each]) == reasons
-
-
 def test_carried(tmp_path: Path) -> None:
     """A control program that was carried along is used only where the driver has none."""
     carried, own = tmp_path / "550.163.01", tmp_path / "own"
@@ -137,34 +130,6 @@ def test_carried(tmp_path: Path) -> None:
     assert without["MPSD_GPU_CARRIED"] == "550.163.01"
     assert shutil.which(everything.CONTROL, path=without["PATH"]) == str(carried / "usr/bin" / everything.CONTROL)
     assert with_one == {"PATH": f"{own}"}
-
-
-def test_wheels_of_another_python(tmp_path: Path) -> None:
-    """Wheels that this Python cannot import are refused, with the option that fetches others."""
-    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    for name in (f"a-1-{own}-{own}-any", "b-1-py3-none-any", "c-1-cp36-abi3-any"):
-        (tmp_path / f"{name}.whl").touch()
-    assert not [*everything.foreign(tmp_path)]
-    (tmp_path / "d-1-cp39-cp39-any.whl").touch()
-    (reason,) = everything.foreign(tmp_path)
-    assert "--python" in reason
-
-
-def test_a_python_behind_a_link(tmp_path: Path) -> None:
-    """A Python that was started by a link, as uv makes, finds its own modules in the virtual environment."""
-    (tmp_path / "wheels").mkdir()
-    link = tmp_path / "bin" / "python3"
-    link.parent.mkdir()
-    link.symlink_to(Path(sys.executable).resolve())
-    program = (
-        "import pathlib; from tests.gpu import everything as e;"
-        f" print(e.make_python(pathlib.Path({str(tmp_path / 'venv')!r}), pathlib.Path({str(tmp_path / 'wheels')!r})))"
-    )
-    made = subprocess.run([link, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=60, check=True)
-    done = subprocess.run([made.stdout.strip(), "-c", "import tests"], capture_output=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    config = (tmp_path / "venv" / "pyvenv.cfg").read_text().splitlines()
-    assert config == [f"home = {sys.base_exec_prefix}/bin", "include-system-site-packages = false"]
 
 
 def run_everything(

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from tests.driven_program import DrivenProgram
 from tests.gpu import machine
 from tests.gpu.bare import BareDaemon
-from tests.gpu.comparing.interrupts import INTERRUPTS
+from tests.gpu.comparing.interrupts import ending
 from tests.node import Node
 
 ANSWERS: Final = 40.0
@@ -145,7 +145,7 @@ class Site:
     @contextlib.contextmanager
     def clients(self, wanted: Sequence[Wanted], memory: int) -> Iterator[list[Worker]]:
         """Start clients, each with so many MiB, yield them with their contexts, and end them all. Raises WrongError."""
-        with INTERRUPTS.ending() as stack:
+        with ending() as stack:
             started = [stack.enter_context(self.start(each, memory)) for each in wanted]
             stack.callback(_leave, started)  # first of all, so that they end at the same time
             for worker in started:
@@ -162,7 +162,7 @@ def _leave(workers: Sequence[Worker]) -> None:
 def opened(root: Path, config: str) -> Iterator[Site]:
     """Start mpsd and a bare control daemon in directories below this one, and end both with their servers."""
     (root / "m").mkdir(parents=True)
-    with INTERRUPTS.ending() as stack:
+    with ending() as stack:
         node = stack.enter_context(machine.running(root / "m", config))
         devices = machine.gpus_of(node)
         gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])

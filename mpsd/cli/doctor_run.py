@@ -22,8 +22,7 @@ from mpsd.system import host_environment
 from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
-    from mpsd.cli.api import Api
+    from mpsd.client import Api, answer_types
 
 _VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that MPS or mpsd uses."""
@@ -219,7 +218,7 @@ def _settings(config: "answer_types.Config") -> Reading[Settings]:
     """Return mpsd's settings, parsed from its answer in the notation of the configuration."""
     document: dict[str, dict[str, object]] = {}
     for section, values in config["config"].items():
-        there = {name: value for name, value in values.items() if value is not None}
+        there: dict[str, object] = {name: value for name, value in values.items() if value is not None}
         if section.startswith("quota."):
             document.setdefault("quota", {})[section.removeprefix("quota.")] = there
         else:

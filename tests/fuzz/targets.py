@@ -41,7 +41,7 @@ from mpsd.core.sanitize import harmless_json, plain, text
 from mpsd.core.settings import ControlDaemon, LogFormat, Settings
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
-from mpsd.daemon.api import lease_handlers, lease_schema
+from mpsd.daemon.api import bodies, lease_handlers
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.daemon.control import control_log
@@ -235,7 +235,7 @@ def body(data: bytes) -> None:
         assert error.hint
         return
     assert decode(msgspec.json.encode(found)) == found
-    if not isinstance(found, lease_schema.LeaseRequest):
+    if not isinstance(found, bodies.LeaseRequest):
         return
     try:
         request = lease_handlers._lease_request(found)

@@ -12,7 +12,7 @@ from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
-from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
+from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.system import control_groups, named_groups, proc, process, process_table

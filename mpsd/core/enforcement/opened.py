@@ -41,9 +41,9 @@ def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Open
 
 
 def continued(known: Opened | None, now: Opened | None, *, has_context: bool) -> Opened | None:
-    """Return what was open to a client by `known`, at an earlier look, and by `now`; None: that is unknown.
+    """Return what was open to a client by `known`, at an earlier check, and by `now`; None: that is unknown.
 
-    A client that had a context at the earlier look (`has_context`) has no less than was open by then, since a later
+    A client that had a context at the earlier check (`has_context`) has no less than was open by then, since a later
     fall of the ceiling can only apply to its later contexts.
     """
     if known is None:

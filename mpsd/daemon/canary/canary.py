@@ -34,7 +34,7 @@ _BECOME_A_USER: Final = frozenset({Capability.SETUID, Capability.SETGID})
 
 _MOST_OUTPUT: Final = 65536
 
-_LOOK: Final = 0.05
+_CHECK: Final = 0.05
 """The average seconds between two checks whether anything hinders a canary."""
 
 _START: Final = 20.0
@@ -177,7 +177,7 @@ async def _watched(
     end, begun, hindered = clock.monotonic() + start, False, None
     while (left := end - clock.monotonic()) > 0:
         # Users cannot see these random numbers.
-        ended = await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK))  # noqa: S311
+        ended = await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _CHECK))  # noqa: S311
         said = lines()
         if ended or any(map(_is_answer, said)):
             return True, None

@@ -31,7 +31,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
-from mpsd.daemon.canary.watches import ServerWatches
+from mpsd.daemon.canary.watch import ServerWatches
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.state import Heartbeat
@@ -107,6 +107,7 @@ class Node:
         self.leases, self.completeness = leases, completeness
         self._limit_gates, self._pipe_access = limit_gates, pipe_access
         self.server_watches = server_watches
+        server_watches.changed.connect(self._look)
         self.quarantine = quarantine
         leases.unrestored.cleared.connect(self._look)
         leases.left_behind.connect(self._left_behind)
@@ -298,7 +299,7 @@ class Node:
                 self._limit_gates.add(supervisor)
                 self._endings.add(supervisor)
                 self._group.create_task(supervisor.run())
-                self._group.create_task(self.server_watches.add(supervisor, self.gpus, self._look).run())
+                self._group.create_task(self.server_watches.add(supervisor, self.gpus).run())
                 self._is_offered = False
 
     # -- reporting ----------------------------------------------------------------------------------------------------

@@ -64,12 +64,12 @@ STRONG: Final = frozenset({Cause.STILL_LISTED, Cause.TERMINATE})
 """The causes that a working server hardly ever shows. A daemon without users whose server is suspect for one of them is
 replaced at once: that takes a moment, and harms no client."""
 
-HOLDING: Final = STRONG | {Cause.ADOPTED}
+STOPPING_GRANTS: Final = STRONG | {Cause.ADOPTED}
 """The causes for which nothing is granted until the server is known to serve. Any user can cause the others."""
 
 _BOUNDED: Final = frozenset({Cause.TERMINATE, Cause.ADOPTED})
-"""Those that hold no longer than until mpsd finds that it can send no canary at all: a client with an endless kernel
-can cause the one, and the other says nothing against a server."""
+"""Those that stop grants no longer than until mpsd finds that it can send no canary at all: a client with an endless
+kernel can cause the one, and the other says nothing against a server."""
 
 
 class Listed(NamedTuple):
@@ -153,7 +153,7 @@ class _Open(NamedTuple):
     since: float
     due: float
     """The time from which on it may be examined."""
-    holds: bool
+    stops_grants: bool
 
 
 @dataclass(slots=True)
@@ -168,8 +168,8 @@ class Suspicions:
         """Add a suspicion; False where it is open already."""
         if suspicion in self._open:
             return False
-        holds = suspicion.cause in HOLDING
-        self._open[suspicion] = _Open(now, now if holds else max(now, self._next), holds)
+        stops_grants = suspicion.cause in STOPPING_GRANTS
+        self._open[suspicion] = _Open(now, now if stops_grants else max(now, self._next), stops_grants)
         return True
 
     def due(self, now: float) -> Suspicion | None:
@@ -182,9 +182,9 @@ class Suspicions:
         return next((each for each in self._open if each.cause in STRONG), None)
 
     @property
-    def holding(self) -> Suspicion | None:
+    def stopping_grants(self) -> Suspicion | None:
         """The first open suspicion for which nothing is granted."""
-        return next((each for each, when in self._open.items() if when.holds), None)
+        return next((each for each, when in self._open.items() if when.stops_grants), None)
 
     def conclude(self, now: float, end: CanaryEnd, begun: float) -> None:
         """Note the end of a canary that began at this time: it decides the suspicions of before, if it proves anything.
@@ -194,7 +194,7 @@ class Suspicions:
         self._next = now + SPACING
         # 1. A suspicion that is younger than the canary is about a later moment: it needs another canary.
         # 2. A canary with any evidence decides all older ones.
-        # 3. Where no canary can be sent at all, some causes hold nothing any longer: grants would wait for ever.
+        # 3. Where no canary can be sent at all, some causes stop no grants any longer: these would wait for ever.
         # 4. The canary showed nothing: another one follows.
         for each, when in [*self._open.items()]:
             if when.since > begun:
@@ -202,7 +202,7 @@ class Suspicions:
             if end.proof is not Proof.NOTHING:
                 del self._open[each]
             elif end.unable and each.cause in _BOUNDED:
-                self._open[each] = when._replace(due=inf, holds=False)
+                self._open[each] = when._replace(due=inf, stops_grants=False)
             else:
                 self._open[each] = when._replace(due=self._next)
 

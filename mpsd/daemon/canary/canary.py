@@ -113,7 +113,7 @@ class Canaries:
                 stdout=sink,
                 allowed=_BECOME_A_USER if become else frozenset(),
             )
-            supervisor.canaries.add(canary.pid)
+            supervisor.observer.canaries.add(canary.pid)
             unlisted: str | None = "it ended before the control daemon was asked"
 
             def output() -> bytes:
@@ -149,7 +149,7 @@ class Canaries:
             await canary.wait()
         finally:
             canary.close()
-            supervisor.canaries.discard(canary.pid)
+            supervisor.observer.canaries.discard(canary.pid)
 
     def _environment(self, daemon: Daemon) -> dict[str, str]:
         limits = variables(wedge.LIMITS)
@@ -239,7 +239,7 @@ def _stopped(supervisor: Supervisor) -> str | None:
     daemon = supervisor.process
     if daemon is not None and proc.is_stopped(daemon.pid):
         return f"control daemon {daemon.pid} is stopped (SIGSTOP), so that it answers no client"
-    return supervisor.stopped_server or None
+    return supervisor.trouble.stopped_server or None
 
 
 def _stopped_canary(canary: Process) -> str | None:

@@ -131,12 +131,12 @@ class ServerWatch:
 
     async def _pause(self) -> None:
         """Wait for the next check; those after an adoption are early, since grants wait for them."""
-        if self._supervisor.unexamined.is_set():
+        if self._supervisor.trouble.unexamined.is_set():
             await asyncio.sleep(_ADOPTED)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(clock.until_next(_TICK)):
-                await self._supervisor.unexamined.wait()
+                await self._supervisor.trouble.unexamined.wait()
 
     def _due(self) -> Suspicion | None:
         """Return the reason for an examination that is due now.
@@ -159,21 +159,21 @@ class ServerWatch:
             self._watched = _Watched(watched.daemon or self._watched.daemon, watched.server or self._watched.server)
         if self._supervisor.state not in ANSWERED:
             return
-        if self._supervisor.unexamined.is_set():
+        if self._supervisor.trouble.unexamined.is_set():
             if watched.server is not None:
                 because = f"server {watched.server.pid} is older than this mpsd"
                 self.suspect(Suspicion(Cause.ADOPTED, because))
-            self._supervisor.note_examined()
+            self._supervisor.trouble.note_examined()
         self._check_clients(servers)
         self._apply()
 
     def _apply(self) -> None:
         """Have the supervisor grant nothing, or replace the daemon once it is unused, as the evidence requires."""
-        strong, holds = self._suspicions.strong, self._suspicions.holding
+        strong, stops = self._suspicions.strong, self._suspicions.stopping_grants
         # A grant that has waited for the canary must not be answered when that proves a wedge.
-        waits = "" if holds is None else f"{holds.because}; grants wait for a canary"
-        self._supervisor.suspect(self._wedged or waits)
-        self._supervisor.distrust(self._wedged or (strong.because if strong is not None else None))
+        waits = "" if stops is None else f"{stops.because}; grants wait for a canary"
+        self._supervisor.trouble.suspect(self._wedged or waits)
+        self._supervisor.replacement.distrust(self._wedged or (strong.because if strong is not None else None))
 
     def _forget(self) -> None:
         """Forget the evidence: it concerned a server that is gone."""
@@ -197,7 +197,7 @@ class ServerWatch:
         if not self._listed.has_to_query:
             self._is_answered = None
         elif answered or self._is_answered is None:
-            self._is_answered = self._supervisor.ask()
+            self._is_answered = self._supervisor.questions.ask()
         self._check_silence(now)
 
     def _check_silence(self, now: float) -> None:
@@ -239,7 +239,7 @@ class ServerWatch:
     async def _clients_with_memory(self) -> set[int]:
         """Return the processes that have a context on the GPU through MPS, by a new reading of NVML."""
         usage = await self._gpus.read_usage(self._supervisor.gpu.uuid)
-        return usage.value.clients - self._supervisor.canaries if isinstance(usage, Known) else set()
+        return usage.value.clients - self._supervisor.observer.canaries if isinstance(usage, Known) else set()
 
     def _conclude(self, evidence: str, end: CanaryEnd, begun: float) -> None:
         """Draw the conclusions of an examination that began at this time."""
@@ -247,7 +247,7 @@ class ServerWatch:
         self._suspicions.conclude(now, end, begun)
         self._again = now + wedge.SPACING
         if end.proof is not Proof.SILENCE and not end.refused:
-            self._supervisor.clear_late()
+            self._supervisor.trouble.clear_late()
         if end.proof is Proof.SILENCE and self._wedged is None:
             self._wedged = evidence
             self._changed.send()

@@ -117,9 +117,9 @@ class EndSteps:
 
     def clear_late(self, daemon: str) -> None:
         """Note that nothing shows that the servers of a control daemon refuse clients."""
-        self._keep_late({each for each in self._late if each[0] != daemon})
+        self._set_late({each for each in self._late if each[0] != daemon})
 
-    def _keep_late(self, late: set[tuple[str, ProcessIdentity]]) -> None:
+    def _set_late(self, late: set[tuple[str, ProcessIdentity]]) -> None:
         if self._late != late:
             self._late = late
             self._changed.send()
@@ -228,7 +228,7 @@ class EndSteps:
         reasons += [f"mpsd does not know {name} now" for name in self.ending.daemons if name not in self._daemons]
         unknown = "; ".join(reasons)
         if not unknown:  # a server that no longer lists it has ended its contexts
-            self._keep_late(self._late & {(place.daemon, place.server) for place in places})
+            self._set_late(self._late & {(place.daemon, place.server) for place in places})
         return Seen(self._is_gone, places, unknown, clock.since_boot())
 
     def _where(self) -> list[DaemonOfClients]:
@@ -318,7 +318,7 @@ class EndSteps:
         else:
             self._forced("terminate_client", server=server.pid)
             self.change(endings.released(self.ending, server))
-            self._keep_late({each for each in self._late if each[1] != server})
+            self._set_late({each for each in self._late if each[1] != server})
 
     def _refused(self, error: ControlError) -> None:
         pending = self.ending.pending
@@ -337,7 +337,7 @@ class EndSteps:
             )
         )
         if late:
-            self._keep_late(self._late | {(pending.daemon, pending.server)})
+            self._set_late(self._late | {(pending.daemon, pending.server)})
             self._report_late(pending.daemon, pending.server)
 
     # -- signals ------------------------------------------------------------------------------------------------------

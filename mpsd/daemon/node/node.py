@@ -114,9 +114,7 @@ class Node:
         record = ClientRecord(run_dir.clients, log)
         self.unleased = UnleasedClients(record)
         self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
-        self._daemon_leases = DaemonLeases(
-            leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop, leases.clients.lose
-        )
+        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
         self._endings = endings
         endings.suspected.connect(server_watches.suspect)
         endings.changed.connect(self._look)
@@ -220,7 +218,7 @@ class Node:
     async def refresh(self, lease: Lease) -> list[str]:
         """Query the control daemons and the GPUs of a lease again; return the daemons that did not answer in time."""
         supervisors = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
-        answered = {each.name: each.ask() for each in supervisors}
+        answered = {each.name: each.questions.ask() for each in supervisors}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.current.daemon.answer_deadline):
                 while not all(done() for done in answered.values()):
@@ -234,7 +232,7 @@ class Node:
         """Ask the servers of a GPU, by its UUID, whether they handle a fatal fault."""
         for supervisor in self._supervisors.values():
             if supervisor.gpu.uuid == gpu:
-                supervisor.doubt()
+                supervisor.questions.doubt()
 
     def _look(self) -> None:
         """Check again soon: a daemon, a GPU or the settings have changed."""
@@ -290,11 +288,13 @@ class Node:
                     pipe_access=self._pipe_access.of(name, gpu.uuid),
                     leases=self._daemon_leases,
                     endings=self._endings,
+                    quarantine=self.quarantine,
                     settings=self.settings,
                     usage=partial(self.gpus.read_usage, gpu.uuid),
                     log=self._log,
-                    changed=self._look,
                 )
+                supervisor.changed.connect(self._look)
+                supervisor.survivors.lost.connect(partial(self.leases.clients.lose, name))
                 self._supervisors[name] = supervisor
                 self._limit_gates.add(supervisor)
                 self._endings.add(supervisor)

@@ -96,7 +96,7 @@ def test_examination_answers_all(proof: Proof) -> None:
     suspicions.add(suspicion(2, Cause.TERMINATE), 2.0)
     suspicions.conclude(2.0, end(proof), 2.0)
     assert suspicions.due(2.0 + 10 * SPACING) is None
-    assert suspicions.holding is None
+    assert suspicions.stopping_grants is None
 
 
 def test_nothing_is_proven() -> None:
@@ -108,9 +108,9 @@ def test_nothing_is_proven() -> None:
         assert suspicions.due(now) == listed
         suspicions.conclude(now, end(Proof.NOTHING), now)
         assert suspicions.due(now + SPACING - 1) is None
-        assert suspicions.holding == listed
+        assert suspicions.stopping_grants == listed
     suspicions.clear()
-    assert suspicions.holding is None
+    assert suspicions.stopping_grants is None
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_no_canary_can_be_sent(cause: Cause, *, holds: bool) -> None:
     suspicions = Suspicions()
     suspicions.add(suspicion(1, cause), 0.0)
     suspicions.conclude(0.0, end(Proof.NOTHING, unable=True), 0.0)
-    assert (suspicions.holding is not None) == holds
+    assert (suspicions.stopping_grants is not None) == holds
     assert (suspicions.due(2 * SPACING) is not None) == holds
 
 
@@ -134,7 +134,7 @@ def test_refuted() -> None:
     left = []
     for listed in ([Listed(7, 100)], []):
         suspicions.refute(listed)
-        left.append(suspicions.holding)
+        left.append(suspicions.stopping_grants)
     assert left == [there, None]
     assert suspicions.due(0.0) == suspicion()
 

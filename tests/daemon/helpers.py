@@ -49,7 +49,7 @@ probe_interval = 0.5
 """
 """For tests that wait until a control daemon is unresponsive, or answers again."""
 
-SWIFT: Final = {"mpsd.daemon.ends.daemon_end._STEP": 1}
+SWIFT: Final = {"mpsd.daemon.control.process._STEP": 1}
 """`Node.durations` for tests in which the servers of a daemon do not end when it quits, and mpsd forces them."""
 
 IMPATIENT: Final = {"mpsd.core.enforcement.ending.PATIENCE": 2} | SWIFT

@@ -34,7 +34,7 @@ _BECOME_A_USER: Final = frozenset({Capability.SETUID, Capability.SETGID})
 
 _MOST_OUTPUT: Final = 65536
 
-_LOOK: Final = 0.05
+_CHECK: Final = 0.05
 """The average seconds between two checks whether anything hinders a canary."""
 
 _START: Final = 20.0
@@ -113,7 +113,7 @@ class Canaries:
                 stdout=sink,
                 allowed=_BECOME_A_USER if become else frozenset(),
             )
-            supervisor.canaries.add(canary.pid)
+            supervisor.observer.canaries.add(canary.pid)
             unlisted: str | None = "it ended before the control daemon was asked"
 
             def output() -> bytes:
@@ -149,7 +149,7 @@ class Canaries:
             await canary.wait()
         finally:
             canary.close()
-            supervisor.canaries.discard(canary.pid)
+            supervisor.observer.canaries.discard(canary.pid)
 
     def _environment(self, daemon: Daemon) -> dict[str, str]:
         limits = variables(wedge.LIMITS)
@@ -177,7 +177,7 @@ async def _watched(
     end, begun, hindered = clock.monotonic() + start, False, None
     while (left := end - clock.monotonic()) > 0:
         # Users cannot see these random numbers.
-        ended = await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _LOOK))  # noqa: S311
+        ended = await canary.gone_within(min(left, random.uniform(0.5, 1.5) * _CHECK))  # noqa: S311
         said = lines()
         if ended or any(map(_is_answer, said)):
             return True, None
@@ -239,7 +239,7 @@ def _stopped(supervisor: Supervisor) -> str | None:
     daemon = supervisor.process
     if daemon is not None and proc.is_stopped(daemon.pid):
         return f"control daemon {daemon.pid} is stopped (SIGSTOP), so that it answers no client"
-    return supervisor.stopped_server or None
+    return supervisor.trouble.stopped_server or None
 
 
 def _stopped_canary(canary: Process) -> str | None:

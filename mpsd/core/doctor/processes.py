@@ -13,6 +13,8 @@ from mpsd.core.mps.daemon_flags import FOREGROUND
 DAEMON: Final = "control daemon"
 SERVER: Final = "server"
 FRONT_END: Final = "front-end"
+"""The parts in MPS that a process can have."""
+
 MPSD: Final = "mpsd"
 
 USUAL: Final = ("/tmp/nvidia-mps", "/run/nvidia-mps")  # noqa: S108 - where clients look

@@ -20,7 +20,7 @@ from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.api.schema import ViolationOut
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, installation, process_table
+from mpsd.system import clock, installation, proc
 
 _LARGEST: Final = 3
 """Maximum leases that a refusal names."""
@@ -91,8 +91,7 @@ class LeaseHandlers:
             # A bearer that has become a client is named once, as the client.
             kinds = {**dict.fromkeys(lease.bearers, "bearer"), **dict.fromkeys(lease.clients, "client")}
             answer.keepers = [
-                lease_schema.KeeperOut(kind, each.pid, process_table.command_of(each.pid))
-                for each, kind in kinds.items()
+                lease_schema.KeeperOut(kind, each.pid, proc.command_of(each.pid)) for each, kind in kinds.items()
             ]
         return answer
 
@@ -288,9 +287,7 @@ class LeaseHandlers:
             because=verdict.because,
             memory_granted=sum(share.memory.bytes for share in lease.shares),
             memory_held=sum(each.held or 0 for each in verdict.processes),
-            processes=[
-                lease_schema.ProcessOut.of(each, process_table.command_of(each.pid)) for each in verdict.processes
-            ],
+            processes=[lease_schema.ProcessOut.of(each, proc.command_of(each.pid)) for each in verdict.processes],
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
             unknown=[*verdict.unknown],
             hint=verdict.hint or None,

@@ -13,7 +13,7 @@ from mpsd.daemon.control import discovery
 from mpsd.daemon.control.discovery import DaemonRecord, DiscoveredProcesses
 from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, file_locks, log_file, process, process_table, rundir
+from mpsd.system import clock, file_locks, log_file, proc, process, rundir
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
 from mpsd.system.process import Process
 
@@ -89,7 +89,7 @@ class Launcher:
     def lock_holder(self) -> str | None:
         """Name the holder of the lock that a control daemon needs to start; None when no process holds it."""
         for each in file_locks.holders(self._paths.control_lock):
-            return f"pid {each.pid} (uid {process_table.uid_of(each.pid)}) holds {self._paths.control_lock}"
+            return f"pid {each.pid} (uid {proc.effective_uid(each.pid)}) holds {self._paths.control_lock}"
         return None
 
     def adopted(self, daemon: DaemonProcess) -> None:

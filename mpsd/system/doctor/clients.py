@@ -6,7 +6,7 @@ from typing import Final
 
 from mpsd.core.doctor.clients import LIBRARIES, VISIBLE
 from mpsd.core.doctor.observed import ClientSeen
-from mpsd.system import foreign_files, proc, process_table
+from mpsd.system import foreign_files, proc
 from mpsd.system.foreign_files import ForeignFile
 
 _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
@@ -15,7 +15,7 @@ _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
 def look(pid: int, lease: str, *, gpu: str, granted: int) -> ClientSeen | None:
     """Inspect a process of a lease; None when it is gone."""
     try:
-        arguments = process_table.arguments_of(pid)
+        arguments = proc.arguments_of(pid)
     except OSError:
         return None
     variables = proc.environment_of(pid, _is_wanted)

@@ -1,7 +1,6 @@
 """The processes that have leases, as far as the calling user may inspect them."""
 
 import contextlib
-from collections.abc import Iterable
 from typing import Final
 
 from mpsd.core.doctor.clients import LIBRARIES, VISIBLE
@@ -34,9 +33,3 @@ def _frameworks(pid: int) -> frozenset[str]:
         maps = foreign_files.read(pid, ForeignFile.MAPS)
         return frozenset(each for each in LIBRARIES if f"/{each}/".encode() in maps)
     return frozenset()
-
-
-def look_at_all(found: Iterable[tuple[int, str, str, int]]) -> tuple[ClientSeen, ...]:
-    """Inspect each given pid, lease, GPU and granted memory; processes that are gone are left out."""
-    looked = (look(pid, lease, gpu=gpu, granted=granted) for pid, lease, gpu, granted in found)
-    return tuple(each for each in looked if each is not None)

@@ -14,6 +14,7 @@ from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
 from mpsd.system import host_environment, mount_table, proc, process_table, unix_sockets
+from mpsd.system.doctor.readings import denied
 
 _PROC: Final = Path("/proc")
 
@@ -142,15 +143,11 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
     )
 
 
-def _denied(path: Path, error: OSError) -> Unknown:
-    return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
-
-
 def _link(path: Path) -> Reading[str]:
     try:
         return Known(text(os.readlink(path)))  # noqa: PTH115 - the link's text is no path
     except OSError as error:
-        return _denied(path, error)
+        return denied(path, error)
 
 
 def _shared_memory(at: Path) -> Reading[int]:
@@ -158,7 +155,7 @@ def _shared_memory(at: Path) -> Reading[int]:
     try:
         table = mount_table.mounts(at.name)
     except OSError as error:
-        return _denied(at / "mountinfo", error)
+        return denied(at / "mountinfo", error)
     place = mount_table.place(table, PurePosixPath(host_environment.SHARED_MEMORY)) if table is not None else None
     if place is None:
         return Unknown(f"{at / 'mountinfo'} does not say where {host_environment.SHARED_MEMORY} is")

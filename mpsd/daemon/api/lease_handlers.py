@@ -19,7 +19,7 @@ from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, installation, process_table
+from mpsd.system import clock, installation, proc
 
 _LARGEST: Final = 3
 """Maximum leases that a refusal names."""
@@ -91,7 +91,7 @@ class LeaseHandlers:
             # A bearer that has become a client is named once, as the client.
             kinds = {**dict.fromkeys(lease.bearers, "bearer"), **dict.fromkeys(lease.clients, "client")}
             answer["keepers"] = [
-                answer_types.Keeper(kind=kind, pid=each.pid, name=process_table.command_of(each.pid))
+                answer_types.Keeper(kind=kind, pid=each.pid, name=proc.command_of(each.pid))
                 for each, kind in kinds.items()
             ]
         return answer
@@ -288,7 +288,7 @@ class LeaseHandlers:
             because=verdict.because,
             memory_granted=sum(share.memory.bytes for share in lease.shares),
             memory_held=sum(each.held or 0 for each in verdict.processes),
-            processes=[rendering.process(each, process_table.command_of(each.pid)) for each in verdict.processes],
+            processes=[rendering.process(each, proc.command_of(each.pid)) for each in verdict.processes],
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
             unknown=[*verdict.unknown],
             hint=verdict.hint or None,

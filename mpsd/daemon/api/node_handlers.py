@@ -21,7 +21,7 @@ from mpsd.daemon.api.request import Request, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.system import process_table
+from mpsd.system import proc
 
 _WELL: Final = (Verdict.OK, "", "")
 
@@ -148,8 +148,8 @@ class NodeHandlers:
             clients=[
                 answer_types.Client(
                     pid=pid,
-                    name=process_table.command_of(pid),
-                    uid=process_table.uid_of(pid),
+                    name=proc.command_of(pid),
+                    uid=proc.effective_uid(pid),
                     daemon=daemon.name,
                     gpu=daemon.gpu,
                     server=server.pid,

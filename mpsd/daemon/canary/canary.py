@@ -25,7 +25,7 @@ from mpsd.core.supervision.wedge import CanaryEnd, Proof
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.system import capabilities, clock, credentials, proc, process, process_table
+from mpsd.system import capabilities, clock, credentials, proc, process
 from mpsd.system.canary import BEGINS, CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process import Process
@@ -66,7 +66,7 @@ class Canaries:
         if (stopped := _stopped(supervisor)) is not None:
             return _nothing(stopped)
         uid = self._user(supervisor.snapshot())
-        if uid != process_table.own_uid() and not capabilities.can_serve_users():
+        if uid != os.geteuid() and not capabilities.can_serve_users():
             return _unable(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
         opened = (
             self._gates.opened_for_canary(supervisor.name, wedge.LIMITS) if by_command else contextlib.nullcontext()
@@ -89,10 +89,10 @@ class Canaries:
         if uid is not None:
             return uid
         users = daemon.cannot_start_for
-        return next(iter(users)) if users is not None and len(users) == 1 else process_table.own_uid()
+        return next(iter(users)) if users is not None and len(users) == 1 else os.geteuid()
 
     async def _send_as(self, uid: int, supervisor: Supervisor, seconds: float) -> CanaryEnd:
-        if uid == process_table.own_uid():  # this uid always has pipe access
+        if uid == os.geteuid():  # this uid always has pipe access
             return await self._send(supervisor, uid, (), seconds)
         become = f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}"
         with self._pipe_access.opened_for_canary(supervisor.name, supervisor.gpu.uuid) as group:

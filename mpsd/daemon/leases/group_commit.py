@@ -71,7 +71,7 @@ class GroupCommit:
         if self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
         else:
-            self._log.tally.count_omitted(event, facts)
+            self._log.tally.count_omitted(clock.now(), event, facts)
 
     def decided(self, lease: Lease) -> None:
         """Store a decided request, and log the decision."""
@@ -97,7 +97,7 @@ class GroupCommit:
         if self._shares.take(owner.uid):
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
         else:
-            self._log.tally.count_omitted(EventName.LEASE_REFUSED, facts)
+            self._log.tally.count_omitted(clock.now(), EventName.LEASE_REFUSED, facts)
 
     def _schedule(self) -> None:
         if not self._due:

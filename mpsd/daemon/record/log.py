@@ -13,7 +13,6 @@ import msgspec
 
 from mpsd.core.events import EventName
 from mpsd.core.metrics.tally import Tally
-from mpsd.core.model import ViolationKind
 from mpsd.core.sanitize import harmless_json, plain
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record.encoding import to_json
@@ -157,7 +156,7 @@ def configure(
     of defects are excluded, because their tracebacks are for the log alone. Log lines and events are thus the same, and
     rendered once.
     """
-    tally = Tally(clock.now(), EventName, ViolationKind)
+    tally = Tally(clock.now())
 
     def rendered(line: LogRecord) -> bytes:
         # A reader looks first for the time, the severity, and the event.

@@ -53,12 +53,12 @@ from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
 from mpsd.daemon.metrics.collector import OPENMETRICS, TEXT, negotiated
 from mpsd.daemon.metrics.exposition import render
-from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock, proc
 from mpsd.system.control_pipe import Conversation
+from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system.log_file import LogFollower
 from mpsd.system.retry import CollisionError
 from mpsd.system.rundir import RunDir

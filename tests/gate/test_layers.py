@@ -123,7 +123,7 @@ MAY_IMPORT_MORE: Final = {
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
-    "system": frozenset({"psutil", "pynvml", "tenacity"}),
+    "system": frozenset({"msgspec", "psutil", "pynvml", "structlog", "tenacity"}),
     "daemon": frozenset({"httptools", "msgspec", "prometheus_client", "structlog"}),
     "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),

@@ -1,7 +1,7 @@
 """The counters of mpsd. They follow the lines of its log, each of which is an event. Pure.
 
-Counters and events agree because both come from the same place: the batch of lines that is about to be written. Events
-that the log leaves out, because their user has too many, are counted by `count_omitted`.
+Counters and events agree because both come from the same place: the line that is about to be written. Events that the
+log leaves out, because their user has too many, are counted by `count_omitted`.
 """
 
 from collections import Counter
@@ -17,8 +17,6 @@ from mpsd.core.model import ViolationKind
 from mpsd.core.mps.limits import LIMITS
 
 Facts: TypeAlias = Mapping[str, object]
-Line: TypeAlias = tuple[datetime, str, str, Facts]
-"""The time, the level, the name and the facts of an event."""
 
 _REFUSALS: Final = ("does_not_fit", "never_fits", "quota", "daemon_not_ready", "queue_full", "quarantined", "storage")
 _CAUSES: Final = ("exit", "start", "SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM")
@@ -83,13 +81,12 @@ class Tally:
         }
         """By event, the method that counts its facts, too."""
 
-    def count(self, lines: Iterable[Line]) -> None:
-        """Count lines that are about to be written."""
-        for at, level, event, facts in lines:
-            self._levels[level] += 1
-            self._events[event] += 1
-            if event in self._followed:
-                self._followed[event](at, facts)
+    def count(self, at: datetime, level: str, event: str, facts: Facts) -> None:
+        """Count a line that is about to be written."""
+        self._levels[level] += 1
+        self._events[event] += 1
+        if event in self._followed:
+            self._followed[event](at, facts)
 
     def count_omitted(self, at: datetime, event: str, facts: Facts) -> None:
         """Count an event that is left out of the log."""

@@ -25,7 +25,7 @@ def tally() -> Tally:
 def told(story: Story) -> Tally:
     counted = tally()
     for seconds, event, facts in story:
-        counted.count([(NOW + timedelta(seconds=seconds), "info", event, facts)])
+        counted.count(NOW + timedelta(seconds=seconds), "info", event, facts)
     return counted
 
 

@@ -29,7 +29,8 @@ from mpsd.core.enforcement.opened import by_commands, widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.holders import holders
-from mpsd.core.metrics import exposition, families
+from mpsd.core.metrics import families
+from mpsd.core.metrics.samples import Samples
 from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
@@ -53,12 +54,14 @@ from mpsd.daemon.control.state import DeathTally, Ended
 from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
-from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.daemon.metrics.collector import OPENMETRICS, TEXT, negotiated
+from mpsd.daemon.metrics.exposition import render
 from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock, proc
 from mpsd.system.control_pipe import Conversation
+from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system.log_file import LogFollower
 from mpsd.system.retry import CollisionError
 from mpsd.system.rundir import RunDir
@@ -451,9 +454,9 @@ def terminal(data: bytes) -> None:
 def headers(data: bytes) -> None:
     """For any header, metrics have one of two formats; labels keep their text."""
     text = text_of(data)
-    assert exposition.negotiated(text) in {exposition.TEXT, exposition.OPENMETRICS}
-    gauge = exposition.gauges(families.DAEMON_SERVERS, {(text,): 1})
-    line = exposition.render([gauge]).decode().split("\n", 2)[2]
+    assert negotiated(text) in {TEXT, OPENMETRICS}
+    samples = Samples({families.DAEMON_SERVERS: {(text,): 1}}, {})
+    line = render(samples, TEXT).decode().split("\n", 2)[2]
     if "\r" not in text:  # the parser takes \r for the end of a line; no label of mpsd's can have it
         (family,) = text_string_to_metric_families(line)
         assert [sample.labels for sample in family.samples] == [{"daemon": text}]

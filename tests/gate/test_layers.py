@@ -95,7 +95,6 @@ ROOMS: Final = {
     "cli/top": frozenset({"cli"}),
     "cli/history": frozenset({"cli", "cli/leases"}),
     "cli/web": frozenset({"cli", "cli/history"}),
-    "cli/metrics": frozenset({"cli"}),
     "cli/commands": frozenset({"cli", "cli/terminal", "cli/leases", "cli/top", "cli/history", "cli/web"}),
     "simulator": frozenset[str](),
     "kubernetes/protocol": frozenset[str](),
@@ -115,7 +114,7 @@ MAY_IMPORT_MORE: Final = {
     "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, mostly as root
     "mpsd/cli/commands/cluster.py": frozenset({"system"}),  # it runs kubectl
     "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
-    "mpsd/cli/metrics/scrape.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
+    "mpsd/cli/commands/metrics.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
     "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, with or without a running mpsd
     "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
     "mpsd/cli/web/server.py": frozenset({"system"}),  # it asks the kernel for the user of each connection
@@ -125,8 +124,8 @@ MAY_IMPORT_MORE: Final = {
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
-    "system": frozenset({"psutil", "pynvml", "tenacity"}),
-    "daemon": frozenset({"httptools", "msgspec", "structlog"}),
+    "system": frozenset({"msgspec", "psutil", "pynvml", "structlog", "tenacity"}),
+    "daemon": frozenset({"httptools", "msgspec", "prometheus_client", "structlog"}),
     "client": frozenset({"msgspec"}),
     "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),

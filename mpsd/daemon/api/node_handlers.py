@@ -12,14 +12,13 @@ from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.gpus import driver_branch
-from mpsd.core.metrics import exposition
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
-from mpsd.daemon.metrics.collector import Collector
+from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
 from mpsd.system import proc
 
@@ -60,9 +59,9 @@ class NodeHandlers:
         """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
         query = request.query
         assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
-        media_type = exposition.negotiated(request.accept)
+        media_type = negotiated(request.accept)
         shows = partial(may_see, request, self._node.settings.current) if query.users else None
-        return Answer(200, self._collector.answer(media_type, shows), media_type)
+        return Answer(200, await self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> answer_types.Status:
         """Return the node in one answer, all of it from one moment."""

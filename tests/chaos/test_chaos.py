@@ -73,7 +73,6 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
 
 
 def summary(chaos: Chaos) -> str:
-    """Return the figures of the run."""
     records = chaos.records
     faults = ", ".join(f"{count} {what}" for what, count in records.faults.most_common())
     return (
@@ -115,7 +114,6 @@ def at_rest(chaos: Chaos) -> tuple[Counter[str], int]:
 
 
 def for_seconds() -> Callable[[], bool]:
-    """Return a function that tells whether there is time left."""
     end = time.monotonic() + SECONDS
     return lambda: time.monotonic() < end
 

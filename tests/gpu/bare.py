@@ -6,7 +6,6 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from mpsd.simulator.control import program as simulator
@@ -46,7 +45,7 @@ class BareDaemon:
         try:
             wait_until(self._answers, what="the control daemon to answer")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
@@ -73,9 +72,7 @@ class BareDaemon:
     def servers(self) -> list[int]:
         return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it and its servers, as NVIDIA specifies, and by force where that fails; keep its logs."""
         servers: list[int] = []
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -14,7 +14,6 @@ _STORY = (r"mpsctl run .* train", r"mpsctl run .* serve", "kill -9", "unreachabl
 
 
 def _text(svg: str) -> str:
-    """Return the text of a picture, as one line."""
     root = ET.fromstring(svg)  # noqa: S314 - our own file
     return " ".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
 

@@ -323,7 +323,7 @@ def _say(error: MpsdError) -> None:
 
     output, priority = LogOutput(sys.stderr.fileno()), _priority()
     for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
-        output.write([f"{priority}{line}\n".encode(errors="backslashreplace")])
+        output.write(f"{priority}{line}\n".encode(errors="backslashreplace"))
     output.close(0.5)
 
 

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
-from mpsd.cli.api import Api
 from mpsd.cli.top.app import Top
+from mpsd.client import Api
 from tests.browser import Browser
 from tests.daemon.helpers import kill, next_ready
 from tests.harness import wait_until

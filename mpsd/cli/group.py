@@ -6,8 +6,9 @@ from typing import Final
 import click
 
 from mpsd import __version__
-from mpsd.cli.api import SOCKET, Api
 from mpsd.cli.parameters import refuse_empty
+from mpsd.client import Api
+from mpsd.client.connection import SOCKET
 
 _MODULES: Final = {
     "admit": "admit",
@@ -27,7 +28,7 @@ _MODULES: Final = {
     "hand-over": "holders",
     "hold": "operate",
     "leases": "lists",
-    "metrics": "scrape",
+    "metrics": "metrics",
     "pardon": "operate",
     "release": "admit",
     "reload": "operate",
@@ -46,9 +47,6 @@ _MODULES: Final = {
     "web": "status",
 }
 """The module of mpsd.cli.commands in which each command is defined, under the command's own name (with `_` for `-`)."""
-
-_ROOMS: Final = {"metrics": "mpsd.cli.metrics"}
-"""The commands whose module is in a room of its own."""
 
 _HELP: Final = "help"
 _NAMES: Final = sorted((*_MODULES, _HELP))
@@ -104,8 +102,7 @@ class _Commands(click.Group):
             return help_
         if cmd_name not in _MODULES:
             return None
-        room = _ROOMS.get(cmd_name, "mpsd.cli.commands")
-        module = importlib.import_module(f"{room}.{_MODULES[cmd_name]}")
+        module = importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}")
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         refuse_empty(command)
         return command

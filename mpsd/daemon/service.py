@@ -22,7 +22,7 @@ from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, 
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.watches import ServerWatches
+from mpsd.daemon.canary.watch import ServerWatches
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings

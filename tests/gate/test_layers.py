@@ -13,10 +13,11 @@ MAY_IMPORT: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"core"}),
     "system": frozenset({"core", "system"}),
-    "daemon": frozenset({"core", "system", "daemon"}),
-    "cli": frozenset({"core", "cli"}),
+    "daemon": frozenset({"core", "system", "client", "daemon"}),  # of client, the types of answers: see below
+    "client": frozenset({"core", "client"}),
+    "cli": frozenset({"core", "client", "cli"}),
     "simulator": frozenset({"core", "simulator"}),
-    "kubernetes": frozenset({"core", "system", "kubernetes"}),
+    "kubernetes": frozenset({"core", "system", "client", "kubernetes"}),
     "demo": frozenset({"core", "system", "cli", "simulator"}),
     "__main__": frozenset({"core", "system", "daemon", "cli", "simulator", "demo"}),  # the composition root
 }
@@ -89,13 +90,13 @@ ROOMS: Final = {
             "daemon/api",
         }
     ),
+    "client": frozenset[str](),
     "cli": frozenset({"cli/commands"}),  # doctor's own room uses nothing else
     "cli/terminal": frozenset({"cli"}),
     "cli/leases": frozenset({"cli", "cli/terminal"}),
     "cli/top": frozenset({"cli"}),
     "cli/history": frozenset({"cli", "cli/leases"}),
     "cli/web": frozenset({"cli", "cli/history"}),
-    "cli/metrics": frozenset({"cli"}),
     "cli/commands": frozenset({"cli", "cli/terminal", "cli/leases", "cli/top", "cli/history", "cli/web"}),
     "simulator": frozenset[str](),
     "kubernetes/protocol": frozenset[str](),
@@ -115,19 +116,19 @@ MAY_IMPORT_MORE: Final = {
     "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, mostly as root
     "mpsd/cli/commands/cluster.py": frozenset({"system"}),  # it runs kubectl
     "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
-    "mpsd/cli/metrics/scrape.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
+    "mpsd/cli/commands/metrics.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
     "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, with or without a running mpsd
     "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
     "mpsd/cli/web/server.py": frozenset({"system"}),  # it asks the kernel for the user of each connection
-    "mpsd/kubernetes/mpsd_client.py": frozenset({"cli"}),  # mpsd has one synchronous client of its API, not two
 }
 """The further folders that a single module may import from, with the reason."""
 
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
-    "system": frozenset({"psutil", "pynvml", "tenacity"}),
-    "daemon": frozenset({"httptools", "msgspec", "structlog"}),
+    "system": frozenset({"msgspec", "psutil", "pynvml", "structlog", "tenacity"}),
+    "daemon": frozenset({"httptools", "msgspec", "prometheus_client", "structlog"}),
+    "client": frozenset({"msgspec"}),
     "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),
     "kubernetes": frozenset({"click", "google", "grpc", "msgspec", "structlog"}),
@@ -177,6 +178,17 @@ def test_imports_point_one_way() -> None:
         return top == "mpsd" and folder in MAY_IMPORT and folder not in allowed
 
     assert wrong(is_wrong) == []
+
+
+def test_daemon_and_client_share_the_types_of_answers_alone() -> None:
+    """The daemon's API, and nothing else of the daemon, imports these types, and nothing else of the client."""
+    found = {
+        (module.path.rpartition("/")[0], f"{each.module}.{each.name}".removeprefix("mpsd.client.").split(".")[0])
+        for module in modules("mpsd/daemon")
+        for each in imports(module)
+        if f"{each.module}.".startswith("mpsd.client.")
+    }
+    assert found == {("mpsd/daemon/api", "answer_types")}
 
 
 def test_what_one_command_needs_is_imported_late() -> None:
@@ -271,13 +283,14 @@ def test_core_is_pure() -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    """No module of mpsd/cli imports a slow module before one of its commands runs."""
+    """No module of mpsctl, or of the client that it calls, imports a slow module before one of its commands runs."""
 
     def is_wrong(module: Module, each: Import) -> bool:
         is_slow = each.at_start and each.module.split(".")[0] in SLOW_TO_IMPORT
         return is_slow and not module.name.startswith(LATE)
 
     assert wrong(is_wrong, "mpsd/cli") == []
+    assert wrong(is_wrong, "mpsd/client") == []
 
 
 IN_A_HURRY: Final = ("mpsd/simulator/front_end.py", "_socket")

@@ -12,10 +12,10 @@ from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
-from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
+from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.holders.named_holder import NamedHolder
-from mpsd.system import control_groups, named_groups, proc, process, process_table
+from mpsd.system import control_groups, named_groups, proc, process
 from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.process import Process
 
@@ -225,7 +225,7 @@ def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | 
     if not request.admin:
         return request.credentials.uid, request.credentials.gid
     for pid in group.processes():
-        user = process_table.user_of(pid) if pid else None
+        user = proc.effective_user(pid) if pid else None
         if user is not None:
             return user
     raise InvalidRequestError(
@@ -294,7 +294,7 @@ def _user_of(request: Request, named: Process) -> tuple[int, int]:
     The lease belongs to that user, whose uid is the one that MPS sees. Raises InvalidRequestError when the process is
     gone by now, and NotPermittedError when it belongs to another user.
     """
-    user = process_table.user_of(named.pid)
+    user = proc.effective_user(named.pid)
     # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)

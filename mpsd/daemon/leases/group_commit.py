@@ -15,7 +15,7 @@ from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
 from mpsd.daemon.record.line_shares import LineShares
-from mpsd.daemon.record.log import Logger, LogRecord
+from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 
 WARNINGS: Final = frozenset({EventName.LEASE_CLIENTS_LOST})
@@ -71,7 +71,7 @@ class GroupCommit:
         if self._shares.take(owner.uid):
             self._events.append(LeaseEvent(lease.id, event, {"uid": owner.uid, "pid": owner.pid, **facts}))
         else:
-            self._log.tally.count_omitted(event, facts)
+            self._log.tally.count_omitted(clock.now(), event, facts)
 
     def decided(self, lease: Lease) -> None:
         """Store a decided request, and log the decision."""
@@ -97,7 +97,7 @@ class GroupCommit:
         if self._shares.take(owner.uid):
             self._log.info(EventName.LEASE_REFUSED, uid=owner.uid, pid=owner.pid, **facts)
         else:
-            self._log.tally.count_omitted(EventName.LEASE_REFUSED, facts)
+            self._log.tally.count_omitted(clock.now(), EventName.LEASE_REFUSED, facts)
 
     def _schedule(self) -> None:
         if not self._due:
@@ -184,14 +184,10 @@ class GroupCommit:
 
     def _publish(self, events: Sequence[tuple[datetime, LeaseEvent]]) -> None:
         """Log stored news, each with its time, and note the turn up to which the history has them."""
-        self._log.write(
-            [LogRecord(at, _level(each.event), each.event, {"lease": each.lease, **each.facts}) for at, each in events]
-        )
+        for at, each in events:
+            log = self._log.warning if each.event in WARNINGS else self._log.info
+            log(each.event, at=at, lease=each.lease, **each.facts)
         self._store.note_published(self._publish_to(self._store.batch))
-
-
-def _level(event: EventName) -> str:
-    return "warning" if event in WARNINGS else "info"
 
 
 def _waited(lease: Lease) -> float:

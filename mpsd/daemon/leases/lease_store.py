@@ -14,9 +14,9 @@ from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import Lease, LeaseState
 from mpsd.daemon.leases.unrestored import UnrestoredLease
-from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system import clock
 from mpsd.system.database import Database, Statement, summed
+from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
 
 LEASES_SCHEMA: Final = (
     """

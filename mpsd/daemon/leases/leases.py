@@ -97,7 +97,9 @@ class Leases:
         self._holder_watch, self.clients = self._holding.watch, self._holding.clients
         self.has_holder = self._holder_watch.holds
         self.unrestored = UnrestoredLeases(store.discard, log)
-        self.closing = Closing(ledger, endings, self._group_commit, follow=limit_gates.follow, end=self._end, log=log)
+        self.closing = Closing(ledger, endings, self._group_commit, log)
+        self.closing.begun.connect(limit_gates.follow)
+        self.closing.over.connect(self._end)
         self.request_ids = RequestIds(ledger.find)
         self.claims = Claims(ledger, self._holder_watch, self._group_commit, limit_gates)
         self.left_behind = Signal[Lease]()
@@ -123,7 +125,7 @@ class Leases:
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
                     self._end_overdue()
-                    self.closing.look()
+                    self.closing.proceed()
                     self._holder_watch.look()
                     self._group_commit.look_for_room()
                     self.settle()  # the order of the queue changes with time alone

@@ -91,8 +91,8 @@ class LimitGates:
     def add(self, supervisor: Supervisor) -> None:
         """Take charge of the limits of a control daemon, also for the leases that it has already."""
         self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
-        supervisor.keep(keeps=True)  # until the leases are restored
-        supervisor.limit(self._rules.closed)
+        supervisor.limits.keep_in_force(keeps=True)  # until the leases are restored
+        supervisor.limits.want(self._rules.closed)
         for lease in self._leases.values():
             if any(share.daemon == supervisor.name for share in lease.shares):
                 self._await(lease, anew=True)
@@ -246,13 +246,14 @@ class LimitGates:
 
         They can where there are no turns, no trouble, and no unanswered doubt. Raises PipeAccessError.
         """
-        is_open, renews = self._rules.attach is Attach.ANYTIME, False
+        is_open, is_replaced = self._rules.attach is Attach.ANYTIME, False
         for share in lease.shares:
             gate = self._gates.get(share.daemon)
             if gate is not None:
-                renews = gate.supervisor.renew_for(lease.owner.uid) or renews
-                is_open = is_open and gate.supervisor.unanswered() is None and not gate.supervisor.trouble
-        if renews:
+                is_replaced = gate.supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
+                trouble = gate.supervisor.trouble
+                is_open = is_open and trouble.unanswered_doubts() is None and not trouble.for_clients
+        if is_replaced:
             return False
         self._pipe_access.open(lease)
         return is_open
@@ -277,7 +278,7 @@ class LimitGates:
                     self._settle(gate)
                 if all(gate.expected.is_open_to(lease.id) or not gate.expected.expects(lease.id) for gate in gates):
                     if doubts is None:  # later ones do not count
-                        doubts = [each for gate in gates if (each := gate.supervisor.unanswered()) is not None]
+                        doubts = [each for gate in gates if (each := gate.supervisor.trouble.unanswered_doubts())]
                     if all(is_answered() for is_answered in doubts):
                         self._pipe_access.open(lease)
                         return
@@ -316,7 +317,7 @@ class LimitGates:
         supervisor, patience = gate.supervisor, None
         while gate.expected.expects(lease_id):
             is_open = gate.expected.is_open_to(lease_id)
-            trouble = supervisor.trouble_of_canary if lease_id == _CANARY else supervisor.trouble
+            trouble = supervisor.trouble.for_canary if lease_id == _CANARY else supervisor.trouble.for_clients
             if not trouble:
                 if is_open:
                     return
@@ -326,7 +327,7 @@ class LimitGates:
             elif is_open and patience is None:
                 patience = max(clock.monotonic() + self._patience, until)
                 if supervisor.snapshot().log_silent_since is not None:
-                    supervisor.ask()
+                    supervisor.questions.ask()
             # The turn may pass meanwhile: the caller does not wait turn after turn for limits that come too late.
             if patience is not None and clock.monotonic() >= patience:
                 because = f"the limits of {supervisor.name} could not be opened: {trouble}"
@@ -346,7 +347,7 @@ class LimitGates:
 
     def _settle_all(self) -> None:
         for gate in self._gates.values():
-            gate.supervisor.keep(keeps=self.is_lost(gate.supervisor.gpu.uuid))
+            gate.supervisor.limits.keep_in_force(keeps=self.is_lost(gate.supervisor.gpu.uuid))
             self._settle(gate)
 
     def _settle(self, gate: _Gate) -> None:
@@ -360,4 +361,4 @@ class LimitGates:
         gate.lower_at = NEVER if limits == needed.limits else min(gate.lower_at, now + _LINGER)
         if limits != gate.limits:
             gate.limits = limits
-            gate.supervisor.limit(limits)
+            gate.supervisor.limits.want(limits)

@@ -19,9 +19,9 @@ from mpsd.core.holders import holders
 from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
 from mpsd.core.signal import Signal
-from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import Logger
 from mpsd.system import proc
+from mpsd.system.encoding import NOT_UNDERSTOOD
 
 _MOST_WORDS: Final = 200
 """Maximum characters of an error in a reason."""

@@ -31,7 +31,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import OnViolation, Settings
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
-from mpsd.daemon.canary.watches import ServerWatches
+from mpsd.daemon.canary.watch import ServerWatches
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.state import Heartbeat
@@ -107,15 +107,14 @@ class Node:
         self.leases, self.completeness = leases, completeness
         self._limit_gates, self._pipe_access = limit_gates, pipe_access
         self.server_watches = server_watches
+        server_watches.changed.connect(self._look)
         self.quarantine = quarantine
         leases.unrestored.cleared.connect(self._look)
         leases.left_behind.connect(self._left_behind)
         record = ClientRecord(run_dir.clients, log)
         self.unleased = UnleasedClients(record)
         self.claim_taking = ClaimTaking(leases, settings, run_dir.daemons, quarantine, offers=self.offers, log=log)
-        self._daemon_leases = DaemonLeases(
-            leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop, leases.clients.lose
-        )
+        self._daemon_leases = DaemonLeases(leases.ledger.on, leases.release, leases.unrestored.on, leases.clients.stop)
         self._endings = endings
         endings.suspected.connect(server_watches.suspect)
         endings.changed.connect(self._look)
@@ -219,7 +218,7 @@ class Node:
     async def refresh(self, lease: Lease) -> list[str]:
         """Query the control daemons and the GPUs of a lease again; return the daemons that did not answer in time."""
         supervisors = [each for each in self._supervisors.values() if violations.share_on(lease, each.name) is not None]
-        answered = {each.name: each.ask() for each in supervisors}
+        answered = {each.name: each.questions.ask() for each in supervisors}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.current.daemon.answer_deadline):
                 while not all(done() for done in answered.values()):
@@ -233,7 +232,7 @@ class Node:
         """Ask the servers of a GPU, by its UUID, whether they handle a fatal fault."""
         for supervisor in self._supervisors.values():
             if supervisor.gpu.uuid == gpu:
-                supervisor.doubt()
+                supervisor.questions.doubt()
 
     def _look(self) -> None:
         """Check again soon: a daemon, a GPU or the settings have changed."""
@@ -289,16 +288,18 @@ class Node:
                     pipe_access=self._pipe_access.of(name, gpu.uuid),
                     leases=self._daemon_leases,
                     endings=self._endings,
+                    quarantine=self.quarantine,
                     settings=self.settings,
                     usage=partial(self.gpus.read_usage, gpu.uuid),
                     log=self._log,
-                    changed=self._look,
                 )
+                supervisor.changed.connect(self._look)
+                supervisor.survivors.lost.connect(partial(self.leases.clients.lose, name))
                 self._supervisors[name] = supervisor
                 self._limit_gates.add(supervisor)
                 self._endings.add(supervisor)
                 self._group.create_task(supervisor.run())
-                self._group.create_task(self.server_watches.add(supervisor, self.gpus, self._look).run())
+                self._group.create_task(self.server_watches.add(supervisor, self.gpus).run())
                 self._is_offered = False
 
     # -- reporting ----------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from termios import TIOCSWINSZ
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
-from mpsd.cli.api import Api
 from mpsd.cli.top.app import Lines, Top
+from mpsd.client import Api
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
 from tests.harness import wait_until

@@ -25,7 +25,7 @@ RUNS = int(os.environ.get("MPSD_RUNS", "2"))
 FREE = '[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n'
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestReal:
     """Restarts of each of NVIDIA's own control daemons."""
 
@@ -255,7 +255,7 @@ def test_failed(make_node: Start) -> None:
 
 
 @pytest.mark.timeout(60 + 30 * RUNS)
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
     """However often mpsd is killed during a restart, there is exactly one new control daemon."""
     node = make_node(simulate=1, control=real.control, config=limits_for(real)).start()
@@ -281,7 +281,7 @@ def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
 class TestLeaving:
     """The option `mpsd run --stop-daemons-on-exit`."""
 
-    @pytest.mark.parametrize("real", branches())
+    @pytest.mark.parametrize("real", branches(470, 555))
     def test_nobody_there(self, make_node: Start, real: RealDaemon) -> None:
         """SIGTERM also stops the control daemons, and no process of theirs is left."""
         node = make_node(simulate=2, control=real.control, arguments=("--stop-daemons-on-exit",)).start()

@@ -7,8 +7,8 @@ from typing import Final
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from mpsd.core.metrics.exposition import OPENMETRICS
 from mpsd.core.metrics.families import FAMILIES, Kind
+from mpsd.daemon.metrics.collector import OPENMETRICS
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start, make_node, node_for_all
 from tests.daemon.helpers import event, kill, next_ready, stopped, undone
@@ -95,7 +95,7 @@ class TestRoles:
         shown = {uid: (mine["id"] in text, theirs["id"] in text) for uid, text in seen.items()}
         assert shown == {USER: (True, False), OTHER: (False, True), OBSERVER: (False, False), None: (True, True)}
         for text in seen.values():
-            assert 'mpsd_leases{state="granted"} 2\n' in text
+            assert 'mpsd_leases{state="granted"} 2.0\n' in text
         assert line.call("GET", "/metrics", uid=2309).answer().status == 403
 
 

@@ -231,7 +231,7 @@ def test_it_starts_light(node: Node) -> None:
         "mpsd",
         "mpsd.cli",
         *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "commands", "commands.status")),
-        *(f"mpsd.cli.{name}" for name in ("group", "main", "parameters")),
+        *(f"mpsd.cli.{name}" for name in ("group", "main", "options")),
         *(f"mpsd.cli.{name}" for name in ("render", "tables", "users", "views")),
         "mpsd.core",
         "mpsd.core.errors",

@@ -14,8 +14,8 @@ from mpsd.cli.commands.admit import take, with_request
 from mpsd.cli.leases import end, start
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
+from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
-from mpsd.core.holders.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 
 if TYPE_CHECKING:
     from mpsd.cli import answer_types

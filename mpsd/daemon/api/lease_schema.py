@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar, Final
 
 from msgspec import Meta, Struct, field
 
+from mpsd.core import holders
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
 from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
-from mpsd.core.holders import group_names
 from mpsd.core.model import (
     Claim,
     GroupLife,
@@ -192,13 +192,13 @@ class HolderOut(Struct, omit_defaults=True):
     gone: Annotated[bool, about("Whether it is gone, and the lease lives for other processes.")] = False
 
     @classmethod
-    def of(cls, holder: Holder) -> "HolderOut":
+    def of(cls, holder: Holder | Claim) -> "HolderOut":
         """Make it from the value."""
         match holder:
             case HoldingProcess(identity, started):
                 return cls("process", pid=identity.pid, start_time=started)
             case HoldingGroup(group, life):
-                name = group_names.name_of(group.path)
+                name = holders.group_name(group.path)
                 unit, container, pod = (each or None for each in name)
                 return cls("cgroup", None, None, group.path, life.value, unit, container, pod)
             case Claim(uid=uid, deadline=deadline):
@@ -309,7 +309,7 @@ class LeaseOut(Struct):
             gpus=[*map(_GPU_OF, shares)],
             daemon=first.daemon if first else None,
             owner=OwnerOut(owner.uid, owner.gid, owner.pid, owner.started),
-            holders=[HolderOut.of(each) for each in lease.holders],
+            holders=[*map(HolderOut.of, holders.bound_to(lease))],
             active_thread_percentage=first.active_thread_percentage if first else _percent(request.threads),
             pinned_device_mem_limit=first.pinned_device_mem_limit if first else _bytes(request.memory),
             env=first.env if first else {},

@@ -17,7 +17,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests import browser, cluster, node, real, systemd
+from tests import browser, cluster, real, systemd
 from tests.fork_server import ForkServer, running_fork_server
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
@@ -227,22 +227,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(absent)
     if item.get_closest_marker("gpu") is not None:
         _need_gpu(item.config.getoption("-m"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail a test with clients of simulated servers that `.ci/run` does not repeat with another moment of binding."""
-    try:
-        yield
-    finally:
-        clients = node.clients_of_cleaned_up()
-    marks = {mark.name for mark in item.iter_markers()}
-    if clients and not marks.intersection({"enforcement", *HEAVY} - {"chaos", "thorough"}):
-        pytest.fail(
-            f"this test had clients of simulated servers ({clients}), whose limits bind at a moment that MPSD_BINDS"
-            " sets: mark it, or its module, `enforcement`, so that .ci/run tries each moment",
-            pytrace=False,
-        )
 
 
 def _need_gpu(wanted: str) -> None:

@@ -26,17 +26,6 @@ _ROOT = Path(__file__).parent.parent
 BINDS: Final = Binds(os.environ.get("MPSD_BINDS", Binds.CONNECT))
 """The moment at which the limits of simulated servers bind their clients: NVIDIA does not document it."""
 
-_with_clients = list[Path]()
-"""The logs of simulated servers that had clients, on nodes that were cleaned up lately."""
-
-
-def clients_of_cleaned_up() -> str:
-    """Return the log of a simulated server that had clients, on a node that was cleaned up since the last call."""
-    logs = [str(path) for path in _with_clients]
-    _with_clients.clear()
-    return logs[0] if logs else ""
-
-
 TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the name of the variable
 
 
@@ -239,9 +228,6 @@ class Node:
         while there := below(self.root):
             for each in there:  # a process may have started another one meanwhile
                 kill(each)
-        if self.simulate is not None:
-            logs = (path for path in self.root.glob("log/*/server.log") if b" connected\n" in path.read_bytes())
-            _with_clients.extend(logs)
         check_events(self.log() if self.stderr.exists() else ())
 
     def request(

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
-from mpsd.cli.api import Api
 from mpsd.cli.top.app import Top
+from mpsd.client import Api
 from tests.browser import Browser
 from tests.harness import wait_until
 from tests.node import Node

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 import click
 
 from mpsd.cli import tables
-from mpsd.cli.api import Api
 from mpsd.cli.parameters import DURATION
 from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, as_yaml, plural
+from mpsd.client import Api
 from mpsd.core.errors import (
     ConfigurationError,
     DoesNotFitError,
@@ -27,7 +27,7 @@ from mpsd.core.errors import (
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 T = TypeVar("T")
 

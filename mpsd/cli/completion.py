@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import click
 
-from mpsd.cli.api import Api
+from mpsd.client import Api
 from mpsd.core.errors import MpsdError
 from mpsd.core.sanitize import plain
 

@@ -6,8 +6,9 @@ from typing import Final
 import click
 
 from mpsd import __version__
-from mpsd.cli.api import SOCKET, Api
 from mpsd.cli.parameters import refuse_empty
+from mpsd.client import Api
+from mpsd.client.connection import SOCKET
 
 _MODULES: Final = {
     "admit": "admit",

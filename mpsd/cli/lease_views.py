@@ -28,7 +28,7 @@ from mpsd.cli.users import name_of
 from mpsd.core.sanitize import SECRETS
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _UNKNOWN: Final = "unknown"
 _SEVERAL: Final = 2

@@ -11,7 +11,7 @@ from mpsd.core.errors import InternalError, InvalidRequestError
 from mpsd.core.sanitize import harmless_json, plain
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _GAP = "  "
 _LONGEST_EVENT = 24

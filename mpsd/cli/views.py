@@ -12,7 +12,7 @@ from mpsd.cli.tables import Column, Figure, Look, bar, table
 from mpsd.cli.users import name_of
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _UNKNOWN: Final = "unknown"
 _IN_SHORT: Final = 7

@@ -388,7 +388,7 @@ class Daemon:
     unknown_lines: UnknownLines = UnknownLines()
     operation: str | None = None
     """An operator's command that is not finished, and the blockers that it waits for."""
-    renewing: bool = False
+    replacing: bool = False
     """Whether it is being replaced for its next user."""
     restart_for: tuple[str, ...] = ()
     """The settings that differ from those at its start: a restart applies them."""

@@ -188,6 +188,7 @@ def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: 
         gpus=gpus,
         leases=leases,
         pipe_access=pipe_access,
+        quarantine=quarantine,
         endings=endings,
         settings=settings,
         log=log,

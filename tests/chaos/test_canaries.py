@@ -27,7 +27,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = [pytest.mark.chaos, pytest.mark.enforcement, LONG]
+pytestmark = [pytest.mark.chaos, LONG]
 
 CONFIG: Final = "[daemon]\ncanary_deadline = 5.0\n"
 CLIENTS: Final = 12

@@ -130,14 +130,12 @@ def test_real(start: Start, dice: random.Random) -> None:
     run(Chaos(start(simulate=2, control=real_daemons()[535], config=CONFIG), dice, clients=False), for_seconds())
 
 
-@pytest.mark.enforcement
 @LONG
 def test_simulated(start: Start, dice: random.Random) -> None:
     """Chaos on a simulated node, with servers and clients."""
     run(Chaos(start(simulate=2, config=CONFIG), dice, clients=True), for_seconds())
 
 
-@pytest.mark.enforcement
 @LONG
 def test_kills(start: Start, dice: random.Random) -> None:
     """mpsd is killed again and again during requests."""

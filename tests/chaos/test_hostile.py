@@ -49,7 +49,6 @@ def test_many_users(start: Start, dice: random.Random) -> None:
     suffer(Hostile(node, dice, clients=False, many=True))
 
 
-@pytest.mark.enforcement
 def test_simulated(start: Start, dice: random.Random) -> None:
     """On a simulated node with servers and clients, hostile ones run beside honest ones."""
     suffer(Hostile(start(simulate=3, config=MANY), dice, clients=True, many=True))

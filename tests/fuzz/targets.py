@@ -26,7 +26,7 @@ from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
 from mpsd.core.configuration import document
 from mpsd.core.enforcement import drift, violations
-from mpsd.core.enforcement.opened import widened
+from mpsd.core.enforcement.opened import by_commands, widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.metrics import exposition, families
@@ -37,20 +37,23 @@ from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
 from mpsd.core.mps.log_events import ForeignCommand, Unaccounted, UnknownLine
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
+from mpsd.core.reload import LiveSettings
 from mpsd.core.sanitize import harmless_json, plain, text
 from mpsd.core.settings import ControlDaemon, LogFormat, Settings
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
-from mpsd.daemon.api import lease_handlers, lease_schema
+from mpsd.daemon.api import bodies, lease_handlers
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.routes import ROUTES
 from mpsd.daemon.control import control_log
-from mpsd.daemon.control.death_tally import DeathTally, Ended, LetInRecord
-from mpsd.daemon.control.discovery import DaemonRecord, orphans
 from mpsd.daemon.control.operator_intent import OperatorIntent
+from mpsd.daemon.control.pipe_access import LetInRecord
+from mpsd.daemon.control.process import DaemonRecord, orphans
+from mpsd.daemon.control.state import DeathTally, Ended
 from mpsd.daemon.http.problems import problem_answer
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore, UnrestoredLease
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
@@ -114,7 +117,7 @@ def stranger(foreign: tuple[str, ...]) -> None:
     """Foreign commands open at least what they say, whatever other commands are among them."""
     before = Bounds(EVERYTHING, NOTHING)
     for count in range(1, len(foreign) + 1):
-        opened = drift.opened(foreign[:count], SERVER, fresh=True)
+        opened = by_commands(foreign[:count], SERVER, fresh=True)
         assert widened(before, opened) == opened
         before = opened
     for each in drift.drift(WANTED, ReadBack(1000, None), (), foreign, NOW):
@@ -237,7 +240,7 @@ def body(data: bytes) -> None:
         assert error.hint
         return
     assert decode(msgspec.json.encode(found)) == found
-    if not isinstance(found, lease_schema.LeaseRequest):
+    if not isinstance(found, bodies.LeaseRequest):
         return
     try:
         request = lease_handlers._lease_request(found)
@@ -361,16 +364,17 @@ def record(data: bytes) -> None:
             found.find()
             orphans(found)
             found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
-            let_in = LetInRecord(paths, lambda _: (), log)
+            let_in = LetInRecord(paths, log)
             let_in.resume(ProcessIdentity(9, 1))
-            deaths = DeathTally(paths.death_tally, let_in, log)
+            quarantine = Quarantine(Path(folder) / "quarantines", LiveSettings(Settings()), log)
+            deaths = DeathTally(paths.death_tally, let_in, quarantine, log)
             deaths.load()
             deaths.count(Ended("it died", "SIGSEGV"), ControlDaemon())
             position = Record(paths.reading, control_log._Reading, log).load()
             if position is not None:
                 LogFollower(paths.control_log, position.control).read()
                 position.serving.cannot_start(NOW)
-                position.serving.statuses({}, tuple(position.serving.faults), NOW)
+                position.serving.note_words({}, tuple(position.serving.faults), NOW)
                 assert msgspec.json.decode(to_json(position), type=type(position)) == position
             assert all(json.loads(line) for line in written(stream).splitlines())
 

@@ -119,7 +119,8 @@ def rooms_diagram() -> str:
             if importer != imported and importer in inside and imported in inside
         ]
         lines.append("    end")
-    lines += ["    daemon-layer --> system-layer --> core-layer", "    cli-layer --> core-layer"]
+    lines += ["    daemon-layer --> system-layer --> core-layer"]
+    lines += [f"    {layer}-layer --> client-layer --> core-layer" for layer in ("cli", "daemon", "kubernetes")]
     return "\n".join([*lines, "```"])
 
 

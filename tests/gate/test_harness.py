@@ -9,7 +9,6 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.mps_facts import Binds
 from tests import real
 from tests.conftest import HEAVY
 from tests.gate.inner import inner_pytest
@@ -153,44 +152,6 @@ def test_the_newest_point_release_is_taken(lonely: Path) -> None:
     assert (real.version_of(lonely / "535.261.03") or ()) > (real.version_of(lonely / "535.1.02") or ())
     assert real.version_of(lonely / ".fetching-470-x") is None
     assert real.version_of(lonely / "555") is None
-
-
-CLIENTS: Final = """
-import pytest
-from tests.node import Node
-from tests.simulated_clients import SimulatedClient, variables
-
-@pytest.fixture
-def client(short_tmp):
-    short_tmp.chmod(0o711)
-    node = Node(short_tmp, simulate=1)
-    node.start()
-    with SimulatedClient(variables(node)) as client:
-        assert client.hello["mps"]
-        yield client
-    node.clean_up()
-
-def test_forgotten(client):
-    pass
-
-@pytest.mark.enforcement
-def test_marked(client):
-    pass
-
-def test_without_clients():
-    pass
-"""
-
-
-def test_clients_run_under_each_moment(tmp_path: Path) -> None:
-    """A test with clients of simulated servers fails where CI would not repeat it for each moment of binding."""
-    said = inner_pytest(tmp_path, CLIENTS)
-    assert re.search(r"\b3 passed, 1 error\b", said), said
-    assert re.search(r"ERROR at teardown of test_forgotten .*\nthis test had clients of simulated servers", said), said
-    ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
-    other = [moment for moment in Binds if moment is not Binds.CONNECT]  # a usual run's
-    assert other
-    assert all(f"MPSD_BINDS={moment} .venv/bin/pytest -m enforcement" in ci for moment in other)
 
 
 def test_what_is_left_out_runs_in_ci() -> None:

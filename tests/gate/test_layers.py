@@ -11,10 +11,11 @@ MAY_IMPORT: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"core"}),
     "system": frozenset({"core", "system"}),
-    "daemon": frozenset({"core", "system", "daemon"}),
-    "cli": frozenset({"core", "cli"}),
+    "daemon": frozenset({"core", "system", "client", "daemon"}),  # of client, the types of answers: see below
+    "client": frozenset({"core", "client"}),
+    "cli": frozenset({"core", "client", "cli"}),
     "simulator": frozenset({"core", "simulator"}),
-    "kubernetes": frozenset({"core", "system", "kubernetes"}),
+    "kubernetes": frozenset({"core", "system", "client", "kubernetes"}),
     "demo": frozenset({"core", "system", "cli", "simulator"}),
     "__main__": frozenset({"core", "system", "daemon", "cli", "simulator", "demo"}),  # the composition root
 }
@@ -84,6 +85,7 @@ ROOMS: Final = {
             "daemon/api",
         }
     ),
+    "client": frozenset[str](),
     "cli": frozenset({"cli/commands"}),  # doctor's own room uses nothing else
     "cli/terminal": frozenset({"cli"}),
     "cli/leases": frozenset({"cli", "cli/terminal"}),
@@ -114,7 +116,6 @@ MAY_IMPORT_MORE: Final = {
     "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, with or without a running mpsd
     "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
     "mpsd/cli/web/server.py": frozenset({"system"}),  # it asks the kernel for the user of each connection
-    "mpsd/kubernetes/mpsd_client.py": frozenset({"cli"}),  # mpsd has one synchronous client of its API, not two
 }
 """The further folders that a single module may import from, with the reason."""
 
@@ -123,6 +124,7 @@ LIBRARIES: Final = {
     "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
     "system": frozenset({"psutil", "pynvml", "tenacity"}),
     "daemon": frozenset({"httptools", "msgspec", "structlog"}),
+    "client": frozenset({"msgspec"}),
     "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),
     "kubernetes": frozenset({"click", "google", "grpc", "msgspec", "structlog"}),
@@ -186,6 +188,17 @@ def test_imports_point_one_way() -> None:
         if parts[1] not in MAY_IMPORT[module.layer] | MAY_IMPORT_MORE.get(module.path, frozenset())
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_daemon_and_client_share_the_types_of_answers_alone() -> None:
+    """The daemon's API, and nothing else of the daemon, imports these types, and nothing else of the client."""
+    found = {
+        (module.path.rpartition("/")[0], f"{each.module}.{each.name}".removeprefix("mpsd.client.").split(".")[0])
+        for module in modules("mpsd/daemon")
+        for each in imports(module)
+        if f"{each.module}.".startswith("mpsd.client.")
+    }
+    assert found == {("mpsd/daemon/api", "answer_types")}
 
 
 def test_what_one_command_needs_is_imported_late() -> None:
@@ -293,10 +306,10 @@ def test_core_is_pure() -> None:
 
 
 def test_the_command_line_starts_light() -> None:
-    """No module of mpsd/cli imports a slow module before one of its commands runs."""
+    """No module of mpsctl, or of the client that it calls, imports a slow module before one of its commands runs."""
     wrong = [
         f"{module.path}:{each.line}: {each.module} is imported at the start"
-        for module in modules("mpsd/cli")
+        for module in (*modules("mpsd/cli"), *modules("mpsd/client"))
         if not module.name.startswith(LATE)
         for each in imports(module)
         if each.at_start and each.module.split(".")[0] in SLOW_TO_IMPORT

@@ -255,7 +255,6 @@ def test_program_of_another_user(block: Block, workplace: Workplace) -> None:
     assert done.stdout == "nobody\n"
 
 
-@pytest.mark.enforcement
 @pytest.mark.parametrize("example", manual.EXAMPLES, ids=lambda example: example.title)
 def test_example_of_a_manual_page(example: manual.Example, workplace: Workplace, lease: Callable[[], str]) -> None:
     """A command of a manual page's examples succeeds."""

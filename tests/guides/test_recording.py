@@ -19,7 +19,6 @@ def _text(svg: str) -> str:
     return " ".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
 
 
-@pytest.mark.enforcement
 @pytest.mark.thorough
 def test_the_scene_runs(short_tmp: Path) -> None:
     """Both clients compute through the death of mpsd and through a foreign command, under the same leases."""

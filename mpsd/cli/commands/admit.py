@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
 from mpsd.cli.completion import gpu_names, lease_names, program
 from mpsd.cli.leases import another_user, end, find, guard, start
@@ -18,11 +17,12 @@ from mpsd.cli.leases.use import use
 from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
 from mpsd.cli.signals import SignalledError
 from mpsd.cli.users import User, number, user, without_account
+from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 
 def _processes(_: click.Context, __: click.Parameter, text: str | None) -> int | str | None:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import environment, note, of_files, print_answer, with_api, with_form
 from mpsd.cli.completion import lease_names
 from mpsd.cli.tables import PLAIN, Column, table
+from mpsd.client import Api
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.errors import InvalidRequestError, NotFoundError
 from mpsd.system import cdi_directory
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _DIRECTORY: Final = click.option(
     "--dir",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import note, with_api
 from mpsd.cli.commands import cdi
 from mpsd.cli.commands.admit import take, with_request
@@ -18,6 +17,7 @@ from mpsd.cli.leases import end, start
 from mpsd.cli.parameters import DURATION
 from mpsd.cli.signals import SignalledError
 from mpsd.cli.users import user
+from mpsd.client import Api
 from mpsd.core.containers import cdi as device_files
 from mpsd.core.containers import oci
 from mpsd.core.errors import (
@@ -33,7 +33,7 @@ from mpsd.core.kubernetes import pods
 from mpsd.system import cdi_directory, foreground
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _RUNTIMES: Final = click.Choice(["podman", "docker"])
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli import render, tables
-from mpsd.cli.api import Api
 from mpsd.cli.command import note, of_one_version, with_api, with_form
 from mpsd.cli.commands.lists import chosen_uid
 from mpsd.cli.completion import daemon_names, gpu_names, lease_names
 from mpsd.cli.history.moments import MOMENT, TIME
 from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
 from mpsd.cli.history.sentences import line
+from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, UnreachableError
 from mpsd.core.events import EventName
 from mpsd.core.sanitize import harmless_json, plain
@@ -26,7 +26,7 @@ from mpsd.core.sanitize import harmless_json, plain
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _ASK_AGAIN: Final = 0.2
 """Seconds between two attempts to reach an mpsd that is gone."""

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli import tables
-from mpsd.cli.api import Api
 from mpsd.cli.command import of_one_version, with_api, with_form
 from mpsd.cli.completion import daemon_names, gpu_names, lease_names
 from mpsd.cli.history.explanation import Story, story_of
 from mpsd.cli.history.moments import MOMENT
 from mpsd.cli.history.sentences import line
 from mpsd.cli.render import as_here, as_json, fold, plural
+from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:

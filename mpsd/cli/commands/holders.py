@@ -4,11 +4,11 @@ import os
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import print_lease, with_api, with_form
 from mpsd.cli.commands.admit import group_path
 from mpsd.cli.completion import lease_names, program
 from mpsd.cli.leases import find, start
+from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError
 
 _TOKEN = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name

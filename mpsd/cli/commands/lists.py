@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli import lease_views, views
-from mpsd.cli.api import Api
 from mpsd.cli.command import (
     ForEval,
     Listing,
@@ -28,10 +27,11 @@ from mpsd.cli.history.moments import MOMENT, TIME
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Look
 from mpsd.cli.users import number, user
+from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 
 def with_filters(function: Callable[..., None]) -> Callable[..., None]:

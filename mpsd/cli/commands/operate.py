@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli import signals, views
-from mpsd.cli.api import Api
 from mpsd.cli.command import print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names
 from mpsd.cli.parameters import DURATION_OR_0
 from mpsd.cli.terminal.progress import Progress
+from mpsd.client import Api
 from mpsd.core.errors import UnreachableError
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _FIRST_PAUSE: Final = 0.05
 """Seconds between the first two checks of an operation; each pause is half as long again as the one before."""

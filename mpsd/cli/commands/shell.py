@@ -4,7 +4,6 @@ import os
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import environment, note, with_api
 from mpsd.cli.commands.admit import take, with_request
 from mpsd.cli.leases import calling_process, start
@@ -12,6 +11,7 @@ from mpsd.cli.render import percent, size
 from mpsd.cli.signals import SignalledError
 from mpsd.cli.terminal import shell as user_shell
 from mpsd.cli.users import User, variables_of
+from mpsd.client import Api
 from mpsd.core.errors import NotPermittedError
 
 

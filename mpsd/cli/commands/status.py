@@ -9,10 +9,10 @@ import sys
 import click
 
 from mpsd.cli import views
-from mpsd.cli.api import Api
 from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
 from mpsd.cli.parameters import DURATION
 from mpsd.cli.users import number, user
+from mpsd.client import Api
 from mpsd.core.errors import ConfigurationError
 
 

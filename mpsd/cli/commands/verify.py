@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import click
 
 from mpsd.cli import lease_views
-from mpsd.cli.api import Api
 from mpsd.cli.command import print_answer, with_api, with_form
 from mpsd.cli.completion import daemon_names, lease_names
 from mpsd.cli.leases import find
 from mpsd.cli.leases.calling_process import calling_program, family
 from mpsd.cli.tables import look_of
+from mpsd.client import Api
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 
 @click.command()

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import environment, note, of_files, with_api
 from mpsd.cli.commands.admit import take, with_request
 from mpsd.cli.leases import end, start
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
+from mpsd.client import Api
 from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _LEASE: Final = "MPSD_LEASE="
 

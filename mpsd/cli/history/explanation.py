@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import now
 from mpsd.cli.history import story
 from mpsd.cli.history.selection import GpuNames, leases_of
@@ -13,10 +12,11 @@ from mpsd.cli.leases import find
 from mpsd.cli.leases.use import use
 from mpsd.cli.render import age, keepers, lack, percent, size, until
 from mpsd.cli.users import name_of
+from mpsd.client import Api
 from mpsd.core.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _LOG_LINES: Final = 10
 _LOG_TAIL: Final = 65536

@@ -8,7 +8,7 @@ from mpsd.cli.history.selection import GpuNames, Selection, Selector, leases_of
 from mpsd.core.sanitize import plain, text
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _OF_THE_NODE: Final = frozenset(
     {

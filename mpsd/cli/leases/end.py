@@ -4,12 +4,12 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from mpsd.cli import signals
-from mpsd.cli.api import Api
 from mpsd.cli.command import note
+from mpsd.client import Api
 from mpsd.core.errors import NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _FIRST_PAUSE: Final = 0.05
 """Seconds between the first two checks; each pause is half as long again as the one before."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.cli.api import Api
+from mpsd.client import Api
 from mpsd.core.errors import MpsdError
 
 _PRINTED: Final = b"."

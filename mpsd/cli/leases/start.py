@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import environment
 from mpsd.cli.leases import calling_process
 from mpsd.cli.users import User, variables_of
+from mpsd.client import Api
 from mpsd.core.errors import MpsdError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127

@@ -8,7 +8,7 @@ from mpsd.cli.leases.calling_process import family, name
 from mpsd.cli.users import name_of
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 
 def use(lease: "answer_types.Lease") -> str:

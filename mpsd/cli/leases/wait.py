@@ -14,16 +14,16 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from mpsd.cli import signals
-from mpsd.cli.api import Api
-from mpsd.cli.client import DEADLINE
 from mpsd.cli.command import note
 from mpsd.cli.render import lack, plural
 from mpsd.cli.terminal.progress import Progress
 from mpsd.cli.users import name_of
+from mpsd.client import Api
+from mpsd.client.connection import DEADLINE
 from mpsd.core.errors import MpsdError, StoppingError, UnreachableError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _ASK_AGAIN: Final = 0.2
 """Seconds before the second attempt to reach an mpsd that is gone; each further pause is twice as long."""

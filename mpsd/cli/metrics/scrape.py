@@ -5,8 +5,8 @@ from typing import Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import with_api
+from mpsd.client import Api
 from mpsd.core.errors import ConfigurationError
 
 _MODE: Final = 0o644

@@ -6,16 +6,16 @@ A lease without a client has a row too, since it holds capacity. Foreign text is
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import of_one_version
 from mpsd.cli.lease_views import sm_activity
 from mpsd.cli.render import holder_in_short, percent, size
 from mpsd.cli.tables import Column, Figure, Look, bar, fitting, table
 from mpsd.cli.users import name_of
+from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 GPUS: Final = (
     Column("GPU"),

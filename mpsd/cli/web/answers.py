@@ -10,18 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import now
 from mpsd.cli.history.explanation import story_of
 from mpsd.cli.history.selection import leases_of
 from mpsd.cli.history.sentences import sentence
 from mpsd.cli.render import as_here, when
 from mpsd.cli.users import name_of
+from mpsd.client import Api
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.supervision.drain import TIMEOUT, Intent
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from typing import Final
 import click
 
 from mpsd.cli import signals
-from mpsd.cli.api import Api
 from mpsd.cli.command import note
 from mpsd.cli.web.server import LOOPBACK, Server
+from mpsd.client import Api
 from mpsd.core.errors import ConfigurationError
 
 _LOOK: Final = 500

@@ -22,14 +22,14 @@ from urllib.parse import unquote
 import click
 
 from mpsd import __version__
-from mpsd.cli.api import Api
-from mpsd.cli.client import DEADLINE
 from mpsd.cli.command import of_one_version
 from mpsd.cli.web import answers
 from mpsd.cli.web.assets import HEADERS, PAGE, assets
 from mpsd.cli.web.guard import NO_SESSION, Head, Refusal, refusal_of_site
 from mpsd.cli.web.routes import methods_of
 from mpsd.cli.web.sessions import Sessions
+from mpsd.client import Api
+from mpsd.client.connection import DEADLINE
 from mpsd.core.errors import ConfigurationError, MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.system.tcp_peers import uid_of
 

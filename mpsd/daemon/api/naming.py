@@ -11,10 +11,10 @@ from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknown
 from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
-from mpsd.daemon.api.lease_schema import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
+from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.leases.holder_watch import NamedHolder
-from mpsd.system import control_groups, named_groups, proc, process, process_table
+from mpsd.system import control_groups, named_groups, proc, process
 from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.process import Process
 
@@ -226,7 +226,7 @@ def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | 
     if not request.admin:
         return request.credentials.uid, request.credentials.gid
     for pid in group.processes():
-        user = process_table.user_of(pid) if pid else None
+        user = proc.effective_user(pid) if pid else None
         if user is not None:
             return user
     raise InvalidRequestError(
@@ -305,7 +305,7 @@ def _with_user(request: Request, named: Process) -> _NamedProcess:
 
     Raises InvalidRequestError when the process is gone by now, and NotPermittedError when it belongs to another user.
     """
-    user, real_uid = process_table.user_of(named.pid), proc.real_uid(named.pid)
+    user, real_uid = proc.effective_user(named.pid), proc.real_uid(named.pid)
     # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)

@@ -101,8 +101,8 @@ class Ceilings:
     def add(self, supervisor: Supervisor) -> None:
         """Take charge of the ceiling of a control daemon, also for the leases that it has already."""
         self._ceilings[supervisor.name] = _DaemonCeiling(supervisor, self._rules.closed)
-        supervisor.keep(keeps=True)  # until the leases are restored
-        supervisor.limit(self._rules.closed)
+        supervisor.limits.keep_in_force(keeps=True)  # until the leases are restored
+        supervisor.limits.want(self._rules.closed)
         for lease in self._leases.values():
             if any(share.daemon == supervisor.name for share in lease.shares):
                 self._await(lease, anew=True)
@@ -253,13 +253,14 @@ class Ceilings:
 
         They can where there are no turns, no trouble, and no unanswered doubt. Raises PipeAccessError.
         """
-        is_open, renews = self._rules.attach is Attach.ANYTIME, False
+        is_open, is_replaced = self._rules.attach is Attach.ANYTIME, False
         for share in lease.shares:
             ceiling = self._ceilings.get(share.daemon)
             if ceiling is not None:
-                renews = ceiling.supervisor.renew_for(lease.owner.uid) or renews
-                is_open = is_open and ceiling.supervisor.unanswered() is None and not ceiling.supervisor.trouble
-        if renews:
+                is_replaced = ceiling.supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
+                trouble = ceiling.supervisor.trouble
+                is_open = is_open and trouble.unanswered_doubts() is None and not trouble.for_clients
+        if is_replaced:
             return False
         self._pipe_access.open(lease)
         return is_open
@@ -287,7 +288,8 @@ class Ceilings:
                     for ceiling in ceilings
                 ):
                     if doubts is None:  # later ones do not count
-                        doubts = [each for ceiling in ceilings if (each := ceiling.supervisor.unanswered()) is not None]
+                        found = (ceiling.supervisor.trouble.unanswered_doubts() for ceiling in ceilings)
+                        doubts = [each for each in found if each is not None]
                     if all(is_answered() for is_answered in doubts):
                         self._pipe_access.open(lease)
                         return
@@ -326,7 +328,7 @@ class Ceilings:
         supervisor, patience = ceiling.supervisor, None
         while ceiling.expected.expects(lease_id):
             is_open = ceiling.expected.is_open_to(lease_id)
-            trouble = supervisor.trouble_of_canary if lease_id == _CANARY else supervisor.trouble
+            trouble = supervisor.trouble.for_canary if lease_id == _CANARY else supervisor.trouble.for_clients
             if not trouble:
                 if is_open:
                     return
@@ -336,7 +338,7 @@ class Ceilings:
             elif is_open and patience is None:
                 patience = max(clock.monotonic() + self._patience, until)
                 if supervisor.snapshot().log_silent_since is not None:
-                    supervisor.ask()
+                    supervisor.questions.ask()
             # The turn may pass meanwhile: the caller does not wait turn after turn for limits that come too late.
             if patience is not None and clock.monotonic() >= patience:
                 because = f"the limits of {supervisor.name} could not be opened: {trouble}"
@@ -356,7 +358,9 @@ class Ceilings:
 
     def _adjust_all(self) -> None:
         for ceiling in self._ceilings.values():
-            ceiling.supervisor.keep(keeps=not self._completeness.is_complete(ceiling.supervisor.gpu.uuid))
+            ceiling.supervisor.limits.keep_in_force(
+                keeps=not self._completeness.is_complete(ceiling.supervisor.gpu.uuid)
+            )
             self._adjust(ceiling)
 
     def _adjust(self, ceiling: _DaemonCeiling) -> None:
@@ -370,4 +374,4 @@ class Ceilings:
         ceiling.lower_at = NEVER if limits == needed.limits else min(ceiling.lower_at, now + _LINGER)
         if limits != ceiling.limits:
             ceiling.limits = limits
-            ceiling.supervisor.limit(limits)
+            ceiling.supervisor.limits.want(limits)

@@ -118,7 +118,7 @@ class Leases:
         self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit)
         self._keepers = Keepers(ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users)
         self.claims = Claims(ledger, self.holder_watch, self.group_commit, ceilings)
-        self.closing = Closing(ledger, endings, self.group_commit, follow=ceilings.follow, end=self._end, log=log)
+        self.closing = Closing(ledger, endings, self.group_commit, log)
         self.request_ids = RequestIds(ledger.find)
         self._pending: dict[str, _PendingRequest] = {}
         """The requests whose outcome no caller has got yet, by lease."""
@@ -130,6 +130,8 @@ class Leases:
         self._offered: Iterable[Offer] | None = None
         self.group_commit.ending.connect(self._settle_after_ends)
         self.group_commit.unstored.connect(self._end)
+        self.closing.begun.connect(ceilings.follow)
+        self.closing.over.connect(self._end)
         self._keepers.gone.connect(self._keeper_gone)
         self._keepers.unborne.connect(self._end)
         settings.follow(self._configure)
@@ -148,7 +150,7 @@ class Leases:
                     now = clock.monotonic()
                     self._report_expiring(now)
                     self._end_overdue(now)
-                    self.closing.look()
+                    self.closing.proceed()
                     self.holder_watch.poll()
                     self.group_commit.mend()
                     self.settle()  # the order of the queue changes with time alone

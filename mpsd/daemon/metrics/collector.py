@@ -11,7 +11,7 @@ from mpsd.core.roles import UserIdentity
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.own_cost import own_cost
+from mpsd.system.resources import own_cost
 
 
 class Collector:

@@ -14,8 +14,7 @@ from mpsd.core.signal import Signal
 from mpsd.core.supervision.drain import Intent, Operation, OperatorCommand
 from mpsd.core.supervision.wedge import Suspicion
 from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.watch import Examination
-from mpsd.daemon.canary.watches import ServerWatches
+from mpsd.daemon.canary.watch import Examination, ServerWatches
 from mpsd.daemon.control.drainer import DaemonLeases
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.state import Heartbeat
@@ -23,6 +22,7 @@ from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases.leases import Leases
+from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.system import control_flags
 from mpsd.system.canary import CanaryProgram
@@ -41,6 +41,7 @@ class ControlDaemons:
         gpus: Gpus,
         leases: Leases,
         pipe_access: NodePipeAccess,
+        quarantine: Quarantine,
         endings: Endings,
         settings: LiveSettings,
         log: Logger,
@@ -51,18 +52,20 @@ class ControlDaemons:
         self.knows_many_users = knows_many_users
         """Whether the control program is known to serve several users; nothing proposes it otherwise."""
         self._program = program
-        self._gpus, self._leases, self._pipe_access, self._endings = gpus, leases, pipe_access, endings
+        self._gpus, self._leases, self._endings = gpus, leases, endings
+        self._pipe_access, self._quarantine = pipe_access, quarantine
         self._settings, self._log = settings, log
         self._watches = ServerWatches(Canaries(canary, program, leases.ceilings, pipe_access), settings, log)
         self._supervisors: dict[str, Supervisor] = {}
         self._touched = asyncio.Event()
         """Set, and replaced, at each change."""
         self._daemon_leases = DaemonLeases(
-            leases.ledger.on, leases.release, leases.completeness.unrestored, leases.clients.stop, leases.clients.lose
+            leases.ledger.on, leases.release, leases.completeness.unrestored, leases.clients.stop
         )
         gpus.reported.connect(self._doubt)
         endings.suspected.connect(self._watches.suspect)
         endings.changed.connect(self._note_change)
+        self._watches.changed.connect(self._note_change)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -79,16 +82,18 @@ class ControlDaemons:
                     pipe_access=self._pipe_access.of(name, gpu.uuid),
                     leases=self._daemon_leases,
                     endings=self._endings,
+                    quarantine=self._quarantine,
                     settings=self._settings,
                     usage=partial(self._gpus.read_usage, gpu.uuid),
                     log=self._log,
-                    changed=self._note_change,
                 )
+                supervisor.changed.connect(self._note_change)
+                supervisor.survivors.lost.connect(partial(self._leases.clients.lose, name))
                 self._supervisors[name] = supervisor
                 self._leases.ceilings.add(supervisor)
                 self._endings.add(supervisor)
                 group.create_task(supervisor.run())
-                group.create_task(self._watches.add(supervisor, self._gpus, self._note_change).run())
+                group.create_task(self._watches.add(supervisor, self._gpus).run())
         return len(self._supervisors) > before
 
     async def ask_program(self) -> None:
@@ -106,7 +111,7 @@ class ControlDaemons:
         """Ask the servers of a GPU, by its UUID, whether they handle a fatal fault."""
         for supervisor in self._supervisors.values():
             if supervisor.gpu.uuid == gpu:
-                supervisor.doubt()
+                supervisor.questions.doubt()
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +153,7 @@ class ControlDaemons:
     async def ask(self, lease: Lease) -> list[str]:
         """Query the control daemons of a lease again; return those that did not answer in time."""
         there = {share.daemon for share in lease.shares}
-        answered = {name: each.ask() for name, each in self._supervisors.items() if name in there}
+        answered = {name: each.questions.ask() for name, each in self._supervisors.items() if name in there}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.current.daemon.answer_deadline):
                 while not all(done() for done in answered.values()):

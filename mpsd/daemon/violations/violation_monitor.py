@@ -41,7 +41,7 @@ from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
-from mpsd.system import clock, proc, process_table
+from mpsd.system import clock, proc
 
 _VARIABLES: Final = frozenset({*violations.VARIABLES, LEASE, TOKEN})
 """The variables that are read from a client's environment."""
@@ -313,7 +313,7 @@ class ViolationMonitor:
                 # While a lease is not restored, a client without one may belong to it.
                 if not (daemon.unrestored and found.kind is ViolationKind.NO_LEASE):
                     yield found
-            uid = process_table.uid_of(client.identity.pid) if self._quarantine.uids else None
+            uid = proc.effective_uid(client.identity.pid) if self._quarantine.uids else None
             if uid is not None and uid in self._quarantine.uids:
                 yield violations.of_quarantined(attached, uid)
             since = self._faults.get((client.daemon, client.server))

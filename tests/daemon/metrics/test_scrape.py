@@ -100,7 +100,6 @@ class TestRoles:
 
 
 class TestSeries:
-    @pytest.mark.enforcement
     def test_of_a_lease(self, make_node: Callable[..., Node]) -> None:
         """A lease and its clients have series, with their held memory, for exactly as long as they exist."""
         node = make_node(simulate=1, control=None).start()
@@ -142,7 +141,6 @@ class TestSeries:
         assert found["mpsd_lease_grant_duration_seconds_count"] == 1, "the other one had waited"
 
 
-@pytest.mark.enforcement
 @pytest.mark.thorough
 def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
     """Counters and sums agree with the events, through deaths, silence, foreign commands, refusals and violations."""

@@ -89,8 +89,6 @@ def _members() -> dict[str, set[str]]:
     """Return the definitions of each class of mpsd, and of each module."""
     found: dict[str, set[str]] = {}
     for module in modules("mpsd"):
-        if module.path.endswith("__init__.py"):
-            continue
         for node in nodes(module):
             if isinstance(node, ast.ClassDef | ast.Module):
                 owner = node.name if isinstance(node, ast.ClassDef) else module.name.rpartition(".")[2]

@@ -1,22 +1,33 @@
-"""The routes of mpsd's API that mpsctl calls, each as a method."""
+"""The client of mpsd's API: what mpsctl, mpsd-kubernetes and other Python programs on the node call mpsd with.
+
+    import os
+    from mpsd.client import Api
+
+    with Api() as api:
+        lease = api.admit({"threads": 25, "memory": "2GiB"})  # this process holds it until it exits
+        os.environ.update(lease["env"])  # before CUDA is initialised
+        assert api.verify(lease["id"])["violations"] == []
+        api.release(lease["id"])
+
+An answer is mpsd's JSON as Python decodes it, with the types of `answer_types`; requests have the fields that
+docs/reference/api.md describes. Every method raises UnreachableError when no mpsd answers within the deadline,
+UntrustedSocketError when a stranger listens on the socket, and otherwise the error of mpsd's answer, as its class in
+`mpsd.core.errors` with a hint. The calls block; an Api is for one thread at a time.
+"""
 
 import os
 from collections.abc import Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
-from mpsd.cli.client import DEADLINE, Client, Meanwhile, segment
+from mpsd.client.connection import DEADLINE, SOCKET, Connection, Meanwhile, segment
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 
-SOCKET: Final = "/run/mpsd/mpsd.sock"
-"""The default socket of mpsd."""
-
-
-class Api(Client):
-    """mpsd from a caller's view. Every method raises UnreachableError, and the errors of mpsd's answers."""
+class Api(Connection):
+    """mpsd, with one method for each route."""
 
     def variables(self) -> dict[str, str]:
         """Return the variables with which a process finds and trusts this mpsd; empty where it does so by default."""

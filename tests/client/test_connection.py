@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.cli.client import Client, error_of, segment
+from mpsd.cli.group import mpsctl
+from mpsd.client.connection import SOCKET, Connection, error_of, segment
 from mpsd.core.errors import DoesNotFitError, InvalidRequestError, MpsdError, UnreachableError, catalogue
+from mpsd.core.settings import Settings
 from tests.cli.answering import Answering, answering, http
 from tests.cli.conftest import ROOT
 
@@ -35,15 +37,21 @@ CHUNKED = HEAD + b"transfer-encoding: Chunked\r\n\r\n"
 )
 def test_bodies(short_tmp: Path, answer: Sequence[bytes]) -> None:
     """A body arrives whole, however its end is marked and in any pieces."""
-    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+    with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s")) as client:
         assert client.get("/v1/status") == {"a": 1}
+
+
+def test_default_socket() -> None:
+    """The socket that mpsctl and the client try first is the one that mpsd makes by default."""
+    (option,) = (parameter for parameter in mpsctl.params if parameter.name == "socket")
+    assert option.default == SOCKET == str(Settings().socket)
 
 
 def test_requests(short_tmp: Path) -> None:
     """Requests use one connection, each whole, with the length and the type of its body."""
     created = http({"id": "x"}, "201 Created")
     with answering(short_tmp / "s", http(1), created, b"HTTP/1.1 204 No Content\r\n\r\n") as server:
-        with Client(str(short_tmp / "s")) as client:
+        with Connection(str(short_tmp / "s")) as client:
             client.get("/v1/status")
             client.post("/v1/leases", {"name": "ü"})
             client.delete("/v1/leases/x")
@@ -61,7 +69,7 @@ def test_requests(short_tmp: Path) -> None:
 def test_closed_connections(short_tmp: Path) -> None:
     """When a server closes the connection after its answer, the client connects again."""
     closing = [http(1, "200 OK", "Connection: close"), Answering.hang_up]
-    with answering(short_tmp / "s", closing, closing) as server, Client(str(short_tmp / "s")) as client:
+    with answering(short_tmp / "s", closing, closing) as server, Connection(str(short_tmp / "s")) as client:
         assert client.get("/") == client.get("/") == 1
         assert server.connections == 2
 
@@ -78,7 +86,7 @@ def test_closed_connections(short_tmp: Path) -> None:
 )
 def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
     """A truncated answer is reported as such, with what is unknown because of it."""
-    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+    with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s")) as client:
         with pytest.raises(UnreachableError, match="broke before the answer arrived") as error:
             client.get("/")
         assert "mpsctl leases" in error.value.hint
@@ -98,7 +106,7 @@ def test_broken_off(short_tmp: Path, answer: Sequence[bytes]) -> None:
 )
 def test_not_mpsd(short_tmp: Path, answer: Sequence[bytes]) -> None:
     """An answer that is not mpsd's is distinguished from an absent mpsd, with the option for another socket."""
-    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+    with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s")) as client:
         with pytest.raises(UnreachableError, match="does not answer as mpsd does") as error:
             client.get("/")
         assert "MPSD_SOCKET" in error.value.hint
@@ -110,7 +118,7 @@ def test_not_mpsd(short_tmp: Path, answer: Sequence[bytes]) -> None:
 def test_deadline(short_tmp: Path, answer: Sequence[bytes] | None) -> None:
     """The client waits until its deadline for a server that takes a request and does not finish its answer."""
     late = pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s")
-    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s"), deadline=0.2) as client, late:
+    with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s"), deadline=0.2) as client, late:
         client.get("/")
 
 
@@ -118,13 +126,16 @@ def test_deadline_is_for_the_whole(short_tmp: Path) -> None:
     """A server that keeps sending single bytes delays its caller no longer than a silent one."""
     endless = chain([HEAD + b"content-length: 1000000000\r\n\r\n"], repeat(b"x"))
     late = pytest.raises(UnreachableError, match=r"did not answer within 0\.2 s")
-    with answering(short_tmp / "s", endless), Client(str(short_tmp / "s"), deadline=0.2) as client, late:
+    with answering(short_tmp / "s", endless), Connection(str(short_tmp / "s"), deadline=0.2) as client, late:
         client.get("/")
 
 
 def test_after_a_failure(short_tmp: Path) -> None:
     """A request after a failed one does not read the rest of the old answer."""
-    with answering(short_tmp / "s", [b"junk\r\n" + http(1)], http(2)) as server, Client(str(short_tmp / "s")) as client:
+    with (
+        answering(short_tmp / "s", [b"junk\r\n" + http(1)], http(2)) as server,
+        Connection(str(short_tmp / "s")) as client,
+    ):
         with pytest.raises(UnreachableError):
             client.get("/")
         assert client.get("/") == 2
@@ -151,7 +162,7 @@ def test_a_deadline_of_its_own(short_tmp: Path) -> None:
         assert enough.wait(30)
         yield http(1)
 
-    with answering(short_tmp / "s", answer(), http(2)), Client(str(short_tmp / "s"), deadline=0.2) as client:
+    with answering(short_tmp / "s", answer(), http(2)), Connection(str(short_tmp / "s"), deadline=0.2) as client:
         assert client.post("/v1/leases", {}, deadline=60, meanwhile=meanwhile) == 1
         assert done == [0, 1, 2]
         assert client.get("/") == 2
@@ -160,7 +171,7 @@ def test_a_deadline_of_its_own(short_tmp: Path) -> None:
 def test_the_end_of_a_long_wait(short_tmp: Path) -> None:
     """Such a request also ends at its deadline, whatever is done meanwhile."""
     late = pytest.raises(UnreachableError, match=r"did not answer within 0\.6 s")
-    with answering(short_tmp / "s", None), Client(str(short_tmp / "s")) as client, late:
+    with answering(short_tmp / "s", None), Connection(str(short_tmp / "s")) as client, late:
         client.post("/v1/leases", {}, deadline=0.6, meanwhile=lambda: 0.01)
 
 
@@ -176,14 +187,14 @@ def test_the_end_of_a_long_wait(short_tmp: Path) -> None:
 )  # fmt: skip
 def test_lines(short_tmp: Path, answer: Sequence[bytes], wanted: list[object]) -> None:
     """Lines arrive whole, raw and decoded, however they were cut."""
-    with answering(short_tmp / "s", answer), Client(str(short_tmp / "s")) as client:
+    with answering(short_tmp / "s", answer), Connection(str(short_tmp / "s")) as client:
         assert [document for _, document in client.lines("/v1/events")] == wanted
 
 
 def test_a_line_that_breaks_off(short_tmp: Path) -> None:
     """Lines before a break have been passed on, the broken line is not, and the break is an error."""
     with answering(short_tmp / "s", [CHUNKED + b"3\r\n1\n2\r\n", Answering.hang_up]):
-        lines = Client(str(short_tmp / "s")).lines("/v1/events")
+        lines = Connection(str(short_tmp / "s")).lines("/v1/events")
         assert next(lines) == ("1", 1)
         with pytest.raises(UnreachableError, match="broke before the answer arrived") as error:
             next(lines)
@@ -204,7 +215,7 @@ def test_silence_between_lines(short_tmp: Path) -> None:
         yield b"2\r\n1\n\r\n"
         yield b"0\r\n\r\n"
 
-    with answering(short_tmp / "s", answer(), [CHUNKED]), Client(str(short_tmp / "s"), deadline=0.2) as client:
+    with answering(short_tmp / "s", answer(), [CHUNKED]), Connection(str(short_tmp / "s"), deadline=0.2) as client:
         assert list(client.lines("/v1/events", silence=inf, meanwhile=meanwhile)) == [("1", 1)]
         with pytest.raises(UnreachableError, match="did not answer"):
             list(client.lines("/v1/events", silence=0.2))
@@ -214,7 +225,7 @@ def test_lines_are_refused(short_tmp: Path) -> None:
     """A refusal is raised as for any other request; an answer without lines of JSON is an error, too."""
     problem = http({"code": "invalid_request", "detail": "too old", "hint": "ask later"}, "422 Unprocessable Entity")
     with answering(short_tmp / "s", problem, [HEAD + b"content-length: 6\r\n\r\nhello\n"]):
-        client = Client(str(short_tmp / "s"))
+        client = Connection(str(short_tmp / "s"))
         with pytest.raises(InvalidRequestError, match="too old"):
             list(client.lines("/v1/events"))
         with pytest.raises(UnreachableError, match="does not answer as mpsd does") as error:
@@ -228,7 +239,7 @@ def test_lines_are_refused(short_tmp: Path) -> None:
 def test_no_socket(short_tmp: Path) -> None:
     """Without a socket the error names the path, and how to start mpsd or to name another."""
     with pytest.raises(UnreachableError, match=f"there is no socket {short_tmp}/s") as error:
-        Client(f"{short_tmp}/s").get("/")
+        Connection(f"{short_tmp}/s").get("/")
     assert "if mpsd is not running, start it" in error.value.hint
     assert "mount the directory of the socket" in error.value.hint
     assert "--socket" in error.value.hint
@@ -242,13 +253,13 @@ def test_nobody_listens(short_tmp: Path) -> None:
     (short_tmp / "file").touch()
     for name in ("s", "file"):
         with pytest.raises(UnreachableError, match="nothing listens on"):
-            Client(f"{short_tmp}/{name}").get("/")
+            Connection(f"{short_tmp}/{name}").get("/")
 
 
 def test_path_too_long() -> None:
     """A path too long for a unix socket is refused with a reason, not with a traceback."""
     with pytest.raises(UnreachableError, match="too long"):
-        Client("/" + 200 * "x").get("/")
+        Connection("/" + 200 * "x").get("/")
 
 
 def test_no_room_in_the_queue(short_tmp: Path) -> None:
@@ -259,7 +270,7 @@ def test_no_room_in_the_queue(short_tmp: Path) -> None:
         with socket.socket(socket.AF_UNIX) as first:
             first.connect(f"{short_tmp}/s")
             with pytest.raises(UnreachableError, match="did not accept a connection"):
-                Client(f"{short_tmp}/s", deadline=0.2).get("/")
+                Connection(f"{short_tmp}/s", deadline=0.2).get("/")
 
 
 @pytest.mark.root("call as another user")
@@ -269,8 +280,9 @@ def test_permission_denied(short_tmp: Path) -> None:
         (short_tmp / "s").chmod(stat.S_IRWXU)
         short_tmp.chmod(0o711)
         script = (
-            "import os, sys; sys.path.insert(0, sys.argv[2]); from mpsd.cli.client import Client; os.setuid(65534);"
-            "\ntry: Client(sys.argv[1]).get('/')\nexcept Exception as error: print(error, error.hint)"
+            "import os, sys; sys.path.insert(0, sys.argv[2]); from mpsd.client.connection import Connection"
+            "\nos.setuid(65534)"
+            "\ntry: Connection(sys.argv[1]).get('/')\nexcept Exception as error: print(error, error.hint)"
         )
         done = subprocess.run(
             [sys.executable, "-c", script, str(short_tmp / "s"), str(ROOT)], capture_output=True, text=True, check=False
@@ -314,7 +326,7 @@ def test_errors_of_somebody_else(document: object) -> None:
 def test_an_error_is_raised(short_tmp: Path) -> None:
     """A problem document is raised by the request that it answers, and the connection stays open."""
     problem = http({"code": "does_not_fit", "detail": "10 % are left", "hint": "ask for less"}, "409 Conflict")
-    with answering(short_tmp / "s", problem, http(1)) as server, Client(str(short_tmp / "s")) as client:
+    with answering(short_tmp / "s", problem, http(1)) as server, Connection(str(short_tmp / "s")) as client:
         with pytest.raises(DoesNotFitError, match="10 % are left"):
             client.post("/v1/leases", {})
         assert client.get("/") == 1

@@ -17,6 +17,9 @@ from typing import Final, Self, TypeAlias
 from mpsd import __version__
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError, catalogue
 
+SOCKET: Final = "/run/mpsd/mpsd.sock"
+"""The default socket of mpsd."""
+
 DEADLINE: Final = 10.0
 """Seconds for one request, from connecting to the last byte of its answer, unless the request names another
 deadline."""
@@ -39,7 +42,7 @@ _EXIT_CODES: Final = {401: 77, 403: 77, 404: 1, 409: 75, 429: 75, 503: 75}
 """Exit codes by HTTP status, for an error with a code that this mpsctl does not know."""
 
 
-class Client:
+class Connection:
     """One connection to mpsd, opened at the first request and kept for further ones.
 
     Every request raises UnreachableError when no mpsd answers within the deadline, UntrustedSocketError when the
@@ -47,16 +50,19 @@ class Client:
     class.
     """
 
-    def __init__(self, path: str, *, deadline: float = DEADLINE, trusted: Collection[int] = ()) -> None:
-        """`trusted` are the uids that are trusted besides root's and the caller's own."""
-        self.path = path
+    def __init__(self, path: str | None = None, *, deadline: float = DEADLINE, trusted: Collection[int] = ()) -> None:
+        """`path` is that of mpsd's socket; None: the one that MPSD_SOCKET names, otherwise the default.
+
+        `trusted` are the uids that are trusted besides root's and the caller's own.
+        """
+        self.path = path or os.environ.get("MPSD_SOCKET") or SOCKET
         """The path of mpsd's socket."""
         self.trusted = frozenset(trusted)
         self._deadline = deadline
-        self._connection: _Connection | None = None
+        self._connection: _Socket | None = None
 
     def __enter__(self) -> Self:
-        """Return the client; the first request opens the connection."""
+        """Return it; the first request opens the connection."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,17 +70,17 @@ class Client:
         self.close()
 
     def another(self, *, deadline: float) -> Self:
-        """Return a client of the same mpsd with its own connection."""
+        """Return a further connection to the same mpsd."""
         return type(self)(self.path, deadline=deadline, trusted=self.trusted)
 
     def at(self, path: str) -> Self:
-        """Return a client of another mpsd, by the path of its socket, with the same trusted users."""
+        """Return a connection to another mpsd, by the path of its socket, with the same trusted users."""
         return type(self)(path, deadline=self._deadline, trusted=self.trusted)
 
-    def connect(self) -> "_Connection":
+    def connect(self) -> "_Socket":
         """Connect, if that was not done yet. Raises UnreachableError and UntrustedSocketError."""
         if self._connection is None:
-            self._connection = _Connection(_connect(self.path, self._deadline, self.trusted))
+            self._connection = _Socket(_connect(self.path, self._deadline, self.trusted))
         return self._connection
 
     def close(self) -> None:
@@ -186,7 +192,7 @@ class Client:
                     hint="check whether mpsd is running and what it did: mpsctl status; mpsctl leases",
                 )
 
-    def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Connection":
+    def _send(self, method: str, path: str, body: bytes, deadline: float, meanwhile: Meanwhile | None) -> "_Socket":
         """Send a request, and return the connection for its answer."""
         connection = self.connect()
         connection.begin(deadline, meanwhile)
@@ -280,7 +286,7 @@ def _unreachable(path: str, deadline: float, error: OSError) -> UnreachableError
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
-class _Connection:
+class _Socket:
     """One connection, and the parser of its answers.
 
     Every method raises TimeoutError once the time given to `begin` has passed, EOFError when the peer closes in the

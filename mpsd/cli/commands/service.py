@@ -19,8 +19,8 @@ from mpsd.cli.leases.take import take
 from mpsd.cli.render import as_env_file
 from mpsd.cli.users import user
 from mpsd.client import Api
+from mpsd.core.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.errors import ConfigurationError, InvalidRequestError, MpsdError, NotFoundError
-from mpsd.core.holders.drop_in import OnRestart, environment_file, is_written_here, render, seconds_held, service_name
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:

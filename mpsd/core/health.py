@@ -306,7 +306,7 @@ def of_daemon(daemon: Daemon) -> Iterator[Reason]:
     name = daemon.name
     # A daemon with a stopped server does not answer: that is one reason, and not two.
     is_explained = daemon.state is State.UNRESPONSIVE and daemon.stopped and daemon.operation is None
-    if not (daemon.state is State.READY or daemon.renewing or is_explained):
+    if not (daemon.state is State.READY or daemon.replacing or is_explained):
         yield _not_ready(daemon)
     if daemon.client_end:
         hint = "wait: it takes enforcement.terminate_deadline at most; for its state: mpsctl daemons"

@@ -347,7 +347,7 @@ def test_refusals(view: GpuView, found: Daemon, limit: str, kind: Kind) -> None:
         (gpu(Health.OK), DAEMON),
         (GPU, daemon(servers=(Server(42, orphan=True), Server(43)))),
         (GPU, daemon(servers=(Server(42, orphan=True, dying=True),))),
-        (GPU, daemon(state=State.STOPPING, renewing=True)),
+        (GPU, daemon(state=State.STOPPING, replacing=True)),
         (GPU, daemon(log_silent_since=datetime(2026, 11, 22, tzinfo=UTC))),
     ],
 )

@@ -1,17 +1,14 @@
 """Whether the limits in force are the limits that mpsd set. Pure."""
 
-import re
 from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
 from functools import reduce
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from mpsd.core.model import Drift, Limits, ReadBack, Server
 from mpsd.core.mps.commands import words
-from mpsd.core.mps.limits import CLIENT_PRIORITY, EVERYTHING, LIMITS, NOTHING, Limit, LimitValue, narrower, wider
-from mpsd.core.quantities import ActiveThreadPercentage, Bounds, PinnedDeviceMemLimit
-
-_PID: Final = re.compile(r"[0-9]{1,10}")
+from mpsd.core.mps.limits import CLIENT_PRIORITY, LIMITS, NOTHING, Limit, LimitValue, wider
+from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 
 _Difference: TypeAlias = tuple[int | None, Limit, LimitValue, LimitValue]
 """The server, or None for the defaults of the daemon; a limit; the wanted value; and the reported value."""
@@ -65,33 +62,6 @@ def priority_drift(
     return (Drift(CLIENT_PRIORITY.limit, CLIENT_PRIORITY.wanted, found, since, command),)
 
 
-def opened(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
-    """Return the bounds of the limits that commands of others set on a server, even for a moment.
-
-    Without such commands the bounds are empty: from everything down to nothing. The defaults of the daemon apply to a
-    server that is `fresh`. A value that mpsd would not write itself counts as any value, because only MPS knows what it
-    makes of it (`-1G` is 16 EiB, measured).
-    """
-    least, most = EVERYTHING, NOTHING
-    for command in commands:
-        name, *arguments = words(command) or [""]
-        for limit in LIMITS:
-            if name == limit.default_setter and fresh:
-                given = limit.foreign(arguments)
-            elif name == limit.server_setter and arguments and _may_be(arguments[0], server):
-                given = limit.foreign(arguments[1:])
-            else:
-                continue
-            most = limit.put(most, wider(limit.found(most), given))
-            least = limit.put(least, narrower(limit.found(least), 0 if given is None else given))
-    return Bounds(least, most)
-
-
-def _may_be(pid: str, server: int) -> bool:
-    """Tell whether a word in a command may be this server; only a different number excludes it."""
-    return _PID.fullmatch(pid) is None or int(pid) == server
-
-
 def in_force(found: Collection[ReadBack], own: Collection[ReadBack]) -> Limits:
     """Return the widest limits in force, as the daemon and its servers report them, so that mpsd can keep them.
 
@@ -109,7 +79,7 @@ def in_force(found: Collection[ReadBack], own: Collection[ReadBack]) -> Limits:
     return Limits(ActiveThreadPercentage(max(threads, 1)), PinnedDeviceMemLimit.reported_as(memory))
 
 
-def holds(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:
+def are_in_force(wanted: Limits, found: ReadBack, servers: Iterable[Server]) -> bool:
     """Tell whether the defaults, and the limits of all servers as far as they are known, are as wanted."""
     return next(_differing(wanted, found, servers), None) is None
 

@@ -1,16 +1,20 @@
 """The limits that were open to a client of MPS, as far as they can be known, as bounds. Pure."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import reduce
 from typing import Final
 
 from mpsd.core.model import ReadBack
-from mpsd.core.mps.limits import EVERYTHING, NOTHING, narrowest_read_back, widest_read_back
+from mpsd.core.mps.commands import words
+from mpsd.core.mps.limits import EVERYTHING, LIMITS, NOTHING, narrower, narrowest_read_back, wider, widest_read_back
 from mpsd.core.quantities import Bounds, Opened
 
 ANYTHING: Final = Bounds(NOTHING, EVERYTHING)
 """The bounds where nothing is known."""
+
+_PID: Final = re.compile(r"[0-9]{1,10}")
 
 
 def widened(one: Bounds, other: Bounds) -> Bounds:
@@ -27,6 +31,33 @@ def between(last: Bounds | None, now: ReadBack, foreign: Bounds) -> Bounds | Non
     return None if last is None else widened(widened(last, Bounds(now, now)), foreign)
 
 
+def by_commands(commands: Iterable[str], server: int, *, fresh: bool) -> Bounds:
+    """Return the bounds of the limits that commands of others set on a server, even for a moment.
+
+    Without such commands the bounds are empty: from everything down to nothing. The defaults of the daemon apply to a
+    server that is `fresh`. A value that mpsd would not write itself counts as any value, because only MPS knows what it
+    makes of it (`-1G` is 16 EiB, measured).
+    """
+    least, most = EVERYTHING, NOTHING
+    for command in commands:
+        name, *arguments = words(command) or [""]
+        for limit in LIMITS:
+            if name == limit.default_setter and fresh:
+                given = limit.foreign(arguments)
+            elif name == limit.server_setter and arguments and _may_be(arguments[0], server):
+                given = limit.foreign(arguments[1:])
+            else:
+                continue
+            most = limit.put(most, wider(limit.found(most), given))
+            least = limit.put(least, narrower(limit.found(least), 0 if given is None else given))
+    return Bounds(least, most)
+
+
+def _may_be(pid: str, server: int) -> bool:
+    """Tell whether a word in a command may be this server; only a different number excludes it."""
+    return _PID.fullmatch(pid) is None or int(pid) == server
+
+
 def any_of(limits: Iterable[ReadBack]) -> Bounds | None:
     """Return the bounds of limits of which any may have been in force; None where there are none."""
     each = [Bounds(one, one) for one in limits]
@@ -41,9 +72,9 @@ def opened(known: Opened | None, meanwhile: Bounds | None, *, new: bool) -> Open
 
 
 def continued(known: Opened | None, now: Opened | None, *, has_context: bool) -> Opened | None:
-    """Return what was open to a client by `known`, at an earlier look, and by `now`; None: that is unknown.
+    """Return what was open to a client by `known`, at an earlier check, and by `now`; None: that is unknown.
 
-    A client that had a context at the earlier look (`has_context`) has no less than was open by then, since a later
+    A client that had a context at the earlier check (`has_context`) has no less than was open by then, since a later
     fall of the ceiling can only apply to its later contexts.
     """
     if known is None:

@@ -99,7 +99,7 @@ class ServerHealth:
         """Start anew: the next servers belong to another control daemon."""
         self.failures, self.words = [], ""
 
-    def statuses(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
+    def note_words(self, words: Mapping[int, str | None], idle: Collection[int], now: datetime) -> None:
         """Process the servers' state words, where the driver has them: they decide, whatever the log reports.
 
         Servers that are gone, or have no client left, are `idle` and have no fault, unless their word says that they

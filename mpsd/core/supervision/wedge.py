@@ -28,7 +28,7 @@ A context takes 145 MiB with 25 % of the threads, 271 MiB with 50 % and 517 MiB 
 The memory comes from `admission.memory_reserve`, whose default is the same size."""
 
 SPACING: Final = 10.0
-"""Seconds from the end of a canary to the next one for a suspicion that it did not settle, for one that any user can
+"""Seconds from the end of a canary to the next one for a suspicion that it did not decide, for one that any user can
 cause, and for a wedged server, which may serve again."""
 
 NOT_READY: Final = 807
@@ -64,12 +64,12 @@ STRONG: Final = frozenset({Cause.STILL_LISTED, Cause.TERMINATE})
 """The causes that a working server hardly ever shows. A daemon without users whose server is suspect for one of them is
 replaced at once: that takes a moment, and harms no client."""
 
-HOLDING: Final = STRONG | {Cause.ADOPTED}
+STOPPING_GRANTS: Final = STRONG | {Cause.ADOPTED}
 """The causes for which nothing is granted until the server is known to serve. Any user can cause the others."""
 
 _BOUNDED: Final = frozenset({Cause.TERMINATE, Cause.ADOPTED})
-"""Those that hold no longer than until mpsd finds that it can send no canary at all: a client with an endless kernel
-can cause the one, and the other says nothing against a server."""
+"""Those that stop grants no longer than until mpsd finds that it can send no canary at all: a client with an endless
+kernel can cause the one, and the other says nothing against a server."""
 
 
 class Listed(NamedTuple):
@@ -153,7 +153,7 @@ class _Open(NamedTuple):
     since: float
     due: float
     """The time from which on it may be examined."""
-    holds: bool
+    stops_grants: bool
 
 
 @dataclass(slots=True)
@@ -168,8 +168,8 @@ class Suspicions:
         """Add a suspicion; False where it is open already."""
         if suspicion in self._open:
             return False
-        holds = suspicion.cause in HOLDING
-        self._open[suspicion] = _Open(now, now if holds else max(now, self._next), holds)
+        stops_grants = suspicion.cause in STOPPING_GRANTS
+        self._open[suspicion] = _Open(now, now if stops_grants else max(now, self._next), stops_grants)
         return True
 
     def due(self, now: float) -> Suspicion | None:
@@ -182,19 +182,19 @@ class Suspicions:
         return next((each for each in self._open if each.cause in STRONG), None)
 
     @property
-    def holding(self) -> Suspicion | None:
+    def stopping_grants(self) -> Suspicion | None:
         """The first open suspicion for which nothing is granted."""
-        return next((each for each, when in self._open.items() if when.holds), None)
+        return next((each for each, when in self._open.items() if when.stops_grants), None)
 
-    def settle(self, now: float, end: CanaryEnd, begun: float) -> None:
-        """Note the end of a canary that began at this time: it settles the suspicions of before, if it proves anything.
+    def conclude(self, now: float, end: CanaryEnd, begun: float) -> None:
+        """Note the end of a canary that began at this time: it decides the suspicions of before, if it proves anything.
 
         The others are examined again after SPACING.
         """
         self._next = now + SPACING
         # 1. A suspicion that is younger than the canary is about a later moment: it needs another canary.
-        # 2. A canary with any evidence settles all older ones.
-        # 3. Where no canary can be sent at all, some causes hold nothing any longer: grants would wait for ever.
+        # 2. A canary with any evidence decides all older ones.
+        # 3. Where no canary can be sent at all, some causes stop no grants any longer: these would wait for ever.
         # 4. The canary showed nothing: another one follows.
         for each, when in [*self._open.items()]:
             if when.since > begun:
@@ -202,7 +202,7 @@ class Suspicions:
             if end.proof is not Proof.NOTHING:
                 del self._open[each]
             elif end.unable and each.cause in _BOUNDED:
-                self._open[each] = when._replace(due=inf, holds=False)
+                self._open[each] = when._replace(due=inf, stops_grants=False)
             else:
                 self._open[each] = when._replace(due=self._next)
 
@@ -227,9 +227,9 @@ class ListedClients:
     _ended: set[Listed] = field(default_factory=set)
     """Clients that caused a suspicion by their end already."""
     _dead: set[Listed] = field(default_factory=set)
-    """Listed clients that had ended at the last look."""
+    """Listed clients that had ended at the last check."""
     _questioned: set[Listed] = field(default_factory=set)
-    """Listed clients that had ended a look before the daemon was asked for its clients."""
+    """Listed clients that had ended one check before the daemon was asked for its clients."""
 
     def living(self, listed: Listed, process: ProcessIdentity, uid: int | None, now: float) -> None:
         before = self._known.get(listed)
@@ -251,7 +251,7 @@ class ListedClients:
         """Suspect the server of each client that had ended before the daemon was asked, and is listed in its answer.
 
         `answered` tells whether the daemon has answered since `has_to_query` became true: the list before may be older
-        than the end of a client. That is one look after the end was seen, since a server takes a moment for an end (up
+        than the end of a client. That is one check after the end was seen, since a server takes a moment for an end (up
         to 0.3 s between its first and its last line about one, measured on 580). `start_ticks` returns the kernel's
         value for a pid now.
         """

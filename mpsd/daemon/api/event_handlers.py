@@ -19,9 +19,9 @@ from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery
 from mpsd.daemon.node.node import Node
-from mpsd.daemon.record.encoding import to_json
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock
+from mpsd.system.encoding import to_json
 
 _LATEST: Final = "latest"
 

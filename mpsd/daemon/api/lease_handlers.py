@@ -10,8 +10,7 @@ from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
 from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
-from mpsd.core.holders import holders
-from mpsd.core.model import Claim, Lease, LeaseState, Share
+from mpsd.core.model import Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
@@ -19,7 +18,7 @@ from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, installation, process_table
+from mpsd.system import clock, installation, proc
 
 _LARGEST: Final = 3
 """Maximum leases that a refusal names."""
@@ -76,22 +75,22 @@ class LeaseHandlers:
                 memory_granted=sum(share.memory.bytes for share in shares),
             ),
         )
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         return answer
 
     def _shown(self, lease: Lease, place: QueuePlace | None, *, secret: bool) -> answer_types.Lease:
         """Return a lease with the state of its holders, and the processes that keep it where all holders are gone."""
         answer = rendering.lease(lease, place, secret=secret)
-        if lease.state is LeaseState.ENDED:
+        if lease.state is LeaseState.ENDED or lease.claim is not None:
             return answer
         for holder, said in zip(lease.holders, answer["holders"], strict=True):
-            if not isinstance(holder, Claim) and not self._node.leases.has_holder(lease.id, holder):
+            if not self._node.leases.holder_watch.lives(lease.id, holder):
                 said["gone"] = True
         if all("gone" in each for each in answer["holders"]):
             # A bearer that has become a client is named once, as the client.
             kinds = {**dict.fromkeys(lease.bearers, "bearer"), **dict.fromkeys(lease.clients, "client")}
             answer["keepers"] = [
-                answer_types.Keeper(kind=kind, pid=each.pid, name=process_table.command_of(each.pid))
+                answer_types.Keeper(kind=kind, pid=each.pid, name=proc.command_of(each.pid))
                 for each, kind in kinds.items()
             ]
         return answer
@@ -124,7 +123,7 @@ class LeaseHandlers:
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
         (answer,) = self._judged([self._shown(lease, place, secret=is_own(request, lease))])
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         return answer
 
     async def admit(self, request: Request) -> answer_types.Lease:
@@ -154,7 +153,7 @@ class LeaseHandlers:
         return rendering.lease(lease)
 
     def _admit(
-        self, request: Request, body: bodies.LeaseRequest, named: naming.Named, *, is_named: bool
+        self, request: Request, body: bodies.LeaseRequest, named: naming.NamedOrClaim, *, is_named: bool
     ) -> Awaitable[Lease]:
         owner, user, holder = named
         return self._node.admit(
@@ -206,10 +205,10 @@ class LeaseHandlers:
         if body.token is None:
             self._theirs(request, act=True)
             naming.check_holders(request, lease)
-        is_claim = body.token is not None or holders.claim_of(lease) is not None
+        is_claim = body.token is not None or lease.claim is not None
         with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:
-                lease = await self._node.claim_taking.take(lease.id, owner, named, user)
+                lease = await self._node.take(lease.id, owner, named, user)
             else:
                 self._node.quarantine.check(lease.owner.uid)
                 lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
@@ -232,7 +231,7 @@ class LeaseHandlers:
         """End the clients of a lease, and then the lease; stored before the answer."""
         lease = self._theirs(request, act=True)
         await self._see_clients(lease)
-        await self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
+        self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
         return rendering.lease(self._node.leases.find(lease.id), None)
 
     async def _see_clients(self, lease: Lease) -> None:
@@ -246,7 +245,7 @@ class LeaseHandlers:
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
         ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), request.body.ttl)
-        return rendering.lease(await self._node.leases.renew(lease.id, ttl or request.body.ttl))
+        return rendering.lease(self._node.leases.renew(lease.id, ttl or request.body.ttl))
 
     async def attach(self, request: Request) -> answer_types.Lease:
         """Open a lease's limits for its further processes, and answer when they are open."""
@@ -267,7 +266,7 @@ class LeaseHandlers:
                 hint="claim a lease on one GPU for each container",
                 limit="gpus",
             )
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
         variables = rendering.lease(lease)["env"]
         program = (str(installation.programs() / "mpsctl"),)
@@ -288,7 +287,7 @@ class LeaseHandlers:
             because=verdict.because,
             memory_granted=sum(share.memory.bytes for share in lease.shares),
             memory_held=sum(each.held or 0 for each in verdict.processes),
-            processes=[rendering.process(each, process_table.command_of(each.pid)) for each in verdict.processes],
+            processes=[rendering.process(each, proc.command_of(each.pid)) for each in verdict.processes],
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
             unknown=[*verdict.unknown],
             hint=verdict.hint or None,

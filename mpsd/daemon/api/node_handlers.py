@@ -12,16 +12,15 @@ from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.gpus import driver_branch
-from mpsd.core.metrics import exposition
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
-from mpsd.daemon.metrics.collector import Collector
+from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
-from mpsd.system import process_table
+from mpsd.system import proc
 
 _WELL: Final = (Verdict.OK, "", "")
 
@@ -60,9 +59,9 @@ class NodeHandlers:
         """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
         query = request.query
         assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
-        media_type = exposition.negotiated(request.accept)
+        media_type = negotiated(request.accept)
         shows = partial(may_see, request, self._node.settings.current) if query.users else None
-        return Answer(200, self._collector.answer(media_type, shows), media_type)
+        return Answer(200, await self._collector.answer(media_type, shows), media_type)
 
     async def status(self, request: Request) -> answer_types.Status:
         """Return the node in one answer, all of it from one moment."""
@@ -103,7 +102,7 @@ class NodeHandlers:
         return notes
 
     async def gpus(self, request: Request) -> answer_types.Gpus:
-        daemons = self._node.daemons()
+        daemons = self._node.control_daemons.all()
         gpus = [self._gpu(view, daemons, operator=request.operator) for view in self._node.gpus.views()]
         return answer_types.Gpus(gpus=gpus)
 
@@ -130,12 +129,12 @@ class NodeHandlers:
             health=view.health,
             because=view.because,
             hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=operator),
-            refused=health.refused(view, daemons, self._node.leases.trouble),
+            refused=health.refused(view, daemons, self._node.leases.group_commit.trouble),
         )
 
     async def daemons(self, request: Request) -> answer_types.Daemons:
         return answer_types.Daemons(
-            daemons=[rendering.daemon(each, operator=request.operator) for each in self._node.daemons()]
+            daemons=[rendering.daemon(each, operator=request.operator) for each in self._node.control_daemons.all()]
         )
 
     async def clients(self, _: Request) -> answer_types.Clients:
@@ -148,8 +147,8 @@ class NodeHandlers:
             clients=[
                 answer_types.Client(
                     pid=pid,
-                    name=process_table.command_of(pid),
-                    uid=process_table.uid_of(pid),
+                    name=proc.command_of(pid),
+                    uid=proc.effective_uid(pid),
                     daemon=daemon.name,
                     gpu=daemon.gpu,
                     server=server.pid,
@@ -160,7 +159,7 @@ class NodeHandlers:
                     because=judged.get((daemon.name, pid), _WELL)[1],
                     hint=judged.get((daemon.name, pid), _WELL)[2],
                 )
-                for daemon in self._node.daemons()
+                for daemon in self._node.control_daemons.all()
                 for server in daemon.servers
                 for pid in server.clients
             ]
@@ -174,7 +173,7 @@ class NodeHandlers:
         inspected = self._node.violation_monitor.listed()
         listed = (
             (client, daemon.gpu)
-            for daemon in self._node.daemons()
+            for daemon in self._node.control_daemons.all()
             for server in daemon.servers
             for client in server.opened
         )

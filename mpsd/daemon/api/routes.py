@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from mpsd.client import answer_types
-from mpsd.core.metrics import exposition
 from mpsd.core.reload import ReloadResult
 from mpsd.core.roles import Role
 from mpsd.daemon.accounting.accountant import Accountant
@@ -27,7 +26,7 @@ from mpsd.daemon.api.openapi import OpenApiHandlers
 from mpsd.daemon.api.operator_handlers import OperatorHandlers
 from mpsd.daemon.api.request import RequestBody, RequestQuery
 from mpsd.daemon.api.table import A, Handler, Route
-from mpsd.daemon.metrics.collector import Collector
+from mpsd.daemon.metrics.collector import TEXT, Collector
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 
@@ -105,7 +104,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
          "getReadiness", "Whether the node is ready to grant leases"),
     _get("/metrics", lambda h: h.node.metrics,
          answers.negotiated(
-             exposition.TEXT,
+             TEXT,
              "The metrics in Prometheus' text format, or in OpenMetrics where `Accept` prefers that. Those about single"
              " leases and clients are of the leases that the caller may see."),
          "getMetrics", "The node as metrics, for Prometheus", query=MetricsQuery),

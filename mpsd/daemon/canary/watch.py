@@ -20,6 +20,7 @@ from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, Known, ProcessIdentity, Server
 from mpsd.core.reload import LiveSettings
+from mpsd.core.signal import Signal
 from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import CanaryEnd, Cause, Listed, ListedClients, Proof, Suspicion, Suspicions, Verdict
 from mpsd.daemon.canary.canary import Canaries
@@ -71,10 +72,10 @@ class ServerWatch:
         gpus: Gpus,
         *,
         settings: LiveSettings,
-        changed: Callable[[], None],
+        changed: Signal[()],
         log: Logger,
     ) -> None:
-        """`changed` is called when `applied` may return something else."""
+        """Take the parts; `changed` is the signal of `ServerWatches`."""
         self._supervisor = supervisor
         self._canaries = canaries
         self._gpus = gpus
@@ -115,7 +116,7 @@ class ServerWatch:
             end = await self._send(by_command=reason.cause is Cause.COMMAND)
             level = self._log.info if end.proof in {Proof.CONTEXT, Proof.ERROR} else self._log.warning
             level(EventName.CANARY_ENDED, proof=end.proof, mps=end.mps, cause=reason.cause, because=end.because)
-            self._settle(f"{reason.because}; {end.because}", end, begun)
+            self._conclude(f"{reason.because}; {end.because}", end, begun)
             return Examination(reason, clock.now(), end)
 
     # -- watching -----------------------------------------------------------------------------------------------------
@@ -124,18 +125,18 @@ class ServerWatch:
         """Watch until cancelled."""
         while True:
             await self._pause()
-            self._look()
+            self._check()
             if (suspicion := self._due()) is not None:
                 await self.examine(suspicion)
 
     async def _pause(self) -> None:
         """Wait for the next check; those after an adoption are early, since grants wait for them."""
-        if self._supervisor.unexamined.is_set():
+        if self._supervisor.trouble.unexamined.is_set():
             await asyncio.sleep(_ADOPTED)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(clock.until_next(_TICK)):
-                await self._supervisor.unexamined.wait()
+                await self._supervisor.trouble.unexamined.wait()
 
     def _due(self) -> Suspicion | None:
         """Return the reason for an examination that is due now.
@@ -149,7 +150,7 @@ class ServerWatch:
             return Suspicion(Cause.WEDGED, "it was found wedged before")
         return self._suspicions.due(now)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         servers = self._supervisor.servers
         watched = _Watched(self._supervisor.process, _server_among(servers))
         if watched != self._watched:
@@ -158,21 +159,21 @@ class ServerWatch:
             self._watched = _Watched(watched.daemon or self._watched.daemon, watched.server or self._watched.server)
         if self._supervisor.state not in ANSWERED:
             return
-        if self._supervisor.unexamined.is_set():
+        if self._supervisor.trouble.unexamined.is_set():
             if watched.server is not None:
                 because = f"server {watched.server.pid} is older than this mpsd"
                 self.suspect(Suspicion(Cause.ADOPTED, because))
-            self._supervisor.note_examined()
-        self._look_at_clients(servers)
+            self._supervisor.trouble.note_examined()
+        self._check_clients(servers)
         self._apply()
 
     def _apply(self) -> None:
         """Have the supervisor grant nothing, or replace the daemon once it is unused, as the evidence requires."""
-        strong, holds = self._suspicions.strong, self._suspicions.holding
+        strong, stops = self._suspicions.strong, self._suspicions.stopping_grants
         # A grant that has waited for the canary must not be answered when that proves a wedge.
-        waits = "" if holds is None else f"{holds.because}; grants wait for a canary"
-        self._supervisor.suspect(self._wedged or waits)
-        self._supervisor.distrust(self._wedged or (strong.because if strong is not None else None))
+        waits = "" if stops is None else f"{stops.because}; grants wait for a canary"
+        self._supervisor.trouble.suspect(self._wedged or waits)
+        self._supervisor.replacement.distrust(self._wedged or (strong.because if strong is not None else None))
 
     def _forget(self) -> None:
         """Forget the evidence: it concerned a server that is gone."""
@@ -181,7 +182,7 @@ class ServerWatch:
         self._serves("the server that served no client is gone")
         self._apply()
 
-    def _look_at_clients(self, servers: Collection[Server]) -> None:
+    def _check_clients(self, servers: Collection[Server]) -> None:
         now = clock.since_boot()
         there = [Listed(server.pid, pid) for server in servers for pid in server.clients if pid]
         for server in servers:
@@ -196,10 +197,10 @@ class ServerWatch:
         if not self._listed.has_to_query:
             self._is_answered = None
         elif answered or self._is_answered is None:
-            self._is_answered = self._supervisor.ask()
-        self._look_for_silent_clients(now)
+            self._is_answered = self._supervisor.questions.ask()
+        self._check_silence(now)
 
-    def _look_for_silent_clients(self, now: float) -> None:
+    def _check_silence(self, now: float) -> None:
         usage = self._gpus.usages.get(self._supervisor.gpu.uuid)
         if not isinstance(usage, Known):
             return
@@ -238,18 +239,18 @@ class ServerWatch:
     async def _clients_with_memory(self) -> set[int]:
         """Return the processes that have a context on the GPU through MPS, by a new reading of NVML."""
         usage = await self._gpus.read_usage(self._supervisor.gpu.uuid)
-        return usage.value.clients - self._supervisor.canaries if isinstance(usage, Known) else set()
+        return usage.value.clients - self._supervisor.observer.canaries if isinstance(usage, Known) else set()
 
-    def _settle(self, evidence: str, end: CanaryEnd, begun: float) -> None:
+    def _conclude(self, evidence: str, end: CanaryEnd, begun: float) -> None:
         """Draw the conclusions of an examination that began at this time."""
         now = clock.since_boot()
-        self._suspicions.settle(now, end, begun)
+        self._suspicions.conclude(now, end, begun)
         self._again = now + wedge.SPACING
         if end.proof is not Proof.SILENCE and not end.refused:
-            self._supervisor.clear_late()
+            self._supervisor.trouble.clear_late()
         if end.proof is Proof.SILENCE and self._wedged is None:
             self._wedged = evidence
-            self._changed()
+            self._changed.send()
             self._log.error(EventName.SERVER_WEDGED, because=evidence)
         elif end.proof in {Proof.CONTEXT, Proof.ERROR}:
             self._serves(evidence)
@@ -259,8 +260,44 @@ class ServerWatch:
         """Note that the server is not, or no longer, wedged."""
         if self._wedged is not None:
             self._wedged = None
-            self._changed()
+            self._changed.send()
             self._log.info(EventName.SERVER_SERVES, because=because)
+
+
+class ServerWatches:
+    """The watch of each control daemon's server, by the name of the control daemon."""
+
+    def __init__(self, canaries: Canaries, settings: LiveSettings, log: Logger) -> None:
+        self._canaries = canaries
+        self._settings = settings
+        self._log = log
+        self._watches: dict[str, ServerWatch] = {}
+        self.changed = Signal[()]()
+        """`applied` may return something else."""
+
+    def add(self, supervisor: Supervisor, gpus: Gpus) -> ServerWatch:
+        """Return the watch of a control daemon's server, which is to run from now on."""
+        watch = self._watches[supervisor.name] = ServerWatch(
+            supervisor, self._canaries, gpus, settings=self._settings, changed=self.changed, log=self._log
+        )
+        return watch
+
+    def applied(self, daemon: Daemon) -> Daemon:
+        """Return a snapshot of a control daemon with the evidence about its server."""
+        watch = self._watches.get(daemon.name)
+        return daemon if watch is None else watch.applied(daemon)
+
+    def suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
+        """Add the suspicion that a server of this daemon failed to end a client as it should.
+
+        Before NVML shows its GPU there is no watch yet, and the server will be examined because it is adopted.
+        """
+        if (watch := self._watches.get(daemon)) is not None:
+            watch.suspect(Suspicion(Cause.TERMINATE, f"server {server}: {because}", uid))
+
+    async def examine(self, supervisor: Supervisor, reason: Suspicion) -> Examination:
+        """Send a canary to a control daemon."""
+        return await self._watches[supervisor.name].examine(reason)
 
 
 def _server_among(servers: Iterable[Server]) -> ProcessIdentity | None:

@@ -1,9 +1,15 @@
-"""The log of one control daemon and of its servers: followed as it is written, parsed, reported, and kept small."""
+"""The log of one control daemon and of its servers: followed as it is written, parsed, reported, and kept small.
+
+The daemon writes its log through a FIFO, to which its servers write as well. With one user at a time, these run as the
+user: one byte that the user writes there ends the log for good, and nothing else about the daemon changes (measured,
+470.256.02 to 555.58.02). `LogSilence` notices that.
+"""
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from math import inf
 from typing import Final, NamedTuple
 
@@ -11,7 +17,7 @@ import msgspec
 
 from mpsd.core.enforcement.server_health import ServerHealth
 from mpsd.core.events import EventName
-from mpsd.core.model import ProcessIdentity, UnknownLines
+from mpsd.core.model import ProcessIdentity, Server, UnknownLines
 from mpsd.core.mps.log_events import (
     REASONS_TO_ASK,
     REASONS_TO_DOUBT,
@@ -25,12 +31,12 @@ from mpsd.core.mps.log_events import (
     UnknownLine,
 )
 from mpsd.core.mps.log_parser import CommandOrigin, LogReader, parse
-from mpsd.core.supervision.suspects import LetIn
-from mpsd.daemon.control.log_silence import LogSilence
+from mpsd.core.signal import Signal
+from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import clock, proc
+from mpsd.system import clock, log_file, proc, resources
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.log_file import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
@@ -52,6 +58,11 @@ _MOST_LOGGED: Final = 16
 """Log entries of one kind, in one reading of the log, that are reported one by one, so that no user can fill mpsd's own
 log."""
 
+_LATE: Final = 1.0
+"""Seconds after which a conversation that does not show is missing: it shows within 3 ms (measured, all versions)."""
+
+_PAUSE: Final = 0.05
+"""Seconds between two checks of a FIFO that the daemon does not read."""
 
 _OF_CONVERSATIONS: Final = (ForeignCommand, Unaccounted)
 
@@ -88,18 +99,16 @@ class ControlLog:
         paths: DaemonPaths,
         size: int,
         log: Logger,
-        *,
-        woken: Callable[[], None],
-        changed: Callable[[], None],
-        doubted: Callable[[], None],
-        suspects: Callable[[], LetIn],
+        bounded: BoundedLog,
+        let_in: LetInRecord,
     ) -> None:
-        """Take the paths and the callbacks.
-
-        `woken` is called when the log has an entry for which mpsd has to query the daemon at once, and `doubted` when
-        it has one after which a server may handle a fatal fault. `changed` is called when the health of its servers
-        changes. `suspects` returns the uids that could have ended the daemon.
-        """
+        """Take the parts; `bounded` is for entries that a user with pipe access can cause in a loop."""
+        self.urgent = Signal[()]()
+        """The log has an entry for which the daemon has to be queried at once."""
+        self.doubted = Signal[()]()
+        """The log has an entry after which a server may handle a fatal fault."""
+        self.changed = Signal[()]()
+        """The health of the servers is another one, or whether the log shows anything."""
         self._record = Record(paths.reading, _Reading, log)
         stored = self._record.load()
         self.size = size
@@ -107,14 +116,15 @@ class ControlLog:
         self.key = stored.key if stored else secrets.token_hex(8)
         """The key that identifies mpsd's own conversations with this daemon in the log, including those of the previous
         mpsd."""
-        self.silence = LogSilence(paths, log, changed=changed, suspects=suspects)
+        self.silence = LogSilence(paths, let_in, log)
+        self.silence.changed.connect(self.changed.send)
         self.is_continued = stored is not None
         """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
         self.unexplained = stored.unexplained if stored else ()
         """The foreign commands whose effect is unknown yet."""
         self.foreign = Foreign(len(self.unexplained), int(stored is not None and stored.is_unaccounted))
         """The commands of others so far."""
-        self._settled = Foreign()
+        self._explained = Foreign()
         """The commands of others whose effect is known."""
         self._daemon = 0
         """The pid of the running control daemon."""
@@ -125,12 +135,8 @@ class ControlLog:
         """The kernel's counter for the daemon's dead children at the last reported end of one."""
         self._paths = paths
         self._log = log
-        self._bounded = BoundedLog(log)
-        """For entries that a user with pipe access can write into the log in a loop."""
-        self._woken = woken
-        self._changed = changed
-        self._doubted = doubted
-        self._watch = DirectoryWatch(paths.log_directory, self._look_now)
+        self._bounded = bounded
+        self._watch = DirectoryWatch(paths.log_directory, self._read_by_itself)
         self._control = LogFollower(paths.control_log, stored.control if stored else None)
         # It is unknown how a server opens its log, and a server that does not append to it must not have the log
         # shortened.
@@ -163,8 +169,7 @@ class ControlLog:
 
         Also returns True where one may have. `awake` tells that the daemon is not stopped.
         """
-        self.look()
-        self._bounded.settle()
+        self.read()
         self._log_shortened()
         has_reason_to_ask, self._has_reason_to_ask = self._has_reason_to_ask, False
         return self.silence.check(awake=awake) or has_reason_to_ask
@@ -179,8 +184,9 @@ class ControlLog:
         self.key = secrets.token_hex(8)
         self._reader.renew(self.key)
         self.serving.forget_failures()
-        self.settle(self.foreign)  # they were given to the previous one
-        self._keep()
+        self.note_explained(self.foreign)  # they were given to the previous one
+        self._last_line = ""
+        self._store()
 
     def follow(self, daemon: ProcessIdentity) -> None:
         """Note the process of the control daemon from now on."""
@@ -190,25 +196,31 @@ class ControlLog:
     @property
     def descriptors_used_up(self) -> int | None:
         """How many descriptors the control daemon may have, if all of them are in use; None otherwise."""
-        return proc.descriptors_used_up(self._daemon) if self._daemon else None
+        return resources.descriptors_used_up(self._daemon) if self._daemon else None
 
-    def see(self, servers: Iterable[ProcessIdentity]) -> None:
-        """Note the servers that the daemon itself has named: log entries about any other server are not believed.
+    def note_servers(self, servers: Mapping[ProcessIdentity, Server]) -> None:
+        """Note the servers that the daemon itself has named, with their state words and clients.
 
-        One with a fault stays until it has ended, which its start time tells: another process may get its pid.
+        Log entries about any other server are not believed. One with a fault stays until it has ended, which its start
+        time tells: another process may get its pid.
         """
-        faulty = self._faulty
+        faulty = {*self.serving.faults, *self.serving.reported}
         seen = {pid: ticks for pid, ticks in self._seen.items() if pid in faulty and proc.start_ticks(pid) == ticks}
         seen |= {each.pid: each.start_ticks for each in servers}
         if seen != self._seen:
             self._seen = seen
-            self._keep()
+            self._store()
+        words = {each.pid: each.status for each in servers.values()}
+        idle = {each.pid for each in servers.values() if not each.clients}
+        before = self.serving.state
+        self.serving.note_words(words, idle | (faulty - seen.keys()), clock.now())
+        self._announce_change(before)
 
     def last_words(self) -> str:
         """Return the last line that the daemon wrote, or an empty text; for use right after its death."""
         # The words are only for display, and must not delay the handling of the death.
         with contextlib.suppress(OSError):
-            self.look()
+            self.read()
         line = parse(self._last_line)
         return (line.text if line is not None else self._last_line)[-_MOST_WORDS:]
 
@@ -223,51 +235,27 @@ class ControlLog:
 
     @property
     def _may_have_missed_commands(self) -> bool:
-        has_forgotten = self.foreign.commands - self._settled.commands > _MOST_COMMANDS
-        return has_forgotten or self.foreign.unaccounted > self._settled.unaccounted
+        has_forgotten = self.foreign.commands - self._explained.commands > _MOST_COMMANDS
+        return has_forgotten or self.foreign.unaccounted > self._explained.unaccounted
 
-    def settle(self, foreign: Foreign) -> None:
+    def note_explained(self, foreign: Foreign) -> None:
         """Note that the effect of the commands up to these is known; later ones may have come too late."""
-        if foreign == self._settled:
+        if foreign == self._explained:
             return
-        self._settled, late = foreign, self.foreign.commands - foreign.commands
+        self._explained, late = foreign, self.foreign.commands - foreign.commands
         self.unexplained = self.unexplained[-late:] if late else ()
-        self._keep()
+        self._store()
 
     def forget(self) -> None:
-        """Forget a daemon that is gone: its last lines are not those of the next one."""
-        self._last_line, self._daemon = "", 0
+        """Forget the process of a daemon that is gone."""
+        self._daemon = 0
         self.silence.forget()
 
-    def remove_leftovers(self, clear: Callable[[Iterable[str]], None]) -> None:
-        """Remove the leftovers of the servers, all of which are gone."""
-        clear(self.serving.shared_memory)
-        self.serving.shared_memory.clear()
-
-    def statuses(self, words: Mapping[int, str | None], idle: Collection[int]) -> None:
-        """Process the state words of the servers that were just seen, and which of them have no clients."""
-        before = self.serving.state
-        self.serving.statuses(words, {*idle, *(self._faulty - self._seen.keys())}, clock.now())
-        self._compare(before)
-
-    @property
-    def _faulty(self) -> set[int]:
-        return {*self.serving.faults, *self.serving.reported}
-
-    def _compare(self, before: tuple[object, ...]) -> None:
+    def _announce_change(self, before: tuple[object, ...]) -> None:
         if self.serving.state != before:
-            self._changed()
+            self.changed.send()
 
     # -- reading ------------------------------------------------------------------------------------------------------
-
-    def _renew(self) -> None:
-        """Let the kernel report new data. Where it cannot, the log is read at the next check."""
-        try:
-            self._watch.renew()
-        except OSError as error:
-            self._complain(EventName.LOG_NOT_WATCHED, error)
-        else:
-            self._complaints.pop(EventName.LOG_NOT_WATCHED, None)
 
     def close(self) -> None:
         """Stop watching; the next mpsd continues from here."""
@@ -276,16 +264,6 @@ class ControlLog:
         if self._again is not None:
             self._again.cancel()
 
-    def read_news(self) -> None:
-        """Read the added lines as `read` does, if the kernel has reported a write since. Raises OSError likewise."""
-        if self._watch.has_news():
-            self.read()
-
-    def look(self) -> None:
-        """Read the added lines as `read` does, and have the kernel report the next ones."""
-        self._renew()
-        self.read()
-
     def read(self) -> None:
         """Read the added lines, report them, store the position, and remove the oldest lines beyond the size.
 
@@ -293,6 +271,20 @@ class ControlLog:
         are marked as read after they are reported: an mpsd that is killed between the two reports them again, and none
         leaves them out. Raises OSError when the machine has no descriptor left to read the log by.
         """
+        try:
+            self._watch.renew()
+        except OSError as error:  # where the kernel cannot report the next lines, they are read at the next check
+            self._complain(EventName.LOG_NOT_WATCHED, error)
+        else:
+            self._complaints.pop(EventName.LOG_NOT_WATCHED, None)
+        self._read_lines()
+
+    def read_news(self) -> None:
+        """Read the added lines as `read` does, if the kernel has reported a write since. Raises OSError likewise."""
+        if self._watch.has_news():
+            self._read_lines()
+
+    def _read_lines(self) -> None:
         lines, servers = self._control.read(), self._server.read()
         if lines or servers:
             self._last_line = next((line for line in reversed(lines) if line.strip()), self._last_line)
@@ -301,23 +293,24 @@ class ControlLog:
             said = [UnknownLine() if isinstance(each, _OF_CONVERSATIONS) else each for each in said]
             self._note_events([*self._reader.read(lines), *said])
             self.silence.shown(self._reader.last_nonce)
-            self._keep()
+            self._store()
             if self._again is None and (self._control.behind or self._server.behind):
-                self._again = asyncio.get_running_loop().call_later(_BREATH, self._look_now)
+                self._again = asyncio.get_running_loop().call_later(_BREATH, self._read_by_itself)
             self._shorten()
 
-    def _look_now(self) -> None:
-        """Read by itself; an error waits for the next caller, which can report its consequences.
+    def _read_by_itself(self) -> None:
+        """Read on the kernel's report; an error waits for the next caller, which can report its consequences.
 
-        No caller is woken by entries that it read itself: otherwise a storm of lines would leave it no pause.
+        Only this sends `urgent`, and no caller is woken by entries that it read itself: otherwise a storm of lines
+        would leave it no pause.
         """
         if self._again is not None:
             self._again.cancel()
             self._again = None
         with contextlib.suppress(OSError):
-            self.look()
+            self.read()
         if self._has_reason_to_ask:
-            self._woken()
+            self.urgent.send()
 
     def _note_events(self, events: Sequence[LogEvent]) -> None:
         believed = [*self._believed(events)]  # first: the kernel may have counted more once all is reported
@@ -334,10 +327,10 @@ class ControlLog:
         self._log_events(EventName.SERVER_FAULTED, [{"server": server} for server in faults])
         before = self.serving.state
         self.serving.note(believed, clock.now())
-        self._compare(before)
+        self._announce_change(before)
         self._has_reason_to_ask = self._has_reason_to_ask or any(isinstance(each, REASONS_TO_ASK) for each in events)
         if any(isinstance(each, REASONS_TO_DOUBT) for each in events):
-            self._doubted()
+            self.doubted.send()
 
     def _believed(self, events: Sequence[LogEvent]) -> Iterator[LogEvent]:
         """Yield the log entries about servers that the kernel or the daemon itself has shown to be the daemon's.
@@ -382,7 +375,7 @@ class ControlLog:
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _store(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
         read = self._reader.origin, self._control.position, self._server.position, self.serving
         self._record.keep(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
@@ -396,7 +389,7 @@ class ControlLog:
             return
         self._complaints.pop(EventName.LOG_NOT_SHORTENED, None)
         if given_up:
-            self._keep()
+            self._store()
             self._freed += given_up
             self._log_shortened()
 
@@ -412,3 +405,100 @@ class ControlLog:
         if self._complaints.get(event) != because:
             self._complaints[event] = because
             self._log.warning(event, because=because)
+
+
+class LogSilence:
+    """Whether the log of one control daemon shows the conversations that it must: it shows those of others as well.
+
+    There are two signs: a conversation of mpsd does not show, and the daemon's output stays in the FIFO, until the FIFO
+    is full and the daemon waits for itself. mpsd then moves that output into the log, again and again.
+    """
+
+    def __init__(self, paths: DaemonPaths, let_in: LetInRecord, log: Logger) -> None:
+        self.changed = Signal[()]()
+        """The log has fallen silent, or shows something again."""
+        self.since: datetime | None = None
+        """Since when it is known to be silent; None where it is not."""
+        self._paths = paths
+        self._let_in = let_in
+        self._log = log
+        self._nonce = ""
+        self._missing_since: float | None = None
+        """When the first conversation ended that has not shown yet."""
+        self._unread_since: tuple[float, int] | None = None
+        """Since when the FIFO has held something while the log did not grow, and the size of the log then."""
+        self._moving: asyncio.TimerHandle | None = None
+        """The next check of a FIFO that the daemon does not read."""
+
+    def forget(self) -> None:
+        """Forget the present daemon: another one follows, or none."""
+        self._nonce, self._missing_since, self._unread_since, self.since = "", None, None, None
+        self.close()
+
+    def close(self) -> None:
+        """Stop the periodic checks."""
+        if self._moving is not None:
+            self._moving.cancel()
+        self._moving = None
+
+    def expect(self, nonce: str) -> None:
+        """Note that a conversation with this nonce has ended, and must show."""
+        self._nonce = nonce
+        if self._missing_since is None:
+            self._missing_since = clock.monotonic()
+
+    def shown(self, nonce: str) -> None:
+        """Note the last conversation of mpsd in the log; lines that mpsd itself moved into the log do not count."""
+        if self._nonce != nonce or self._moving is not None:
+            return
+        self._missing_since = None
+        if self.since is not None:
+            self._log.info(EventName.LOG_RESUMED, because="the log shows the conversations of mpsd again")
+            self.since = None
+            self.changed.send()
+
+    def check(self, *, awake: bool) -> bool:
+        """Check whether the log shows mpsd's conversations, and tell whether there is a reason to query the daemon.
+
+        `awake` tells that the daemon is not stopped: a stopped one reads its FIFO when it continues. Raises OSError.
+        """
+        if self._missing_since is not None and clock.monotonic() > self._missing_since + _LATE:
+            self._note(
+                "the log does not show the conversations of mpsd, so that it may not show those of others either"
+            )
+        if self._moving is not None:
+            return True
+        held = self._unread(awake=awake)
+        if held and self._unread_since is not None and clock.monotonic() > self._unread_since[0] + _LATE:
+            self._note("the control daemon does not read its FIFO any more; mpsd moves what comes there into the log")
+            self._moving = asyncio.get_running_loop().call_later(_PAUSE, self._move)
+        return held or self.since is not None
+
+    def _note(self, because: str) -> None:
+        if self.since is None:
+            self.since, suspects = clock.now(), self._let_in.let_in
+            if suspects.anybody:
+                because += f"; {suspects} had pipe access"
+            self._log.warning(EventName.LOG_SILENT, because=because, suspects=list(suspects.uids))
+            self.changed.send()
+
+    def _unread(self, *, awake: bool) -> bool:
+        """Tell whether unread data is in the FIFO, and note since when it has not been read."""
+        try:
+            held = log_file.unread(self._paths.log_fifo)
+            size = self._paths.control_log.stat().st_size if held and awake else None
+        except FileNotFoundError:
+            return False
+        if size is None:
+            self._unread_since = None
+        elif self._unread_since is None or self._unread_since[1] != size:
+            self._unread_since = clock.monotonic(), size
+        return bool(held)
+
+    def _move(self) -> None:
+        """Move the data of the FIFO, unless the log has grown since the last check: then the daemon does read it."""
+        self._moving = asyncio.get_running_loop().call_later(_PAUSE, self._move)
+        with contextlib.suppress(OSError):  # the next caller can report its consequences
+            before = self._unread_since
+            if self._unread(awake=True) and self._unread_since == before:
+                log_file.move(self._paths.log_fifo, self._paths.control_log)

@@ -5,11 +5,10 @@ memory of this mpsd: the next mpsd continues from the same place.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final
 
 from mpsd.core.enforcement import ending as endings
 from mpsd.core.enforcement.ending import EndCause, Progress
@@ -30,13 +29,11 @@ from mpsd.core.supervision.drain import (
     Outcome,
 )
 from mpsd.core.units import first_of
+from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.control.operator_intent import OperatorIntent
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
-
-_UNKNOWN: Final = Answers(proved=False, silent=True, steady=0.0)
-"""Of a daemon that is quitting, and is not asked any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,6 @@ class DaemonLeases:
     """By the UUID of a GPU, why it is held for leases of an earlier mpsd that could not be restored."""
     stop: Callable[[ProcessIdentity], Stop]
     """How a client is ended, as its lease requests."""
-    lose: Callable[[str, Collection[ProcessIdentity], str], None]
-    """Notes, for a reason, the clients of a control daemon whose contexts have ended with their server."""
 
 
 class Drainer:
@@ -63,6 +58,7 @@ class Drainer:
         name: str,
         path: Path,
         *,
+        observer: Observer,
         leases: DaemonLeases,
         endings: Endings,
         settings: LiveSettings,
@@ -70,6 +66,7 @@ class Drainer:
     ) -> None:
         self._name = name
         self._stored = OperatorIntent(path)
+        self._observer = observer
         self._leases = leases
         self._endings = endings
         self._settings = settings
@@ -142,7 +139,7 @@ class Drainer:
             replaced=there,
         )
 
-    def _keep(self, desired: DesiredState) -> None:
+    def _store(self, desired: DesiredState) -> None:
         if self._leaving is not None:
             self._leaving = desired
         else:
@@ -237,28 +234,18 @@ class Drainer:
             return "to keep it running: systemctl start mpsd; without systemd, send mpsd SIGTERM once more"
         return f"resume admission: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
 
-    def advance(
-        self,
-        present: Mapping[ProcessIdentity, int | None],
-        there: ProcessIdentity | None,
-        answers: Answers,
-        *,
-        unidentified: int = 0,
-        busy: Collection[int] = (),
-    ) -> bool:
+    def advance(self, there: ProcessIdentity | None, answers: Answers) -> bool:
         """Observe the present processes, and take the next step; tell whether the daemon `there` must quit now.
 
-        `present` are its clients, each with its server, and the servers that outlived a control daemon, with None;
-        `unidentified` is the number of further clients whose processes mpsd does not see, and `busy` are the pids of
-        the servers that have not named their clients. Raises StorageError: a step has to be on disk before it is taken.
+        Raises StorageError: a step has to be on disk before it is taken.
         """
-        self._observe(present, unidentified, busy)
+        self._observe()
         desired = self._register(there)
         match step := self._next(there, answers):
             case DrainStep.END:
                 self._end_all()
             case DrainStep.QUIT | DrainStep.FORCE:
-                self._keep(replace(desired, quitting=True, replaced=desired.replaced or there))
+                self._store(replace(desired, quitting=True, replaced=desired.replaced or there))
                 if step is DrainStep.FORCE and self._blockers:
                     left = ", ".join(map(drain.named, self._blockers))
                     self._log.warning(
@@ -280,21 +267,26 @@ class Drainer:
             desired if there is None else drain.identify(desired, there, clock.since_boot(there.start_ticks + 1))
         )
         if identified is not desired:
-            self._keep(identified)
+            self._store(identified)
         return identified
 
     def has_to_force(self, there: ProcessIdentity | None) -> bool:
         """Tell whether a daemon must be forced to quit: by an operator's command, or after a timeout."""
-        return not self.desired.quitting or self._next(there, _UNKNOWN) is DrainStep.FORCE
+        desired = self.desired
+        return not desired.quitting or (self._is_late and there == desired.replaced)
 
-    def _observe(
-        self, present: Mapping[ProcessIdentity, int | None], unidentified: int = 0, busy: Collection[int] = ()
-    ) -> None:
-        now, because = clock.since_boot(), "server {} is busy, and has not named its clients"
-        new = {pid: Progress(because.format(pid), exhausted=False, since=now) for pid in busy}
-        self._busy = {pid: self._busy.get(pid, new[pid]) for pid in busy}
+    def _observe(self) -> None:
+        servers, now = self._observer.servers, clock.since_boot()
+        busy = {
+            each.pid: Progress(f"server {each.pid} is busy, and has not named its clients", exhausted=False, since=now)
+            for each in servers
+            if not each.is_known
+        }
+        self._busy = {pid: self._busy.get(pid, new) for pid, new in busy.items()}
+        unidentified = sum(server.clients.count(0) for server in servers)
         since = self._unidentified[:unidentified]
         self._unidentified = (*since, *[clock.now()] * (unidentified - len(since)))
+        present = self._observer.present | dict.fromkeys(self._awaited_survivors)
         self._present = {each: server for each, server in present.items() if proc.lives(each)}
         self._blockers = (
             *(
@@ -324,20 +316,25 @@ class Drainer:
         return drain.next_step(self.desired, ObservedState(there, answers.proved, self._blockers, tried, now))
 
     @property
-    def is_late(self) -> bool:
+    def _is_late(self) -> bool:
         """Whether what is left has to be ended."""
         return self.desired.is_late(clock.since_boot())
 
-    def is_clear(self, orphans: Collection[ProcessIdentity]) -> bool:
+    @property
+    def _awaited_survivors(self) -> tuple[ProcessIdentity, ...]:
+        """The servers of dead control daemons that a drain waits for; once it is late, all of them, which it ends."""
+        return self._observer.survivors.all if self._is_late else self._observer.survivors.used
+
+    def is_clear(self) -> bool:
         """Tell whether a successor may start: no server of the daemon that is quitting is left that has to end first.
 
         Servers that are late are ended.
         """
         desired = self.desired
-        if not (desired.intent is Intent.RESTART and desired.quitting and orphans):
+        if not (desired.intent is Intent.RESTART and desired.quitting and self._awaited_survivors):
             return True
-        self._observe(dict.fromkeys(orphans))
-        if self.is_late:
+        self._observe()
+        if self._is_late:
             self._end_all()
         return False
 

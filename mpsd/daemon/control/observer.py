@@ -1,9 +1,14 @@
-"""The knowledge about one control daemon from its answers and its log: limits, drift, servers."""
+"""The knowledge about one control daemon from its answers and its log, limits, drift and servers; and its survivors.
+
+A server ends soon after its control daemon, and the contexts of its clients end with it, while their processes may live
+on (measured on 580). A server that is still there after that time is an orphan. It cannot be asked for its clients, but
+NVML shows whether any client of MPS is on the GPU.
+"""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from mpsd.core.enforcement import drift, opened
 from mpsd.core.errors import (
@@ -16,7 +21,17 @@ from mpsd.core.errors import (
     LimitNotHeldError,
 )
 from mpsd.core.events import EventName
-from mpsd.core.model import Drift, Limits, ProcessIdentity, ReadBack, Server, UnforeseenAnswer
+from mpsd.core.model import (
+    Drift,
+    GpuUsage,
+    Known,
+    Limits,
+    ProcessIdentity,
+    ReadBack,
+    Reading,
+    Server,
+    UnforeseenAnswer,
+)
 from mpsd.core.mps import commands
 from mpsd.core.mps.limits import (
     CLIENT_PRIORITY,
@@ -28,11 +43,11 @@ from mpsd.core.mps.limits import (
     shown,
     widest_read_back,
 )
+from mpsd.core.mps_facts import SERVER_END
 from mpsd.core.quantities import Bounds, Opened
+from mpsd.core.signal import Signal
 from mpsd.daemon.control.control_log import ControlLog
-from mpsd.daemon.control.death_tally import LetInRecord
-from mpsd.daemon.control.pipe_access import connected_to, named
-from mpsd.daemon.control.survivors import Survivors
+from mpsd.daemon.control.pipe_access import LetInRecord, connected_to, named
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
@@ -46,6 +61,9 @@ _MOST_UNDONE: Final = 8
 
 _MOST_FORMS: Final = 32
 """Forms of unforeseen answers that are remembered as logged."""
+
+_COUNTS: Final = 1.0
+"""Seconds between two readings of NVML for the clients of orphans."""
 
 _NUMBER: Final = re.compile(r"[0-9]+")
 
@@ -121,6 +139,80 @@ class _Questions:
             return None
 
 
+class _Awaited(NamedTuple):
+    """The clients of servers whose control daemon is dead, and how it ended: their contexts end with the servers."""
+
+    servers: frozenset[ProcessIdentity]
+    clients: frozenset[ProcessIdentity]
+    how: str
+
+
+class Survivors:
+    """The living servers of the dead control daemons of one GPU."""
+
+    def __init__(self, usage: Callable[[], Awaitable[Reading[GpuUsage]]], log: Logger) -> None:
+        """`usage` reads the GPU."""
+        self._usage = usage
+        self._log = log
+        self.lost = Signal[Collection[ProcessIdentity], str]()
+        """The contexts of these clients have ended with their server, for this reason."""
+        self._servers: dict[ProcessIdentity, float] = {}
+        """Since when each is known to have outlived its control daemon, in seconds of the monotonic clock."""
+        self._orphans: set[ProcessIdentity] = set()
+        """Those that have had the time to end, and are reported."""
+        self._awaited: list[_Awaited] = []
+        self._unused = False
+        """Whether NVML has shown that no orphan has a client."""
+        self._count_due = 0.0
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """The survivors, each with whether it may still be about to end."""
+        return tuple(Server(each.pid, orphan=True, dying=each not in self._orphans) for each in self._servers)
+
+    @property
+    def all(self) -> tuple[ProcessIdentity, ...]:
+        """The survivors, those that may still be about to end included."""
+        return (*self._servers,)
+
+    @property
+    def used(self) -> tuple[ProcessIdentity, ...]:
+        """The survivors that may have clients; one that may still be about to end counts."""
+        return tuple(each for each in self._servers if not (self._unused and each in self._orphans))
+
+    def add(self, found: Iterable[ProcessIdentity]) -> None:
+        """Add servers whose control daemon is dead, as far as they live."""
+        for each in found:
+            if each not in self._servers and proc.lives(each):
+                self._servers[each] = clock.monotonic()
+
+    def await_end(self, servers: Collection[ProcessIdentity], clients: Collection[ProcessIdentity], how: str) -> None:
+        """Note clients whose contexts end with the last of these servers, and how its control daemon ended."""
+        if clients:
+            self._awaited.append(_Awaited(frozenset(servers), frozenset(clients), how))
+
+    async def check(self) -> None:
+        """Report the orphans, and the clients whose servers have ended; find out whether orphans have clients.
+
+        They have none if NVML shows no client on the GPU.
+        """
+        now = clock.monotonic()
+        self._servers = {each: since for each, since in self._servers.items() if proc.lives(each)}
+        self._orphans &= self._servers.keys()
+        for each, since in self._servers.items():
+            if each not in self._orphans and now - since >= SERVER_END:
+                self._orphans.add(each)
+                self._unused, self._count_due = False, 0.0
+                self._log.warning(EventName.SERVER_ORPHANED, server=each.pid)
+        for ended in [each for each in self._awaited if not any(map(proc.lives, each.servers))]:
+            self._awaited.remove(ended)
+            self.lost.send(ended.clients, f"{ended.how}, and its server ended with it")
+        if self._orphans and now >= self._count_due:
+            usage = await self._usage()
+            self._count_due = clock.monotonic() + _COUNTS
+            self._unused = isinstance(usage, Known) and not living_clients(usage.value)
+
+
 class Observer:
     """The knowledge about one control daemon, and the ways to renew it."""
 
@@ -132,10 +224,11 @@ class Observer:
         let_in: LetInRecord,
         *,
         survivors: Survivors,
-        log: Logger,
+        bounded: BoundedLog,
     ) -> None:
+        """Take the parts; `bounded` is for entries that a lease holder can cause in a loop."""
         self.control_log = control_log
-        self.pipe = pipe
+        self._pipe = pipe
         self.survivors = survivors
         self.read_back: ReadBack | None = None
         self.drift: tuple[Drift, ...] = ()
@@ -150,9 +243,8 @@ class Observer:
         """Whether the driver has a client priority, as far as known."""
         self._limits: tuple[Limit, ...] = LIMITS
         """The limits that the driver has, as far as known."""
-        self._paths, self._let_in, self._log = paths, let_in, log
-        self._bounded = BoundedLog(log)
-        """For entries that a lease holder can cause in a loop."""
+        self._paths, self._let_in = paths, let_in
+        self._bounded = bounded
         self._servers: dict[ProcessIdentity, Server] = {}
         self._opened: dict[ProcessIdentity, Mapping[ProcessIdentity, Opened | None]] = {}
         """By server, also one that does not answer for a while, the limits that were open to each of its clients."""
@@ -162,7 +254,7 @@ class Observer:
         """The limits that an earlier mpsd left, if they are known: they apply until the first conversation."""
         self._forms: list[tuple[str, str]] = []
         """The forms of unforeseen answers that are logged, the latest last."""
-        self._held_since = 0.0
+        self._in_force_since = 0.0
         """Seconds since boot from which the present defaults apply: a server that was started later has got them."""
 
     @property
@@ -216,7 +308,7 @@ class Observer:
         LimitNotHeldError when a limit was not set, and ControlUnknownCommandError when the driver has no such limit.
         """
         foreign = self.control_log.foreign
-        await self._converse(wanted, apply=True)
+        await self._query(wanted, apply=True)
         for server in self._servers.values():
             differs = drift.differing(wanted, server)
             if differs:
@@ -226,7 +318,7 @@ class Observer:
                     limit=differs[0],
                 )
         self._undo()
-        self.control_log.settle(foreign)
+        self.control_log.note_explained(foreign)
 
     async def read(self, wanted: Limits, own: Collection[ReadBack]) -> bool:
         """Read every limit back, log the changes of others, and return whether all are as wanted.
@@ -234,11 +326,11 @@ class Observer:
         `own` contains what mpsd itself set. Raises ControlError as `ControlPipe.hold` does.
         """
         known, foreign = tuple(self._servers), self.control_log.foreign
-        found = await self._converse(wanted, apply=False)
-        self.control_log.look()
+        found = await self._query(wanted, apply=False)
+        self.control_log.read()
         self._compare(wanted, found, known, own)
-        self.control_log.settle(foreign)
-        return drift.holds(wanted, found, self._servers.values()) and not self._priority
+        self.control_log.note_explained(foreign)
+        return drift.are_in_force(wanted, found, self._servers.values()) and not self._priority
 
     @property
     def starting(self) -> list[int]:
@@ -246,7 +338,7 @@ class Observer:
         return [
             server.pid
             for identity, server in self._servers.items()
-            if not server.lists_clients and clock.since_boot(identity.start_ticks) < self._held_since
+            if not server.lists_clients and clock.since_boot(identity.start_ticks) < self._in_force_since
         ]
 
     @property
@@ -254,22 +346,22 @@ class Observer:
         """The servers that answer in a form that this mpsd does not know, with the answer."""
         return [(each.pid, each.unforeseen) for each in self._servers.values() if each.unforeseen is not None]
 
-    async def _converse(self, wanted: Limits, *, apply: bool) -> ReadBack:
+    async def _query(self, wanted: Limits, *, apply: bool) -> ReadBack:
         talk = Conversation()
         defaults = {limit: self._default(talk, limit, wanted, apply=apply) for limit in LIMITS}
         priority = self._ask_priority(talk, apply=apply)
         pids = talk.ask(commands.get_server_list())
         limits = wanted if apply else None
         known = [_Questions(talk, identity, limits, self._limits) for identity in self._servers]
-        await self._hold(talk)
+        await self._converse(talk)
         found = self._found(defaults, wanted)
         self._take_priority(priority)
         before, self.read_back = self.read_back, found
-        if before != found or not self._held_since:
-            self._held_since = clock.since_boot()
+        if before != found or not self._in_force_since:
+            self._in_force_since = clock.since_boot()
         registered = await self._register(pids.answer, known, limits)
         if any(not self._lists_only_known_clients(identity, server) for identity, server in registered.items()):
-            self.control_log.look()  # limit changes by others while a client connected count for that client
+            self.control_log.read()  # limit changes by others while a client connected count for that client
         self._servers = {
             identity: self._with_opened(identity, registered[identity], before, found) for identity in registered
         }
@@ -278,9 +370,7 @@ class Observer:
                 del self._opened[identity]
                 self._given.pop(identity, None)
         self._report_unforeseen()
-        self.control_log.see(registered)
-        idle = {each.pid for each in registered.values() if not each.clients}
-        self.control_log.statuses({each.pid: each.status for each in registered.values()}, idle)
+        self.control_log.note_servers(registered)
         return found
 
     def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
@@ -316,10 +406,11 @@ class Observer:
         self._limits = tuple(found)
         return _read_back(found)
 
-    async def _hold(self, talk: Conversation) -> None:
+    async def _converse(self, talk: Conversation) -> None:
+        """Hold a conversation, or raise its error with what keeps the daemon from it."""
         try:
-            await self.pipe.hold(talk)
-            self.control_log.expect(self.pipe.nonce)
+            await self._pipe.hold(talk)
+            self.control_log.expect(self._pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
             if most := self.control_log.descriptors_used_up:
                 # A process that waits for the seat is connected as well, but does not occupy it.
@@ -344,7 +435,7 @@ class Observer:
                 identity = ProcessIdentity(pid, ticks)
                 known.append(_Questions(talk, identity, limits, self._limits))
         if talk.pending:
-            await self._hold(talk)
+            await self._converse(talk)
         last, listed = self._servers, [each for each in known if each.identity.pid in pids]
         servers = ((each.identity, each.server(self.canaries, last.get(each.identity))) for each in listed)
         return {identity: server for identity, server in servers if server is not None}
@@ -369,7 +460,7 @@ class Observer:
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
         last = self._given.get(identity, self.left if before is None else Bounds(before, before))
-        foreign = drift.opened(self.control_log.unexplained, server.pid, fresh=identity not in self._given)
+        foreign = opened.by_commands(self.control_log.unexplained, server.pid, fresh=identity not in self._given)
         meanwhile = opened.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
         if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
@@ -417,34 +508,13 @@ class Observer:
             self._bounded.info(EventName.LIMIT_DRIFT_ENDED, limits=limits, because="mpsd set it back")
         self.drift = ()
 
-    # -- checks -------------------------------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Use a new key for a control daemon that is about to start."""
-        self.control_log.begin()
-        self.pipe.key = self.control_log.key
-
-    def follow(self, daemon: ProcessIdentity) -> None:
-        """Note the process of the control daemon from now on."""
-        self.control_log.follow(daemon)
-
-    def forget(self, server: ProcessIdentity) -> None:
+    def forget_server(self, server: ProcessIdentity) -> None:
         self._servers.pop(server, None)
 
-    def check(self, *, awake: bool) -> bool:
-        """Check the log; tell whether there is a reason to query the daemon at once.
-
-        `awake` tells that the daemon is not stopped.
-        """
-        self._bounded.settle()
-        return self.control_log.check(awake=awake)
-
-    def orphaned(self, found: tuple[ProcessIdentity, ...] = ()) -> None:
-        """Note that the daemon is gone: its answers no longer hold, and its living servers are orphans."""
-        self.survivors.add((*self._servers, *found))
+    def forget(self) -> None:
+        """Forget the answers of a daemon that is gone."""
         self.read_back, self.drift, self._servers, self._priority = None, (), {}, None
-        self.control_log.forget()
-        self._held_since = 0.0
+        self._in_force_since = 0.0
 
 
 def _living(server: Server) -> Iterator[int]:
@@ -459,3 +529,8 @@ def _read_back(values: Mapping[Limit, LimitValue]) -> ReadBack:
     for limit, value in values.items():
         result = limit.put(result, value)
     return result
+
+
+def living_clients(usage: GpuUsage) -> set[int]:
+    """Return the living clients of MPS on a GPU: NVML may list one that has ended."""
+    return {pid for pid in usage.clients if proc.live_ticks(pid) is not None}

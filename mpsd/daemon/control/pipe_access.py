@@ -13,19 +13,22 @@ with many users it runs as root.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+from msgspec import Struct
+
 from mpsd.core.enforcement import access
 from mpsd.core.errors import PipeAccessError
 from mpsd.core.events import EventName
-from mpsd.core.model import DaemonProcess, Lease
+from mpsd.core.model import DaemonProcess, Lease, ProcessIdentity
 from mpsd.core.reload import LiveSettings
-from mpsd.core.supervision.suspects import Crash
-from mpsd.daemon.control.death_tally import LetInRecord
+from mpsd.core.supervision.suspects import Crash, LetIn
 from mpsd.daemon.record.log import Logger
+from mpsd.daemon.record.record import Record
 from mpsd.system import acl, credentials, proc, process_table, unix_sockets
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
@@ -43,23 +46,71 @@ class Admitted(NamedTuple):
     """A group whose members have access, whatever their uid is."""
 
 
+class Quarantine(Protocol):
+    """The quarantined uids, and the record of crashes."""
+
+    @property
+    def uids(self) -> Collection[int]: ...
+
+    def crashed(self, crash: Crash) -> Collection[int]:
+        """Record a crash; return the uids that are quarantined for it."""
+
+
+class _LetIn(Struct, forbid_unknown_fields=True):
+    process: ProcessIdentity
+    let_in: LetIn
+
+
+class LetInRecord:
+    """The uids with pipe access to the running control daemon, at any time since it started."""
+
+    def __init__(self, paths: DaemonPaths, log: Logger) -> None:
+        self._control_socket = paths.control_socket
+        self.daemon = paths.pipe_directory.name
+        """The name of the control daemon."""
+        self._record = Record(paths.let_in, _LetIn, log)
+        self._process: ProcessIdentity | None = None
+        self.let_in = LetIn()
+
+    def begin(self, process: ProcessIdentity) -> None:
+        """Begin the record of a control daemon that was just started: no uid has pipe access yet."""
+        self._process, self.let_in = process, LetIn()
+        self._write()
+
+    def resume(self, process: ProcessIdentity) -> None:
+        """Restore an earlier mpsd's record of an adopted control daemon, and add the uids in its access list.
+
+        Where there is no readable record, there may have been other uids.
+        """
+        stored = self._record.load()
+        noted = stored.let_in if stored is not None and stored.process == process else None
+        try:
+            now = [each.who for each in acl.read(self._control_socket) if each.tag == acl.Tag.USER]
+        except OSError:
+            now = []
+        self._process, before = process, self.let_in
+        found = (noted or LetIn(others=True)).and_({*now, *before.uids})
+        self.let_in = found.and_(None) if before.everybody else found
+        self._write()
+
+    def note(self, uids: frozenset[int] | None) -> None:
+        """Record the uids that have pipe access from now on, None for all; call it before they have access."""
+        if (uids is None and not self.let_in.everybody) or (uids is not None and not uids <= {*self.let_in.uids}):
+            self.let_in = self.let_in.and_(uids)
+            self._write()
+
+    def _write(self) -> None:
+        if self._process is not None:
+            self._record.keep(_LetIn(self._process, self.let_in))
+
+
 class PipeAccess:
     """The access to one control daemon: `wanted` decides which uids have it, and only this class writes it."""
 
-    def __init__(
-        self,
-        paths: DaemonPaths,
-        wanted: Callable[[], Admitted],
-        crashed: Callable[[Crash], Collection[int]],
-        log: Logger,
-    ) -> None:
-        """Take the paths and the callbacks.
-
-        `wanted` returns the processes to admit now. `crashed` gets each suspect death, and returns the uids that are
-        quarantined for it.
-        """
+    def __init__(self, paths: DaemonPaths, wanted: Callable[[], Admitted], log: Logger) -> None:
+        """Take the paths; `wanted` returns the processes to admit now."""
         self.paths = paths
-        self.let_in = LetInRecord(paths, crashed, log)
+        self.let_in = LetInRecord(paths, log)
         self._many_users: bool | None = None
         """Whether the control daemon serves many users; None before there is one."""
         self._admitted = wanted
@@ -68,8 +119,8 @@ class PipeAccess:
         """The last result of `_acls` with its arguments, because it is needed every second."""
         self._is_shut = self._was_shut()
         self._sure = False
-        """Whether `_held` was written and read back, and nothing has failed since."""
-        self._held = Admitted()
+        """Whether `_written` read back, and nothing has failed since."""
+        self._written = Admitted()
 
     def _was_shut(self) -> bool:
         """Tell whether an earlier mpsd admitted no uid, as until the limits hold: it may have died before that."""
@@ -85,7 +136,7 @@ class PipeAccess:
         `many_users` tells whether the daemon serves many users. Raises PipeAccessError.
         """
         self._is_shut, self._many_users = True, many_users
-        self.hold()
+        self.enforce()
 
     def adopted(self, daemon: DaemonProcess) -> None:
         """Restore the record of pipe access to a control daemon that an earlier mpsd started."""
@@ -98,8 +149,8 @@ class PipeAccess:
         That is called after each conversation: a change by another process during one is reported, as at a check.
         """
         was_shut, self._is_shut = self._is_shut, False
-        if was_shut or not self.look():
-            self.hold()
+        if was_shut or not self.check():
+            self.enforce()
 
     def _wanted(self) -> Admitted:
         return Admitted() if self._is_shut else self._admitted()
@@ -128,9 +179,9 @@ class PipeAccess:
 
     def open(self, uid: int) -> None:
         """Admit a uid that is wanted by now. Raises PipeAccessError."""
-        if self._sure and (self._held.uids is None or uid in self._held.uids):
+        if self._sure and (self._written.uids is None or uid in self._written.uids):
             return
-        if not self.hold():
+        if not self.enforce():
             raise PipeAccessError(
                 f"{self.paths.control_socket} is gone, so uid {uid} cannot reach the control daemon",
                 hint="try again in a moment; for its state: mpsctl daemons",
@@ -139,22 +190,22 @@ class PipeAccess:
 
     def close(self) -> None:
         """Remove the access of uids that are no longer wanted. A failure is logged, and retried at the next check."""
-        if self._many_users is None or (self._sure and self._held == self._wanted()):
+        if self._many_users is None or (self._sure and self._written == self._wanted()):
             return
         try:
-            self.hold()
+            self.enforce()
         except PipeAccessError as error:
             self._log.error(EventName.PIPE_ACCESS_NOT_HELD, because=error.detail)
 
-    def hold(self) -> bool:
+    def enforce(self) -> bool:
         """Admit exactly the wanted uids, and read that back; False where there are no files yet.
 
         Raises PipeAccessError.
         """
         wanted = self._wanted()
         self.let_in.note(wanted.uids)
-        before = dict(self._acls(self._held)) if self._sure and self._held != wanted else {}
-        self._sure, self._held = False, wanted
+        before = dict(self._acls(self._written)) if self._sure and self._written != wanted else {}
+        self._sure, self._written = False, wanted
         for path, meant in self._acls(wanted):
             try:
                 # A file that is known to have another access list need not be read before it is written.
@@ -173,11 +224,11 @@ class PipeAccess:
         self._sure = True
         return True
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Check whether another process has changed the access, and restore it; False when that failed."""
         try:
-            if not (self._sure and self._held == self._wanted() and self._is_unchanged()):
-                self.hold()
+            if not (self._sure and self._written == self._wanted() and self._is_unchanged()):
+                self.enforce()
         except (OSError, PipeAccessError):
             return False
         return True
@@ -185,7 +236,7 @@ class PipeAccess:
     def _is_unchanged(self) -> bool:
         """Tell whether every file is as it was written, and log those that others have changed. Raises OSError."""
         is_unchanged = True
-        for path, meant in self._acls(self._held):
+        for path, meant in self._acls(self._written):
             try:
                 if acl.is_in_force(path, meant):
                     continue
@@ -225,16 +276,6 @@ class PipeAccess:
         )
 
 
-class Quarantine(Protocol):
-    """The quarantined uids, and the record of crashes."""
-
-    @property
-    def uids(self) -> Collection[int]: ...
-
-    def crashed(self, crash: Crash) -> Collection[int]:
-        """Record a crash; return the uids that are quarantined for it."""
-
-
 class NodePipeAccess:
     """The pipe access to each control daemon of the node."""
 
@@ -262,11 +303,11 @@ class NodePipeAccess:
         """Return the access to a GPU's control daemon, which follows the leases from now on."""
         if name not in self._accesses:
             wanted, log = partial(self._wanted, gpu), self._log.bind(daemon=name)
-            self._accesses[name] = PipeAccess(self._paths(name), wanted, self._quarantine.crashed, log)
+            self._accesses[name] = PipeAccess(self._paths(name), wanted, log)
         return self._accesses[name]
 
     def _wanted(self, gpu: str) -> Admitted:
-        unadmitted, own = self._settings.current.unadmitted, process_table.own_uid()
+        unadmitted, own = self._settings.current.unadmitted, os.geteuid()
         uids = access.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
         return Admitted(uids, self._canaries.get(gpu))
 
@@ -278,7 +319,7 @@ class NodePipeAccess:
         """
         self._canaries[gpu] = credentials.unused_group()
         try:
-            self._accesses[name].hold()
+            self._accesses[name].enforce()
             yield self._canaries[gpu]
         finally:
             del self._canaries[gpu]
@@ -307,7 +348,7 @@ class NodePipeAccess:
 
 def _is_let_in(uid: int) -> bool:
     """Tell whether a uid always has access: root's, or mpsd's own."""
-    return uid == 0 or uid == process_table.own_uid()
+    return uid == 0 or uid == os.geteuid()
 
 
 async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:

@@ -4,7 +4,6 @@ The shares of such a lease are thus not granted to others while its clients stil
 with the lease before any caller sees it, and the next mpsd continues from there.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from mpsd.core.admission.ledger import Ledger
@@ -12,6 +11,7 @@ from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import Lease
+from mpsd.core.signal import Signal
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
 
@@ -32,18 +32,16 @@ class Closing:
         ledger: Ledger,
         endings: Endings,
         commit: LeaseCommit,
-        *,
-        follow: Callable[[Lease], None],
-        end: Callable[[str, str], None],
         log: Logger,
     ) -> None:
-        """`follow` updates the open limits for a lease; `end` ends a lease with a reason."""
         self._ledger = ledger
         self._commit = commit
-        self._follow = follow
         self._endings = endings
-        self._end = end
         self._log = log
+        self.begun = Signal[Lease]()
+        """The clients of this lease are being ended."""
+        self.over = Signal[str, str]()
+        """With the lease's id and a reason: it has no client left, and ends now."""
         self._trouble = ""
         self._closing: set[str] = set()
 
@@ -52,7 +50,7 @@ class Closing:
         if lease.closing:
             self._closing.add(lease.id)
 
-    async def close(self, lease_id: str, because: str) -> None:
+    def close(self, lease_id: str, because: str) -> None:
         """End a lease with its clients, and return when that is stored.
 
         Raises StorageError; the ending has begun nevertheless, but would not survive mpsd's death.
@@ -64,15 +62,15 @@ class Closing:
         """Begin to end a lease with its clients. A lease without clients, or one that waits, ends at once."""
         lease = self._ledger.leases.get(lease_id)
         if lease is None or not lease.clients:
-            self._end(lease_id, because)
+            self.over.send(lease_id, because)
         elif not lease.closing:
             lease = self._ledger.close(lease_id, because)
             self._closing.add(lease_id)
-            self._follow(lease)
+            self.begun.send(lease)
             self._commit.change(lease, EventName.LEASE_CLOSING, because=because)
             self._end_clients(lease)
 
-    def look(self) -> None:
+    def proceed(self) -> None:
         """End the closing leases without clients, and the clients of the others."""
         for lease_id in tuple(self._closing):
             lease = self._ledger.leases.get(lease_id)
@@ -81,7 +79,7 @@ class Closing:
             elif lease.clients:
                 self._end_clients(lease)
             else:
-                self._end(lease_id, f"{lease.closing}, and its clients have ended")
+                self.over.send(lease_id, f"{lease.closing}, and its clients have ended")
 
     def _end_clients(self, lease: Lease) -> None:
         cause = EndCause(f"end of {lease.id}", f"lease {lease.id} ends with its clients: {lease.closing}")

@@ -175,11 +175,11 @@ class Endings:
             ending,
             living,
             daemons=self._daemons,
-            locks=self._locks.__getitem__,
+            locks=self._locks,
             store=self._store,
             settings=self._settings,
-            suspect=self._report_suspect,
-            changed=self._report_change,
+            suspected=self.suspected,
+            changed=self.changed,
             log=self._log,
         )
         self._steps[ending.process] = steps
@@ -204,12 +204,6 @@ class Endings:
             self._store.forget(target)
         except OSError as error:
             self._log.error(EventName.STORE_FULL, because=f"the end of process {target.pid} cannot be removed: {error}")
-
-    def _report_suspect(self, daemon: str, server: int, uid: int, because: str) -> None:
-        self.suspected.send(daemon, server, uid, because)
-
-    def _report_change(self) -> None:
-        self.changed.send()
 
     def close(self) -> None:
         """Stop here; the next mpsd continues the endings, and the front-ends that wait keep running."""

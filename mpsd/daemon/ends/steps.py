@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Final, Protocol
 
 from msgspec import structs
@@ -22,6 +22,7 @@ from mpsd.core.events import EventName
 from mpsd.core.model import ProcessIdentity, Server, Stop
 from mpsd.core.mps import commands
 from mpsd.core.reload import LiveSettings
+from mpsd.core.signal import Signal
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
@@ -29,16 +30,15 @@ from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.lasting_front_end import LongCommand, PendingCommand
 from mpsd.system.process import Process
 
-_SIGNALS: Final = {Act.SIGTERM_FIRST: signal.SIGTERM, Act.SIGTERM: signal.SIGTERM, Act.SIGKILL: signal.SIGKILL}
-
-_STEPS: Final = {
-    Act.SIGTERM_FIRST: EndStep.SIGTERM_FIRST,
-    Act.SIGTERM: EndStep.SIGTERM,
-    Act.SIGKILL: EndStep.SIGKILL,
+_SIGNALS: Final = {
+    Act.SIGTERM_FIRST: (EndStep.SIGTERM_FIRST, signal.SIGTERM),
+    Act.SIGTERM: (EndStep.SIGTERM, signal.SIGTERM),
+    Act.SIGKILL: (EndStep.SIGKILL, signal.SIGKILL),
 }
+"""By action, the step to store and the signal to send."""
 
-_FIRST_LOOK: Final = 0.5
-_LAST_LOOK: Final = 5.0
+_FIRST_PAUSE: Final = 0.5
+_LONGEST_PAUSE: Final = 5.0
 """Seconds between two checks whether a client that has to stay can be ended now; the interval doubles each time."""
 
 
@@ -65,16 +65,16 @@ class EndSteps:
         living: Process | None,
         *,
         daemons: Mapping[str, DaemonOfClients],
-        locks: Callable[[str], asyncio.Lock],
+        locks: Mapping[str, asyncio.Lock],
         store: EndStore,
         settings: LiveSettings,
-        suspect: Callable[[str, int, int, str], None],
-        changed: Callable[[], None],
+        suspected: Signal[str, int, int, str],
+        changed: Signal[()],
         log: Logger,
     ) -> None:
-        """`locks` returns the lock of a control daemon, which ends its clients one at a time.
+        """Take the parts; `locks` has one for each control daemon, which ends its clients one at a time.
 
-        `changed` is called when `late_on` may return something else.
+        `suspected` and `changed` are the signals of `Endings`.
         """
         self.ending = ending
         self.progress = Progress("", exhausted=False, since=clock.since_boot())
@@ -83,7 +83,7 @@ class EndSteps:
         self._locks = locks
         self._store = store
         self._settings = settings
-        self._suspect = suspect
+        self._suspected = suspected
         self._changed = changed
         self._log = log
         self._late = {*ending.late}
@@ -93,7 +93,7 @@ class EndSteps:
         """The last reported reason why it stays."""
         self._powerless = ""
         """The reason why mpsd cannot send it signals, if it cannot."""
-        self._pause = _FIRST_LOOK
+        self._pause = _FIRST_PAUSE
 
     @property
     def pid(self) -> int:
@@ -117,12 +117,12 @@ class EndSteps:
 
     def clear_late(self, daemon: str) -> None:
         """Note that nothing shows that the servers of a control daemon refuse clients."""
-        self._keep_late({each for each in self._late if each[0] != daemon})
+        self._set_late({each for each in self._late if each[0] != daemon})
 
-    def _keep_late(self, late: set[tuple[str, ProcessIdentity]]) -> None:
+    def _set_late(self, late: set[tuple[str, ProcessIdentity]]) -> None:
         if self._late != late:
             self._late = late
-            self._changed()
+            self._changed.send()
 
     async def run(self) -> None:
         """Take steps until the process is gone."""
@@ -195,16 +195,16 @@ class EndSteps:
             )
         await self._rest()
 
-    async def _rest(self, most: float = _LAST_LOOK) -> None:
+    async def _rest(self, most: float = _LONGEST_PAUSE) -> None:
         """Wait until the next check, for these seconds at most, or until the process has exited."""
-        seconds, self._pause = max(min(self._pause, most), 0.0), min(self._pause * 2, _LAST_LOOK)
+        seconds, self._pause = max(min(self._pause, most), 0.0), min(self._pause * 2, _LONGEST_PAUSE)
         if self._living is None or self._living.is_gone():
             await asyncio.sleep(seconds)  # its end is not over yet
         else:
             await self._living.gone_within(seconds)
 
     def _start_anew(self) -> None:
-        self.progress, self._pause = Progress("", exhausted=False, since=clock.since_boot()), _FIRST_LOOK
+        self.progress, self._pause = Progress("", exhausted=False, since=clock.since_boot()), _FIRST_PAUSE
         self._obstacle = ""
 
     def _forced(self, step: str, **facts: object) -> None:
@@ -228,7 +228,7 @@ class EndSteps:
         reasons += [f"mpsd does not know {name} now" for name in self.ending.daemons if name not in self._daemons]
         unknown = "; ".join(reasons)
         if not unknown:  # a server that no longer lists it has ended its contexts
-            self._keep_late(self._late & {(place.daemon, place.server) for place in places})
+            self._set_late(self._late & {(place.daemon, place.server) for place in places})
         return Seen(self._is_gone, places, unknown, clock.since_boot())
 
     def _where(self) -> list[DaemonOfClients]:
@@ -270,7 +270,7 @@ class EndSteps:
 
     async def _ask(self, place: Place) -> None:
         """Tell a server to end the contexts, after those of earlier clients, if that is still the next step."""
-        async with self._locks(place.daemon):
+        async with self._locks[place.daemon]:
             move = endings.next_move(self.ending, await self._see())
             if move.act is not Act.ASK or move.place is None or move.place.server != place.server:
                 return
@@ -279,7 +279,7 @@ class EndSteps:
                 self.change(endings.asking(self.ending, PendingAnswer(place.daemon, place.server, *pending)))
 
             pipe, long = self._daemons[place.daemon].pipe, self._long(place.daemon, place.server)
-            await self._settle(place.server, lambda: pipe.ask_long(long, note))
+            await self._note_result(place.server, pipe.ask_long(long, note))
 
     async def _await_answer(self) -> None:
         """Wait for the answer to the command of an earlier mpsd."""
@@ -293,8 +293,8 @@ class EndSteps:
             return
         pipe, long = daemon.pipe, self._long(pending.daemon, pending.server)
         earlier = PendingCommand(pending.front_end, pending.nonce, pending.until)
-        async with self._locks(pending.daemon):
-            await self._settle(pending.server, lambda: pipe.take_over(long, earlier))
+        async with self._locks[pending.daemon]:
+            await self._note_result(pending.server, pipe.take_over(long, earlier))
 
     def _long(self, daemon: str, server: ProcessIdentity) -> LongCommand[None]:
         seconds = self._settings.current.enforcement.terminate_deadline
@@ -305,10 +305,10 @@ class EndSteps:
         answer = self._store.answer_to(self.ending.process)
         return LongCommand(commands.terminate_client(server.pid, self.pid), answer, because, seconds)
 
-    async def _settle(self, server: ProcessIdentity, ask: Callable[[], Awaitable[None]]) -> None:
-        """Send a command to a server, and store the result."""
+    async def _note_result(self, server: ProcessIdentity, answer: Awaitable[None]) -> None:
+        """Wait for a server's answer, and store what it means."""
         try:
-            await ask()
+            await answer
         except (ControlBusyError, ControlUnreachableError, ControlBrokenError) as error:
             # This is no evidence about the server: it got no command, or the control daemon died.
             self.change(endings.unheard(self.ending))
@@ -318,7 +318,7 @@ class EndSteps:
         else:
             self._forced("terminate_client", server=server.pid)
             self.change(endings.released(self.ending, server))
-            self._keep_late({each for each in self._late if each[1] != server})
+            self._set_late({each for each in self._late if each[1] != server})
 
     def _refused(self, error: ControlError) -> None:
         pending = self.ending.pending
@@ -337,7 +337,7 @@ class EndSteps:
             )
         )
         if late:
-            self._keep_late(self._late | {(pending.daemon, pending.server)})
+            self._set_late(self._late | {(pending.daemon, pending.server)})
             self._report_late(pending.daemon, pending.server)
 
     # -- signals ------------------------------------------------------------------------------------------------------
@@ -348,10 +348,10 @@ class EndSteps:
             self._powerless = "it changed its user since its end began, and mpsd signals no process of another user"
             self._forced("none", failed=self._powerless)
             return
-        number, grace = _SIGNALS[act], self._settings.current.enforcement.grace
+        step, number = _SIGNALS[act]
         unreleased = tuple((place.daemon, place.server) for place in suspects)
-        until = clock.since_boot() + grace
-        self.change(structs.replace(self.ending, step=_STEPS[act], until=until, unreleased=unreleased))
+        until = clock.since_boot() + self._settings.current.enforcement.grace
+        self.change(structs.replace(self.ending, step=step, until=until, unreleased=unreleased))
         self._killed = act is Act.SIGKILL
         if act is Act.SIGTERM and self.ending.stop is Stop.SIGTERM:
             return
@@ -374,4 +374,4 @@ class EndSteps:
 
     def _report(self, daemon: str, server: ProcessIdentity, because: str) -> None:
         if proc.start_ticks(server.pid) == server.start_ticks:
-            self._suspect(daemon, server.pid, self.ending.uid, because)
+            self._suspected.send(daemon, server.pid, self.ending.uid, because)

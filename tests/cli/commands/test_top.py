@@ -11,7 +11,6 @@ from pathlib import Path
 from struct import pack
 from termios import TIOCSWINSZ
 
-import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
@@ -76,7 +75,6 @@ def test_follows_the_node(node: Node) -> None:
     run(node, steps)
 
 
-@pytest.mark.enforcement
 def test_client(make_node: Callable[..., Node]) -> None:
     """A client has a row with its lease, and with the memory that it holds."""
     node = make_node(control=None, durations={"mpsd.daemon.gpu.gpus._INTERVAL": 1.0}).start()

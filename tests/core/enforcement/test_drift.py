@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.enforcement.drift import drift, in_force, opened
-from mpsd.core.enforcement.opened import ANYTHING
+from mpsd.core.enforcement.drift import drift, in_force
+from mpsd.core.enforcement.opened import ANYTHING, by_commands
 from mpsd.core.model import Drift, Limits, ReadBack
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, PinnedDeviceMemLimit
@@ -140,15 +140,15 @@ def test_any_reading(tenths: int, mebibytes: int | None, found: int, memory: int
 )
 def test_what_others_opened(command: str, fresh: ReadBack, old: ReadBack) -> None:
     """A command counts for the server that it names or may name; one that sets defaults counts for a fresh server."""
-    assert opened([command], 7, fresh=True).most == fresh
-    assert opened([command], 7, fresh=False).most == old
+    assert by_commands([command], 7, fresh=True).most == fresh
+    assert by_commands([command], 7, fresh=False).most == old
 
 
 def test_the_widest_and_the_narrowest_count() -> None:
     """Of several commands, each limit counts at its widest and at its narrowest."""
     commands = ["set_active_thread_percentage 7 80", "set_active_thread_percentage 7 25"]
-    assert opened(commands, 7, fresh=False) == Bounds(ReadBack(250, None), ReadBack(800, 0))
-    none = opened([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False)
+    assert by_commands(commands, 7, fresh=False) == Bounds(ReadBack(250, None), ReadBack(800, 0))
+    none = by_commands([*commands, "set_device_pinned_mem_limit 7 0 0"], 7, fresh=False)
     assert none == Bounds(ReadBack(250, 0), ReadBack(800, None))
     doubt = ["set_active_thread_percentage 7 x", "set_device_pinned_mem_limit 7 0 x"]
-    assert opened([*commands, *doubt], 7, fresh=False) == ANYTHING
+    assert by_commands([*commands, *doubt], 7, fresh=False) == ANYTHING

@@ -29,8 +29,8 @@ def test_fault_by_its_log() -> None:
     serving.note([ServerFaulted(7)], T)
     assert (serving.faults, serving.reported) == ({}, {7: T})
     # A driver without a state word does not contradict the log, and neither does a server that is busy with the fault.
-    serving.statuses({7: None}, (), after(1))
-    serving.statuses({}, (), after(1))
+    serving.note_words({7: None}, (), after(1))
+    serving.note_words({}, (), after(1))
     assert serving.faults == {7: T}
     serving.note([ContextsMade(7)], after(2))
     assert serving.faults == {}
@@ -41,20 +41,20 @@ def test_fault_by_its_log() -> None:
 def test_fault_by_its_word() -> None:
     """The state word precedes a log that is silent, or cannot be read."""
     serving = ServerHealth()
-    serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), T)
-    serving.statuses({7: "FAULT", 8: "ACTIVE"}, (), after(5))
+    serving.note_words({7: "FAULT", 8: "ACTIVE"}, (), T)
+    serving.note_words({7: "FAULT", 8: "ACTIVE"}, (), after(5))
     assert serving.faults == {7: T}
-    serving.statuses({7: "ACTIVE", 8: "ACTIVE"}, (), after(6))
+    serving.note_words({7: "ACTIVE", 8: "ACTIVE"}, (), after(6))
     assert serving.faults == {}
 
 
 def test_fault_that_outlasts_the_clients() -> None:
     """A server without clients has the fault that its word says, since the same time."""
     serving = ServerHealth()
-    serving.statuses({7: "FAULT"}, (), T)
-    serving.statuses({7: "FAULT"}, {7}, after(5))
+    serving.note_words({7: "FAULT"}, (), T)
+    serving.note_words({7: "FAULT"}, {7}, after(5))
     assert serving.faults == {7: T}
-    serving.statuses({7: "ACTIVE"}, {7}, after(6))
+    serving.note_words({7: "ACTIVE"}, {7}, after(6))
     assert serving.faults == {}
 
 

@@ -82,7 +82,7 @@ def test_no_loop() -> None:
         suspicions.add(suspicion(1000 + second), float(second))
         if suspicions.due(float(second)) is not None:
             examined.append(second)
-            suspicions.settle(float(second), end(Proof.CONTEXT), float(second))
+            suspicions.conclude(float(second), end(Proof.CONTEXT), float(second))
     assert examined == [0, 10, 20]
     assert suspicions.add(suspicion(1, Cause.STILL_LISTED), 29.5)
     assert suspicions.due(29.5) == suspicion(1, Cause.STILL_LISTED)
@@ -90,13 +90,13 @@ def test_no_loop() -> None:
 
 @pytest.mark.parametrize("proof", [Proof.CONTEXT, Proof.ERROR, Proof.SILENCE])
 def test_examination_answers_all(proof: Proof) -> None:
-    """A canary that proves anything settles every open suspicion."""
+    """A canary that proves anything decides every open suspicion."""
     suspicions = Suspicions()
     suspicions.add(suspicion(1), 0.0)
     suspicions.add(suspicion(2, Cause.TERMINATE), 2.0)
-    suspicions.settle(2.0, end(proof), 2.0)
+    suspicions.conclude(2.0, end(proof), 2.0)
     assert suspicions.due(2.0 + 10 * SPACING) is None
-    assert suspicions.holding is None
+    assert suspicions.stopping_grants is None
 
 
 def test_nothing_is_proven() -> None:
@@ -106,11 +106,11 @@ def test_nothing_is_proven() -> None:
     suspicions.add(listed, 0.0)
     for now in (0.0, SPACING, 2 * SPACING):
         assert suspicions.due(now) == listed
-        suspicions.settle(now, end(Proof.NOTHING), now)
+        suspicions.conclude(now, end(Proof.NOTHING), now)
         assert suspicions.due(now + SPACING - 1) is None
-        assert suspicions.holding == listed
+        assert suspicions.stopping_grants == listed
     suspicions.clear()
-    assert suspicions.holding is None
+    assert suspicions.stopping_grants is None
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_no_canary_can_be_sent(cause: Cause, *, holds: bool) -> None:
     """Where mpsd can send none at all, it does not close a GPU for good that a user, or its own start, has closed."""
     suspicions = Suspicions()
     suspicions.add(suspicion(1, cause), 0.0)
-    suspicions.settle(0.0, end(Proof.NOTHING, unable=True), 0.0)
-    assert (suspicions.holding is not None) == holds
+    suspicions.conclude(0.0, end(Proof.NOTHING, unable=True), 0.0)
+    assert (suspicions.stopping_grants is not None) == holds
     assert (suspicions.due(2 * SPACING) is not None) == holds
 
 
@@ -134,7 +134,7 @@ def test_refuted() -> None:
     left = []
     for listed in ([Listed(7, 100)], []):
         suspicions.refute(listed)
-        left.append(suspicions.holding)
+        left.append(suspicions.stopping_grants)
     assert left == [there, None]
     assert suspicions.due(0.0) == suspicion()
 
@@ -145,7 +145,7 @@ def test_suspicion_during_an_examination(proof: Proof) -> None:
     suspicions = Suspicions()
     suspicions.add(suspicion(1), 0.0)
     suspicions.add(suspicion(2), 5.0)
-    suspicions.settle(6.0, end(proof), begun=4.0)
+    suspicions.conclude(6.0, end(proof), begun=4.0)
     assert suspicions.due(6.0) == suspicion(2)
 
 

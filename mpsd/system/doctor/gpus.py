@@ -12,6 +12,7 @@ from mpsd.core.settings import Settings
 from mpsd.system import control_flags, driver, rundir, saved_compute_modes
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.driver import Driver
+from mpsd.system.encoding import DamagedError
 from mpsd.system.gpu import NvmlGpus
 from mpsd.system.saved_compute_modes import SavedComputeModes
 
@@ -87,7 +88,7 @@ def left(settings: Settings) -> Left:
     seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
     try:
         modes.load()
-    except ValueError as error:
+    except DamagedError as error:
         return Left(modes.path, Unknown(str(error)), damaged=True, aside=seen.aside)
     except OSError as error:
         return Left(modes.path, Unknown(f"cannot be read: {error.strerror}"), aside=seen.aside)

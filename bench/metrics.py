@@ -59,8 +59,8 @@ def scrape(control: str, root: Path) -> Iterator[Figure]:
         after = process.cpu_times()
     cpu = (after.user + after.system - before.user - before.system) / _SCRAPES
     what = f"a scrape of {_LEASES} leases on {_GPUS} GPUs"
-    yield Figure(what, statistics.median(times) * 1000, 20, "ms")
-    yield Figure("processor time of one", cpu * 1000, 20, "ms")
+    yield Figure(what, statistics.median(times) * 1000, 100, "ms")
+    yield Figure("processor time of one", cpu * 1000, 100, "ms")
     yield Figure("size of its answer", size / 1024, 1024, "KiB")
     node, tally = full(), Tally(datetime.now(UTC))
     times = []
@@ -68,7 +68,7 @@ def scrape(control: str, root: Path) -> Iterator[Figure]:
         begun = time.perf_counter()
         size = len(render(snapshot.samples(node, tally, about_users=True), TEXT))
         times.append(time.perf_counter() - begun)
-    yield Figure(f"the same answer with {_LEASES} clients, made here", statistics.median(times) * 1000, 20, "ms")
+    yield Figure(f"the same answer with {_LEASES} clients, made here", statistics.median(times) * 1000, 100, "ms")
     yield Figure("size of that", size / 1024, 1024, "KiB")
 
 

@@ -3,18 +3,18 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpsd.core.events import COMMON, EVENTS, EventName, facts_of
+from mpsd.core.events import COMMON, EventName, facts_of
 
 
 def wrong_facts(line: Mapping[str, Any]) -> str:
     """Return the differences between an event and the catalogue; an empty text for none."""
     if line["event"] not in set(EventName):
         return f"{line['event']} is not in the catalogue"
-    name = EventName(line["event"])
+    name = EventName[line["event"].upper()]
     facts, there = facts_of(name), line.keys() - COMMON.keys()
     wrong = [f"the unknown fact {each}" for each in sorted(there - facts.keys())]
     wrong += [f"no fact {each}" for each, always in facts.items() if always and each not in there]
-    if line["level"] not in EVENTS[name].levels.split():
+    if line["level"] not in name.levels.split():
         wrong.append(f"the level {line['level']}")
     return f"{name} has {', '.join(wrong)}: see mpsd/core/events.py" if wrong else ""
 

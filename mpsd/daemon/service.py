@@ -38,8 +38,7 @@ from mpsd.daemon.metrics.endpoint import Endpoint
 from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
-from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.history import HISTORY_SCHEMA
+from mpsd.daemon.record.events import HISTORY_SCHEMA, Events
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.service_manager import ServiceNotifier
 from mpsd.system import control_flags, path_safety, rundir

@@ -5,12 +5,17 @@ valid for one boot, since a reboot resets the modes (nvml.h). It is not synchron
 the modes, too.
 """
 
-import contextlib
-import json
 from pathlib import Path
 
+from msgspec import Struct
+
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.system import atomic_file, clock
+from mpsd.system import clock, encoding
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    boot_id: str
+    found: dict[str, ComputeMode]
 
 
 class SavedComputeModes:
@@ -23,18 +28,11 @@ class SavedComputeModes:
     def load(self) -> None:
         """Read the modes that were saved in this boot.
 
-        Raises OSError, and ValueError for a file that does not parse.
+        Raises OSError, and DamagedError.
         """
-        raw = atomic_file.read(self.path)
-        if raw is None:
-            return
-        file = json.loads(raw)
-        match file:
-            case {"boot_id": str(boot), "found": dict(found), **more} if not more:
-                if boot == clock.boot_id():
-                    self.by_gpu = {str(gpu): ComputeMode(mode) for gpu, mode in found.items()}
-            case _:
-                raise ValueError("it is not a record of compute modes")
+        file = encoding.read(self.path, _File)
+        if file is not None and file.boot_id == clock.boot_id():
+            self.by_gpu = file.found
 
     def set_aside(self) -> Path:
         """Rename a file that does not parse, so that an operator can inspect it; return its new path.
@@ -54,10 +52,9 @@ class SavedComputeModes:
 
     def _write(self, found: dict[str, ComputeMode]) -> None:
         if found:
-            atomic_file.write(self.path, json.dumps({"boot_id": clock.boot_id(), "found": found}).encode())
+            encoding.store(self.path, _File(clock.boot_id(), found))
         else:
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
+            self.path.unlink(missing_ok=True)
         self.by_gpu = found
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from mpsd.core.configuration.document import render
 from mpsd.core.doctor.table import FAMILIES
 from mpsd.core.errors import CapacityError, ControlError, GpuError, MpsdError, OperatorError, RequestError, catalogue
-from mpsd.core.events import COMMON, EVENTS, FACTS, facts_of
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.core.kubernetes import settings as kubernetes
 from mpsd.core.lifecycle import TABLE, Event, State
 from mpsd.core.metrics.families import SECTIONS, Kind
@@ -137,9 +137,9 @@ def doctor_tables() -> str:
 def events_page() -> str:
     """Return docs/reference/events.md: every event, how grave it is, and which facts it has."""
     events = [("event", "level", "facts", "meaning")]
-    for name, kind in EVENTS.items():
-        facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(name).items())
-        events.append((f"`{name}`", ", ".join(kind.levels.split()), facts, kind.meaning))
+    for kind in EventName:
+        facts = ", ".join(f"`{fact}`" if always else f"`{fact}`?" for fact, always in facts_of(kind).items())
+        events.append((f"`{kind}`", ", ".join(kind.levels.split()), facts, kind.meaning))
     common = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in COMMON.items())]
     facts_table = [("fact", "meaning"), *((f"`{name}`", meaning) for name, meaning in FACTS.items())]
     return f"""# Events

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterator
 from typing import Final
 
-from mpsd.core.events import COMMON, EVENTS, FACTS, EventName, facts_of
+from mpsd.core.events import COMMON, FACTS, EventName, facts_of
 from mpsd.daemon.leases.group_commit import WARNINGS
 from tests.gate.source import modules, nodes
 
@@ -44,8 +44,8 @@ def logged() -> Iterator[tuple[str, EventName, str | None, set[str]]]:
 
 
 def test_every_kind_is_there() -> None:
-    """Each event has a row, and each fact in a row has a meaning; no meaning is without an event."""
-    assert EVENTS.keys() == set(EventName)
+    """A member is named after its event; each of its facts has a meaning, and no meaning is without an event."""
+    assert {name: name.lower() for name in EventName.__members__} == {kind.name: kind.value for kind in EventName}
     facts = {fact for name in EventName for fact in facts_of(name)}
     assert facts == FACTS.keys()
     assert not facts & COMMON.keys()
@@ -53,8 +53,8 @@ def test_every_kind_is_there() -> None:
 
 def test_rows_are_sound() -> None:
     """A level is one of three."""
-    for name, kind in EVENTS.items():
-        assert {*kind.levels.split()} <= {"info", "warning", "error"}, name
+    for kind in EventName:
+        assert {*kind.levels.split()} <= {"info", "warning", "error"}, kind
 
 
 def test_each_place_says_what_the_catalogue_says() -> None:
@@ -68,6 +68,6 @@ def test_each_place_says_what_the_catalogue_says() -> None:
             wrong.append(
                 f"{place}: {name} lacks {', '.join(sorted(left_out))}, which the catalogue says is always there"
             )
-        if level is not None and level not in EVENTS[name].levels.split():
-            wrong.append(f"{place}: {name} is logged as {level}, and the catalogue says {EVENTS[name].levels}")
+        if level is not None and level not in name.levels.split():
+            wrong.append(f"{place}: {name} is logged as {level}, and the catalogue says {name.levels}")
     assert not wrong, "\n".join(wrong)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from mpsd.cli.render import as_here, fact, fold, limit, percent, size, when
 from mpsd.cli.tables import Look
 from mpsd.cli.users import name_of
-from mpsd.core.events import EVENTS, EventName
+from mpsd.core.events import EventName
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
@@ -38,7 +38,8 @@ def sentence(event: "answer_types.Event") -> str:
     """Return an event as a sentence, with its hint; for an unknown kind, its facts."""
     kind = str(event["event"])
     facts = _facts(event)
-    template = EVENTS[EventName(kind)].sentence if kind in EVENTS else None
+    known = EventName.__members__.get(kind.upper())
+    template = known.sentence if known is not None else None
     if kind == "lease_refused" and "lease" in event:
         template = "{lease}: refused: {because} [{code}]"
     if template is None:

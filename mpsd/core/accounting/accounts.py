@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from mpsd.core.accounting.series import OTHERS, SECOND, Labels, Period, Periods, Series
+from mpsd.core.accounting.series import OTHERS, SECOND, Labels, Period, Periods, Rollup, Series
 from mpsd.core.model import Lease, LeaseState
 
 _NAMES: Final = 16
@@ -303,13 +303,9 @@ class Accounts:
 
     def put_back(self, periods: Periods) -> None:
         """Take back periods that could not be stored, added up to one period for each series."""
-        sums: dict[Series, Period] = {}
-        for series, period in [*periods, *self._finished]:
-            if series in sums:
-                sums[series].add(period)
-            else:
-                sums[series] = period
-        self._finished = list(sums.items())
+        rollup = Rollup()
+        rollup.fold([*periods, *self._finished])
+        self._finished = rollup.sums
 
     def note_stored(self) -> None:
         """Note that the records of all changed leases are on disk."""

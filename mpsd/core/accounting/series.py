@@ -6,7 +6,7 @@ exact. An amount over time is an integral, such as tenths of a percent times mic
 
 from typing import Final, TypeAlias
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 SECOND: Final = 1_000_000
 """Microseconds."""
@@ -67,7 +67,7 @@ Periods: TypeAlias = list[tuple[Series, Period]]
 
 
 class Rollup:
-    """Periods that are added up to longer periods of the next tier."""
+    """Periods that are added up to one longer period for each series."""
 
     def __init__(self) -> None:
         self._sums: dict[Series, Period] = {}
@@ -77,7 +77,7 @@ class Rollup:
         for series, period in periods:
             known = self._sums.get(series)
             if known is None:
-                self._sums[series] = Period(*(getattr(period, name) for name in Period.__struct_fields__))
+                self._sums[series] = structs.replace(period)
             else:
                 known.add(period)
 

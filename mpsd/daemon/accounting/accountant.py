@@ -57,8 +57,8 @@ class Accountant:
         self._since = 0
         """The time of the last stored sample."""
         self._noted = -_USAGE
-        self._node: Node | None = None
-        self._events: Events | None = None
+        self._is_complete = False
+        """Whether the accounts have what an earlier mpsd stored."""
 
     def note(self, at: datetime, leases: Mapping[str, Lease]) -> None:
         """Queue the leases that were stored together at this time for the accounts, by id."""
@@ -68,8 +68,8 @@ class Accountant:
 
     async def run(self, node: Node, events: Events) -> None:
         """Sample until cancelled; `node` must have restored its leases."""
-        self._node, self._events = node, events
-        await self._recover(node, events)
+        self._recover(node, events)
+        self._is_complete = True
         try:
             while True:
                 await asyncio.sleep(clock.until_next(_INTERVAL))
@@ -77,7 +77,7 @@ class Accountant:
         finally:
             self.sample(node, events, _now(), everything=True)
 
-    async def _recover(self, node: Node, events: Events) -> None:
+    def _recover(self, node: Node, events: Events) -> None:
         """Continue from the last sample of an earlier mpsd."""
         # Leases that ended with their holders, while no mpsd ran, end in this turn of the loop: without their events,
         # they would end at the last sample, and count again with the events.
@@ -205,7 +205,7 @@ class Accountant:
 
     async def fill(self, report: Report) -> int:
         """Fill a report from the series, or from the leases; return its end. Other tasks run between two pages."""
-        if self._node is None:
+        if not self._is_complete:
             return report.close(_now())
         if report.by is By.LEASE:
             return await self._fill_by_lease(report)

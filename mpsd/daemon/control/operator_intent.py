@@ -8,7 +8,7 @@ import msgspec
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Unknown
 from mpsd.core.supervision.drain import DesiredState, Intent, Operation, take_up
-from mpsd.system import atomic_file, clock, encoding
+from mpsd.system import clock, encoding
 
 _MOST_ENDED: Final = 16
 """Completed operations that can still be queried."""
@@ -58,7 +58,7 @@ class OperatorIntent:
         """
         stored = _File(desired, (*self._stored.ended, *ended)[-_MOST_ENDED:])
         try:
-            atomic_file.write(self._path, encoding.to_json(stored), lasting=True)
+            encoding.store(self._path, stored, lasting=True)
         except OSError as error:
             raise StorageError(
                 f"{self._path} cannot be written: {error.strerror}",

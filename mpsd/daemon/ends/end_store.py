@@ -10,7 +10,7 @@ from pathlib import Path
 from mpsd.core.enforcement.ending import Ending
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Known, ProcessIdentity, Unknown
-from mpsd.system import atomic_file, encoding
+from mpsd.system import encoding
 
 
 class EndStore:
@@ -35,7 +35,7 @@ class EndStore:
         """Store the progress of an ending. Raises StorageError and then changes nothing."""
         path = self._path(ending.process, "json")
         try:
-            atomic_file.write(path, encoding.to_json(ending))
+            encoding.store(path, ending)
         except OSError as error:
             raise StorageError(
                 f"{path} cannot be written: {error.strerror}",

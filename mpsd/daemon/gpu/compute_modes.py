@@ -11,6 +11,7 @@ from mpsd.core.events import EventName
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.record.log import Logger
+from mpsd.system.encoding import DamagedError
 from mpsd.system.gpu import GpuSource, change_compute_mode
 from mpsd.system.saved_compute_modes import SavedComputeModes
 
@@ -40,7 +41,7 @@ class ComputeModes:
         try:
             try:
                 self._saved.load()
-            except ValueError as error:
+            except DamagedError as error:
                 aside = self._saved.set_aside()
                 self._log_not_stored(f"{self._saved.path} cannot be parsed, and was moved to {aside}: {error}")
         except OSError as error:

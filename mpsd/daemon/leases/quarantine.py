@@ -4,7 +4,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-import msgspec
 from msgspec import Struct
 
 from mpsd.core.errors import NotFoundError, QuarantinedError, StorageError
@@ -15,8 +14,8 @@ from mpsd.core.signal import Signal
 from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
 from mpsd.daemon.record.log import Logger
-from mpsd.system import atomic_file, clock
-from mpsd.system.encoding import NOT_UNDERSTOOD
+from mpsd.system import clock, encoding
+from mpsd.system.encoding import DamagedError
 
 _MOST_CRASHES: Final = 256
 """Crashes that are kept, however many there are within the window."""
@@ -44,16 +43,15 @@ class Quarantine:
 
     def _load(self) -> None:
         """Read an earlier mpsd's record: crashes of this boot, and all quarantines. A damaged file is set aside."""
-        raw = atomic_file.read(self._path)
-        if raw is None:
-            return
         try:
-            file = msgspec.json.decode(raw, type=_File)
-        except NOT_UNDERSTOOD as error:
+            file = encoding.read(self._path, _File)
+        except DamagedError as error:
             aside = self._path.with_name(f"{self._path.name}.damaged")
             self._path.replace(aside)
             because = f"which uids are quarantined could not be read, so that none is: {error}"
             self._log.error(EventName.STORE_SET_ASIDE, because=because, file=str(aside))
+            return
+        if file is None:
             return
         self._quarantined = {each.uid: each for each in file.quarantined}
         if file.boot_id == clock.boot_id():
@@ -104,7 +102,7 @@ class Quarantine:
             because = self._quarantined[each.uid].because
             self._log.error(EventName.UID_QUARANTINED, uid=each.uid, daemon=crash.daemon, because=because)
         if convicted:
-            self._notify()
+            self.changed.send()
         return uids
 
     def pardon(self, uid: int, by: int) -> None:
@@ -126,16 +124,12 @@ class Quarantine:
                 hint="free space on the file system of paths.state_dir, then try again",
             ) from error
         self._log.warning(EventName.UID_PARDONED, uid=uid, because=f"uid {by} pardoned it")
-        self._notify()
+        self.changed.send()
 
     @property
     def _policy(self) -> QuarantinePolicy:
         enforcement = self._settings.current.enforcement
         return QuarantinePolicy(enforcement.crashes, enforcement.crash_window)
 
-    def _notify(self) -> None:
-        self.changed.send()
-
     def _store(self) -> None:
-        file = _File(clock.boot_id(), self._crashes, self.quarantined)
-        atomic_file.write(self._path, msgspec.json.encode(file), lasting=True)
+        encoding.store(self._path, _File(clock.boot_id(), self._crashes, self.quarantined), lasting=True)

@@ -16,6 +16,22 @@ from mpsd.system import clock
 from mpsd.system.counter import Counter
 from mpsd.system.database import Database, summed
 
+HISTORY_SCHEMA: Final = (
+    """
+    CREATE TABLE events (
+        seq INTEGER PRIMARY KEY, at REAL NOT NULL, data TEXT NOT NULL, sum INTEGER NOT NULL,
+        CHECK (sum = checksum(seq, at, data))
+    );
+    CREATE TABLE notes (
+        name TEXT PRIMARY KEY, value INTEGER NOT NULL, sum INTEGER NOT NULL, CHECK (sum = checksum(name, value))
+    ) WITHOUT ROWID
+    """,
+)
+"""The versions of the history; `Database` says what a later version adds.
+
+The `data` of a row is the lines of events that were stored together; `seq` and `at` are those of the last of them.
+"""
+
 _SLACK: Final = 256
 """Maximum events in memory beyond the kept number, so that not every decision has to remove one."""
 

@@ -22,7 +22,7 @@ from mpsd.system.log_output import LogOutput
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
 
-MESSAGE_IDS: Final = {each: uuid.uuid5(_NAMESPACE, each).hex for each in EventName}
+MESSAGE_IDS: Final[dict[str, str]] = {each: uuid.uuid5(_NAMESPACE, each).hex for each in EventName}
 """The ids of the kinds of event in the journal: `journalctl MESSAGE_ID=...`. An id stays as long as the event's
 name."""
 
@@ -139,7 +139,7 @@ def _entry(_: WrappedLogger, level: str, line: EventDict) -> bytes:
     fields = {
         "MESSAGE": "\n".join(filter(None, (f"{event} {said}".rstrip(), trace))),
         "PRIORITY": _PRIORITIES[level],
-        "MESSAGE_ID": MESSAGE_IDS[EventName(event)],
+        "MESSAGE_ID": MESSAGE_IDS[event],
         "SYSLOG_IDENTIFIER": "mpsd",
         "MPSD_EVENT": event,
         **{f"MPSD_{name.upper()}": value for name, value in texts.items()},

@@ -8,7 +8,7 @@ from msgspec import Struct
 from mpsd.core.events import EventName
 from mpsd.core.model import Unknown
 from mpsd.daemon.record.log import Logger
-from mpsd.system import atomic_file, clock, encoding
+from mpsd.system import clock, encoding
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Record(Generic[T]):
     def keep(self, record: T) -> bool:
         """Replace the file; False where it cannot be written, which is logged once for each reason."""
         try:
-            atomic_file.write(self._path, encoding.to_json(_File(clock.boot_id(), record)))
+            encoding.store(self._path, _File(clock.boot_id(), record))
         except OSError as error:
             if str(error) != self._trouble:
                 self._log.error(EventName.FILE_NOT_STORED, file=str(self._path), because=str(error))

@@ -7,12 +7,11 @@ import threading
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from mpsd.core.dra.prepared import VERSION, PreparedClaim
 from mpsd.core.errors import StorageError
 from mpsd.kubernetes.log import EventName, Log
-from mpsd.system import atomic_file
+from mpsd.system import encoding
+from mpsd.system.encoding import DamagedError
 
 _SUFFIX: Final = ".json"
 
@@ -29,8 +28,8 @@ class PreparedStore:
         self._claims: dict[str, PreparedClaim] = {}
         for path in sorted(directory.glob(f"*{_SUFFIX}")):
             try:
-                claim = msgspec.json.decode(atomic_file.read(path) or b"", type=PreparedClaim)
-            except msgspec.MsgspecError as error:
+                claim = encoding.read(path, PreparedClaim)
+            except DamagedError as error:
                 log.error(
                     EventName.CLAIM_UNREADABLE,
                     file=str(path),
@@ -38,7 +37,7 @@ class PreparedStore:
                     hint="its leases end with their pods; remove the file",
                 )
                 continue
-            if claim.version == VERSION and path.name == f"{claim.uid}{_SUFFIX}":
+            if claim is not None and claim.version == VERSION and path.name == f"{claim.uid}{_SUFFIX}":
                 self._claims[claim.uid] = claim
 
     def get(self, uid: str) -> PreparedClaim | None:
@@ -53,7 +52,7 @@ class PreparedStore:
         """Store a claim; it is on the disk when this returns. Raises StorageError and then changes nothing."""
         with self._lock:
             try:
-                atomic_file.write(self._path(claim.uid), msgspec.json.encode(claim), lasting=True)
+                encoding.store(self._path(claim.uid), claim, lasting=True)
             except OSError as error:
                 raise self._failed(error) from None
             self._claims[claim.uid] = claim

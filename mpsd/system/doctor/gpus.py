@@ -13,6 +13,7 @@ from mpsd.core.settings import Settings
 from mpsd.system import control_flags, driver, rundir, saved_compute_modes
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.driver import Driver
+from mpsd.system.encoding import DamagedError
 from mpsd.system.gpu import NvmlGpus
 from mpsd.system.saved_compute_modes import SavedComputeModes
 
@@ -97,7 +98,7 @@ def left(settings: Settings) -> Left:
     try:
         modes.load()
         found = Known(modes.by_gpu)
-    except ValueError as error:
+    except DamagedError as error:
         found, damaged = Unknown(str(error)), True
     except OSError as error:
         found = Unknown(f"cannot be read: {error.strerror}")

@@ -11,7 +11,7 @@ import pytest
 from mpsd.cli.history.sentences import line, sentence
 from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look
-from mpsd.core.events import EVENTS, EventName, facts_of
+from mpsd.core.events import EventName, facts_of
 
 THEN = "2026-11-21T02:57:00.5Z"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
@@ -110,7 +110,7 @@ def test_sentences(told: Any, says: str) -> None:
 @pytest.mark.parametrize("name", EventName)
 def test_placeholders(name: EventName) -> None:
     """Each event of a kind has all that its sentence says, except a reason at its end, which may be left out."""
-    facts, template = facts_of(name), EVENTS[name].sentence
+    facts, template = facts_of(name), name.sentence
     if "because" in facts:
         template = template.removesuffix(": {because}")
     said = {each for _, each, _, _ in Formatter().parse(template) if each}

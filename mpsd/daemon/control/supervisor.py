@@ -90,7 +90,6 @@ class Supervisor:
             deadline=daemon.answer_deadline,
             key=self._control_log.key,
         )
-        self.pipe.held = partial(log.tally.conversation, name)
         self.survivors = Survivors(usage, self._log)
         self.observer = Observer(
             paths, self._control_log, self.pipe, pipe_access.let_in, survivors=self.survivors, bounded=self._bounded
@@ -148,6 +147,7 @@ class Supervisor:
         self.questions.requested.connect(self._wake.set)
         self.replacement.requested.connect(self._wake.set)
         self.pipe.long_commands.changed.connect(self._wake.set)
+        self.pipe.conversation_ended.connect(partial(self._log.tally.conversation, self.name))
         for changed in (
             self._lifecycle.changed,
             self._control_log.changed,

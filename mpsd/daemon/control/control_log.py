@@ -182,7 +182,7 @@ class ControlLog:
     def begin(self) -> None:
         """Choose a key for a control daemon that is about to start: a stolen key of the previous one is useless."""
         self.key = secrets.token_hex(8)
-        self._reader.renew(self.key)
+        self._reader.add_key(self.key)
         self.serving.forget_failures()
         self.note_explained(self.foreign)  # they were given to the previous one
         self._last_line = ""
@@ -378,7 +378,7 @@ class ControlLog:
     def _store(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
         read = self._reader.origin, self._control.position, self._server.position, self.serving
-        self._record.keep(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
+        self._record.store(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
 
     def _shorten(self) -> None:
         """Keep both files within their size; unread lines are never removed."""
@@ -476,7 +476,7 @@ class LogSilence:
 
     def _note(self, because: str) -> None:
         if self.since is None:
-            self.since, suspects = clock.now(), self._let_in.let_in
+            self.since, suspects = clock.now(), self._let_in.so_far
             if suspects.anybody:
                 because += f"; {suspects} had pipe access"
             self._log.warning(EventName.LOG_SILENT, because=because, suspects=list(suspects.uids))

@@ -64,7 +64,7 @@ class WantedLimits:
         """Whether the limits in force are not lowered, because clients of unknown leases may need them."""
         self._in_force: tuple[ProcessIdentity, Limits] | None = None
         """Those limits, and the daemon that had them."""
-        self._others = False
+        self._must_set = False
         """Whether the wanted limits have changed, so that a check before setting them is useless."""
 
     @property
@@ -102,7 +102,7 @@ class WantedLimits:
 
     def _require(self) -> None:
         """Have the wanted limits set, since they are other ones than before; nothing proves them yet."""
-        self.proved, self._others = False, True
+        self.proved, self._must_set = False, True
         self.changed.send()
 
     @property
@@ -122,7 +122,7 @@ class WantedLimits:
 
     def forget(self) -> None:
         """Forget the proof: the process is another one, or its limits may have changed."""
-        self.proved = self._others = False
+        self.proved = self._must_set = False
 
     async def enforce(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
         """Read every limit back, restore what others changed, and set what is not as wanted.
@@ -138,11 +138,11 @@ class WantedLimits:
         while True:
             wanted = self.limits
             try:
-                command = not self._others and (self.proved or not fresh)
+                command = not self._must_set and (self.proved or not fresh)
                 if not (command and await self._observer.read(wanted, self._own.limits)):
                     self._own.note_setting(wanted)
                     await self._observer.set(wanted)
-                    self._others = self.limits != wanted
+                    self._must_set = self.limits != wanted
                 self._own.note_read_back(wanted)
             except ControlUnknownCommandError:
                 if self.limits == wanted:
@@ -166,7 +166,7 @@ class WantedLimits:
             await self._read()
             found = (self._observer.read_back, *(server.limits for server in self._observer.servers))
             self._in_force = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
-            self._others = False  # the next check tells whether they suffice
+            self._must_set = False  # the next check tells whether they suffice
 
     async def _read(self) -> None:
         """Read every limit back, once more if that shows that the driver does not have all of them."""
@@ -261,7 +261,7 @@ class OwnLimits:
             self._store()
 
     def _store(self) -> None:
-        if self._process is not None and self._record.keep(_Given(self._process, self.limits)):
+        if self._process is not None and self._record.store(_Given(self._process, self.limits)):
             self._stored = self.limits
 
 

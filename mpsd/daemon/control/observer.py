@@ -414,7 +414,7 @@ class Observer:
         except (ControlBusyError, ControlUnresponsiveError) as error:
             if most := self.control_log.descriptors_used_up:
                 # A process that waits for the seat is connected as well, but does not occupy it.
-                error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.let_in}"
+                error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.so_far}"
                 name = self._paths.pipe_directory.name
                 error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
             else:

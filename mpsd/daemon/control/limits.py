@@ -68,7 +68,7 @@ class WantedLimits:
         """Whether the wanted limits have changed, so that a check before setting them is useless."""
 
     @property
-    def limits(self) -> Limits:
+    def wanted(self) -> Limits:
         """The limits to enforce, without a memory limit that no operator requires and that the driver does not have."""
         limits = self._limits if self._in_force is None else widest_limits(self._limits, self._in_force[1])
         if self._observer.has_mem_limit or self._has_to:
@@ -86,18 +86,18 @@ class WantedLimits:
 
         An adopted daemon is asked for the limits in force before it gets any.
         """
-        before = self.limits
+        before = self.wanted
         self._keeps = keeps
         if not keeps:
             self._in_force = None
-        if self.limits != before:
+        if self.wanted != before:
             self._require()
 
     def configure(self, settings: Settings) -> None:
         """Apply the operator's settings of limits."""
-        before = self.limits
+        before = self.wanted
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
-        if self.limits != before:
+        if self.wanted != before:
             self._require()
 
     def _require(self) -> None:
@@ -136,19 +136,19 @@ class WantedLimits:
         if self._keeps and (self._in_force is None or self._in_force[0] != daemon):
             await self._note_in_force(daemon, fresh=fresh)
         while True:
-            wanted = self.limits
+            wanted = self.wanted
             try:
-                command = not self._must_set and (self.proved or not fresh)
-                if not (command and await self._observer.read(wanted, self._own.limits)):
+                reads_first = not self._must_set and (self.proved or not fresh)
+                if not (reads_first and await self._observer.read(wanted, self._own.limits)):
                     self._own.note_setting(wanted)
                     await self._observer.set(wanted)
-                    self._must_set = self.limits != wanted
+                    self._must_set = self.wanted != wanted
                 self._own.note_read_back(wanted)
             except ControlUnknownCommandError:
-                if self.limits == wanted:
+                if self.wanted == wanted:
                     raise
             else:
-                if self.limits == wanted:
+                if self.wanted == wanted:
                     break
         self._proved_at = clock.monotonic()
         if not self.proved:
@@ -170,13 +170,13 @@ class WantedLimits:
 
     async def _read(self) -> None:
         """Read every limit back, once more if that shows that the driver does not have all of them."""
-        wanted = self.limits
+        wanted = self.wanted
         try:
             await self._observer.read(wanted, self._own.limits)
         except ControlUnknownCommandError:
-            if self.limits == wanted:
+            if self.wanted == wanted:
                 raise
-            await self._observer.read(self.limits, self._own.limits)
+            await self._observer.read(self.wanted, self._own.limits)
 
 
 class Proof(NamedTuple):

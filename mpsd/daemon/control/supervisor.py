@@ -179,7 +179,7 @@ class Supervisor:
             process=evidence,
             ready_since=self._lifecycle.ready_since,
             pipe_directory=str(self._pipe_access.paths.pipe_directory),
-            wanted=self.limits.limits,
+            wanted=self.limits.wanted,
             limits=self.observer.read_back,
             verified=not (self.trouble.for_canary or late),
             drift=self.observer.drift,
@@ -410,8 +410,7 @@ class Supervisor:
             await self._sleep(_TICK)
 
     def _start(self) -> None:
-        self._control_log.begin()
-        self.pipe.key = self._control_log.key
+        self.pipe.key = self._control_log.begin()
         try:
             started = self._instance.start(self._settings.current.daemon)
         except (ConfigurationError, PipeAccessError) as error:

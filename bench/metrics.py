@@ -14,9 +14,8 @@ from bench.callers import Caller, body
 from bench.service import running
 from bench.side_by_side import Figure
 from mpsd.core import health
-from mpsd.core.events import EventName
-from mpsd.core.metrics.exposition import render
-from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
+from mpsd.core.metrics import snapshot
+from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import (
     AttachedProcess,
@@ -32,10 +31,11 @@ from mpsd.core.model import (
     Owner,
     ProcessIdentity,
     Share,
-    ViolationKind,
 )
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
+from mpsd.daemon.metrics.collector import TEXT
+from mpsd.daemon.metrics.exposition import render
 
 _LEASES: Final = 500
 _GPUS: Final = 8
@@ -62,11 +62,11 @@ def scrape(control: str, root: Path) -> Iterator[Figure]:
     yield Figure(what, statistics.median(times) * 1000, 20, "ms")
     yield Figure("processor time of one", cpu * 1000, 20, "ms")
     yield Figure("size of its answer", size / 1024, 1024, "KiB")
-    snapshot, tally = full(), Tally(datetime.now(UTC), EventName, ViolationKind)
+    node, tally = full(), Tally(datetime.now(UTC))
     times = []
     for _ in range(_SCRAPES):
         begun = time.perf_counter()
-        size = len(render(blocks(snapshot, tally, about_users=True)))
+        size = len(render(snapshot.samples(node, tally, about_users=True), TEXT))
         times.append(time.perf_counter() - begun)
     yield Figure(f"the same answer with {_LEASES} clients, made here", statistics.median(times) * 1000, 20, "ms")
     yield Figure("size of that", size / 1024, 1024, "KiB")

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from mpsd.cli.api import Api
+from mpsd.client import Api
 from mpsd.core.errors import NeverFitsError
 from tests.browser import Browser, Page
 from tests.node import Node

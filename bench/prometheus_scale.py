@@ -23,11 +23,10 @@ from typing import Final
 import psutil
 
 from bench.metrics import full
-from mpsd.core.events import EventName
-from mpsd.core.metrics.exposition import render
-from mpsd.core.metrics.snapshot import blocks
+from mpsd.core.metrics import snapshot
 from mpsd.core.metrics.tally import Tally
-from mpsd.core.model import ViolationKind
+from mpsd.daemon.metrics.collector import TEXT
+from mpsd.daemon.metrics.exposition import render
 
 _LEASES: Final = 32
 _INTERVAL: Final = 15
@@ -37,7 +36,7 @@ _START: Final = 30.0
 
 def metrics(*, users: bool) -> bytes:
     """Return the metrics of a node; `users` adds the series of its leases and clients."""
-    return render(blocks(full(_LEASES), Tally(datetime.now(UTC), EventName, ViolationKind), about_users=users))
+    return render(snapshot.samples(full(_LEASES), Tally(datetime.now(UTC)), about_users=users), TEXT)
 
 
 @contextlib.contextmanager

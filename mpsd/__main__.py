@@ -184,7 +184,7 @@ def _plan(
         settings=settings,
         program=program,
         canary=canary,
-        source=(lambda: SimulatedGpus(simulate, directory=gpus)) if simulate is not None else (lambda: NvmlGpus(nvml)),
+        source=(lambda: SimulatedGpus(simulate, gpus)) if simulate is not None else (lambda: NvmlGpus(nvml)),
         driver=found,
         simulated=simulate is not None,
         private=private,
@@ -323,7 +323,7 @@ def _say(error: MpsdError) -> None:
 
     output, priority = LogOutput(sys.stderr.fileno()), _priority()
     for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
-        output.write([f"{priority}{line}\n".encode(errors="backslashreplace")])
+        output.write(f"{priority}{line}\n".encode(errors="backslashreplace"))
     output.close(0.5)
 
 

@@ -38,7 +38,6 @@ def from_events(events: Iterable[Mapping[str, Any]], by: str, until: datetime) -
 
 
 def history(node: Node, by: str, **query: object) -> Any:
-    """Return an answer of the history."""
     more = "".join(f"&{name}={value}" for name, value in query.items())
     answer = node.get(f"/v1/history?by={by}{more}")
     assert answer.status == 200, answer.json

@@ -14,7 +14,6 @@ import shutil
 import signal
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from tests.harness import BROWSER, wait_until
@@ -61,7 +60,6 @@ class Browser:
     """A Chromium with its own profile, which ends with its `with` block."""
 
     def __init__(self, profile: Path) -> None:
-        """Start Chromium."""
         program = shutil.which(PROGRAM)
         assert program is not None
         theirs_in, self._out = _pipe()
@@ -85,12 +83,9 @@ class Browser:
         self.call("Browser.getVersion")  # all of its processes run once it answers
 
     def __enter__(self) -> Self:
-        """Return the browser, which already runs."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End Chromium and all of its processes."""
         os.close(self._out)
         with contextlib.suppress(OSError):
@@ -103,7 +98,6 @@ class Browser:
         wait_until(lambda: not _has_group(self.pid), what="the browser's processes to be gone")
 
     def page(self, url: str = "about:blank", *, width: int = 1200, height: int = 900) -> "Page":
-        """Open a tab."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, target, session)
@@ -171,15 +165,12 @@ class Page:
         self._browser, self._target, self._session = browser, target, session
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command about this tab."""
         return self._browser.call(method, self._session, **parameters)
 
     def events(self, method: str) -> list[dict[str, Any]]:
-        """Return the parameters of all events of this kind so far."""
         return self._browser.events(self._session, method)
 
     def open(self, url: str) -> None:
-        """Open an address, as if the user typed it."""
         self.call("Page.navigate", url=url)
 
     def reload(self) -> None:
@@ -189,7 +180,6 @@ class Page:
         self.wait("!window.isOld", "the page to load again")
 
     def close(self) -> None:
-        """Close the tab."""
         self._browser.call("Target.closeTarget", targetId=self._target)
 
     def resize(self, width: int, height: int) -> None:
@@ -209,30 +199,25 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, script: str, what: str, *, deadline: float = 30.0) -> None:
-        """Wait until a JavaScript expression is truthy."""
         wait_until(
             lambda: self.do(f"!!({script})"), what=f"{what}; {script}", deadline=deadline, not_yet=(AssertionError,)
         )
 
     def press(self, key: str, *, shift: bool = False) -> None:
-        """Press a key."""
         text = {"Enter": "\r", " ": " "}.get(key, "")
         fields = {"key": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": 8 if shift else 0}
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **fields)
         self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 
     def type(self, text: str) -> None:
-        """Type a text into the focused element."""
         self.call("Input.insertText", text=text)
 
     def click(self, script: str) -> None:
-        """Click the middle of an element with the mouse."""
         place = self.do(_STILL % script)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
 
     def text(self, script: str) -> str:
-        """Return the visible text of an element."""
         return str(self.do(f"({script}).innerText"))
 
     def heap(self) -> int:
@@ -255,7 +240,6 @@ class Page:
         ]
 
     def picture(self, *, whole: bool = False) -> bytes:
-        """Return the page as PNG."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 

@@ -7,7 +7,7 @@ import os
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests import browser, cluster, node, real, systemd
+from tests import browser, cluster, real, systemd
 from tests.fork_server import ForkServer, running_fork_server
 from tests.gpu import machine
 from tests.harness import Watch, kill, remove_tree
@@ -204,6 +204,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_MISSING: Final[dict[str, Callable[..., str | None]]] = {
+    "real_daemon": real.missing,
+    "browser": browser.missing,
+    "machine": systemd.missing,
+    "cluster": cluster.missing,
+}
+"""By mark, the function that returns what a test with it lacks on this machine."""
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test that cannot run here, or fail it if it is required.
 
@@ -211,38 +220,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     if (root := item.get_closest_marker("root")) is not None and os.geteuid() != 0:
         pytest.skip(f"only root can {root.args[0]}")
-    for mark in item.iter_markers("real_daemon"):
-        missing = real.missing(*mark.args)
-        if missing is not None and real.required():
-            pytest.fail(f"{missing}, and {real.REQUIRE} is set", pytrace=False)
-        elif missing is not None:
-            pytest.skip(missing)
     if item.get_closest_marker("cluster") is not None and cluster.unwanted():
         pytest.skip(f"{cluster.CACHE}=no")
-    for name, look in (("browser", browser.missing), ("machine", systemd.missing), ("cluster", cluster.missing)):
-        if item.get_closest_marker(name) is None or (absent := look()) is None:
-            continue
-        if real.required():
-            pytest.fail(f"{absent}, and {real.REQUIRE} is set", pytrace=False)
-        pytest.skip(absent)
+    for name, missing in _MISSING.items():
+        for mark in item.iter_markers(name):
+            absent = missing(*mark.args)
+            if absent is not None and real.required():
+                pytest.fail(f"{absent}, and {real.REQUIRE} is set", pytrace=False)
+            elif absent is not None:
+                pytest.skip(absent)
     if item.get_closest_marker("gpu") is not None:
         _need_gpu(item.config.getoption("-m"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail a test with clients of simulated servers that `.ci/run` does not repeat with another moment of binding."""
-    try:
-        yield
-    finally:
-        clients = node.clients_of_cleaned_up()
-    marks = {mark.name for mark in item.iter_markers()}
-    if clients and not marks.intersection({"enforcement", *HEAVY} - {"chaos", "thorough"}):
-        pytest.fail(
-            f"this test had clients of simulated servers ({clients}), whose limits bind at a moment that MPSD_BINDS"
-            " sets: mark it, or its module, `enforcement`, so that .ci/run tries each moment",
-            pytrace=False,
-        )
 
 
 def _need_gpu(wanted: str) -> None:
@@ -261,25 +249,18 @@ _LOUDLY = {
     "cluster": "NOT TESTED ON A REAL CLUSTER",
     "gpu": "NOT TESTED ON A REAL GPU",
     "machine": "NOT TESTED ON A REAL SYSTEMD",
+    "real_daemon": "NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON",
 }
 """The text before the reason of a skip, by the mark of the test."""
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Report how many tests did not run, once for each reason, and how to get missing control daemons."""
-    stats = terminalreporter.stats
-    skipped = Counter(_reason(report) for report in stats.get("skipped", []))
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report how many tests did not run, once for each reason."""
+    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
         terminalreporter.section(f"{skipped.total()} SKIPPED", sep="!", red=True, bold=True)
         for reason, count in sorted(skipped.items()):
             terminalreporter.line(f"{count:5}  {reason}")
-    absent = [f"{branch}" for branch in real.BRANCHES if branch not in real.real_daemons()]
-    reports = [*stats.get("skipped", []), *stats.get("error", [])]
-    needy = [each for each in reports if "real_daemon" in getattr(each, "keywords", ())]  # not those of a collection
-    if absent and needy:
-        fetch = os.path.relpath(Path(__file__).parent / "real" / "fetch", config.invocation_params.dir)
-        terminalreporter.section("NOT TESTED AGAINST NVIDIA'S OWN CONTROL DAEMON", sep="!", red=True, bold=True)
-        terminalreporter.line(f"missing: driver branch {', '.join(absent)}. To have those tests run as well: {fetch}")
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -50,7 +50,6 @@ class DrivenProgram:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
         return self.process.pid
 
     @property
@@ -65,7 +64,6 @@ class DrivenProgram:
 
     @property
     def has_answered(self) -> bool:
-        """Whether there is an answer to read now."""
         return bool(select.select([self._stdout], [], [], 0)[0])
 
     def tell(self, line: str) -> None:
@@ -74,7 +72,6 @@ class DrivenProgram:
         self._stdin.write(f"{line}\n".encode())
 
     def answer(self, deadline: float = _DEADLINE) -> dict[str, Any]:
-        """Return its next answer."""
         if not select.select([self._stdout], [], [], deadline)[0]:
             raise AssertionError(f"client {self.pid} did not answer within {deadline:g} s")
         line = self._stdout.readline()
@@ -84,7 +81,6 @@ class DrivenProgram:
         return answer
 
     def do(self, line: str) -> dict[str, Any]:
-        """Send it a line, and return its answer."""
         self.tell(line)
         return self.answer()
 
@@ -100,12 +96,10 @@ class DrivenProgram:
         return self.process.wait(_DEADLINE)
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it in any case."""
         with self.process:
             self.process.kill()

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final, Self
 
 import click
@@ -126,7 +125,6 @@ class ForkServer:
         return self.ask(program="mpsctl", argv=argv, files=files, variables=dict(variables))
 
     def close(self) -> None:
-        """End it."""
         self._process.communicate(timeout=10)
 
 
@@ -140,7 +138,6 @@ class Child:
         self._pidfd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Return its exit status, if it has ended."""
         return self._look(0)
 
     def wait(self, timeout: float) -> int:
@@ -159,12 +156,10 @@ class Child:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
         if self.returncode is None:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
-        """End it by SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -177,13 +172,9 @@ class PipedChild(Child):
         self.stdout = stdout
 
     def __enter__(self) -> Self:
-        """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close its pipes, and wait for its end."""
+    def __exit__(self, *_: object) -> None:
         self.stdin.close()
         self.stdout.close()
         self.wait(30)
@@ -195,7 +186,6 @@ def _in_memory(name: str) -> IO[bytes]:
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
-    """Return the two ends of a pipe."""
     reads, writes = os.pipe()
     return open(reads, "rb", buffering=0), open(writes, "wb", buffering=0)  # noqa: PTH123
 

@@ -163,7 +163,6 @@ class Running:
 
 
 def pids() -> frozenset[int]:
-    """Return all processes."""
     return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208 - twice in every test
 
 
@@ -204,7 +203,6 @@ def _pipe_directory(pid: int) -> str:
 
 
 def _read(path: str) -> str:
-    """Return a file of /proc."""
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - for each process in most tests: pathlib takes 3 times as long
         return file.readall().decode("utf-8", errors="surrogateescape")
 

@@ -22,14 +22,12 @@ Samples = dict[str, float]
 
 
 def metrics(node: Node, query: str = "") -> Samples:
-    """Scrape a node."""
     answer = node.get(f"/metrics{query}")
     assert answer.status == 200, answer.body
     return parsed(answer.body.decode())
 
 
 def parsed(text: str) -> Samples:
-    """Return the samples of a text."""
     found: Samples = {}
     parse: Callable[[str], Iterable[Any]] = text_string_to_metric_families
     for family in parse(text):

@@ -26,17 +26,6 @@ _ROOT = Path(__file__).parent.parent
 BINDS: Final = Binds(os.environ.get("MPSD_BINDS", Binds.CONNECT))
 """The moment at which the limits of simulated servers bind their clients: NVIDIA does not document it."""
 
-_with_clients = list[Path]()
-"""The logs of simulated servers that had clients, on nodes that were cleaned up lately."""
-
-
-def clients_of_cleaned_up() -> str:
-    """Return the log of a simulated server that had clients, on a node that was cleaned up since the last call."""
-    logs = [str(path) for path in _with_clients]
-    _with_clients.clear()
-    return logs[0] if logs else ""
-
-
 TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the name of the variable
 
 
@@ -65,7 +54,6 @@ class Answer:
 
     @property
     def json(self) -> Any:
-        """The body, decoded."""
         return json.loads(self.body)
 
 
@@ -75,7 +63,6 @@ class _UnixConnection(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect to the unix socket instead of a host."""
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # If many callers wait to be accepted, a non-blocking socket is refused; a blocking one gets its turn.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 30, 0))
@@ -106,23 +93,19 @@ class Node:
 
     @property
     def socket(self) -> Path:
-        """The API socket."""
         return self.root / "run" / "mpsd.sock"
 
     @property
     def stderr(self) -> Path:
-        """mpsd's own log."""
         return self.root / "mpsd.stderr"
 
     @property
     def pid(self) -> int:
-        """mpsd's pid."""
         assert self.process is not None
         return self.process.pid
 
     @property
     def command(self) -> list[str]:
-        """Return the command that starts mpsd."""
         command = [sys.executable, "-m", "mpsd", "run"]
         if self.rooted:
             command += ["--root", str(self.root)]
@@ -147,7 +130,6 @@ class Node:
         return self.root / "mpsd.toml"
 
     def pipe_directory(self, name: str) -> Path:
-        """Return the directory of a control daemon's sockets."""
         return self.root / "run" / "mps" / name
 
     def control_log(self, name: str) -> Path:
@@ -155,7 +137,6 @@ class Node:
         return self.root / "log" / name / "control.log"
 
     def launch(self) -> None:
-        """Start mpsd, without waiting."""
         variables = {**os.environ, **self.env}
         if self.fork_server is not None and self.is_forked:
             # The process has the interface of Popen.
@@ -223,11 +204,9 @@ class Node:
         return wait_until(lambda: self.reloads()[before:], what=f"SIGHUP to be answered; the log is {self.stderr}")[-1]
 
     def hang_up(self) -> None:
-        """Send mpsd SIGHUP."""
         os.kill(self.pid, signal.SIGHUP)
 
     def reloads(self) -> list[dict[str, Any]]:
-        """Return the log lines about reloads."""
         return [line for line in self.log() if line["event"] in {"settings_reloaded", "settings_refused"}]
 
     def clean_up(self) -> None:
@@ -239,9 +218,6 @@ class Node:
         while there := below(self.root):
             for each in there:  # a process may have started another one meanwhile
                 kill(each)
-        if self.simulate is not None:
-            logs = (path for path in self.root.glob("log/*/server.log") if b" connected\n" in path.read_bytes())
-            _with_clients.extend(logs)
         check_events(self.log() if self.stderr.exists() else ())
 
     def request(
@@ -260,7 +236,6 @@ class Node:
             connection.close()
 
     def get(self, path: str) -> Answer:
-        """GET a path."""
         return self.request("GET", path)
 
     def lease(self, **asked: object) -> Any:
@@ -275,7 +250,6 @@ class Node:
         return found
 
     def daemons(self) -> dict[str, Any]:
-        """Return the control daemons by name."""
         return {each["name"]: each for each in self.get("/v1/daemons").json["daemons"]}
 
     def unharmed(self) -> dict[str, Any]:
@@ -291,14 +265,14 @@ class Node:
             deadline=deadline,
         )
 
+    def mpsctl_command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "mpsd.cli.main", "--socket", str(self.socket), *arguments]
+
     def mpsctl(self, *arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Run mpsctl against this node."""
         if self.fork_server is not None and not self.fork_server.loader and options.keys() <= {"env"}:
-            return self.fork_server.run_mpsctl(
-                ["--socket", str(self.socket), *arguments], options.get("env", os.environ)
-            )
+            return self.fork_server.run_mpsctl(self.mpsctl_command(*arguments)[3:], options.get("env", os.environ))
         return subprocess.run(
-            [sys.executable, "-m", "mpsd.cli.main", "--socket", str(self.socket), *arguments],
+            self.mpsctl_command(*arguments),
             capture_output=True,
             text=True,
             timeout=60,
@@ -342,7 +316,6 @@ class Node:
         return wait_until(look, what=f"{name} to answer a front-end")[1:]
 
     def log(self) -> list[dict[str, Any]]:
-        """Return mpsd's own log lines."""
         text = self.stderr.read_text()
         whole = text[: text.rfind("\n") + 1]
         return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]

@@ -7,30 +7,26 @@ pids differ from run to run, so no test compares pictures.
 import asyncio
 import contextlib
 import os
-import pty
 import re
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from fcntl import ioctl
 from io import StringIO
 from pathlib import Path
-from struct import pack
-from termios import TIOCSWINSZ
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI, TerminalTheme
 from rich.text import Text
 
-from mpsd.cli.api import Api
 from mpsd.cli.top.app import Top
+from mpsd.client import Api
 from tests.browser import Browser
+from tests.daemon.helpers import kill, next_ready
 from tests.harness import wait_until
-from tests.node import Node
+from tests.node import Node, running
 from tests.simulated_clients import leased
+from tests.terminals import Terminal
 
 PICTURES: Final = Path(__file__).parent.parent / "docs" / "pictures"
 
@@ -46,60 +42,26 @@ _FONT: Final = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 @contextlib.contextmanager
 def scene(root: Path) -> Iterator[Node]:
     """Run the node, and the events on it."""
-    node = Node(root=root, simulate=2, control=None)
-    try:
-        node.start()
-        with (
-            leased(node, "--threads", "50", "--memory", "40GiB", "--gpu", "0", "--name", "training") as training,
-            leased(node, "--threads", "20", "--memory", "16GiB", "--gpu", "1", "--name", "inference") as inference,
-        ):
-            training.alloc("31GiB")
-            inference.alloc("9GiB")
-            node.request("POST", "/v1/leases", {"threads": 25, "memory": "20GiB", "gpu": "1", "name": "notebook"})
-            request = ("run", "--threads", "60", "--memory", "8GiB", "--gpu", "0", "--name", "sweep", "--wait", "1h")
-            program = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), *request, "--", "true"]
-            with subprocess.Popen(program, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as waiting:
-                wait_until(lambda: node.get("/v1/status").json["waiting"] == 1, what="the request to wait")
-                yield node
-                waiting.terminate()
-    finally:
-        node.clean_up()
-
-
-def kill_daemon(node: Node) -> None:
-    """Have the control daemon of GPU 1 die, and wait for the next one."""
-    before = node.daemons()["gpu1"]["pid"]
-    os.kill(before, signal.SIGKILL)
-    wait_until(
-        lambda: node.daemons()["gpu1"]["pid"] not in {None, before} and node.daemons()["gpu1"]["state"] == "ready",
-        what="the next control daemon",
-    )
-
-
-def _clients(node: Node) -> list[dict[str, Any]]:
-    clients: list[dict[str, Any]] = node.get("/v1/clients").json["clients"]
-    return clients
-
-
-def on_terminal(node: Node, *arguments: str) -> str:
-    """Return the terminal output of mpsctl, with its colours."""
-    own, theirs = pty.openpty()
-    ioctl(theirs, TIOCSWINSZ, pack("HHHH", 50, WIDTH, 0, 0))
-    program = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), *arguments]
-    with subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs) as mpsctl:
-        os.close(theirs)
-        said = bytearray()
-        with contextlib.suppress(OSError):  # the other end of the terminal is closed
-            while piece := os.read(own, 65536):
-                said += piece
-        mpsctl.wait()
-    os.close(own)
-    return said.decode().replace("\r\n", "\n")
+    with (
+        contextlib.contextmanager(running)(root=root) as node,
+        leased(node, "--threads", "50", "--memory", "40GiB", "--gpu", "0", "--name", "training") as training,
+        leased(node, "--threads", "20", "--memory", "16GiB", "--gpu", "1", "--name", "inference") as inference,
+    ):
+        training.alloc("31GiB")
+        inference.alloc("9GiB")
+        node.lease(threads=25, memory="20GiB", gpu="1", name="notebook")
+        request = ("run", "--threads", "60", "--memory", "8GiB", "--gpu", "0", "--name", "sweep", "--wait", "1h")
+        program = node.mpsctl_command(*request, "--", "true")
+        with subprocess.Popen(program, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as waiting:
+            wait_until(lambda: node.get("/v1/status").json["waiting"] == 1, what="the request to wait")
+            yield node
+            waiting.terminate()
 
 
 def draw_output(node: Node, *command: str) -> None:
-    """Draw the output of a command, in both themes."""
-    text = on_terminal(node, *command)
+    with Terminal.running(node.mpsctl_command(*command), os.environ, columns=WIDTH, lines=50) as terminal:
+        terminal.wait_for_the_end()
+    text = terminal.raw.replace("\r\n", "\n")
     for theme, colours in THEMES.items():
         write(f"{command[0]}-{theme}", _svg(text, f"$ mpsctl {' '.join(command)}", colours))
 
@@ -116,8 +78,6 @@ def write(name: str, svg: str) -> None:
 
 
 def draw_top(node: Node) -> None:
-    """Draw the live table, in both themes."""
-
     async def inside(theme: str) -> str:
         with Api(str(node.socket)) as api:
             app = Top(api, 0.2)
@@ -132,8 +92,9 @@ def draw_top(node: Node) -> None:
 
 def draw_web(node: Node, profile: Path) -> None:
     """Draw the upper part of the page, in both themes."""
-    command = [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), "web"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as web:
+    with subprocess.Popen(
+        node.mpsctl_command("web"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as web:
         assert web.stdout is not None
         link = web.stdout.readline().strip()
         with Browser(profile) as browser:
@@ -147,14 +108,19 @@ def draw_web(node: Node, profile: Path) -> None:
 
 
 def main() -> None:
-    """Draw all of them."""
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="mt-") as directory, scene(Path(directory)) as node:
-        wait_until(lambda: any(each["memory_held"] for each in _clients(node)), what="NVML's next reading", deadline=30)
+        wait_until(
+            lambda: any(each["memory_held"] for each in node.get("/v1/clients").json["clients"]),
+            what="NVML's next reading",
+            deadline=30,
+        )
         draw_web(node, Path(directory) / "chromium")
         draw_top(node)
         draw_output(node, "leases")
-        kill_daemon(node)
+        before = node.daemons()["gpu1"]["pid"]
+        kill(before)
+        next_ready(node, "gpu1", before)
         for command in (("status",), ("explain", "gpu1"), ("events", "-n", "12")):
             draw_output(node, *command)
 

@@ -29,7 +29,7 @@ from rich.text import Text
 from mpsd.simulator import client, control
 from mpsd.simulator.devices import VARIABLE
 from tests.harness import wait_until
-from tests.node import Node
+from tests.node import Node, running
 
 PICTURES: Final = Path(__file__).parent.parent / "docs" / "pictures"
 
@@ -87,18 +87,15 @@ class Shell:
         os.close(done)
 
     def __enter__(self) -> Self:
-        """Return the shell itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the shell and all of its children."""
         os.killpg(self._bash.pid, signal.SIGKILL)
         self._bash.communicate()
         os.close(self._own)
         os.close(self._done)
 
     def note(self, text: str) -> None:
-        """Show a comment."""
         self._show(f"# {text}", "note", _TYPING)
 
     def run(self, command: str) -> list[str]:
@@ -147,10 +144,9 @@ def _node(directory: Path) -> Iterator[tuple[Node, dict[str, str]]]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
     root = directory / "node"
     root.mkdir()
-    node = Node(root=root)
-    try:
+    with contextlib.contextmanager(running)(root=root) as node:
         yield (
-            node.start(),
+            node,
             {
                 **inherited,
                 "PATH": f"{programs}:{os.environ['PATH']}",
@@ -161,12 +157,9 @@ def _node(directory: Path) -> Iterator[tuple[Node, dict[str, str]]]:
                 VARIABLE: f"{root / 'run' / 'simulated'}",
             },
         )
-    finally:
-        node.clean_up()
 
 
 def _steps(directory: Path) -> dict[str, int]:
-    """Return the number of steps that each client has done."""
     logs = {path.stem: path.read_text(encoding="utf-8") for path in directory.glob("*.log")}
     return {name: text.count("\n") for name, text in logs.items()}
 
@@ -283,7 +276,6 @@ def _piece(text: str, column: int, y: int, look: str) -> str:
 
 
 def main() -> None:
-    """Record the scene, and draw it in both themes."""
     with tempfile.TemporaryDirectory(prefix="mpsd-") as directory:
         lines = record(Path(directory))
     for name, colours in {"light": DEFAULT_TERMINAL_THEME, "dark": MONOKAI}.items():

@@ -1,6 +1,5 @@
 """Simulated clients of MPS as processes, for tests: started, given commands, and ended."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -47,7 +46,6 @@ class SimulatedClient(DrivenProgram):
         return self.do("context")
 
     def alloc(self, size: str) -> dict[str, Any]:
-        """Allocate device memory, such as `1GiB`."""
         return self.do(f"alloc {size}")
 
     def free(self, size: str = "") -> dict[str, Any]:
@@ -67,11 +65,9 @@ class SimulatedClient(DrivenProgram):
         assert self.do(f"loop {seconds}")["ok"]
 
     def sync(self) -> dict[str, Any]:
-        """Check whether an error is pending."""
         return self.do("sync")
 
     def fault(self) -> dict[str, Any]:
-        """Cause a fatal fault of the GPU."""
         return self.do("fault")
 
 
@@ -95,9 +91,8 @@ def leased(node: Node, *arguments: str, within: Sequence[str] = (), late: bool =
 
     `within` is the command that has the lease, if that is not the client, and starts or becomes it.
     """
-    mpsctl = ("--socket", str(node.socket), "run", *arguments, "--")
-    root = str(Path(__file__).parent.parent)
-    environment = {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": root}
+    mpsctl = node.mpsctl_command("run", *arguments, "--")
+    environment = {VARIABLE: str(node.root / "run" / "simulated"), "PYTHONPATH": str(Path(__file__).parent.parent)}
     if node.fork_server is not None:
-        return SimulatedClient(environment, before=(*mpsctl, *within), late=late, mpsctl=node.fork_server)
-    return SimulatedClient(environment, before=(sys.executable, "-m", "mpsd.cli.main", *mpsctl, *within), late=late)
+        return SimulatedClient(environment, before=(*mpsctl[3:], *within), late=late, mpsctl=node.fork_server)
+    return SimulatedClient(environment, before=(*mpsctl, *within), late=late)

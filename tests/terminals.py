@@ -1,4 +1,4 @@
-"""A program on a terminal of 80 columns and 24 lines, as a user sees it."""
+"""A program on a terminal, as a user sees it."""
 
 import contextlib
 import fcntl
@@ -29,11 +29,17 @@ class Terminal:
     @classmethod
     @contextlib.contextmanager
     def running(
-        cls, command: Sequence[str], environment: Mapping[str, str], *, cwd: str | os.PathLike[str] | None = None
+        cls,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        cwd: str | os.PathLike[str] | None = None,
+        columns: int = 80,
+        lines: int = 24,
     ) -> Iterator[Self]:
         """Run a program on a terminal; it, and everything left in its session, ends with this context."""
         ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         process = subprocess.Popen(
             command,
             stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, env={**environment, "TERM": "xterm"},
@@ -52,7 +58,6 @@ class Terminal:
                 process.wait()
 
     def type(self, text: str) -> None:
-        """Type a text."""
         os.write(self._terminal, text.encode())
 
     @property
@@ -68,7 +73,6 @@ class Terminal:
         return found
 
     def wait_for_the_end(self) -> int:
-        """Read until the program has ended, and return its exit status."""
         end = time.monotonic() + _DEADLINE
         while self._read(end):
             pass

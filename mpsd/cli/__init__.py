@@ -1,1 +1,1 @@
-"""`mpsctl`: a synchronous client of the API, and the rendering of its answers."""
+"""`mpsctl`: the commands, and the rendering of the answers of `mpsd.client`."""

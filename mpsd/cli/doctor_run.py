@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from mpsd import __version__
 from mpsd.core.configuration.document import from_mapping
-from mpsd.core.doctor.finding import Check, Finding, Mend, Result, Verdict, examine
+from mpsd.core.doctor.finding import Check, Mend, Result, Verdict, examine
 from mpsd.core.doctor.observed import Answers, ClientSeen, Observed, ProcessSeen, Report, ServiceSeen, SocketSeen
 from mpsd.core.errors import MpsdError, UnreachableError, UntrustedSocketError
 from mpsd.core.health import Kind
@@ -22,8 +22,7 @@ from mpsd.system import host_environment
 from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
-    from mpsd.cli.api import Api
+    from mpsd.client import Api, answer_types
 
 _VARIABLES: Final = ("CUDA_", "MPSD_", "NVIDIA_VISIBLE_DEVICES")
 """Prefixes of the environment variables that MPS or mpsd uses."""
@@ -201,8 +200,8 @@ def _reports(status: "answer_types.Status") -> Iterator[Report]:
 def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
     """Inspect the processes of the leases that the caller may see."""
     try:
-        processes = [
-            (int(pid), lease["id"], share["gpu"], int(share["pinned_device_mem_limit"]))
+        looked = [
+            clients.look(int(pid), lease["id"], gpu=share["gpu"], granted=int(share["pinned_device_mem_limit"]))
             for lease in api.leases()["leases"]
             for share in lease["shares"]
             for pid in dict.fromkeys((lease["owner"]["pid"], *lease["clients"]))
@@ -212,14 +211,14 @@ def _clients(api: "Api") -> Reading[tuple[ClientSeen, ...]]:
         return Unknown(f"the leases are unknown: {error.detail}")
     except (KeyError, TypeError, ValueError) as strange:  # the answer of an mpsd of another version, or a forged one
         return Unknown(f"the leases are unknown: mpsd's answer has other fields than this mpsctl knows ({strange})")
-    return Known(clients.look_at_all(processes))
+    return Known(tuple(each for each in looked if each is not None))
 
 
 def _settings(config: "answer_types.Config") -> Reading[Settings]:
     """Return mpsd's settings, parsed from its answer in the notation of the configuration."""
     document: dict[str, dict[str, object]] = {}
     for section, values in config["config"].items():
-        there = {name: value for name, value in values.items() if value is not None}
+        there: dict[str, object] = {name: value for name, value in values.items() if value is not None}
         if section.startswith("quota."):
             document.setdefault("quota", {})[section.removeprefix("quota.")] = there
         else:
@@ -232,15 +231,16 @@ def _settings(config: "answer_types.Config") -> Reading[Settings]:
 
 def as_json(results: Iterable[Result], done: list[str]) -> dict[str, object]:
     """Return the results in types of JSON."""
-    checks = [{"id": each.check.id, "subject": each.finding.subject, **_parts(each.finding)} for each in results]
+    checks = [
+        {
+            "id": each.check.id,
+            "subject": each.finding.subject,
+            "verdict": each.finding.verdict,
+            "because": plain(each.finding.because),
+            "evidence": plain(dict(each.finding.evidence)),
+            "remedy": plain(each.finding.remedy),
+            "fixable": each.finding.mend is not None,
+        }
+        for each in results
+    ]
     return {"ok": all(each["verdict"] != Verdict.FAIL for each in checks), "checks": checks, "fixed": done}
-
-
-def _parts(finding: Finding) -> dict[str, object]:
-    return {
-        "verdict": finding.verdict,
-        "because": plain(finding.because),
-        "evidence": plain(dict(finding.evidence)),
-        "remedy": plain(finding.remedy),
-        "fixable": finding.mend is not None,
-    }

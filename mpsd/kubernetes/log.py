@@ -1,18 +1,19 @@
-"""The log of `mpsd-kubernetes`: one line for each decision, to stderr, in the format of mpsd's own log.
+"""The log of `mpsd-kubernetes`: one line for each decision, to stderr, rendered as those of mpsd's own log.
 
 mpsd's own logger needs an event loop, which this program does not have; structlog's loggers work with threads.
 """
 
 import sys
-from collections.abc import MutableMapping
 from enum import StrEnum
 from typing import TextIO
 
 import structlog
+from structlog.processors import add_log_level
+from structlog.typing import EventDict, WrappedLogger
 
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.settings import LogFormat
-from mpsd.system import clock
+from mpsd.system import clock, log_lines
 
 
 class EventName(StrEnum):
@@ -51,13 +52,8 @@ class Log:
     """Logs events with their facts; any thread may call."""
 
     def __init__(self, form: LogFormat, stream: TextIO = sys.stderr) -> None:
-        text = form is LogFormat.TEXT or (form is LogFormat.AUTO and stream.isatty())
-        render = structlog.dev.ConsoleRenderer(colors=stream.isatty()) if text else structlog.processors.JSONRenderer()
-        self._log = structlog.wrap_logger(
-            structlog.PrintLogger(stream),
-            processors=[_stamped, structlog.processors.add_log_level, _harmless, render],
-            cache_logger_on_first_use=False,
-        )
+        processors = (_stamped, add_log_level, _harmless, *log_lines.rendering(form, stream))
+        self._log = structlog.wrap_logger(structlog.PrintLogger(stream), processors).bind()
 
     def info(self, event: EventName, **facts: object) -> None:
         self._log.info(event.value, **facts)
@@ -71,10 +67,10 @@ class Log:
         self._log.error(event.value, **facts)
 
 
-def _stamped(_: object, __: str, line: MutableMapping[str, object]) -> MutableMapping[str, object]:
+def _stamped(_: WrappedLogger, __: str, line: EventDict) -> EventDict:
     return {"at": clock.now().isoformat(), **line}
 
 
-def _harmless(_: object, __: str, line: MutableMapping[str, object]) -> MutableMapping[str, object]:
+def _harmless(_: WrappedLogger, __: str, line: EventDict) -> EventDict:
     """Escape text of other users, and omit secrets that belong to a container alone."""
     return {name: plain(value) for name, value in line.items() if name not in SECRETS}

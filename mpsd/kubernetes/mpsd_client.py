@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
-from mpsd.cli.api import Api
+from mpsd.client import Api
 from mpsd.core import gpus
 from mpsd.core.containers.cdi import TOKEN
 from mpsd.core.errors import InvalidRequestError, NotFoundError, StoppingError, UnreachableError
@@ -18,7 +18,7 @@ from mpsd.core.units import MIB
 from mpsd.system import clock
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 T = TypeVar("T")
 

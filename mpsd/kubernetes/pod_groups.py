@@ -8,7 +8,7 @@ from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.kubernetes import pods
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.model import Known, Unknown
-from mpsd.system import clock, named_groups, proc, process_table
+from mpsd.system import clock, named_groups, proc
 from mpsd.system.control_groups import OpenGroup
 
 _EXECUTES: Final = 1.0
@@ -74,10 +74,10 @@ def programs_with(pod: str, variable: str, value: str, settings: Settings, held_
         for pid in () if found is None else found.processes():
             match _UNSEEN if pid == 0 else proc.environment_of(pid, variable.__eq__):
                 case Known(variables) if variables.get(variable) == value:
-                    user = process_table.user_of(pid)
+                    user = proc.effective_user(pid)
                     if user is not None:
                         programs.append(Program(pid, *user))
-                case Unknown(reason) if not _may_execute(pid) and process_table.uid_of(pid) != held_by:
+                case Unknown(reason) if not _may_execute(pid) and proc.effective_uid(pid) != held_by:
                     because = reason
     if because and not programs:
         raise NotPermittedError(

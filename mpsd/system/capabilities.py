@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
-from pathlib import Path
 from typing import Final, TypeVar
 
 from mpsd.core.capabilities import Capability
+from mpsd.system import proc
 
 T = TypeVar("T")
 
@@ -29,8 +29,7 @@ _threads: Final[dict[frozenset[Capability], ThreadPoolExecutor]] = {}
 
 def own_set(name: str) -> int:
     """Return a capability set of this process as a bit mask, by its name in /proc/PID/status, such as `CapEff`."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next(int(line.split()[1], 16) for line in status if line.startswith(f"{name}:"))
+    return int(proc.status("self", name)[0], 16)
 
 
 @cache

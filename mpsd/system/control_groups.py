@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.model import ControlGroup
-from mpsd.system import descriptors, mount_table
+from mpsd.system import descriptors, mount_table, proc
 from mpsd.system.descriptors import Purpose
 
 SYSTEMD: Final = "name=systemd"
@@ -72,7 +72,7 @@ class Hierarchy(NamedTuple):
 def hierarchies() -> list[Hierarchy]:
     """Return the hierarchies that mpsd sees: systemd's first, then the unified one, then those of controllers."""
     found: dict[str, Hierarchy] = {}
-    names = [*_paths("self")]
+    names = [*proc.control_groups("self")]
     # Any user may have chosen the name of a mount. The kernel escapes `\n` but no other character that Python takes for
     # a line end.
     for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
@@ -91,21 +91,11 @@ def hierarchies() -> list[Hierarchy]:
     return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
 
 
-def _paths(pid: int | str) -> dict[str, str]:
-    """Return the groups of a process by hierarchy, as mpsd's namespace names them; empty for a process that is gone."""
-    try:
-        raw = Path(f"/proc/{pid}/cgroup").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    fields = (os.fsdecode(line).split(":", 2) for line in raw.split(b"\n"))
-    return {each[1]: each[2] for each in fields if len(each) > 2}  # noqa: PLR2004 - the fields of a line
-
-
 class Membership:
     """The control groups of a process at the time when this object is made."""
 
     def __init__(self, pid: int, seen: list[Hierarchy]) -> None:
-        paths = _paths(pid)
+        paths = proc.control_groups(pid)
         self._bases = {each.name: each.base for each in seen}
         self._paths = {each.name: each.below(paths[each.name]) for each in seen if each.name in paths}
 

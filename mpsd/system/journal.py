@@ -28,7 +28,7 @@ def is_behind(descriptor: int, stream: str) -> bool:
 
 class Journal:
     def __init__(self, path: str = _SOCKET) -> None:
-        self.gap: Callable[[int], Mapping[str, str]] | None = None
+        self.gap: Callable[[int], bytes] = lambda _: b""
         """Makes the entry that reports how many entries were lost before it."""
         self.lost = 0
         """Entries lost since mpsd started."""
@@ -37,23 +37,28 @@ class Journal:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
-    def send(self, fields: Mapping[str, str]) -> None:
+    def write(self, entry: bytes) -> None:
         """Send an entry, or drop and count it: a lost entry must not disturb mpsd."""
-        if self._not_logged and self.gap is not None and self._sent(self.gap(self._not_logged)):
+        if self._not_logged and self._sent(self.gap(self._not_logged)):
             self._not_logged = 0
-        if self._not_logged or not self._sent(fields):
+        if self._not_logged or not self._sent(entry):
             self.lost += 1
             self._not_logged += 1
 
-    def _sent(self, fields: Mapping[str, str]) -> bool:
+    def _sent(self, entry: bytes) -> bool:
         with contextlib.suppress(OSError):
-            self._socket.sendto(b"".join(_field(name, value) for name, value in fields.items()), self._path)
+            self._socket.sendto(entry, self._path)
             return True
         return False
 
     def close(self, _: float = 0.0) -> None:
         """Close the socket; no entry is ever queued."""
         self._socket.close()
+
+
+def entry(fields: Mapping[str, str]) -> bytes:
+    """Return an entry of these fields."""
+    return b"".join(_field(name, value) for name, value in fields.items())
 
 
 def _field(name: str, value: str) -> bytes:

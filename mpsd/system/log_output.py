@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 _MOST_PENDING: Final = 256 * 1024
@@ -43,24 +43,20 @@ class LogOutput:
         self._retry: asyncio.TimerHandle | None = None
         self._write, self._close, self._descriptor = _writing_to(descriptor)
 
-    def write(self, lines: Sequence[bytes]) -> None:
-        """Write whole lines, or queue them until there is room, or count them as lost. Never blocks."""
+    def write(self, line: bytes) -> None:
+        """Write a whole line, or queue it until there is room, or count it as lost. Never blocks."""
         if not self._pending and not self._not_logged and not self._torn:
-            text = b"".join(lines)
             try:
-                written = self._write(text)
+                written = self._write(line)
             except BlockingIOError:
                 written = 0
             except OSError:
-                self._lose(len(lines))
+                self._lose(1)
                 return
-            if written == len(text):
-                return
-            self._pending += text[written:]
+            self._pending += line[written:]
         else:
             self._drain()
-            for line in lines:
-                self._append(line)
+            self._append(line)
             self._drain()
         self._try_later()
 

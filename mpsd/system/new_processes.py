@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from mpsd.system import process_table
+from mpsd.system import proc
 
 _MOST: Final = 32
 """Maximum processes that one look returns; later looks return the rest."""
@@ -51,7 +51,7 @@ class NewProcesses:
     def _new(self) -> list[int]:
         newest, found = _last_pid(), list[int]()
         if newest < self._last:  # the pids have wrapped around
-            pids = sorted(process_table.pids())
+            pids = sorted(proc.pids())
             found = [pid for pid in pids if pid > self._last] + [pid for pid in pids if _FIRST <= pid <= newest]
             self._last = found[_MOST - 1] if len(found) > _MOST else newest
             return found[:_MOST]

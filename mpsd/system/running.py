@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import AlreadyRunningError, NotPermittedError
-from mpsd.system import file_locks, process
+from mpsd.system import file_locks, proc, process
 
 _UNIT: Final = "mpsd.service"
 
@@ -24,7 +24,7 @@ async def end(runtime_dir: Path) -> None:
         try:
             if identity not in file_locks.holders(runtime_dir / "mpsd.lock"):
                 continue
-            if _is_a_service(identity.pid):
+            if any(f"/{_UNIT}" in path for path in proc.control_groups(identity.pid).values()):
                 raise AlreadyRunningError(
                     f"mpsd runs as a service of systemd (pid {identity.pid})",
                     hint="stop it, and its control daemons once they have no clients: systemctl start"
@@ -39,10 +39,3 @@ async def end(runtime_dir: Path) -> None:
             ) from None
         finally:
             living.close()
-
-
-def _is_a_service(pid: int) -> bool:
-    try:
-        return f"/{_UNIT}" in Path(f"/proc/{pid}/cgroup").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the process is gone, as intended
-        return False

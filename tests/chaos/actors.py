@@ -1,7 +1,6 @@
 """The actors on a node under chaos: processes that take leases and become clients, and pending requests."""
 
 import contextlib
-import json
 import os
 import select
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.simulator import client
+from tests.chaos.messages import request
 from tests.daemon.helpers import is_running
 from tests.driven_program import DrivenProgram
 from tests.harness import look_at, wait_until
@@ -72,7 +72,6 @@ class Member(DrivenProgram):
             self.process.send_signal(signal.SIGTERM)
 
     def cut_down(self) -> None:
-        """Kill it by SIGKILL."""
         self.may_end = "it was killed"
         self.process.kill()
 
@@ -86,13 +85,11 @@ class Member(DrivenProgram):
         return not self.has_answered or not self.hello["ok"]
 
     def close(self) -> None:
-        """End it in any case."""
         with self:
             pass
 
 
 def is_user(pid: int, uid: int) -> bool:
-    """Return whether a process is entirely this user's."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     return f"\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n" in text
 
@@ -102,8 +99,6 @@ class Request:
 
     def __init__(self, node: Node, method: str, path: str, body: object = None) -> None:
         """Send it. Raises OSError when no process listens."""
-        raw = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         self.what = f"{method} {path} {body}"
         self._said = b""
         self._socket = socket.socket(socket.AF_UNIX)
@@ -112,7 +107,7 @@ class Request:
         try:
             self._socket.settimeout(10)
             self._socket.connect(os.fspath(node.socket))
-            self._socket.sendall(head.encode() + raw)
+            self._socket.sendall(request(method, path, body))
         except OSError:
             self._socket.close()
             raise

@@ -1,20 +1,18 @@
 """A node under chaos: the random steps, and the conditions that must hold when it is left in peace."""
 
-import contextlib
 import http.client
-import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tests.chaos.actors import Member, Request, front_ends, signalled
 from tests.chaos.records import Records, now
 from tests.chaos.settled import Settled
-from tests.daemon.helpers import GIB
+from tests.daemon.helpers import GIB, stopped
 from tests.harness import remove_tree, wait_until
 from tests.node import Node
 
@@ -69,7 +67,6 @@ class Chaos:
     """Uids whose leases mpsd may end, and which do not report their grants."""
 
     def __post_init__(self) -> None:
-        """Start the records."""
         self.records = Records(self.node)
         self.steps: dict[str, int] = {"grant": 12, "release": 2, "wait": 3, "hang_up": 1, "operate": 6, "reload": 1}
         self.steps |= {"foreign_command": 2, "kill_daemon": 2, "freeze_daemon": 1, "kill_front_end": 1, "die": 2}
@@ -81,7 +78,6 @@ class Chaos:
     # -- the dice ------------------------------------------------------------------------------------------------------
 
     def happens(self) -> None:
-        """Carry out one random step."""
         (step,) = self.dice.choices([*self.steps], [*self.steps.values()])
         self._do(step)
 
@@ -165,7 +161,6 @@ class Chaos:
             member.cut_down()
 
     def _receive(self) -> None:
-        """Process the answers to waiting requests."""
         for each in tuple(self.waiting):
             request, member = each
             request.look()
@@ -187,11 +182,9 @@ class Chaos:
             self.dice.choice(here).go()
 
     def stray(self) -> None:
-        """Start a process without a lease."""
         self._member(self._daemon(), goes=True)
 
     def work(self) -> None:
-        """Have clients use the GPU."""
         for each in self._at_work():
             each.say(self.dice.choice(["alloc 1MiB", "free", "compute 0.01", "sync"]))
 
@@ -200,11 +193,9 @@ class Chaos:
         return [each for each in here if each.has_answered and daemon in {None, each.daemon}]
 
     def leave(self) -> None:
-        """Have a process exit by itself."""
         self._gone(Member.leave)
 
     def die(self) -> None:
-        """Kill a process."""
         self._gone(Member.cut_down)
 
     def _gone(self, way: Callable[[Member], None]) -> None:
@@ -240,7 +231,6 @@ class Chaos:
         self.records.note_request(daemon, verb, request, timeout if takes else None, asked)
 
     def reload(self) -> None:
-        """Send mpsd SIGHUP."""
         self.node.hang_up()
 
     # -- faults --------------------------------------------------------------------------------------------------------
@@ -256,16 +246,13 @@ class Chaos:
         signalled(self._pid(daemon), signal.SIGKILL)
 
     def freeze_daemon(self) -> None:
-        """Stop a control daemon for a while."""
         self._freeze(self._pid(self._daemon()))
 
     def kill_server(self) -> None:
-        """Kill a server under its clients."""
         if servers := self._servers():
             signalled(self.dice.choice(servers), signal.SIGKILL)
 
     def freeze_server(self) -> None:
-        """Stop a server for a while."""
         if servers := self._servers():
             self._freeze(self.dice.choice(servers))
 
@@ -312,19 +299,11 @@ class Chaos:
 
     def freeze_mpsd(self) -> None:
         """Stop mpsd for a while, during which other processes come and go."""
-        with self._stopped(self.node.pid):
+        with stopped(self.node.pid):
             for _ in range(self.dice.randrange(3)):
                 self._gone(self.dice.choice([Member.leave, Member.cut_down]))
                 if self.clients:
                     self.attach()
-
-    @contextlib.contextmanager
-    def _stopped(self, pid: int) -> Iterator[None]:
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
 
     def kill_mpsd(self) -> None:
         """Kill mpsd, most often during a request, and start it again; a process may end in between."""
@@ -359,7 +338,7 @@ class Chaos:
     def two_at_once(self) -> None:
         """Cause two faults at once, while mpsd is stopped."""
         pids = [self._pid(each) for each in self.daemons], self._servers()
-        with self._stopped(self.node.pid):
+        with stopped(self.node.pid):
             for each in self.dice.sample(["daemon", "server", "member"], 2):
                 match each:
                     case "daemon":
@@ -420,7 +399,6 @@ class Chaos:
         assert not self.look(), self.node.stderr
 
     def close(self) -> None:
-        """End all processes."""
         self._thaw()
         for request, _ in self.waiting:
             request.hang_up()

@@ -17,6 +17,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tests.chaos.messages import parsed, request
+
 MOST: Final = 3
 """The most leases that it has at a time."""
 
@@ -35,7 +37,6 @@ class Plan:
 
 
 def main() -> None:
-    """Become the user, and use the node until stdin ends."""
     plan = Plan(**json.loads(sys.argv[1]))
     os.setgroups([])
     os.setresgid(plan.uid, plan.uid, plan.uid)
@@ -53,7 +54,6 @@ class _HonestUser:
         self._number = 0
 
     def live(self) -> None:
-        """Use the node, except when commanded to stop."""
         while True:
             order = self._order(self._dice.uniform(0.005, 0.08))
             while order in {"pause", "leave"}:
@@ -73,7 +73,6 @@ class _HonestUser:
         return self._orders.pop(0) if self._orders else ""
 
     def _use(self) -> None:
-        """Carry out one action of a typical user."""
         if not self._leases:
             self._take()
             return
@@ -126,19 +125,11 @@ class _HonestUser:
 
     def _exchange(self, method: str, path: str, body: object) -> tuple[int, Any]:
         """Return the answer to one request. Raises OSError or ValueError when the answer is missing or incomplete."""
-        raw = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(30)
             connection.connect(self._plan.socket)
-            connection.sendall(head.encode() + raw)
-            whole = b""
-            while piece := connection.recv(1 << 16):
-                whole += piece
-        said, _, content = whole.partition(b"\r\n\r\n")
-        if not said:
-            raise ValueError("it was cut off")
-        return int(said.split()[1]), json.loads(content or b"{}")
+            connection.sendall(request(method, path, body))
+            return parsed(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
 
     @staticmethod
     def _say(**what: object) -> None:

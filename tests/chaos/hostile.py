@@ -161,7 +161,7 @@ class Hostile(Chaos):
 
     def reach(self) -> None:
         """Try all accesses to a closed pipe directory."""
-        stranger, directory = self._stranger(), f"{self.node.pipe_directory(self._daemon())}"
+        stranger, directory = self._stranger(), self._directory(self._daemon())
         opened = {
             "fifo": stranger.act("fifo", directory=directory, how="byte", seed=0),
             "lock": stranger.act("lock", directory=directory),
@@ -193,7 +193,6 @@ class Hostile(Chaos):
         self._anybody().act("rename", name=self.dice.choice([b"nvidia-cuda-mps-", self.dice.randbytes(15)]).hex())
 
     def garbage(self) -> None:
-        """Send mpsd invalid and incomplete requests."""
         keep = self.dice.random() < 0.5
         self._anybody().act("garbage", count=self.dice.randint(1, 60), seed=self._seed(), keep=keep)
 
@@ -230,7 +229,6 @@ class Hostile(Chaos):
         return self.hostile[self.dice.choice(HOLDERS)]
 
     def _held(self) -> list[dict[str, Any]]:
-        """Return the current leases of hostile users."""
         said = self.node.leases()
         return [each for each in said if each["owner"]["uid"] in HOLDERS and each["state"] in {"granted", "active"}]
 
@@ -255,7 +253,6 @@ class Hostile(Chaos):
             assert status != 500, answer
 
     def give_back(self) -> None:
-        """Release a lease, and keep what it opened."""
         if held := self._held():
             self._gives_back(self.dice.choice(held))
 
@@ -264,7 +261,6 @@ class Hostile(Chaos):
             user.act("ask", method="DELETE", path=f"/v1/leases/{lease['id']}")
 
     def end_hostile(self) -> None:
-        """Have a hostile user die, with all its processes."""
         self.hostile.pop(self.dice.choice([*self.hostile])).close()
 
     def write_log(self) -> None:
@@ -287,7 +283,6 @@ class Hostile(Chaos):
         user.act("seat", directory=self._directory(daemon), size=size, seed=self._seed(), keep=keep)
 
     def command(self) -> None:
-        """Send a control daemon random commands."""
         user, daemon = self._target()
         words = [
             f"set_default_active_thread_percentage {self.dice.randint(1, 100)}",
@@ -328,7 +323,6 @@ class Hostile(Chaos):
             signalled(self._pid(self.dice.choice(held)["daemon"]), number)
 
     def pardon(self) -> None:
-        """Pardon the quarantined users."""
         for uid in HOLDERS:
             self.node.request("DELETE", f"/v1/quarantines/{uid}")
 
@@ -406,7 +400,6 @@ class Hostile(Chaos):
         self.hostile.clear()
 
     def close(self) -> None:
-        """End all processes."""
         self._end_hostile_users()
         for each in self.users:
             each.close()
@@ -415,7 +408,6 @@ class Hostile(Chaos):
         super().close()
 
     def summary(self) -> Iterator[str]:
-        """Yield the figures of the honest users."""
         yield from self.latency.lines()
         served = dict.fromkeys(HONEST, 0)
         for lease in self.records.granted.values():

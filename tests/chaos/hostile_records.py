@@ -36,7 +36,6 @@ class HostileRecords(Records):
         """By minute, the bytes logged beyond what honest users cause."""
 
     def take_in(self) -> None:
-        """Record the reports of honest users."""
         for user in self.users:
             for each in user.reports():
                 self._note_report(user, each)
@@ -58,7 +57,6 @@ class HostileRecords(Records):
                     assert report["state"] in {"granted", "active"}, report
 
     def look(self, members: Any) -> dict[str, Any]:
-        """Record the reports of honest users so far, then observe."""
         self.take_in()
         self._ended |= {each.pid for each in members if each.may_end}
         return super().look(members)

@@ -15,12 +15,13 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import mpsd.simulator.client
 import mpsd.simulator.front_end
+from tests.chaos.messages import parsed, request
 
 MOST: Final = 100
 """Descriptors of one kind that it keeps; the oldest is closed for the next."""
@@ -43,10 +44,6 @@ class HostileUser:
         """Connections to mpsd."""
         self._children: dict[str, list[tuple[int, int]]] = {}
         """By their action, the children, and the pipe to each one's stdin."""
-
-    def act(self, what: str, arguments: dict[str, Any]) -> Any:
-        """Carry out an action, and return its result."""
-        return getattr(self, what)(**arguments)
 
     # -- in a pipe directory -------------------------------------------------------------------------------------------
 
@@ -121,7 +118,6 @@ class HostileUser:
         mpsd.simulator.front_end.main()
 
     def clients(self, variables: dict[str, str], count: int) -> None:
-        """Start so many simulated clients, which stay."""
         for _ in range(count):
             self._start("clients", lambda: self._be_client(variables))
 
@@ -135,46 +131,39 @@ class HostileUser:
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Send a normal request; return 0 if there was no answer."""
         try:
-            connection = self._call(_request(method, path, body))
+            connection = self._call(request(method, path, body))
         except OSError:
             return 0, None
-        with connection, contextlib.suppress(OSError, ValueError, IndexError):
+        with connection, contextlib.suppress(OSError, ValueError):
             connection.settimeout(10)
-            said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-            head, _, content = said.partition(b"\r\n\r\n")
-            return int(head.split()[1]), json.loads(content or b"{}")
+            return parsed(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
         return 0, None
 
-    def wait(self, body: Any, count: int, *, hang_up: bool) -> int:
-        """Request leases, and disconnect at once or keep waiting; return how many requests were sent."""
-        asked = 0
+    def wait(self, body: Any, count: int, *, hang_up: bool) -> None:
+        """Request leases, and disconnect at once or keep waiting."""
         for _ in range(count):
             with contextlib.suppress(OSError):
-                connection = self._call(_request("POST", "/v1/leases", body))
-                asked += 1
+                connection = self._call(request("POST", "/v1/leases", body))
                 if hang_up:
                     connection.close()
                 else:
                     self._keep(self._calls, connection)
-        return asked
 
     def pids(self, pids: list[int]) -> list[tuple[int, int]]:
         """Request a lease for each of these foreign processes; return the answers."""
         body = {"threads": 1, "memory": "1MiB", "name": "not mine"}
         return [(pid, self.ask("POST", "/v1/leases", {**body, "pid": pid})[0]) for pid in pids]
 
-    def garbage(self, count: int, seed: int, *, keep: bool) -> int:
-        """Connect so often, and send an invalid or incomplete request each time; return how often it connected."""
-        dice, connected = random.Random(seed), 0
+    def garbage(self, count: int, seed: int, *, keep: bool) -> None:
+        """Connect so often, and send an invalid or incomplete request each time."""
+        dice = random.Random(seed)
         for _ in range(count):
             with contextlib.suppress(OSError):
                 connection = self._call(dice.choice(_NO_REQUESTS)(dice))
-                connected += 1
                 if keep:
                     self._keep(self._calls, connection)
                 else:
                     connection.close()
-        return connected
 
     def flood(self, count: int, seed: int) -> None:
         """Send invalid requests without a pause from a child, with valid ones in between whose answers are not read."""
@@ -183,7 +172,7 @@ class HostileUser:
     def _flood(self, count: int, dice: random.Random) -> None:
         paths = ("/v1/status", "/v1/leases", "/v1/events?follow=true", "/v1/nothing", "/v1/leases/not-mine/verify")
         for _ in range(count):
-            text = _request("GET", dice.choice(paths)) if dice.random() < 0.7 else dice.choice(_NO_REQUESTS)(dice)
+            text = request("GET", dice.choice(paths)) if dice.random() < 0.7 else dice.choice(_NO_REQUESTS)(dice)
             with contextlib.suppress(OSError):
                 self._keep(self._calls, self._call(text))
 
@@ -248,11 +237,6 @@ class HostileUser:
         for what in ("front-ends", "floods"):
             self._end(what)
 
-    def dismiss(self) -> None:
-        """End every child except those that wait for a lock."""
-        for what in ("front-ends", "floods", "clients", "lookalikes"):
-            self._end(what)
-
     def _end(self, what: str) -> None:
         for child, pipe in self._children.pop(what, ()):
             with contextlib.suppress(ProcessLookupError, PermissionError):  # the child has ended, or is setuid
@@ -287,44 +271,30 @@ class HostileUser:
             os.close(pipe)
 
 
-def _request(method: str, path: str, body: Any = None) -> bytes:
-    raw = b"" if body is None else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nHost: mpsd\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
-
-
 _NO_REQUESTS: Final[tuple[Callable[[random.Random], bytes], ...]] = (
     lambda _: b"",
     lambda dice: dice.randbytes(dice.randint(1, 5000)),
     lambda _: b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nContent-Length: 60000\r\n\r\n{",
     lambda _: b"GET /v1/status HTTP/1.1\r\nHost: m",
     lambda dice: b"GET /%s HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n" % dice.randbytes(20).hex().encode(),
-    lambda dice: _request(
-        "POST", "/v1/leases", {"threads": dice.choice([-1, 1e308, "NaN", None, [[]]]), "gpu": "\x1b"}
-    ),
-    lambda _: _request("GET", "/v1/status") * 20,
+    lambda dice: request("POST", "/v1/leases", {"threads": dice.choice([-1, 1e308, "NaN", None, [[]]]), "gpu": "\x1b"}),
+    lambda _: request("GET", "/v1/status") * 20,
     lambda _: b"POST /v1/leases HTTP/1.1\r\nHost: mpsd\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n",
     lambda _: b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 2000,
 )
 """Input of a process that is no API client, as functions of random numbers."""
 
 
-def _acts() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the commands until stdin ends."""
-    for line in sys.stdin:
-        yield json.loads(line)
-
-
 def main() -> None:
-    """Become the user, and carry out the commands."""
     uid, path = int(sys.argv[1]), sys.argv[2]
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no parent waits for them
     user = HostileUser(path)
-    for what, arguments in _acts():
-        sys.stdout.write(f"{json.dumps(user.act(what, arguments))}\n")
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        sys.stdout.write(f"{json.dumps(getattr(user, what)(**arguments))}\n")
         sys.stdout.flush()
 
 

@@ -100,7 +100,6 @@ class Records:
             operation.timeouts.append((asked, timeout))
 
     def read_log(self) -> None:
-        """Read the new lines of mpsd's log."""
         with self.node.stderr.open("rb") as stream:
             stream.seek(self._read)
             text = stream.read()

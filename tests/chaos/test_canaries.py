@@ -27,7 +27,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = [pytest.mark.chaos, pytest.mark.enforcement, LONG]
+pytestmark = [pytest.mark.chaos, LONG]
 
 CONFIG: Final = "[daemon]\ncanary_deadline = 5.0\n"
 CLIENTS: Final = 12
@@ -99,13 +99,11 @@ class Busy:
         self.clients.clear()
 
     def close(self) -> None:
-        """End all clients in any case."""
         for client in self.clients:
             with client:
                 pass
 
     def stop(self) -> None:
-        """Stop a client or a server for a moment."""
         servers = [each["pid"] for each in self.node.daemons()["gpu0"]["servers"]]
         pids = [each.pid for each in self.clients] + servers
         if pids:
@@ -124,7 +122,6 @@ class Busy:
         self.done["daemon stopped"] += 1
 
     def happens(self) -> None:
-        """Carry out one random step."""
         often, seldom = [self.come, self.come, self.come, self.go, self.go, self.stop], [self.stop_daemon]
         self.dice.choice(often * 10 + seldom)()
         if len(self.clients) >= CLIENTS:
@@ -132,7 +129,6 @@ class Busy:
 
 
 def send_canaries(busy: Busy, over: threading.Event) -> None:
-    """Send canaries until the end, and collect their verdicts."""
     while not over.is_set():
         busy.verdicts.append(busy.node.request("POST", "/v1/daemons/gpu0/canary", {}).json)
 

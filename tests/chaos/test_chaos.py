@@ -73,7 +73,6 @@ def run(chaos: Chaos, goes_on: Callable[[], bool]) -> None:
 
 
 def summary(chaos: Chaos) -> str:
-    """Return the figures of the run."""
     records = chaos.records
     faults = ", ".join(f"{count} {what}" for what, count in records.faults.most_common())
     return (
@@ -115,7 +114,6 @@ def at_rest(chaos: Chaos) -> tuple[Counter[str], int]:
 
 
 def for_seconds() -> Callable[[], bool]:
-    """Return a function that tells whether there is time left."""
     end = time.monotonic() + SECONDS
     return lambda: time.monotonic() < end
 
@@ -130,14 +128,12 @@ def test_real(start: Start, dice: random.Random) -> None:
     run(Chaos(start(simulate=2, control=real_daemons()[535], config=CONFIG), dice, clients=False), for_seconds())
 
 
-@pytest.mark.enforcement
 @LONG
 def test_simulated(start: Start, dice: random.Random) -> None:
     """Chaos on a simulated node, with servers and clients."""
     run(Chaos(start(simulate=2, config=CONFIG), dice, clients=True), for_seconds())
 
 
-@pytest.mark.enforcement
 @LONG
 def test_kills(start: Start, dice: random.Random) -> None:
     """mpsd is killed again and again during requests."""

@@ -46,13 +46,10 @@ BRIEF: Final = 1.0
 class Container:
     """A container from its claim to its end."""
 
-    node: Node
     group: Path
     stack: ExitStack
     claim: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
-    is_held: bool = False
-    """Whether its hook has confirmed that it holds the lease."""
 
     @property
     def lease(self) -> str:
@@ -73,7 +70,6 @@ class Container:
         return ask("POST", f"/v1/leases/{self.lease}/holders", body)
 
     def end(self) -> None:
-        """Kill it, and remove its control group."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -138,7 +134,7 @@ class Runtime:
             return
         stack = ExitStack()
         group = stack.enter_context(control_group("name=systemd", f"mpsd-chaos-{self.made}"))
-        container = Container(self.node, group, stack, answer.json)
+        container = Container(group, stack, answer.json)
         self.containers.append(container)
         container.begin()
         if self.dice.random() < 0.3:
@@ -148,7 +144,6 @@ class Runtime:
             container.process.wait()  # type: ignore[union-attr]
         answer = container.hook(self.ask)
         if answer.status == 200:
-            container.is_held = True
             self.done["started"] += 1
             assert container.hook(self.ask).status == 200, "a hook that is repeated is answered alike"
             self.impostor(container)
@@ -162,14 +157,13 @@ class Runtime:
     def impostor(self, container: Container) -> None:
         """Check that a second container with the same device is refused."""
         with control_group("name=systemd", f"mpsd-chaos-{self.made}-too") as group, ExitStack() as stack:
-            other = Container(self.node, group, stack, container.claim)
+            other = Container(group, stack, container.claim)
             other.begin()
             answer = other.hook(self.ask)
             assert (answer.status, answer.json["code"]) == (409, "already_claimed"), answer.body
             other.end()
 
     def finish(self) -> None:
-        """End a container."""
         if self.containers:
             self.containers.pop(self.dice.randrange(len(self.containers))).end()
             self.done["ended"] += 1

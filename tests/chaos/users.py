@@ -22,19 +22,20 @@ ANSWER: Final = 60.0
 """Seconds for any command to a user; none should come near it."""
 
 
+def _start(module: str, *arguments: str, session: bool = False) -> "subprocess.Popen[bytes]":
+    """Start the program of a user, by its module in this folder."""
+    command = [sys.executable, "-m", f"tests.chaos.{module}", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=ROOT, bufsize=0, start_new_session=session)
+
+
 class HonestUser:
     """A user that takes, renews and releases leases all the time (tests.chaos.honest_user)."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.idle = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.honest_user", json.dumps(asdict(plan))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            bufsize=0,
-        )
+        self._process = _start("honest_user", json.dumps(asdict(plan)))
         assert self._process.stdout is not None
         # A larger pipe does not block it while the test is busy.
         fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, 1 << 20)
@@ -47,7 +48,6 @@ class HonestUser:
         return self._process.pid
 
     def _read(self) -> None:
-        """Read its reports, without waiting."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
             more = os.read(self._process.stdout.fileno(), 1 << 16)
@@ -56,7 +56,6 @@ class HonestUser:
             self._ahead += map(json.loads, lines)
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """Return its reports since the last call."""
         self._read()
         reports, self._ahead = self._ahead, []
         for each in reports:
@@ -73,13 +72,11 @@ class HonestUser:
         self._process.stdin.write(f"{line}\n".encode())
 
     def go_on(self) -> None:
-        """Have it continue, if it is idle."""
         if self.idle:
             self.idle = False
             self.tell("continue")
 
     def close(self) -> None:
-        """End it in any case."""
         with self._process:
             self._process.kill()
 
@@ -89,21 +86,13 @@ class HostileUser:
 
     def __init__(self, uid: int, path: Path) -> None:
         self.uid = uid
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.hostile_user", str(uid), str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            bufsize=0,
-            start_new_session=True,
-        )
+        self._process = _start("hostile_user", str(uid), str(path), session=True)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def act(self, what: str, **arguments: Any) -> Any:
-        """Have it carry out an action, and return the result."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{json.dumps([what, arguments])}\n".encode())
@@ -119,7 +108,6 @@ class HostileUser:
 
 
 def stop(users: list[HonestUser], how: str, take_in: Any) -> None:
-    """Have honest users stop, and wait until they have."""
     for each in users:
         each.idle = False
         each.tell(how)

@@ -47,7 +47,6 @@ def node(make_node: Callable[..., Node]) -> Node:
     return make_node(simulate=2, control=None).start()
 
 
-@pytest.mark.enforcement
 @pytest.mark.thorough
 def test_a_bad_night(node: Node) -> None:
     """Two deaths, a foreign command, one client too many, and a hold: each is reported with its subject and cause."""

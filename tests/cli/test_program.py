@@ -229,9 +229,11 @@ def test_it_starts_light(node: Node) -> None:
     own = {module for module in loaded if module.split(".")[0] == "mpsd"}
     assert own == {
         "mpsd",
+        "mpsd.client",
+        "mpsd.client.connection",
         "mpsd.cli",
-        *(f"mpsd.cli.{name}" for name in ("api", "client", "command", "commands", "commands.status")),
-        *(f"mpsd.cli.{name}" for name in ("group", "main", "parameters")),
+        *(f"mpsd.cli.{name}" for name in ("command", "commands", "commands.status")),
+        *(f"mpsd.cli.{name}" for name in ("group", "main", "options")),
         *(f"mpsd.cli.{name}" for name in ("render", "tables", "users", "views")),
         "mpsd.core",
         "mpsd.core.errors",

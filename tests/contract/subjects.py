@@ -34,7 +34,7 @@ as_root = pytest.mark.root("be another user")
 _SECONDS: Final = 20.0
 """Deadline for a front-end; none should come near it."""
 
-_AS_STRANGER: Final = (
+AS_STRANGER: Final = (
     "setpriv",
     f"--reuid={STRANGER}",
     f"--regid={STRANGER}",
@@ -122,7 +122,6 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of the control daemon and its front-ends."""
         return {
             "PATH": f"{self.programs}:/usr/bin:/bin",
             "CUDA_MPS_PIPE_DIRECTORY": str(self.pipe),
@@ -162,11 +161,9 @@ class Bench:
         wait_until(self.answers, what=f"{self.subject.name} to answer on {self.pipe}")
 
     def answers(self) -> bool:
-        """Return whether a control daemon serves a front-end now."""
         return self.front_end("get_default_active_thread_percentage").printed != []
 
     def ended(self) -> int:
-        """Wait for the control daemon's end, and return its status."""
         return self.daemon.wait(_SECONDS)
 
     def kill(self) -> None:
@@ -198,7 +195,7 @@ class Bench:
     # -- front-ends --
 
     def front_end(self, *lines: str, seconds: float = _SECONDS, as_stranger: bool = False) -> Said:
-        argv = [*(_AS_STRANGER if as_stranger else ()), *self.subject.argv]
+        argv = [*(AS_STRANGER if as_stranger else ()), *self.subject.argv]
         text = "".join(f"{line}\n" for line in lines)
         done = subprocess.run(
             argv, env=self.environment, input=text, capture_output=True, text=True, timeout=seconds, check=False

@@ -57,7 +57,11 @@ IMPATIENT: Final = {"mpsd.core.enforcement.ending.PATIENCE": 2} | SWIFT
 
 
 def branches(*wanted: int) -> list["ParameterSet"]:
-    """Return these driver branches as parameters; all of them when none is named."""
+    """Return these driver branches as parameters; all of them when none is named.
+
+    Most tests of a running mpsd take the oldest and the newest, which differ the most: the contract suite shows what
+    each driver answers, and `test_main_job` that mpsd does its job on all of them.
+    """
     return [
         param for param in real_daemon_params() if not wanted or cast("RealDaemon", param.values[0]).branch in wanted
     ]

@@ -158,7 +158,6 @@ class TestNotifications:
         finally:
             node.clean_up()
 
-    @pytest.mark.enforcement
     def test_what_is_not_well(self, ears: Ears, short_tmp: Path) -> None:
         """The status has every reason why the node is not healthy, in the words of the API, until it has passed."""
         closed = '[daemon]\ncompute_mode = "exclusive-process"\n'

@@ -118,7 +118,6 @@ def test_several_at_once(make_node: Start, which: tuple[str, ...]) -> None:
     assert node.get("/v1/status").json["healthy"] is True
 
 
-@pytest.mark.enforcement
 @pytest.mark.parametrize(
     ("number", "which"),
     [

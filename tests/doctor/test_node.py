@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +42,7 @@ MPSD: Final = ("mpsd", "version", "configuration", "node")
 FILES: Final = ("directories", "disk", "leftovers")
 GPUS: Final = ("driver", "architecture", "compute-mode", "compute-mode-left", "persistence", "ecc", "outside")
 CONDITION: Final = "condition 0 1 0 0 0 0"
+DRIVER, GPU = ONE_GPU
 
 needs_root = pytest.mark.root("be another user, or mount a file system")
 
@@ -74,7 +77,6 @@ def _bin(node: Node) -> str:
 
 
 def only(*checks: str) -> tuple[str, ...]:
-    """Return the options that select these checks."""
     return tuple(word for check in checks for word in ("--only", check))
 
 
@@ -120,7 +122,7 @@ class TestWithMpsd:
         assert (status, wrong) == (0, {})
         text = node.mpsctl("doctor", *only("mpsd", "node"))
         assert text.stdout == "2 findings: 0 failed, 0 warnings, 0 unknown, 2 ok\n"
-        assert "ok       mpsd: mpsd answers this caller" in node.mpsctl("doctor", "--all", *only("mpsd")).stdout
+        assert node.mpsctl("doctor", "--all", *only("mpsd")).stdout.startswith("ok ")
 
     def test_everything_at_once(self, node: Node) -> None:
         """Each check has a result, and none raises an error."""
@@ -139,7 +141,6 @@ class TestWithMpsd:
         assert (wrong["verdict"], "nvidia-smi -i 0 -c DEFAULT" in wrong["remedy"]) == ("fail", True)
         assert nvml.compute_mode(FIRST) == PROHIBITED
 
-    @pytest.mark.thorough
     def test_mpsd_that_does_not_answer(self, node: Node, nvml: FakeNvml) -> None:
         """A hung mpsd is named, and holds its lock, so that doctor changes nothing."""
         node.start()
@@ -217,45 +218,31 @@ class TestWithMpsd:
 
 
 def as_nobody(node: Node, *arguments: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-    """Run mpsctl as a user without rights."""
     command = [*before, sys.executable, "-c", _AS_NOBODY, str(ROOT), *arguments]
     environment = {**os.environ, **node.env}
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
 
 
-class by_hand:  # noqa: N801 - it is used as a function
-    """Run NVIDIA's control daemon like a stranger."""
-
-    def __init__(self, node: Node, directory: Path) -> None:
-        assert node.control is not None
-        logs = node.root / f"by-hand{directory.name}"
-        logs.mkdir()
-        # In a private mount namespace, so that nothing of it is left on this machine.
-        private = f"mount -t tmpfs tmpfs /run && exec {node.control} -f"
-        self._process = subprocess.Popen(
-            ["unshare", "--mount", "sh", "-c", private] if directory.parent == Path("/run") else [node.control, "-f"],
-            env={
-                "PATH": os.environ["PATH"],
-                "CUDA_MPS_PIPE_DIRECTORY": str(directory),
-                "CUDA_MPS_LOG_DIRECTORY": str(logs),
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def __enter__(self) -> int:
-        """Wait until it runs, and return its pid."""
-        pid = self._process.pid
-        wait_until(
-            lambda: (seen := look_at(pid)) is not None and "nvidia-cuda-mps-control -f" in seen.command,
-            what="the control daemon to run",
-        )
-        return pid
-
-    def __exit__(self, *_: object) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
+@contextmanager
+def by_hand(node: Node, directory: Path) -> Iterator[int]:
+    """Run NVIDIA's control daemon like a stranger, and yield its pid."""
+    assert node.control is not None
+    logs = node.root / f"by-hand{directory.name}"
+    logs.mkdir()
+    # In a private mount namespace, so that nothing of it is left on this machine.
+    private = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs tmpfs /run && exec {node.control} -f"]
+    command = private if directory.parent == Path("/run") else [str(node.control), "-f"]
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(directory), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, env={"PATH": os.environ["PATH"], **variables}, stdout=null, stderr=null) as process:
+        try:
+            wait_until(
+                lambda: (seen := look_at(process.pid)) is not None and "nvidia-cuda-mps-control -f" in seen.command,
+                what="the control daemon to run",
+            )
+            yield process.pid
+        finally:
+            process.kill()
 
 
 @pytest.mark.real_daemon(535)
@@ -263,27 +250,37 @@ class TestGpus:
     """NVML's facts are checked also if no mpsd runs."""
 
     @pytest.mark.parametrize(
-        ("lines", "check", "wanted"),
+        ("lines", "wanted"),
         [
-            ((ONE_GPU[0], ONE_GPU[1].replace(" 9.0 0 ", " 9.0 1 ")), "architecture", ("warn", "MIG mode is on")),
-            ((ONE_GPU[0], ONE_GPU[1].replace(" 9.0 0 ", " 6.1 -1 ")), "architecture", ("fail", "older than Volta")),
-            ((*ONE_GPU, "condition 0 0 0 0 0 0"), "persistence", ("warn", "persistence mode is off")),
-            ((*ONE_GPU, "condition 0 1 2 0 0 0"), "ecc", ("fail", "2 uncorrected ECC errors")),
-            ((*ONE_GPU, "condition 0 1 0 1 0 0"), "ecc", ("fail", "memory pages need a reset to be retired")),
-            ((*ONE_GPU, "condition 0 1 0 0 1 0"), "ecc", ("warn", "memory rows need a reset to be remapped")),
-            ((*ONE_GPU, "condition 0 1 0 0 1 1"), "ecc", ("fail", "no spare row is left")),
-            ((*ONE_GPU, "process 0 Compute 1 4096"), "outside", ("warn", "pid 1 uses it outside MPS")),
-            ((*ONE_GPU, f"fault nvmlDeviceGetUUID -1 {GPU_IS_LOST}"), "driver", ("fail", "GPU is lost")),
-            ((*ONE_GPU, "fault nvmlInitWithFlags -1 18"), "driver", ("fail", "have different versions")),
-            (ONE_GPU, "control-program", ("fail", "no nvidia-cuda-mps-server")),  # Debian packages it separately
+            (
+                (DRIVER, GPU.replace(" 9.0 0 ", " 9.0 1 "), "condition 0 0 2 0 0 0", "process 0 Compute 1 4096"),
+                {
+                    "architecture": ("warn", "MIG mode is on"),
+                    "persistence": ("warn", "persistence mode is off"),
+                    "ecc": ("fail", "2 uncorrected ECC errors"),
+                    "outside": ("warn", "pid 1 uses it outside MPS"),
+                    "control-program": ("fail", "no nvidia-cuda-mps-server"),  # Debian packages it separately
+                },
+            ),
+            (
+                (DRIVER, GPU.replace(" 9.0 0 ", " 6.1 -1 "), "condition 0 1 0 1 0 0"),
+                {
+                    "architecture": ("fail", "older than Volta"),
+                    "ecc": ("fail", "memory pages need a reset to be retired"),
+                },
+            ),
+            ((*ONE_GPU, "condition 0 1 0 0 1 0"), {"ecc": ("warn", "memory rows need a reset to be remapped")}),
+            ((*ONE_GPU, "condition 0 1 0 0 1 1"), {"ecc": ("fail", "no spare row is left")}),
+            ((*ONE_GPU, f"fault nvmlDeviceGetUUID -1 {GPU_IS_LOST}"), {"driver": ("fail", "GPU is lost")}),
+            ((*ONE_GPU, "fault nvmlInitWithFlags -1 18"), {"driver": ("fail", "have different versions")}),
         ],
     )
-    def test_gpu(self, node: Node, nvml: FakeNvml, lines: tuple[str, ...], check: str, wanted: tuple[str, str]) -> None:
+    def test_gpu(self, node: Node, nvml: FakeNvml, lines: tuple[str, ...], wanted: dict[str, tuple[str, str]]) -> None:
         """Each fault of a GPU, or of the driver, is found by NVML itself."""
         nvml.show(*lines)
-        _, found = doctor(node, *only(check))
-        verdict, because = wanted
-        assert (one(found, check)["verdict"], because in one(found, check)["because"]) == (verdict, True)
+        _, found = doctor(node, *only(*wanted))
+        for check, (verdict, because) in wanted.items():
+            assert (one(found, check)["verdict"], because in one(found, check)["because"]) == (verdict, True)
 
     def test_versions(self, node: Node, nvml: FakeNvml) -> None:
         """A control program that logs another CUDA version than the driver's is reported."""
@@ -344,7 +341,6 @@ class TestWithoutMpsd:
         ("lines", "because"),
         [
             ((*ONE_GPU, SET.format(4)), "Insufficient Permissions"),
-            ((*ONE_GPU, SET.format(GPU_IS_LOST)), "GPU is lost"),
             ((*ONE_GPU, f"fault nvmlDeviceGetMemoryInfo_v2 -1 {GPU_IS_LOST}"), "cannot be read"),
             (ONE_GPU[:1], "finds no GPU"),
             (

@@ -33,7 +33,6 @@ def built(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.enforcement
 def test_takes_over(make_node: Start, tmp_path: Path) -> None:
     """The other build adopts the control daemons, and continues the leases, their clients and the event numbers."""
     node = make_node(simulate=2, control=None).start()

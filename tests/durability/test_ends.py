@@ -28,7 +28,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300), pytest.mark.enforcement]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(300)]
 
 CONFIG: Final = """
 [daemon]

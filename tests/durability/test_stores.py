@@ -194,7 +194,6 @@ def test_full_state_directory_and_death(small: Callable[..., Node]) -> None:
 # -- what was lost with a store ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.enforcement
 class TestLostLeases:
     """A store that was lost while a control daemon kept running: its clients hold memory that no lease has."""
 

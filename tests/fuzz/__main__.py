@@ -20,7 +20,6 @@ _LONGEST: Final = 8192
 
 
 def fuzz(target: str, seconds: int) -> int:
-    """Run the fuzzer on a target; return the status."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         engine, found, chosen = Path(folder) / "engine", Path(folder) / "found", Path(folder) / "chosen"
         engine.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.fuzz.engine "$0" {target} "$@"\n')
@@ -42,15 +41,12 @@ def fuzz(target: str, seconds: int) -> int:
 
 
 def main() -> int:
-    """Parse the command line, and carry it out."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--seconds", type=int, default=60)
     asked = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:
-        print(
-            "atheris is not installed: pip install -e '.[test,fuzz]' (it has no wheels for some Pythons and machines)"
-        )
+        print("atheris is not installed: pip install -e '.[test,fuzz]'")
         return 2
     return fuzz(asked.target, asked.seconds)
 

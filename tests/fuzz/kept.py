@@ -13,7 +13,6 @@ LONGEST: Final = 400
 
 
 def load(target: str) -> list[bytes]:
-    """Return the stored inputs of a target."""
     path = FOLDER / f"{target}.txt"
     return [ast.literal_eval(line) for line in path.read_text(encoding="ascii").splitlines()] if path.exists() else []
 

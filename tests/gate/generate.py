@@ -25,11 +25,6 @@ from tests.gate import completions, manual, protocol
 from tests.gate.source import imports, modules
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-REFERENCE: Final = ROOT / "docs/reference"
-DOCTOR: Final = ROOT / "docs/doctor.md"
-ARCHITECTURE: Final = ROOT / "docs/architecture.md"
-KUBERNETES: Final = ROOT / "docs/kubernetes.md"
-METRICS: Final = ROOT / "docs/reference/metrics.md"
 
 _ABOUT_USERS: Final = (
     "These metrics name individual users and their leases. [Guarantees](#guarantees) says which callers get them."
@@ -58,12 +53,10 @@ def _escaped(cell: str) -> str:
 
 
 def _summary(documented: object) -> str:
-    """Return a docstring on one line."""
     return " ".join((documented.__doc__ or "").split())
 
 
 def errors_table() -> str:
-    """Return all errors, as a Markdown table."""
     lines = [("code", "whose doing", "status", "exit", "again?", "meaning")]
     for error in catalogue():
         doing = next(_DOING[group] for group in error.__mro__ if group in _DOING)
@@ -73,7 +66,6 @@ def errors_table() -> str:
 
 
 def settings_table() -> str:
-    """Return all settings, as a Markdown table."""
     lines = [("setting", "default", "unit", "reload", "meaning")]
     for row in rows():
         default = "absent" if row.default is None else f"`{render(row, row.default)}`"
@@ -119,19 +111,12 @@ def rooms_diagram() -> str:
             if importer != imported and importer in inside and imported in inside
         ]
         lines.append("    end")
-    lines += ["    daemon-layer --> system-layer --> core-layer", "    cli-layer --> core-layer"]
+    lines += ["    daemon-layer --> system-layer --> core-layer"]
+    lines += [f"    {layer}-layer --> client-layer --> core-layer" for layer in ("cli", "daemon", "kubernetes")]
     return "\n".join([*lines, "```"])
 
 
-def architecture_page() -> str:
-    """Return docs/architecture.md with its generated picture."""
-    text = ARCHITECTURE.read_text(encoding="utf-8")
-    part = between("rooms", text)
-    return f"{text[: part.start()]}{rooms_diagram()}\n{text[part.end() :]}"
-
-
 def kubernetes_table() -> str:
-    """Return every setting of mpsd-kubernetes, as a Markdown table."""
     lines = [("setting", "default", "meaning")]
     for each in fields(kubernetes.Settings):
         shown = each.metadata["shown"] or json.dumps(each.default)
@@ -139,30 +124,14 @@ def kubernetes_table() -> str:
     return _table(*lines)
 
 
-def kubernetes_page() -> str:
-    """Return docs/kubernetes.md with its generated table."""
-    text = KUBERNETES.read_text(encoding="utf-8")
-    found = between("kubernetes-settings", text)
-    return f"{text[: found.start()]}{kubernetes_table()}\n{text[found.end() :]}"
-
-
-def _reference_page(page: str, name: str, make: Callable[[], str]) -> str:
-    """Return a page of docs/reference with its generated part up to date."""
-    text = (REFERENCE / page).read_text(encoding="utf-8")
-    part = between(name, text)
-    return f"{text[: part.start()]}\n{make()}\n\n{text[part.end() :]}"
-
-
-def doctor_page() -> str:
-    """Return docs/doctor.md: every check of doctor, by the thing that it inspects."""
-    text = DOCTOR.read_text(encoding="utf-8")
+def doctor_tables() -> str:
+    """Return every check of doctor, in a table for each kind of thing that it inspects."""
     tables = []
     for family, checks in FAMILIES.items():
         lines = [("check", "expected", "otherwise", "`--fix`")]
         lines += [(f"`{check.id}`", check.right, check.why, check.mends) for check in checks]
         tables.append(f"### {family}\n\n{_table(*lines)}")
-    part = between("checks", text)
-    return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]
+    return "\n\n".join(tables)
 
 
 def events_page() -> str:
@@ -203,9 +172,8 @@ A fact with a `?` is absent in some events of its kind.
 """
 
 
-def metrics_page() -> str:
-    """Return every metric, by what it is about, as docs/reference/metrics.md has them."""
-    text = METRICS.read_text(encoding="utf-8")
+def metrics_tables() -> str:
+    """Return every metric, in a table for each subject."""
     tables = []
     for section, families in SECTIONS.items():
         lines = [("metric", "type", "labels", "meaning")]
@@ -216,38 +184,43 @@ def metrics_page() -> str:
             lines.append((f"`{name}`", each.kind, labels, each.help))
         about = f"\n\n{_ABOUT_USERS}" if all(each.about_users for each in families) else ""
         tables.append(f"### {section}{about}\n\n{_table(*lines)}")
-    part = between("metrics", text)
-    return text[: part.start()] + "\n" + "\n\n".join(tables) + "\n\n" + text[part.end() :]
+    return "\n\n".join(tables)
 
+
+def _page(path: str, part: str, make: Callable[[], str], blank: str = "\n") -> str:
+    """Return a document with its generated part, between the markers of this name, up to date."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    pieces = re.split(rf"(<!-- {part}:(?:begin|end) -->\n?)", text)
+    if len(pieces) != 5:
+        raise ValueError(f"{path} has no single part between <!-- {part}:begin --> and <!-- {part}:end -->")
+    pieces[2] = f"{blank}{make()}\n{blank}"
+    return "".join(pieces)
+
+
+_PARTS: Final[dict[str, tuple[str, Callable[[], str]]]] = {
+    "docs/doctor.md": ("checks", doctor_tables),
+    "docs/reference/errors.md": ("errors", errors_table),
+    "docs/reference/life-cycle.md": ("lifecycle", lifecycle_diagram),
+    "docs/reference/settings.md": ("settings", settings_table),
+    "docs/reference/metrics.md": ("metrics", metrics_tables),
+}
+"""The documents with a generated part, and the name of that."""
 
 FILES: Final[dict[str, Callable[[], str]]] = {
     "docs/man/mpsctl.1": manual.mpsctl_page,
     "docs/man/mpsd.8": manual.mpsd_page,
     "docs/man/mpsd.toml.5": manual.settings_page,
     "docs/mpsd.toml": manual.example,
-    "docs/architecture.md": architecture_page,
-    "docs/doctor.md": doctor_page,
     "docs/reference/events.md": events_page,
-    "docs/kubernetes.md": kubernetes_page,
-    "docs/reference/errors.md": partial(_reference_page, "errors.md", "errors", errors_table),
-    "docs/reference/life-cycle.md": partial(_reference_page, "life-cycle.md", "lifecycle", lifecycle_diagram),
-    "docs/reference/settings.md": partial(_reference_page, "settings.md", "settings", settings_table),
-    "docs/reference/metrics.md": metrics_page,
+    "docs/architecture.md": partial(_page, "docs/architecture.md", "rooms", rooms_diagram, ""),
+    "docs/kubernetes.md": partial(_page, "docs/kubernetes.md", "kubernetes-settings", kubernetes_table, ""),
+    **{path: partial(_page, path, name, make) for path, (name, make) in _PARTS.items()},
     **completions.FILES,
 }
-"""Every file that is generated as a whole, relative to the root of the tree."""
-
-
-def between(name: str, text: str) -> re.Match[str]:
-    """Find the part of a document between the two markers of this name."""
-    found = list(re.finditer(rf"(?<=<!-- {name}:begin -->\n).*?(?=<!-- {name}:end -->)", text, re.DOTALL))
-    if len(found) != 1:
-        raise ValueError(f"the document has {len(found)} parts between <!-- {name}:begin --> and <!-- {name}:end -->")
-    return found[0]
+"""Every file that is generated, or has a generated part, by its path from the root of the tree."""
 
 
 def main() -> int:
-    """Write the generated files."""
     for name, make in FILES.items():
         _write(ROOT / name, make())
     for name, text in protocol.made().items():

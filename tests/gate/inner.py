@@ -17,21 +17,8 @@ def inner_pytest(folder: Path, text: str, *options: str, planted: str = "none", 
     """
     (folder / "test_inner.py").write_text(dedent(text), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-c", f"{ROOT}/pyproject.toml", "-p", "tests.conftest"]
-    command += [
-        "--numprocesses=0",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={folder}",
-        f"--basetemp={folder}/base",
-        "--color=no",
-        *options,
-    ]
-    done = subprocess.run(
-        [*command, f"{folder}/test_inner.py"],
-        cwd=ROOT,
-        env={**os.environ, LOOKS_FOR_PLANTED: planted, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command += ["--numprocesses=0", "-pno:cacheprovider", f"--rootdir={folder}", f"--basetemp={folder}/base"]
+    command += ["--color=no", *options, f"{folder}/test_inner.py"]
+    variables = {**os.environ, LOOKS_FOR_PLANTED: planted, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr

@@ -8,7 +8,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -101,7 +100,6 @@ def _parted(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _shown(lines: Iterable[str]) -> Iterator[str]:
-    """Yield preformatted lines."""
     yield from (".RS 4", ".nf", *map(_escaped, lines), ".fi", ".RE")
 
 
@@ -176,48 +174,34 @@ def _description(group: click.Group, *more: str) -> Iterator[str]:
     return _section("DESCRIPTION", _paragraphs("\n\n".join([inspect.cleandoc(group.help or ""), *more])))
 
 
-@dataclass(frozen=True)
-class Example:
-    """A command of the section EXAMPLES, and its purpose; tests/guides runs each."""
-
-    title: str
-    script: str
-
-
-EXAMPLES: Final = (
-    Example(
-        "Run a program on a quarter of a GPU, and wait for room:",
-        "mpsctl run --fraction 0.25 --wait 10m -- python train.py",
+EXAMPLES: Final = {
+    "Run a program on a quarter of a GPU, and wait for room:": (
+        "mpsctl run --fraction 0.25 --wait 10m -- python train.py"
     ),
-    Example(
-        "Give each of two client processes half of a lease:",
-        "mpsctl run --threads 40 --memory 8GiB --processes 2 -- python train.py",
+    "Give each of two client processes half of a lease:": (
+        "mpsctl run --threads 40 --memory 8GiB --processes 2 -- python train.py"
     ),
-    Example(
-        "Take out a lease for everything that a shell starts afterwards:",
-        'eval "$(mpsctl admit --fraction 0.25 -o env)"',
+    "Take out a lease for everything that a shell starts afterwards:": 'eval "$(mpsctl admit --fraction 0.25 -o env)"',
+    "Renew the lease of the calling program:": (
+        "mpsctl run --fraction 0.25 --ttl 1h -- sh -c 'mpsctl renew \"$MPSD_LEASE\" --ttl 2h'"
     ),
-    Example(
-        "Renew the lease of the calling program:",
-        "mpsctl run --fraction 0.25 --ttl 1h -- sh -c 'mpsctl renew \"$MPSD_LEASE\" --ttl 2h'",
-    ),
-    Example("Show which GPUs have room, and who holds what:", "mpsctl gpus; mpsctl leases"),
-    Example("Free one GPU for maintenance, and end what is left after an hour:", "mpsctl drain gpu1 --timeout 1h"),
-    Example("Admit clients there again:", "mpsctl resume gpu1"),
-)
+    "Show which GPUs have room, and who holds what:": "mpsctl gpus; mpsctl leases",
+    "Free one GPU for maintenance, and end what is left after an hour:": "mpsctl drain gpu1 --timeout 1h",
+    "Admit clients there again:": "mpsctl resume gpu1",
+}
+"""The commands of the section EXAMPLES, by their purpose; tests/guides runs each."""
 
 
-def _examples(examples: Iterable[Example]) -> Iterator[str]:
+def _examples() -> Iterator[str]:
     yield ".SH EXAMPLES"
-    for number, each in enumerate(examples):
+    for number, (title, script) in enumerate(EXAMPLES.items()):
         if number:
             yield ".PP"
-        yield from _filled(each.title)
-        yield from _shown(each.script.splitlines())
+        yield from _filled(title)
+        yield from _shown([script])
 
 
 def mpsd_page() -> str:
-    """Return mpsd(8)."""
     synopsis = (".B mpsd", ".I COMMAND", ".RI [ OPTIONS ]")
     signals = {
         "SIGTERM": "Stop mpsd. The control daemons and their clients keep running, and the next mpsd adopts them.",
@@ -257,7 +241,6 @@ _WHAT_IT_IS: Final = (
 
 
 def mpsctl_page() -> str:
-    """Return mpsctl(1)."""
     synopsis = (".B mpsctl", ".RB [ \\-\\-socket", ".IR PATH ]", ".I COMMAND", ".RI [ OPTIONS ]")
     context = click.Context(mpsctl, info_name="mpsctl")
     files = {path: meaning for path, meaning in _FILES.items() if path == f"{Settings().socket}"}
@@ -267,7 +250,7 @@ def mpsctl_page() -> str:
         _description(mpsctl),
         _section("OPTIONS", _options(mpsctl, context)),
         _section("COMMANDS", _commands(mpsctl, context)),
-        _examples(EXAMPLES),
+        _examples(),
         _exit_status(EXIT_STATUS),
         _section("ENVIRONMENT", _terms(_ENVIRONMENT)),
         _section("FILES", _terms(files)),
@@ -336,7 +319,6 @@ memory = "40GiB"
 
 
 def settings_page() -> str:
-    """Return mpsd.toml(5)."""
     return _page(
         "mpsd.toml", 5, "configuration of mpsd",
         _section("SYNOPSIS", (".I /etc/mpsd/mpsd.toml",)),

@@ -18,20 +18,7 @@ def made() -> dict[str, str]:
     """Return every file that protoc generates, relative to the root of the tree."""
     sources = [f"{path.relative_to(ROOT)}" for path in sorted((ROOT / FOLDER).glob("*.proto"))]
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "grpc_tools.protoc",
-                "-I.",
-                f"--python_out={folder}",
-                f"--pyi_out={folder}",
-                *sources,
-            ],
-            cwd=ROOT,
-            check=True,
-        )
-        return {
-            f"{path.relative_to(folder)}": path.read_text(encoding="utf-8")
-            for path in sorted(Path(folder).rglob("*_pb2.py*"))
-        }
+        out = (f"--python_out={folder}", f"--pyi_out={folder}")
+        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", "-I.", *out, *sources], cwd=ROOT, check=True)
+        found = sorted(Path(folder).rglob("*_pb2.py*"))
+        return {f"{path.relative_to(folder)}": path.read_text(encoding="utf-8") for path in found}

@@ -61,13 +61,11 @@ def _parsed(path: Path) -> Module:
 
 @cache
 def nodes(module: Module) -> tuple[ast.AST, ...]:
-    """Return every node of a module."""
     return tuple(ast.walk(module.tree))
 
 
 @cache
 def imports(module: Module) -> tuple[Import, ...]:
-    """Return every import of a module, at any place in it."""
     inside = {
         id(node)
         for function in nodes(module)

@@ -59,13 +59,3 @@ def test_no_shell() -> None:
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_a_door_that_is_opened_elsewhere_is_seen() -> None:
-    """The sentences are parsed correctly: a file, a folder, several of them, and nowhere."""
-    both = "only in mpsd/system/process.py and mpsd/simulator/: the one door, not mpsd/cli/main.py"
-    assert allowed("mpsd/system/process.py", both)
-    assert allowed("mpsd/simulator/control.py", both)
-    assert not allowed("mpsd/system/process.py.py", both)
-    assert not allowed("mpsd/cli/main.py", both)
-    assert not allowed("mpsd/system/gpu.py", "nowhere: a task lives in a TaskGroup")

@@ -1,4 +1,4 @@
-"""One module alone reads the files that another process can delay."""
+"""One module alone reads the files that another process can delay, and no library reads them for another one."""
 
 import ast
 from pathlib import Path
@@ -9,8 +9,12 @@ from tests.gate.source import ROOT
 
 DOOR: Final = Path("mpsd/system/foreign_files.py")
 
-APART: Final = ("mpsd/cli/leases/calling_process.py", "mpsd/simulator/")
+APART: Final = ("mpsd/cli/leases/caller.py", "mpsd/simulator/")
 """mpsctl reads the command lines of its own ancestors; a simulated program does what a CUDA program does."""
+
+PSUTIL: Final = Path("mpsd/system/resources.py")
+NUMBERS: Final = {"Process", "RLIMIT_NOFILE", "Error", "rlimit", "num_fds", "memory_info"}
+"""What mpsd asks psutil for: numbers of the kernel, and no file that the process can delay."""
 
 OWN: Final = "/proc/self/"
 
@@ -33,3 +37,10 @@ def test_one_door() -> None:
         if name != str(DOOR) and not name.startswith(APART):
             found += [(name, text) for text in said if text.rpartition("/")[2] in files and not text.startswith(OWN)]
     assert found == []
+
+
+def test_psutil_counts() -> None:
+    """psutil is asked for numbers alone, never for the name, arguments, environment or users of a process."""
+    tree = ast.parse((ROOT / PSUTIL).read_text(encoding="utf-8"))
+    names = {each.attr for each in ast.walk(tree) if isinstance(each, ast.Attribute)}
+    assert names == NUMBERS | {"rss", "process_time"}

@@ -1,8 +1,10 @@
 """Imports point one way, no module reaches into another, and a room that grows large is named in a warning."""
 
+import re
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from tests.gate.source import Import, Module, imports, modules
@@ -11,10 +13,11 @@ MAY_IMPORT: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"core"}),
     "system": frozenset({"core", "system"}),
-    "daemon": frozenset({"core", "system", "daemon"}),
-    "cli": frozenset({"core", "cli"}),
+    "daemon": frozenset({"core", "system", "client", "daemon"}),  # of client, the types of answers: see below
+    "client": frozenset({"core", "client"}),
+    "cli": frozenset({"core", "client", "cli"}),
     "simulator": frozenset({"core", "simulator"}),
-    "kubernetes": frozenset({"core", "system", "kubernetes"}),
+    "kubernetes": frozenset({"core", "system", "client", "kubernetes"}),
     "demo": frozenset({"core", "system", "cli", "simulator"}),
     "__main__": frozenset({"core", "system", "daemon", "cli", "simulator", "demo"}),  # the composition root
 }
@@ -24,10 +27,9 @@ ROOMS: Final = {
     "core": frozenset[str](),
     "core/configuration": frozenset({"core"}),
     "core/mps": frozenset({"core"}),
-    "core/holders": frozenset({"core"}),
-    "core/admission": frozenset({"core", "core/mps", "core/holders"}),
+    "core/admission": frozenset({"core", "core/mps"}),
     "core/accounting": frozenset({"core"}),
-    "core/enforcement": frozenset({"core", "core/mps", "core/holders"}),
+    "core/enforcement": frozenset({"core", "core/mps"}),
     "core/supervision": frozenset({"core"}),
     "core/metrics": frozenset({"core", "core/mps", "core/admission"}),
     "core/doctor": frozenset({"core", "core/mps"}),
@@ -41,8 +43,7 @@ ROOMS: Final = {
     "daemon/gpu": frozenset({"daemon/record"}),
     "daemon/ends": frozenset({"daemon/record"}),
     "daemon/control": frozenset({"daemon/record", "daemon/ends"}),
-    "daemon/holders": frozenset[str](),
-    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control", "daemon/holders"}),
+    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control"}),
     "daemon/violations": frozenset({"daemon/record", "daemon/ends", "daemon/leases"}),
     "daemon/canary": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
     "daemon/node": frozenset(
@@ -51,7 +52,6 @@ ROOMS: Final = {
             "daemon/gpu",
             "daemon/ends",
             "daemon/control",
-            "daemon/holders",
             "daemon/leases",
             "daemon/violations",
             "daemon/canary",
@@ -67,7 +67,7 @@ ROOMS: Final = {
             "daemon/http",
             "daemon/gpu",
             "daemon/control",
-            "daemon/holders",
+            "daemon/leases",
             "daemon/canary",
             "daemon/node",
         }
@@ -87,14 +87,13 @@ ROOMS: Final = {
             "daemon/api",
         }
     ),
+    "client": frozenset[str](),
     "cli": frozenset({"cli/commands"}),  # doctor's own room uses nothing else
-    "cli/terminal": frozenset({"cli"}),
-    "cli/leases": frozenset({"cli", "cli/terminal"}),
+    "cli/leases": frozenset({"cli"}),
     "cli/top": frozenset({"cli"}),
     "cli/history": frozenset({"cli", "cli/leases"}),
     "cli/web": frozenset({"cli", "cli/history"}),
-    "cli/metrics": frozenset({"cli"}),
-    "cli/commands": frozenset({"cli", "cli/terminal", "cli/leases", "cli/top", "cli/history", "cli/web"}),
+    "cli/commands": frozenset({"cli", "cli/leases", "cli/top", "cli/history", "cli/web"}),
     "simulator": frozenset[str](),
     "kubernetes/protocol": frozenset[str](),
     "kubernetes": frozenset({"kubernetes/protocol"}),
@@ -110,22 +109,21 @@ LONG: Final = 600
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself, for doctor alone
-    "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, mostly as root
     "mpsd/cli/commands/cluster.py": frozenset({"system"}),  # it runs kubectl
-    "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
-    "mpsd/cli/metrics/scrape.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
-    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, with or without a running mpsd
-    "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
+    # it runs a container runtime, is its hook, and writes its files
+    "mpsd/cli/commands/container.py": frozenset({"system"}),
+    "mpsd/cli/commands/metrics.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
+    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it writes units and drop-ins, and is called by them
     "mpsd/cli/web/server.py": frozenset({"system"}),  # it asks the kernel for the user of each connection
-    "mpsd/kubernetes/mpsd_client.py": frozenset({"cli"}),  # mpsd has one synchronous client of its API, not two
 }
 """The further folders that a single module may import from, with the reason."""
 
 LIBRARIES: Final = {
     "__init__": frozenset[str](),
     "core": frozenset({"msgspec"}),  # limited by CORE_LIBRARY
-    "system": frozenset({"psutil", "pynvml", "tenacity"}),
-    "daemon": frozenset({"httptools", "msgspec", "structlog"}),
+    "system": frozenset({"msgspec", "psutil", "pynvml", "structlog", "tenacity"}),
+    "daemon": frozenset({"httptools", "msgspec", "prometheus_client", "structlog"}),
+    "client": frozenset({"msgspec"}),
     "cli": frozenset({"click", "rich", "textual"}),
     "simulator": frozenset[str](),
     "kubernetes": frozenset({"click", "google", "grpc", "msgspec", "structlog"}),
@@ -134,34 +132,13 @@ LIBRARIES: Final = {
 }
 """The libraries that each folder may import. The doors of single files are in pyproject.toml (see test_doors.py)."""
 
-CORE_STANDARD_LIBRARY: Final = frozenset(
-    {
-        "__future__",
-        "abc",
-        "bisect",
-        "collections",
-        "dataclasses",
-        "datetime",
-        "decimal",
-        "difflib",
-        "enum",
-        "fractions",
-        "functools",
-        "heapq",
-        "ipaddress",
-        "itertools",
-        "json",  # to quote text, not to read files
-        "math",
-        "operator",
-        "pathlib",  # as a value: other code touches the disk
-        "re",
-        "string",
-        "textwrap",
-        "tomllib",  # from text, not from a file
-        "types",
-        "typing",
-    }
-)
+CORE_STANDARD_LIBRARY: Final = frozenset({
+    "__future__", "abc", "bisect", "collections", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions",
+    "functools", "heapq", "ipaddress", "itertools", "math", "operator", "re", "string", "textwrap", "types", "typing",
+    "json",  # to quote text, not to read files
+    "pathlib",  # as a value: other code touches the disk
+    "tomllib",  # from text, not from a file
+})  # fmt: skip
 """The modules that core may use: none that does I/O, knows the time, waits, logs, or has random numbers."""
 
 CORE_LIBRARY: Final = {("msgspec", "Meta"), ("msgspec", "Struct"), ("msgspec", "structs")}
@@ -178,55 +155,71 @@ LATE: Final = ("mpsd.cli.doctor_run", "mpsd.cli.web")
 """The modules that one command of mpsctl alone imports, when it runs: they may be slow to import."""
 
 
+def wrong(is_wrong: Callable[[Module, Import], bool], folder: str = "mpsd") -> list[str]:
+    return [
+        f"{module.path}:{each.line}: {each.module}.{each.name}"
+        for module in modules(folder)
+        for each in imports(module)
+        if is_wrong(module, each)
+    ]
+
+
 def test_imports_point_one_way() -> None:
     """Every module of mpsd imports only from folders that its own folder may import from."""
-    wrong = [
-        f"{module.path}:{each.line}: {module.layer} imports {each.module}"
-        for module in modules("mpsd")
+
+    def is_wrong(module: Module, each: Import) -> bool:
+        top, folder, *_ = f"{each.module}.{each.name}".split(".")
+        allowed = MAY_IMPORT[module.layer] | MAY_IMPORT_MORE.get(module.path, frozenset())
+        return top == "mpsd" and folder in MAY_IMPORT and folder not in allowed
+
+    assert wrong(is_wrong) == []
+
+
+def test_daemon_and_client_share_the_types_of_answers_alone() -> None:
+    """The daemon's API, and nothing else of the daemon, imports these types, and nothing else of the client."""
+    found = {
+        (module.path.rpartition("/")[0], f"{each.module}.{each.name}".removeprefix("mpsd.client.").split(".")[0])
+        for module in modules("mpsd/daemon")
         for each in imports(module)
-        for parts in [f"{each.module}.{each.name}".split(".")]
-        if parts[0] == "mpsd" and parts[1] in MAY_IMPORT
-        if parts[1] not in MAY_IMPORT[module.layer] | MAY_IMPORT_MORE.get(module.path, frozenset())
-    ]
-    assert not wrong, "\n".join(wrong)
+        if f"{each.module}.".startswith("mpsd.client.")
+    }
+    assert found == {("mpsd/daemon/api", "answer_types")}
 
 
 def test_what_one_command_needs_is_imported_late() -> None:
     """These modules cost the other commands of mpsctl nothing: no other module imports them at the start."""
-    early = [
-        f"{module.path}:{each.line}"
-        for module in modules("mpsd")
-        if not module.name.startswith(LATE)
-        for each in imports(module)
-        if each.at_start and f"{each.module}.{each.name}".startswith(LATE)
-    ]
-    assert not early, "\n".join(early)
+
+    def is_wrong(module: Module, each: Import) -> bool:
+        is_late = f"{each.module}.{each.name}".startswith(LATE)
+        return is_late and each.at_start and not module.name.startswith(LATE)
+
+    assert wrong(is_wrong) == []
 
 
-def _room(name: str) -> str:
+def _room(module: str) -> str:
     """Return the room of a module by its dotted name: mpsd.core.mps.commands is in core/mps."""
-    return "/".join(name.split(".")[1:-1])
+    return "/".join(module.split(".")[1:-1])
 
 
-def _module_of(each: Import, names: frozenset[str]) -> str | None:
+def _module_of(each: Import) -> str | None:
     """Return the module of mpsd that an import names, if any."""
-    whole = f"{each.module}.{each.name}"
-    return next((name for name in (whole, each.module) if name in names), None)
+    names = {module.name for module in modules("mpsd")}
+    return next((name for name in (f"{each.module}.{each.name}", each.module) if name in names), None)
 
 
 def test_rooms_import_one_way() -> None:
     """A room imports from the rooms in ROOMS, and from no other of its layer."""
-    names = frozenset(module.name for module in modules("mpsd"))
-    wrong = [
-        f"{module.path}:{each.line}: {room} imports {target}"
-        for module in modules("mpsd")
-        if (room := _room(f"{module.name}.x" if module.path.endswith("__init__.py") else module.name)) in ROOMS
-        for each in imports(module)
-        if (target := _module_of(each, names)) is not None
-        if _room(target).split("/")[0] == room.split("/")[0]
-        if _room(target) not in ROOMS[room] | {room}
-    ]
-    assert not wrong, "\n".join(wrong)
+
+    def is_wrong(module: Module, each: Import) -> bool:
+        room, target = (
+            _room(f"{module.name}.x" if module.path.endswith("__init__.py") else module.name),
+            _module_of(each),
+        )
+        if room not in ROOMS or target is None or _room(target).split("/")[0] != room.split("/")[0]:
+            return False
+        return _room(target) not in ROOMS[room] | {room}
+
+    assert wrong(is_wrong) == []
 
 
 def test_no_room_is_above_itself() -> None:
@@ -255,56 +248,44 @@ def test_every_room_says_what_it_is_for() -> None:
 def test_what_reads_http_knows_no_node() -> None:
     """Importing the HTTP code imports nothing of the node: no daemon, no GPU, no lease, and no NVML."""
     by_name = {module.name: module for module in modules("mpsd")}
-    names = frozenset(by_name)
-    reached, pending = set[str](), {name for name in names if name.startswith("mpsd.daemon.http")}
+    reached, pending = set[str](), {name for name in by_name if name.startswith("mpsd.daemon.http")}
     while pending:
         reached |= pending
-        found = (_module_of(each, names) for name in pending for each in imports(by_name[name]))
+        found = {_module_of(each) for name in pending for each in imports(by_name[name])}
         pending = {each for each in found if each is not None} - reached
-    kinds = ("node", "control", "gpu", "leases", "api")
-    assert not {name for name in reached if name.startswith(tuple(f"mpsd.daemon.{kind}" for kind in kinds))}
-    assert not reached & {"mpsd.system.gpu", "mpsd.system.control_pipe", "mpsd.system.database"}
-
-
-def test_every_folder_has_its_place() -> None:
-    """Every folder of mpsd has an entry with its allowed imports."""
-    assert {module.layer for module in modules("mpsd")} <= set(MAY_IMPORT)
+    node = ("mpsd.daemon.node", "mpsd.daemon.control", "mpsd.daemon.gpu", "mpsd.daemon.leases", "mpsd.daemon.api")
+    doors = ("mpsd.system.gpu", "mpsd.system.control_pipe", "mpsd.system.database")
+    assert [name for name in reached if name.startswith((*node, *doors))] == []
 
 
 def test_libraries_stay_in_their_layer() -> None:
     """Every module imports only the libraries of its folder."""
-    wrong = [
-        f"{module.path}:{each.line}: {module.layer} imports {each.module}"
-        for module in modules("mpsd")
-        for each in imports(module)
-        for top in [each.module.split(".")[0]]
-        if top != "mpsd" and top not in sys.stdlib_module_names and top not in LIBRARIES[module.layer]
-    ]
-    assert not wrong, "\n".join(wrong)
+
+    def is_wrong(module: Module, each: Import) -> bool:
+        return each.module.split(".")[0] not in {"mpsd", *sys.stdlib_module_names, *LIBRARIES[module.layer]}
+
+    assert wrong(is_wrong) == []
 
 
 def test_core_is_pure() -> None:
     """Core imports a short list of the standard library, without I/O or the time."""
-    wrong = [
-        f"{module.path}:{each.line}: core imports {each.module}"
-        for module in modules("mpsd/core")
-        for each in imports(module)
-        if each.module.split(".")[0] not in CORE_STANDARD_LIBRARY | {"mpsd"}
-        if (each.module, each.name) not in CORE_LIBRARY
-    ]
-    assert not wrong, "\n".join(wrong)
+
+    def is_wrong(_: Module, each: Import) -> bool:
+        is_known = each.module.split(".")[0] in {"mpsd", *CORE_STANDARD_LIBRARY}
+        return not is_known and (each.module, each.name) not in CORE_LIBRARY
+
+    assert wrong(is_wrong, "mpsd/core") == []
 
 
 def test_the_command_line_starts_light() -> None:
-    """No module of mpsd/cli imports a slow module before one of its commands runs."""
-    wrong = [
-        f"{module.path}:{each.line}: {each.module} is imported at the start"
-        for module in modules("mpsd/cli")
-        if not module.name.startswith(LATE)
-        for each in imports(module)
-        if each.at_start and each.module.split(".")[0] in SLOW_TO_IMPORT
-    ]
-    assert not wrong, "\n".join(wrong)
+    """No module of mpsctl, or of the client that it calls, imports a slow module before one of its commands runs."""
+
+    def is_wrong(module: Module, each: Import) -> bool:
+        is_slow = each.at_start and each.module.split(".")[0] in SLOW_TO_IMPORT
+        return is_slow and not module.name.startswith(LATE)
+
+    assert wrong(is_wrong, "mpsd/cli") == []
+    assert wrong(is_wrong, "mpsd/client") == []
 
 
 IN_A_HURRY: Final = ("mpsd/simulator/front_end.py", "_socket")
@@ -313,27 +294,21 @@ IN_A_HURRY: Final = ("mpsd/simulator/front_end.py", "_socket")
 
 def test_private_names_stay_private() -> None:
     """No module imports a name, or a module, that begins with an underscore."""
-    wrong = [
-        f"{module.path}:{each.line}: {each.module}.{each.name}"
-        for module in modules("mpsd")
-        for each in imports(module)
-        for part in [*each.module.split("."), each.name or ""]
-        if part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
-        if (module.path, part) != IN_A_HURRY
-    ]
-    assert not wrong, "\n".join(wrong)
+
+    def is_wrong(module: Module, each: Import) -> bool:
+        parts = [part for part in f"{each.module}.{each.name}".split(".") if re.match(r"_(?!_)", part)]
+        return parts != [] and (module.path, *parts) != IN_A_HURRY
+
+    assert wrong(is_wrong) == []
 
 
 def test_size_is_a_warning() -> None:
     """A long module and a full room are named at the end of the run: a reader decides whether to divide them."""
-    files = Counter(module.path.rpartition("/")[0] for module in modules("mpsd"))
-    large = [f"{module.path} has {lines} lines" for module in modules("mpsd") if (lines := _lines(module)) > LONG]
-    large += [f"{room} has {count - 1} modules" for room, count in files.items() if count - 1 > MANY_FILES]
+    sizes = {module.path: module.text.count("\n") for module in modules("mpsd")}
+    rooms = Counter(path.rpartition("/")[0] for path in sizes if not path.endswith("__init__.py"))
+    large = [f"{path} has {lines} lines" for path, lines in sizes.items() if lines > LONG]
+    large += [f"{room} has {count} modules" for room, count in rooms.items() if count > MANY_FILES]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         for each in large:
             warnings.warn(each, stacklevel=1)
-
-
-def _lines(module: Module) -> int:
-    return module.text.count("\n")

@@ -142,32 +142,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_a_leaking_test_is_red(run: tuple[str, Path], test: str) -> None:
     """A test that passes and leaves something behind is an error, which names what it left."""
     said, _ = run
-    assert re.search(rf"^\S*::{test} PASSED", said, re.MULTILINE), said
-    assert re.search(rf"^\S*::{test} ERROR", said, re.MULTILINE), said
     section = re.search(rf"_ ERROR at teardown of {test} _.*?(?=\n___|\n===)", said, re.DOTALL)
     assert section is not None, said
     assert "this test left behind:" in section.group()
     assert re.search(EXPECTED[test], section.group()), section.group()
 
 
-def test_a_clean_test_is_green(run: tuple[str, Path]) -> None:
-    """A test that ends what it started passes, even after leaking tests, and the counts agree."""
-    said, _ = run
-    assert re.search(rf"\b{len(EXPECTED) + 3} passed, {len(EXPECTED)} errors\b", said), said
-
-
-def test_leaked_processes_are_ended(run: tuple[str, Path]) -> None:
-    """Leaked processes were killed after they were reported."""
-    _, leaked = run
+def test_nothing_else_is(run: tuple[str, Path]) -> None:
+    """A test that ends what it started passes, even after leaking tests, and what those left is ended."""
+    said, leaked = run
+    assert f" {len(EXPECTED) + 3} passed, {len(EXPECTED)} errors" in said, said
     left = [int(line) for line in leaked.read_text(encoding="utf-8").split()]
     assert len(left) == 3
-
-    def all_gone() -> bool:
-        return all((process := look_at(pid)) is None or process.zombie for pid in left)
-
-    wait_until(all_gone, what=f"the leaked processes {left} to be gone")
-
-
-def test_short_paths_are_short(short_tmp: Path) -> None:
-    """A control daemon's longest socket, two folders down, still fits into the address of a unix socket."""
-    assert len(f"{short_tmp}/run/gpu-0/control_privileged".encode()) <= 60
+    for pid in left:
+        wait_until(lambda: (process := look_at(pid)) is None or process.zombie, what=f"{pid} to be gone")  # noqa: B023

@@ -6,7 +6,6 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from mpsd.simulator.control import program as simulator
@@ -22,10 +21,10 @@ LONG: Final = 10.0
 class BareDaemon:
     """A control daemon in a private directory, in its `with` block."""
 
-    def __init__(self, root: Path, *options: str, gpu: str = "0", devices: Mapping[str, str] | None = None) -> None:
+    def __init__(self, root: Path, *, gpu: str = "0", devices: Mapping[str, str] | None = None) -> None:
         """Prepare it for this GPU; `devices` are the variables by which a process finds simulated ones."""
         root.mkdir(exist_ok=True)
-        self.root, self._options = root, options
+        self.root = root
         self.variables = {"CUDA_MPS_PIPE_DIRECTORY": str(root), "CUDA_VISIBLE_DEVICES": gpu, **(devices or {})}
         """The variables of its clients."""
         self._environment = {**os.environ, **self.variables, "CUDA_MPS_LOG_DIRECTORY": str(root)}
@@ -36,7 +35,7 @@ class BareDaemon:
         with (self.root / "out").open("ab") as log:
             # In a session of its own: it must not end with SIGINT, which a terminal sends to all, before its clients.
             self.process = subprocess.Popen(
-                [*self._program, "-f", *self._options],
+                [*self._program, "-f"],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -46,7 +45,7 @@ class BareDaemon:
         try:
             wait_until(self._answers, what="the control daemon to answer")
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
@@ -73,9 +72,7 @@ class BareDaemon:
     def servers(self) -> list[int]:
         return [int(each) for each in self.ask("get_server_list").split() if each.isdigit()]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it and its servers, as NVIDIA specifies, and by force where that fails; keep its logs."""
         servers: list[int] = []
         with contextlib.suppress(subprocess.TimeoutExpired):

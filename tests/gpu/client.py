@@ -6,7 +6,8 @@ It describes its GPU in a line of JSON on stdout, and then answers each line of 
   it is a client of MPS, as CUDA tells it (null: the driver does not know)
 - `alloc SIZE`, `free`: allocate device memory; free all of it
 - `alloc-until-refused`: as much as possible, in pieces of 64 MiB; the answer has the amount held, and the refusal
-- `busy SECONDS`: work for so long; the answer has the rate, and the number of multiprocessors that it ran on
+- `busy SECONDS`: work for so long; the answer has the rate, and the numbers of kernels and of multiprocessors
+- `latency COUNT`: launch the shortest kernel and await it, so often; the answer has the quantiles of the time in ms
 - `loop`: work until the next line comes; one answer when the first kernel has ended, and one at the end, as of `busy`
 - `launch SECONDS`: run one kernel that lasts so long; one answer when it is launched, and one at its end
 - `sync`: whether an error is pending
@@ -18,7 +19,8 @@ It describes its GPU in a line of JSON on stdout, and then answers each line of 
 
 An answer has `ok`, with the result, or the CUDA error by name and number, and the failed call. With `--probe` it only
 says whether there is a usable GPU, and creates no context. With `--late` it first says that it is there, and then
-carries out the lines: `init` initialises CUDA; the later ones need that, and a context.
+carries out the lines: `init` initialises CUDA; the later ones need that, and a context. It ignores SIGINT, which a
+terminal sends to all programs: who started it ends it, after its kernel.
 
 Where the environment names simulated GPUs (MPSD_SIMULATED_GPUS), its CUDA is that of the simulator.
 """
@@ -27,11 +29,14 @@ import contextlib
 import json
 import os
 import select
+import signal
 import sys
+import time
 from typing import Any, Final
 
 from mpsd.core.units import parse_size
 from mpsd.simulator.devices import VARIABLE
+from tests.gpu.comparing.estimates import quantile
 from tests.gpu.cuda import LIBRARY, Cuda, CudaError, Work
 from tests.gpu.simulated_cuda import SimulatedCuda
 
@@ -74,7 +79,20 @@ def _more() -> bool:
 
 
 def _done(work: Work) -> dict[str, Any]:
-    return {"rate": work.rounds_per_second, "multiprocessors": work.multiprocessors}
+    return {"rate": work.rounds_per_second, "kernels": work.kernels, "multiprocessors": work.multiprocessors}
+
+
+QUANTILES: Final = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
+
+
+def _latency(cuda: AnyCuda, count: int) -> dict[str, Any]:
+    times = list[float]()
+    for _ in range(count):
+        begin = time.perf_counter_ns()
+        cuda.hold(0.0, lambda: None)
+        times.append((time.perf_counter_ns() - begin) / 1e6)
+    times.sort()
+    return {name: quantile(times, part) for name, part in QUANTILES.items()}
 
 
 def _forked(cuda: AnyCuda) -> dict[str, Any]:
@@ -98,25 +116,27 @@ def _forked(cuda: AnyCuda) -> dict[str, Any]:
     return {"child": answer}
 
 
+_ASKED: Final = {"info": _info, "alloc-until-refused": _until_refused, "fork": _forked}
+"""The actions without an argument, by name."""
+
+
 def _do(cuda: AnyCuda, line: str) -> dict[str, Any]:
     """Carry out a line, and return the result. Raises CudaError."""
     match line.split():
-        case ["info"]:
-            return _info(cuda)
         case ["alloc", size]:
             cuda.alloc(parse_size(size))
-        case ["alloc-until-refused"]:
-            return _until_refused(cuda)
         case ["busy", seconds]:
             return _done(cuda.busy(float(seconds)))
+        case ["latency", count]:
+            return _latency(cuda, int(count))
         case ["loop"]:
             return _done(cuda.loop(lambda: _say({"ok": True}), lambda: not _more()))
         case ["launch", seconds]:
             cuda.hold(float(seconds), lambda: _say({"ok": True}))
         case ["sync"]:
             cuda.synchronize()
-        case ["fork"]:
-            return _forked(cuda)
+        case [asked] if asked in _ASKED:
+            return _ASKED[asked](cuda)
         case [plain] if plain in _PLAIN:
             getattr(cuda, plain)()
         case _:
@@ -133,7 +153,7 @@ def _failed(error: CudaError) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Connect, and serve until the command to exit."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         cuda: AnyCuda = SimulatedCuda() if VARIABLE in os.environ else Cuda()
         if sys.argv[1:] == ["--late"]:

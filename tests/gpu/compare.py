@@ -1,9 +1,8 @@
 """mpsd compared with bare MPS, and with no MPS, on this machine's first GPU: `python -m tests.gpu.compare [PART ...]`.
 
 It prints a table for docs/gpu.md, row by row as it is measured; `--json FILE` keeps every single measurement, and
-`--seconds` bounds all of them together. It needs what the tests of a GPU need, and a GPU without other users. Where
-there is PyTorch, clients work with it, also on a decoder of Qwen3-4B's shape; elsewhere they run kernels of their own,
-and each row says which. With MPSD_GPU_SIMULATED=1 the GPU is simulated: each row says so, and its figures mean nothing.
+`--seconds` bounds all of them together. It needs what the tests of a GPU need, and a GPU without other users. With
+MPSD_GPU_SIMULATED=1 the GPU is simulated: each row says so, and its figures mean nothing.
 
 Sides are compared in interleaved blocks, ABBA BAAB, and a ratio is the median of the ratios of neighbouring blocks. Its
 interval is that of a bootstrap with a fixed seed. `within 1 %` stands only where the whole interval lies there. A part
@@ -11,23 +10,21 @@ that fails is a row that says so. SIGINT ends the clients after their work, then
 """
 
 import contextlib
-import importlib.util
 import json
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tests.gpu import machine
-from tests.gpu.comparing.clocks import Sampler, of_gpu
-from tests.gpu.comparing.interrupts import INTERRUPTS
-from tests.gpu.comparing.latency import beside, latency, start
+from tests.gpu.comparing import interrupts
+from tests.gpu.comparing.latency import latency, start
 from tests.gpu.comparing.lives import churn, ends
-from tests.gpu.comparing.rows import HEAD, Row, number
+from tests.gpu.comparing.rows import HEAD, Row
 from tests.gpu.comparing.site import CROWDED, Site, Timer, WrongError, opened
-from tests.gpu.comparing.throughput import decoders, jobs, throughput
+from tests.gpu.comparing.throughput import throughput
 from tests.gpu.table import parser_of, selected
 from tests.harness import remove_tree
 from tests.node import Node
@@ -44,14 +41,11 @@ class Part(NamedTuple):
 
 
 PARTS: Final = {
-    "throughput": Part(throughput, 120, CROWDED),
-    "latency": Part(latency, 40, CROWDED),
-    "start": Part(start, 20, CROWDED),
-    "decoders": Part(decoders, 120, CROWDED),
-    "jobs": Part(jobs, 80, CROWDED),
-    "beside": Part(beside, 60, CROWDED),
-    "churn": Part(churn, 50, ""),
-    "ends": Part(ends, 50, ""),
+    "throughput": Part(throughput, 200, CROWDED),
+    "latency": Part(latency, 70, CROWDED),
+    "start": Part(start, 30, CROWDED),
+    "churn": Part(churn, 120, ""),
+    "ends": Part(ends, 120, ""),
 }
 """By name; the one that ends clients in mid-kernel is the last."""
 
@@ -64,70 +58,36 @@ GRACE: Final = 60.0
 """Seconds after its time after which a part is ended."""
 
 
-def compared(root: Path, parts: Mapping[str, Part], engine: str, timer: Timer, grace: float = GRACE) -> Generator[Row]:
+def compared(root: Path, parts: Mapping[str, Part], timer: Timer, grace: float = GRACE) -> Generator[Row]:
     """Carry out these parts within the time, each with its own mpsd, and yield their rows."""
     (root / "head").mkdir()
     with machine.running(root / "head") as node:
-        gpu = machine.first_gpu(node)
-        yield from _head(node, gpu)
-    with contextlib.ExitStack() as stack:
-        read = _nothing if machine.simulated() else stack.enter_context(of_gpu(gpu["uuid"]))
-        sampler = stack.enter_context(Sampler(read))
-        weights = [part.weight for part in parts.values()]
-        for done, (name, part) in enumerate(parts.items()):
-            own = timer.part(part.weight, sum(weights[done:]))
-            if own.left < LEAST:
-                yield Row(name, f"left out: {max(own.left, 0):.1f} s of the time are left", engine, failed=True)
-                continue
-            begin = time.monotonic()
-            try:
-                with opened(root / name, part.config, engine, sampler) as site, INTERRUPTS.within(own.left + grace):
-                    yield from part.measure(site, own)
-            except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
-                what = str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
-                yield Row(f"{name}, after {time.monotonic() - begin:.0f} s", what, engine, failed=True)
-        yield from sampled(sampler, engine)
+        yield from _head(node)
+    weights = [part.weight for part in parts.values()]
+    for done, (name, part) in enumerate(parts.items()):
+        own = timer.part(part.weight, sum(weights[done:]))
+        if own.left < LEAST:
+            yield Row(name, f"left out: {max(own.left, 0):.1f} s of the time are left", failed=True)
+            continue
+        begin = time.monotonic()
+        try:
+            with opened(root / name, part.config) as site, interrupts.within(max(own.left, 0) + grace):
+                yield from part.measure(site, own)
+        except Exception as error:  # noqa: BLE001 - the other parts are measured all the same
+            what = str(error) if isinstance(error, WrongError) else f"{type(error).__name__}: {error}"
+            yield Row(f"{name}, after {time.monotonic() - begin:.0f} s", what, failed=True)
 
 
-def _nothing() -> None:
-    """Return the reading of a GPU that has no clock."""
-
-
-def _head(node: Node, gpu: dict[str, Any]) -> Iterator[Row]:
+def _head(node: Node) -> Iterator[Row]:
     """Yield what the figures are measured on."""
-    by = "simulated" if machine.simulated() else "NVML"
-    yield Row("GPU", f"{gpu['name']}, {gpu['memory_total'] >> 20} MiB", by)
+    gpu = machine.first_gpu(node)
+    yield Row("GPU", f"{gpu['name']}, {gpu['memory_total'] >> 20} MiB")
     lines = node.control_log("gpu0").read_text(encoding="utf-8", errors="replace").splitlines()
     version = next((line.rpartition(":")[2].strip() for line in lines if "binary version" in line), "not told")
-    yield Row("driver, control daemon", f"{node.daemons()['gpu0']['version']}, binary version {version}", by)
-
-
-def sampled(sampler: Sampler, engine: str) -> Iterator[Row]:
-    """Yield what the GPU's clock, temperature and power were."""
-    readings = [reading for during, reading in sampler.readings if during]
-    if not readings:
-        yield Row("clock, temperature and power", "the GPU reported none during the blocks", engine)
-        return
-    for name, unit in (("clock", "MHz"), ("temperature", "C"), ("power", "W")):
-        values = sorted(float(getattr(each, name)) for each in readings)
-        low, middle, high = values[0], values[len(values) // 2], values[-1]
-        text = f"{number(low)} to {number(high)} {unit}, median {number(middle)}"
-        yield Row(f"{name} during the blocks, {len(values)} readings", text, "NVML", values={name: values})
-
-
-def _remarked(row: Row) -> Row:
-    """Return a row that says that the control program is not the driver's own."""
-    return replace(row, by=f"{row.by}; {machine.origin()}")
-
-
-def _engine() -> str:
-    if machine.simulated():
-        return "simulated"
-    return "torch" if importlib.util.find_spec("torch") else "libcuda"
+    yield Row("driver, control daemon", f"{node.daemons()['gpu0']['version']}, binary version {version}")
 
 
 def main() -> int:
-    """Print the table, row by row as it is measured."""
     parser = parser_of(__doc__, PARTS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (%(default)g)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement to this file")
@@ -136,15 +96,16 @@ def main() -> int:
         print(f"nothing to compare: {missing}", file=sys.stderr)
         return 1
     parts = {name: PARTS[name] for name in selected(given, PARTS, PARTS)}
-    INTERRUPTS.install()
+    interrupts.install()
     rows: list[Row] = []
     root = machine.private_directory("mc-")
     status = 0
     try:
         print(HEAD, flush=True)
-        with contextlib.closing(compared(root, parts, _engine(), Timer(given.seconds))) as found:
+        with contextlib.closing(compared(root, parts, Timer(given.seconds))) as found:
             for row in found:
-                rows.append(row if machine.simulated() or not machine.origin() else _remarked(row))
+                remark = f" ({machine.origin()})" if machine.origin() else ""
+                rows.append(replace(row, result=f"{row.result}{remark}"))
                 print(rows[-1], flush=True)
         status = int(any(row.failed for row in rows))
     except KeyboardInterrupt:

@@ -1,12 +1,25 @@
 """Nodes on the machine's own GPUs, and on a simulated GPU."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.gpu import machine
+from tests.gpu.cuda import LIBRARY
 from tests.node import Node
+from tests.tools import compiler
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a libcuda.so.1 without a GPU, from fake_cuda.c, and return its directory."""
+    directory = tmp_path_factory.mktemp("cuda")
+    options = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", f"-Wl,-soname,{LIBRARY}"]
+    source = Path(__file__).with_name("fake_cuda.c")
+    subprocess.run([compiler(), *options, "-o", directory / LIBRARY, source], check=True)
+    return directory
 
 
 @pytest.fixture(

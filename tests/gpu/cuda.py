@@ -127,6 +127,7 @@ class Work:
     """The result of `busy` and `loop`."""
 
     rounds_per_second: float
+    kernels: int
     multiprocessors: int
     """The number of different multiprocessors that it ran on."""
 
@@ -157,8 +158,6 @@ class Cuda:
         self._contexts: list[Context] = []
         """The existing contexts, the current one last."""
         self._device = c_int()
-        self._marks: c_uint64 | None = None
-        """The memory that `work` writes to."""
 
     def init(self) -> None:
         """Initialise CUDA: a process that finds MPS connects to it here."""
@@ -217,7 +216,6 @@ class Cuda:
 
     @property
     def name(self) -> str:
-        """The GPU's name."""
         name = ctypes.create_string_buffer(96)
         self._call("cuDeviceGetName", name, len(name), self._device)
         return name.value.decode()
@@ -243,7 +241,6 @@ class Cuda:
         return free.value, total.value
 
     def alloc(self, size: int) -> None:
-        """Allocate so many bytes, and keep them."""
         self._contexts[-1].held.append(self._allocated(size))
 
     def free(self) -> None:
@@ -269,19 +266,13 @@ class Cuda:
             self._rounds(seen, warms_up)
             self._call("cuMemsetD32_v2", seen, 0, _MOST_MULTIPROCESSORS)
             started()
-            rate = self._rounds(seen, goes_on)
+            rate, kernels = self._rounds(seen, goes_on)
             marks = (c_uint * _MOST_MULTIPROCESSORS)()
             self._call("cuMemcpyDtoH_v2", marks, seen, ctypes.sizeof(marks))
         finally:
             # After a fault nothing can be freed, and the error being raised says more than this one would.
             self._library.cuMemFree_v2(seen)
-        return Work(rate, sum(map(bool, marks)))
-
-    def work(self) -> None:
-        """Run the kernel of `busy` once; its memory stays for the next call in the same context."""
-        if self._marks is None:
-            self._marks = self._allocated(4 * _MOST_MULTIPROCESSORS)
-        self._rounds(self._marks, lambda _: False)
+        return Work(rate, kernels, sum(map(bool, marks)))
 
     def hold(self, seconds: float, launched: Callable[[], None]) -> None:
         """Run a kernel that lasts so long, with a block on each multiprocessor; `launched` is called in its middle."""
@@ -306,14 +297,14 @@ class Cuda:
         self._call("cuMemAlloc_v2", byref(pointer), size)
         return pointer
 
-    def _rounds(self, seen: c_uint64, goes_on: Callable[[float], bool]) -> float:
-        """Launch `busy` while this is so, once at least, and return the rounds per second, of all threads together."""
+    def _rounds(self, seen: c_uint64, goes_on: Callable[[float], bool]) -> tuple[float, int]:
+        """Launch `busy` while this is so, once at least; return the rounds per second, and the launches."""
         launches, begin = 0, time.monotonic()
         while goes_on(passed := time.monotonic() - begin) or launches == 0:
             self._launch(self._contexts[-1].busy, BLOCKS, THREADS, seen, c_uint(ROUNDS))
             self.synchronize()
             launches += 1
-        return launches * BLOCKS * THREADS * ROUNDS / passed
+        return launches * BLOCKS * THREADS * ROUNDS / passed, launches
 
     def _launch(self, kernel: c_void_p, blocks: int, threads: int, *parameters: c_uint64 | c_uint) -> None:
         pointers = (c_void_p * len(parameters))(*(ctypes.addressof(each) for each in parameters))

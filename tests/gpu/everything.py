@@ -90,18 +90,8 @@ def requirements() -> list[str]:
 
 def fetch(directory: Path, python: str | None) -> int:
     """Download the wheels for a machine with this version of Python, by default the local one."""
-    which = ["--python-version", python] if python else []
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--only-binary=:all:",
-        *which,
-        "--dest",
-        str(directory),
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(directory)]
+    command += ["--python-version", python] if python else []
     status = subprocess.run([*command, *requirements()], check=False).returncode
     if status == 0:
         print(f"{directory} has {len(list(directory.glob('*.whl')))} wheels: take it to the machine with the GPU")
@@ -185,8 +175,7 @@ def copy_checkout(directory: Path) -> None:
 def make_python(directory: Path, wheels: Path, checkout: Path = ROOT) -> Path:
     """Make a virtual environment with the wheels and a checkout, and return its Python.
 
-    The modules of the running Python, such as torch in a virtual environment of its own, come last. mpsd starts its
-    canary with `python -I`, which ignores PYTHONPATH.
+    The modules of the running Python come last. mpsd starts its canary with `python -I`, which ignores PYTHONPATH.
     """
     venv.create(directory, symlinks=True)
     # Its home is where Python's own modules are: a link to a Python elsewhere, as uv makes, does not lead there.
@@ -206,7 +195,6 @@ def make_python(directory: Path, wheels: Path, checkout: Path = ROOT) -> Path:
 
 
 def run(wheels: Path, *, logs: Path | None = None, carried: Path | None = None, simulated: bool = False) -> int:
-    """Run all parts."""
     inherited = os.environ.get("LD_LIBRARY_PATH", "")
     environment = {
         **os.environ,
@@ -312,7 +300,6 @@ def end_descendants() -> list[int]:
 
 
 def descendants(ancestor: int) -> Iterator[int]:
-    """Yield the pids of all processes below this one."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -341,7 +328,6 @@ def keep_rest(work: Path, there: Path) -> None:
 
 
 def archive(kept: Path, logs: Path) -> None:
-    """Write all that was kept so far as one archive."""
     new = logs.with_name(f"{logs.name}.new")
     with tarfile.open(new, "w:gz") as tar:
         tar.add(kept, "logs")
@@ -349,7 +335,6 @@ def archive(kept: Path, logs: Path) -> None:
 
 
 def main() -> int:
-    """Carry out the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fetch", type=Path, metavar="DIR", help="download what is needed, and do nothing else")
     parser.add_argument("--python", metavar="VERSION", help="of the machine that it is for, such as 3.12")

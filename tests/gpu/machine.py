@@ -48,11 +48,6 @@ USERS: Final = (1001, 1002)
 """Uids of two ordinary users."""
 
 
-def become(uid: int) -> tuple[str, ...]:
-    """Return a command that becomes this user, and then a program."""
-    return ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
-
-
 def required() -> bool:
     """Return whether a test that needs a GPU fails where there is none, instead of being skipped."""
     return os.environ.get(REQUIRE, "") not in {"", "0"}
@@ -108,7 +103,6 @@ def missing() -> str | None:
 
 
 def control() -> Path:
-    """Return this machine's own control program."""
     found = shutil.which(CONTROL)
     assert found is not None, missing()
     return Path(found)
@@ -126,7 +120,6 @@ class Client(DrivenProgram):
         return self._hello
 
     def busy(self, seconds: float) -> float:
-        """Work for so many seconds, and return the rate."""
         answer = self.do(f"busy {seconds}")
         assert answer["ok"], answer
         rate: float = answer["rate"]
@@ -150,11 +143,6 @@ def gpus_of(node: Node) -> dict[str, str]:
     return {} if node.simulate is None else {VARIABLE: str(node.root / "run" / "simulated")}
 
 
-def mpsctl(node: Node, *arguments: str) -> list[str]:
-    """Return the command line of mpsctl on this node."""
-    return [sys.executable, "-m", "mpsd.cli.main", "--socket", str(node.socket), *arguments]
-
-
 def leased(
     node: Node,
     *options: str,
@@ -170,7 +158,7 @@ def leased(
     run = ("run", "--gpu", "0", "--threads", str(threads), "--memory", memory, *options, "--")
     own = [f"{name}={value}" for name, value in (variables or {}).items()]
     command = [*within, *(["env", *own] if own else []), *PROGRAM]
-    return Client([*mpsctl(node, *run), *command], {**ENVIRONMENT, **gpus_of(node)})
+    return Client([*node.mpsctl_command(*run), *command], {**ENVIRONMENT, **gpus_of(node)})
 
 
 def unadmitted(node: Node) -> Client:

@@ -7,12 +7,9 @@ control daemon answers.
 
 import contextlib
 import importlib.metadata
-import os
 import shutil
-import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +18,7 @@ from typing import Final
 from tests.gpu import machine
 from tests.gpu.bare import LONG
 from tests.gpu.questions import CLOSED, Mps, do
-from tests.gpu.table import Row, doubted, print_table, said
-from tests.harness import remove_tree
+from tests.gpu.table import Row, measured, print_measured, print_table, said
 
 COMMANDS: Final = (
     "uname -a",
@@ -38,7 +34,7 @@ COMMANDS: Final = (
     "nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,ECC,COMPUTE",
 )
 
-MODULES: Final = ("click", "hypothesis", "msgspec", "pytest", "structlog", "torch")
+MODULES: Final = ("click", "hypothesis", "msgspec", "pytest", "structlog")
 
 
 def shown(command: str) -> str:
@@ -50,31 +46,7 @@ def shown(command: str) -> str:
     return (done.stdout + done.stderr).rstrip() or f"nothing, status {done.returncode}"
 
 
-def acl() -> str:
-    """Tell whether the file system of private directories has POSIX ACLs, by which mpsd lets one user in."""
-    entries = ((0x01, 6, -1), (0x02, 4, 1), (0x04, 4, -1), (0x10, 4, -1), (0x20, 4, -1))
-    value = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *each) for each in entries)
-    with tempfile.NamedTemporaryFile() as file:
-        try:
-            os.setxattr(file.name, "system.posix_acl_access", value)
-        except OSError as error:
-            return f"{error}"
-    return "works"
-
-
-def started_as(uid: int) -> str:
-    """Tell whether a client of another user starts: it reads this Python, and these modules."""
-    command = [*machine.become(uid), sys.executable, "-c", "import tests.gpu.client"]
-    environment = {**os.environ, **machine.ENVIRONMENT}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{error}"
-    return "starts" if done.returncode == 0 else f"does not start: {done.stderr.strip() or done.returncode}"
-
-
 def programs() -> Iterator[Row]:
-    """Yield where each program and module is, and its version."""
     for name in (machine.CONTROL, machine.SERVER, "nvidia-smi"):
         yield name, shutil.which(name) or "not in PATH"
     if shutil.which(machine.CONTROL):
@@ -85,31 +57,23 @@ def programs() -> Iterator[Row]:
             yield f"module {module}", importlib.metadata.version(module)
         except importlib.metadata.PackageNotFoundError:
             yield f"module {module}", "not here"
-    yield f"a client of uid {machine.USERS[0]}", started_as(machine.USERS[0])
-    yield f"POSIX ACLs in {tempfile.gettempdir()}", acl()
 
 
 def answers(root: Path) -> Iterator[Row]:
-    """Yield the raw answers of the control daemon."""
-    try:
-        with Mps(root / "preflight") as mps:
-            yield from asked(mps, ("help", "get_server_list", "get_default_device_pinned_mem_limit 0", "nothing"))
-            yield "0.1 % and 1 MiB are set, and read back", mps.set(CLOSED)
-            yield from doubted(one_client(mps, "under 0.1 % and 1 MiB"))
-            yield "30 % and 1044 MiB are set, and read back", mps.set(("30", "1044M"))
-            yield from doubted(one_client(mps, "under 30 % and 1044 MiB"))
-        for name in ("out", "server.log", "control.log"):
-            with contextlib.suppress(FileNotFoundError):
-                lines = (root / "preflight" / name).read_text(errors="replace").splitlines()
-                about = [line for line in lines if "server" in line.lower() and "Cmd:" not in line]
-                for line in about[-60:]:
-                    yield f"a line about servers in {name}", line
-    except (AssertionError, OSError, subprocess.SubprocessError) as error:
-        yield "the control daemon could not be asked to its end", f"{type(error).__name__}: {error}"
+    """Yield the raw answers of the control daemon, and the lines of its logs about servers."""
+    with Mps(root / "preflight") as mps:
+        yield from asked(mps, ("help", "get_server_list", "get_default_device_pinned_mem_limit 0", "nothing"))
+        for what, limits in (("0.1 % and 1 MiB", CLOSED), ("30 % and 1044 MiB", ("30", "1044M"))):
+            yield f"{what} are set, and read back", mps.set(limits)
+            yield from one_client(mps, f"under {what}")
+    for name in ("out", "server.log", "control.log"):
+        with contextlib.suppress(FileNotFoundError):
+            lines = (root / "preflight" / name).read_text(errors="replace").splitlines()
+            about = [line for line in lines if "server" in line.lower() and "Cmd:" not in line]
+            yield from ((f"a line about servers in {name}", line) for line in about[-60:])
 
 
 def asked(mps: Mps, questions: Sequence[str]) -> Iterator[Row]:
-    """Yield the answers to these."""
     for question in questions:
         yield f"> {question}", mps.asked(question)
 
@@ -141,7 +105,6 @@ def one_client(mps: Mps, what: str) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Print everything."""
     for command in COMMANDS:
         print(f"\n$ {command}\n{shown(command)}", flush=True)
     print()
@@ -152,12 +115,7 @@ def main() -> int:
             if shutil.which(name) is None:
                 print(f"{name} is not in PATH, so MPS is not tried here")
                 return 0
-    root = machine.private_directory("mp-")
-    try:
-        print_table("answer", answers(root))
-    finally:
-        remove_tree(root)
-    return 0
+    return print_measured("answer", lambda root: measured("preflight", answers(root)))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from tests.daemon.helpers import GIB, MIB, is_running
 from tests.gpu import machine
 from tests.gpu.bare import LONG, BareDaemon
 from tests.gpu.machine import PROGRAM, Client
-from tests.gpu.table import Row, doubted, parser_of, print_table, said, selected
-from tests.harness import remove_tree, wait_until
+from tests.gpu.table import Row, measured, parser_of, print_measured, said, selected
+from tests.harness import wait_until
 
 LATE: Final = (*PROGRAM, "--late")
 
@@ -54,12 +54,12 @@ _UUID: Final = "GPU-00000000-0000-4000-8000-000000000000"
 class Mps(BareDaemon):
     """One of NVIDIA's own control daemons for the first GPU, in a private directory; or the simulator's."""
 
-    def __init__(self, root: Path, *options: str) -> None:
+    def __init__(self, root: Path) -> None:
         """Prepare it, with a simulated GPU of its own where GPUs are simulated."""
         devices = {VARIABLE: str(root / "gpus")} if machine.simulated() else {}
         for directory in devices.values():
             Device(Path(directory), _UUID).create()
-        super().__init__(root, *options, devices=devices)
+        super().__init__(root, devices=devices)
 
     def asked(self, text: str) -> str:
         """Return the answer as a result: that of a front-end that hangs is one, too."""
@@ -86,18 +86,24 @@ class Mps(BareDaemon):
         self.ask("\n".join(lines))
         return " ".join(self.ask("\n".join(questions)).split()) or "nothing"
 
-    def client(self, *, within: Sequence[str] = (), **variables: str) -> Client:
-        """Start a client that initialises CUDA on command; `within` is a command that starts or becomes it."""
-        return Client([*within, *LATE], {**machine.ENVIRONMENT, **self.variables, **variables})
+    def client(self, **variables: str) -> Client:
+        """Start a client that initialises CUDA on command."""
+        return Client(LATE, {**machine.ENVIRONMENT, **self.variables, **variables})
 
     def listed(self) -> list[int]:
-        """Return the clients of all servers."""
         lists = [self.ask(f"get_client_list {server}").split() for server in self.servers]
         return [int(each) for clients in lists for each in clients if each.isdigit()]
 
-    def doubt(self, client: Client, pid: int | None = None) -> str:
-        """Return what to say before a result of this client (see machine.doubt); `pid` is that of its process."""
-        return machine.doubt((pid or client.pid) in self.listed(), do(client, "info").get("mps"))
+    def doubt(self, client: Client) -> str:
+        """Return what to say before a result of this client (see machine.doubt)."""
+        return machine.doubt(client.pid in self.listed(), do(client, "info").get("mps"))
+
+    def connected(self, *clients: Client) -> str:
+        """Have clients make a context and work for a moment, and return what to say before their results."""
+        for client in clients:
+            answer = do(client, "init", "create", f"busy {0.2 * PACE}")
+            assert answer["ok"], answer
+        return max(self.doubt(client) for client in clients)
 
     def begun(self, client: Client, *lines: str) -> str:
         """Have a client carry out this, and describe the resulting context, or the error."""
@@ -139,12 +145,9 @@ def binding(mps: Mps) -> Iterator[Row]:
     mps.set(OPEN)
     with mps.client() as client:
         yield "opened: a client that makes its context at once", mps.begun(client, "init", "create")
-    changes = [
-        ("opened, then closed", OPEN, CLOSED),
-        ("closed, then opened", CLOSED, OPEN),
-        ("opened, then part", OPEN, PART),
-    ]
-    for what, before, after in changes:
+    limits = {"opened": OPEN, "closed": CLOSED, "part": PART}
+    for what in ("opened, then closed", "closed, then opened", "opened, then part"):
+        before, after = (limits[each] for each in what.split(", then "))
         mps.set(before)
         with mps.client() as client:
             answer = do(client, "init")
@@ -174,9 +177,7 @@ def successors(mps: Mps) -> Iterator[Row]:
     """Measure the limits of a successor that connects at once after its predecessor, while they change."""
     mps.set(PART)
     with mps.client() as client:
-        begin = do(client, "init", "create", "busy 0.2")
-        assert begin["ok"], begin
-        doubt = mps.doubt(client)
+        doubt = mps.connected(client)
         mps.set(CLOSED)
         client.end()
         since = time.monotonic()
@@ -225,36 +226,6 @@ def fork(mps: Mps) -> Iterator[Row]:
         yield "and its parent", f"{doubt}{said(do(client, f'busy {0.2 * PACE}'))}"
 
 
-def namespaces(mps: Mps) -> Iterator[Row]:
-    """Measure under which pid MPS lists a client in a pid namespace of its own."""
-    with mps.client(within=("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")) as client:
-        begin = do(client, "init", "create")
-        assert begin["ok"], begin
-        child = machine.child(client)
-        numbers = f"its pid is {client.hello['pid']} inside, and {child} outside; listed: {mps.listed()}"
-        yield "a client in its own pid namespace", f"{mps.doubt(client, child)}{said(begin)}; {numbers}"
-
-
-def users(mps: Mps) -> Iterator[Row]:
-    """Measure whether clients of two users are served at once, with -multiuser-server and without."""
-
-    def both(daemon: Mps) -> Iterator[str]:
-        with contextlib.ExitStack() as stack:
-            for uid in machine.USERS:
-                client = stack.enter_context(daemon.client(within=machine.become(uid)))
-                begin = do(client, "init", "create", seconds=SHORT)
-                yield f"{daemon.doubt(client) if begin['ok'] else ''}{said(begin)}"
-
-    yield "two users at once", " and ".join(both(mps))
-    try:
-        with Mps(mps.root / "many", "-multiuser-server") as many:
-            yield "two users at once, with -multiuser-server", " and ".join(both(many))
-            owners = [Path(f"/proc/{each}").stat().st_uid for each in many.servers]
-            yield "and the uids of its servers", f"{owners}"
-    except OSError as error:  # drivers before 555 do not know it
-        yield "two users at once, with -multiuser-server", str(error)
-
-
 def connections(mps: Mps) -> Iterator[Row]:
     """Measure how many clients fit, by CUDA_DEVICE_MAX_CONNECTIONS."""
     for value, most in (("", 50), ("8", 20), ("32", 8)):
@@ -269,10 +240,8 @@ def connections(mps: Mps) -> Iterator[Row]:
                     break
                 fit += 1
             doubt = mps.doubt(clients[0])
-            yield (
-                f"CUDA_DEVICE_MAX_CONNECTIONS={value or 'unset'}: clients that fit",
-                f"{doubt}{fit} of {len(clients)}, then {refusal}",
-            )
+            what = f"CUDA_DEVICE_MAX_CONNECTIONS={value or 'unset'}: clients that fit"
+            yield what, f"{doubt}{fit} of {len(clients)}, then {refusal}"
 
 
 # -- how clients end --------------------------------------------------------------------------------------------------
@@ -283,10 +252,7 @@ def launched(mps: Mps, *clients: Client) -> str:
 
     Return what to say before their results.
     """
-    for client in clients:
-        begin = do(client, "init", "create", f"busy {0.2 * PACE}")
-        assert begin["ok"], begin
-    doubt = max(mps.doubt(client) for client in clients)
+    doubt = mps.connected(*clients)
     for client in clients[:-1]:
         client.begin()
     answer = do(clients[-1], f"launch {KERNEL}")
@@ -312,7 +278,6 @@ def answered(client: Client, seconds: float = LONG) -> str:
 
 
 def where(client: Client) -> str:
-    """Tell whether a client is in its kernel."""
     return "after its kernel" if client.has_answered else "in mid-kernel"
 
 
@@ -331,9 +296,7 @@ def terminating(mps: Mps) -> Iterator[Row]:
 def terminating_idle(mps: Mps) -> Iterator[Row]:
     """Measure the effect of `terminate_client` on a client that does nothing."""
     with mps.client() as client:
-        begin = do(client, "init", "create")
-        assert begin["ok"], begin
-        what, doubt = "terminate_client of an idle client", mps.doubt(client)
+        what, doubt = "terminate_client of an idle client", mps.connected(client)
         yield what, f"{doubt}{terminated(mps, client)}"
         yield f"{what}: its next call", f"{doubt}{said(do(client, 'sync'))}"
         yield f"{what}: one that comes then", after(mps)
@@ -366,9 +329,7 @@ def after(mps: Mps) -> str:
 def death(mps: Mps) -> Iterator[Row]:
     """Measure the effect of a control daemon's death on its server, its client, and the next daemon."""
     with mps.client() as client:
-        begin = do(client, "init", "create")
-        assert begin["ok"], begin
-        doubt, servers = mps.doubt(client), mps.servers
+        doubt, servers = mps.connected(client), mps.servers
         client.begin()
         mps.process.kill()
         mps.process.wait()
@@ -388,10 +349,7 @@ def death(mps: Mps) -> Iterator[Row]:
 def faults(mps: Mps) -> Iterator[Row]:
     """Measure which clients a fatal fault hits, what the server says, and until when others are refused."""
     with mps.client() as guilty, mps.client() as victim:
-        for client in (guilty, victim):
-            begin = do(client, "init", "create")
-            assert begin["ok"], begin
-        doubt, servers = mps.doubt(guilty) or mps.doubt(victim), mps.servers
+        doubt, servers = mps.connected(guilty, victim), mps.servers
         victim.begin()
         yield "a fatal fault: who caused it", f"{doubt}{said(do(guilty, 'fault'))}"
         yield "a fatal fault: another client, in its work", f"{doubt}{finished(victim)}"
@@ -407,9 +365,7 @@ def faults(mps: Mps) -> Iterator[Row]:
 def stopped(mps: Mps) -> Iterator[Row]:
     """Measure the effect of SIGSTOP to a server, which its own user can send."""
     with mps.client() as client, mps.client() as new:
-        begin = do(client, "init", "create")
-        assert begin["ok"], begin
-        doubt, servers = mps.doubt(client), mps.servers
+        doubt, servers = mps.connected(client), mps.servers
         for each in servers:
             os.kill(each, signal.SIGSTOP)
         try:
@@ -465,8 +421,6 @@ QUESTIONS: Final[Mapping[str, Question]] = {
     "successors": successors,
     "variables": variables,
     "fork": fork,
-    "namespaces": namespaces,
-    "users": users,
     "connections": connections,
     "terminating": terminating,
     "terminating-idle": terminating_idle,
@@ -480,37 +434,28 @@ KILLS: Final[Mapping[str, Question]] = {
     "wedge-by-SIGTERM": partial(wedge, number=signal.SIGTERM),
     "wedge-by-SIGKILL": partial(wedge, number=signal.SIGKILL),
 }
+EVERY: Final = {**QUESTIONS, **KILLS}
 """By name; where the time runs out, the last ones are lost."""
 
 
 def answers(root: Path, names: Sequence[str]) -> Iterator[Row]:
-    """Answer each of these questions with its own control daemon; one that cannot be completed says why."""
-    yield "control program", "simulated" if machine.simulated() else f"{machine.control()}"
+    """Answer each of these questions with its own control daemon."""
+
+    def answer(name: str) -> Iterator[Row]:
+        with Mps(root / name) as mps:
+            yield from EVERY[name](mps)
+
     for name in names:
-        try:
-            with Mps(root / name) as mps:
-                yield from doubted({**QUESTIONS, **KILLS}[name](mps))
-        except (AssertionError, OSError, IndexError, KeyError, ValueError, subprocess.SubprocessError) as error:
-            yield f"{name}: could not be asked to its end", f"{type(error).__name__}: {error}"
+        yield from measured(name, answer(name))
 
 
 def main() -> int:
-    """Print the table, row by row as it is measured."""
-    every = {**QUESTIONS, **KILLS}
-    parser = parser_of(__doc__, every)
+    parser = parser_of(__doc__, EVERY)
     parser.add_argument("--kills", action="store_true", help="signals in mid-kernel, and nothing else")
     parser.add_argument("--quick", action="store_true", help="work for a tenth of the time")
     given = parser.parse_args()
-    names = selected(given, every, KILLS if given.kills else QUESTIONS)
-    if (missing := machine.missing()) is not None:
-        print(f"nothing to ask: {missing}", file=sys.stderr)
-        return 1
-    root = machine.private_directory("mq-")
-    try:
-        print_table("answer", answers(root, names))
-    finally:
-        remove_tree(root)
-    return 0
+    names = selected(given, EVERY, KILLS if given.kills else QUESTIONS)
+    return print_measured("answer", lambda root: answers(root, names))
 
 
 if __name__ == "__main__":

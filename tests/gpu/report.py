@@ -9,20 +9,18 @@ on a simulated one.
 import contextlib
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
 from tests.daemon.helpers import GIB, MIB, is_running, kill, next_ready, undone
 from tests.gpu import machine
 from tests.gpu.machine import Client, leased, outside, unadmitted
-from tests.gpu.table import Row, doubted, parser_of, print_table, said, selected
-from tests.harness import remove_tree, wait_until
+from tests.gpu.table import Row, measured, parser_of, print_measured, said, selected
+from tests.harness import wait_until
 from tests.node import Node
 
 PERCENTAGES: Final = (100, 75, 50, 25, 10, 1)
@@ -31,9 +29,6 @@ SECONDS: Final = 0.1 if machine.simulated() else 2.0
 
 LEASED: Final = 2048
 """MiB of a lease whose context takes the more of it the more threads it has."""
-
-FAILURES: Final = (AssertionError, KeyError, IndexError, ValueError, OSError, HTTPException, subprocess.SubprocessError)
-"""The errors of a part that cannot be measured: a figure, and not the end of the report."""
 
 SMALL: Final[Mapping[str, Any]] = {"threads": 25, "memory": "2GiB"}
 
@@ -60,7 +55,6 @@ def server_of(node: Node, client: Client) -> int:
 
 
 def milliseconds(begin: float) -> str:
-    """Return the time since then."""
     return f"{(time.monotonic() - begin) * 1000:.0f} ms"
 
 
@@ -317,24 +311,23 @@ PARTS: Final[Mapping[str, tuple[str, Callable[[Node], Iterator[Row]]]]] = {
 """By name: the configuration of its node, and what is measured on it. The parts that may damage a GPU come last."""
 
 
-def measured(root: Path, names: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows of these parts, each with its own node; one that cannot be measured says why."""
-    yield "control program", "simulated" if machine.simulated() else f"{machine.control()}"
+def report(root: Path, names: Sequence[str]) -> Iterator[Row]:
+    """Yield the rows of these parts, each with its own node, and the lines of the logs that mpsd does not know."""
     unknown = Counter[str]()
-    for name in names:
+
+    def on_its_node(name: str) -> Iterator[Row]:
         config, part = PARTS[name]
-        place = root / name
-        place.mkdir()
-        try:
-            with machine.running(place, config) as node:
-                if name == names[0]:
-                    yield "GPU, driver", f"{machine.first_gpu(node)['name']}, {node.daemons()['gpu0']['version']}"
-                try:
-                    yield from doubted(part(node))
-                finally:
-                    unknown.update(unknown_lines(node))
-        except FAILURES as error:
-            yield f"{name}: could not be measured to its end", f"{type(error).__name__}: {error}"
+        (root / name).mkdir()
+        with machine.running(root / name, config) as node:
+            if name == names[0]:
+                yield "GPU, driver", f"{machine.first_gpu(node)['name']}, {node.daemons()['gpu0']['version']}"
+            try:
+                yield from part(node)
+            finally:
+                unknown.update(unknown_lines(node))
+
+    for name in names:
+        yield from measured(name, on_its_node(name))
     if not unknown:
         yield "lines of the logs that mpsd does not know", "none"
     for line, count in unknown.most_common():
@@ -348,17 +341,8 @@ def unknown_lines(node: Node) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print the table, row by row as it is measured."""
     names = selected(parser_of(__doc__, PARTS).parse_args(), PARTS, PARTS)
-    if (missing := machine.missing()) is not None:
-        print(f"nothing to report: {missing}", file=sys.stderr)
-        return 1
-    root = machine.private_directory("mr-")
-    try:
-        print_table("figure", measured(root, names))
-    finally:
-        remove_tree(root)
-    return 0
+    return print_measured("figure", lambda root: report(root, names))
 
 
 if __name__ == "__main__":

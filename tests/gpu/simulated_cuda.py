@@ -47,12 +47,10 @@ class SimulatedCuda:
             raise CudaError(function, int(failed.error), failed.error.symbol) from failed
 
     def init(self) -> None:
-        """Initialise CUDA, which connects a process that finds MPS."""
         with self._calling("cuInit"):
             self._process.init()
 
     def create(self) -> None:
-        """Create one more context, and make it the current one."""
         with self._calling("cuCtxCreate_v2"):
             self._process.context()
             self._take()
@@ -66,35 +64,29 @@ class SimulatedCuda:
             raise
 
     def destroy(self) -> None:
-        """Destroy the current context; the context created before it becomes the current one."""
         with self._calling("cuCtxDestroy_v2"):
             self._process.destroy(self._process.current().number)
 
     def primary(self) -> None:
-        """Make the primary context the current one, in a process without another one."""
         with self._calling("cuDevicePrimaryCtxRetain"):
             self._process.current()
             self._take()
 
     def reset(self) -> None:
-        """Reset the primary context, which is the current one, and retain it again."""
         with self._calling("cuDevicePrimaryCtxReset_v2"):
             self._process.reset()
         self.primary()
 
     @property
     def inside(self) -> bool | None:
-        """Whether this process is a client of MPS."""
         return self._process.server is not None
 
     @property
     def multiprocessors(self) -> int:
-        """The number of multiprocessors that CUDA reports to this process."""
         with self._calling("cuDeviceGetAttribute"):
             return self._process.current().pinned.multiprocessors
 
     def memory(self) -> tuple[int, int]:
-        """Return the free bytes of device memory, and the total, which a limit does not lower."""
         with self._calling("cuMemGetInfo_v2"):
             pinned = self._process.current().pinned
         device = Device(Path(os.environ[VARIABLE]), pinned.gpu)
@@ -102,12 +94,10 @@ class SimulatedCuda:
         return free if pinned.memory is None else min(free, pinned.memory - self._process.allocated), MEMORY
 
     def alloc(self, size: int) -> None:
-        """Allocate so many bytes, and keep them."""
         with self._calling("cuMemAlloc_v2"):
             self._process.alloc(size)
 
     def free(self) -> None:
-        """Free all allocations of the current context."""
         with self._calling("cuMemFree_v2"):
             self._process.free(self._process.current().allocated - _OWN)
 
@@ -116,38 +106,29 @@ class SimulatedCuda:
         return self._worked(lambda passed: passed < seconds)
 
     def loop(self, started: Callable[[], None], goes_on: Callable[[], bool]) -> Work:
-        """Keep the GPU busy while `goes_on` says so; `started` is called when the first kernel has ended."""
         self._worked(lambda _: False)
         started()
         return self._worked(lambda _: goes_on())
 
     def _worked(self, goes_on: Callable[[float], bool]) -> Work:
         """Run kernels while this is so, one at least; the rate is that of its limits, in seconds of the whole GPU."""
-        begin, first = time.monotonic(), True
+        begin, kernels = time.monotonic(), 0
         with self._calling("cuCtxSynchronize"):
             pinned = self._process.current().pinned
-            while first or goes_on(time.monotonic() - begin):
+            while not kernels or goes_on(time.monotonic() - begin):
                 self._process.compute(_KERNEL * pinned.rate)
-                first = False
-        return Work(pinned.rate, pinned.multiprocessors)
-
-    def work(self) -> None:
-        """Run a kernel that takes as long as its limits make it."""
-        with self._calling("cuCtxSynchronize"):
-            self._process.compute(_KERNEL / 5)
+                kernels += 1
+        return Work(pinned.rate, kernels, pinned.multiprocessors)
 
     def hold(self, seconds: float, launched: Callable[[], None]) -> None:
-        """Run one kernel that lasts so long; `launched` is called in its middle."""
         with self._calling("cuCtxSynchronize"):
             self._process.compute(seconds * self._process.current().pinned.rate, launched)
 
     def synchronize(self) -> None:
-        """Raise a pending error."""
         with self._calling("cuCtxSynchronize"):
             self._process.sync()
 
     def fault(self) -> None:
-        """Cause a fatal fault of the GPU; raises CudaError."""
         with self._calling("cuCtxSynchronize"):
             self._process.fault()
 

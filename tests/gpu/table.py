@@ -1,10 +1,16 @@
 """The parts that the programs of this folder have, and the tables that they print for docs/gpu.md."""
 
 import argparse
-from collections.abc import Iterable, Iterator
-from typing import Any
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Final
 
 from tests.gpu import machine
+from tests.harness import remove_tree
 
 Row = tuple[str, str]
 """A measurement, and its result."""
@@ -30,13 +36,23 @@ def selected(given: argparse.Namespace, parts: Iterable[str], otherwise: Iterabl
     return [each for each in parts if each in wanted]
 
 
-def doubted(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows of a part; those after a client that was OUTSIDE MPS say so, too: they are no facts about MPS."""
+FAILURES: Final = (AssertionError, KeyError, IndexError, ValueError, OSError, HTTPException, subprocess.SubprocessError)
+"""The errors of a part that cannot be measured: a figure, and not the end of the program."""
+
+
+def measured(part: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows of a part; one that cannot be measured to its end says why.
+
+    Rows after a client that was OUTSIDE MPS say so, too: they are no facts about MPS.
+    """
     outside = False
-    for what, answer in rows:
-        said_so = machine.OUTSIDE in answer
-        yield what, f"after a client {machine.OUTSIDE}: {answer}" if outside and not said_so else answer
-        outside |= said_so
+    try:
+        for what, answer in rows:
+            said_so = machine.OUTSIDE in answer
+            yield what, f"after a client {machine.OUTSIDE}: {answer}" if outside and not said_so else answer
+            outside |= said_so
+    except FAILURES as error:
+        yield f"{part}: could not be measured to its end", f"{type(error).__name__}: {error}"
 
 
 def said(answer: dict[str, Any]) -> str:
@@ -50,6 +66,20 @@ def print_table(result: str, rows: Iterable[Row]) -> None:
     remark = f" ({machine.origin()})" if machine.origin() else ""
     for what, answer in rows:
         print(f"| {_cell(what)} | {_cell(answer)}{remark} |", flush=True)
+
+
+def print_measured(result: str, rows: Callable[[Path], Iterator[Row]]) -> int:
+    """Print the rows that are measured in a private directory, and return the status of the program."""
+    if (missing := machine.missing()) is not None:
+        print(f"nothing can be measured: {missing}", file=sys.stderr)
+        return 1
+    root = machine.private_directory("mg-")
+    try:
+        control = ("control program", "simulated" if machine.simulated() else f"{machine.control()}")
+        print_table(result, itertools.chain([control], rows(root)))
+    finally:
+        remove_tree(root)
+    return 0
 
 
 def _cell(text: str) -> str:

@@ -14,7 +14,6 @@ import pytest
 
 from mpsd.system.canary import BEGINS, CanaryProgram
 from tests.daemon.helpers import is_running
-from tests.gpu.test_client import library  # noqa: F401 - a fixture
 from tests.harness import wait_until
 
 pytestmark = pytest.mark.thorough
@@ -36,7 +35,7 @@ def running(*arguments: str, **variables: str) -> "Iterator[subprocess.Popen[str
         yield canary
 
 
-def run(library: Path, **variables: str) -> tuple[int, dict[str, Any]]:  # noqa: F811
+def run(library: Path, **variables: str) -> tuple[int, dict[str, Any]]:
     """Run the canary, and return its status and its answer, for which it stays."""
     with running(LD_LIBRARY_PATH=str(library), **variables) as canary:
         assert canary.stdout is not None
@@ -49,13 +48,13 @@ def run(library: Path, **variables: str) -> tuple[int, dict[str, Any]]:  # noqa:
     return canary.returncode, said
 
 
-def test_context(library: Path) -> None:  # noqa: F811
+def test_context(library: Path) -> None:
     """A canary with a context says so, and stays until its parent has asked about it."""
     assert run(library) == (0, {"ok": True, "mps": None})
 
 
 @pytest.mark.parametrize(("value", "mps"), [("0", False), ("1", True)])
-def test_mps(library: Path, value: str, *, mps: bool) -> None:  # noqa: F811
+def test_mps(library: Path, value: str, *, mps: bool) -> None:
     """A canary reports whether CUDA says that it uses MPS, also where it gets no context."""
     assert run(library, FAKE_CUDA_MPS=value) == (0, {"ok": True, "mps": mps})
     _, said = run(library, FAKE_CUDA_MPS=value, FAKE_CUDA_FAIL="cuCtxCreate_v2 2")
@@ -65,7 +64,7 @@ def test_mps(library: Path, value: str, *, mps: bool) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("call", ["cuInit", "cuDeviceGet", "cuCtxCreate_v2"])
-def test_error(library: Path, call: str) -> None:  # noqa: F811
+def test_error(library: Path, call: str) -> None:
     """An error is reported by its name, its number, and the failed call."""
     error = {"ok": False, "error": "unknown", "code": 805, "call": call, "mps": None}
     assert run(library, FAKE_CUDA_FAIL=f"{call} 805") == (1, error)
@@ -79,12 +78,12 @@ def test_no_library(tmp_path: Path) -> None:
     assert said["error"].startswith("libcuda.so.1 cannot be loaded: ")
 
 
-def hanging(library: Path) -> dict[str, str]:  # noqa: F811
+def hanging(library: Path) -> dict[str, str]:
     """Return the environment of a canary that hangs as in a wedge."""
     return {"LD_LIBRARY_PATH": str(library), "FAKE_CUDA_HANG": "cuInit"}
 
 
-def test_alarm(library: Path) -> None:  # noqa: F811
+def test_alarm(library: Path) -> None:
     """In a wedge the canary prints that it begins, and nothing more. It ends after the given time, also inside CUDA."""
     with running("--alarm", "1", **hanging(library)) as canary:
         assert canary.wait(30) == -signal.SIGALRM
@@ -92,13 +91,13 @@ def test_alarm(library: Path) -> None:  # noqa: F811
         assert canary.stdout.read() == f"{BEGINS}\n"
 
 
-def test_alarm_after_the_answer(library: Path) -> None:  # noqa: F811
+def test_alarm_after_the_answer(library: Path) -> None:
     """A canary whose stdin does not end ends after the given time, too."""
     with running("--alarm", "1", LD_LIBRARY_PATH=str(library)) as canary:
         assert canary.wait(30) == -signal.SIGALRM
 
 
-def test_parent_that_is_gone(library: Path) -> None:  # noqa: F811
+def test_parent_that_is_gone(library: Path) -> None:
     """A canary whose parent has ended before it begins does not use CUDA: in a wedge, it would stay."""
     argv = [*CanaryProgram().argv, *ALARM]
     done = subprocess.run(
@@ -115,7 +114,7 @@ sys.stdin.read()
 """
 
 
-def test_parent_that_dies(library: Path) -> None:  # noqa: F811
+def test_parent_that_dies(library: Path) -> None:
     """In a wedge the canary ends as soon as its parent has been killed."""
     argv = [sys.executable, "-c", _PARENT, *CanaryProgram().argv, *ALARM]
     with subprocess.Popen(

@@ -9,7 +9,6 @@ from typing import Final
 import pytest
 
 from tests.gate.inner import inner_pytest
-from tests.gpu import fake_cuda
 from tests.gpu.client import PIECE
 from tests.gpu.cuda import LIBRARY
 from tests.gpu.machine import PROGRAM, Client
@@ -23,23 +22,15 @@ Start = Callable[..., Client]
 """Starts a client with these variables of the library."""
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the library, and return its directory."""
-    directory = tmp_path_factory.mktemp("cuda")
-    fake_cuda.build(directory)
-    return directory
-
-
 @pytest.fixture
 def start(library: Path) -> Iterator[Start]:
     """Return a function that starts clients; they are ended after the test."""
     with ExitStack() as stack:
 
-        def started(**variables: str) -> Client:
+        def started(*options: str, **variables: str) -> Client:
             memory = {"FAKE_CUDA_MEMORY": str(300 * MIB)}
             place = {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(_ROOT)}
-            return stack.enter_context(Client(PROGRAM, {**place, **memory, **variables}))
+            return stack.enter_context(Client([*PROGRAM, *options], {**place, **memory, **variables}))
 
         yield started
 
@@ -79,8 +70,11 @@ def test_work(start: Start) -> None:
     done = client.do("busy 0.05")
     assert done["ok"]
     assert done["rate"] > 0
+    assert done["kernels"] > 0
     assert done["multiprocessors"] == 5
     assert client.do("info")["free"] == 300 * MIB
+    times = client.do("latency 100")
+    assert 0 < times["p50"] <= times["p99"] <= times["p99.9"]
     assert client.do("sync") == {"ok": True}
 
 
@@ -112,22 +106,20 @@ def test_one_long_kernel(start: Start) -> None:
     assert client.kill(signal.SIGTERM) == -signal.SIGTERM
 
 
-def test_contexts(library: Path) -> None:
+def test_contexts(start: Start) -> None:
     """A late client initialises CUDA and makes contexts on command, each with its own memory."""
-    variables = {"LD_LIBRARY_PATH": str(library), "PYTHONPATH": str(_ROOT), "FAKE_CUDA_MEMORY": str(300 * MIB)}
-    with Client((*PROGRAM, "--late"), variables) as client:
-        assert client.hello == {"ok": True, "pid": client.pid}
-        for line in ("init", "create", "alloc 32MiB", "create", "alloc 64MiB", "busy 0.05"):
-            assert client.do(line)["ok"], line
-        assert client.do("info")["free"] == 204 * MIB
-        assert client.do("destroy") == {"ok": True}
-        assert client.do("info")["free"] == 268 * MIB
-        assert client.do("primary") == {"ok": True}
-        assert client.do("alloc 32MiB") == {"ok": True}
-        assert client.do("reset") == {"ok": True}
-        assert client.do("info")["free"] == 268 * MIB
-        assert client.do("busy 0.05")["ok"]
-        assert client.end() == 0
+    client = start("--late")
+    assert client.hello == {"ok": True, "pid": client.pid}
+    for line in ("init", "create", "alloc 32MiB", "create", "alloc 64MiB", "busy 0.05"):
+        assert client.do(line)["ok"], line
+    assert client.do("info")["free"] == 204 * MIB
+    assert client.do("destroy") == {"ok": True}
+    assert client.do("info")["free"] == 268 * MIB
+    for line in ("primary", "alloc 32MiB", "reset"):
+        assert client.do(line) == {"ok": True}, line
+    assert client.do("info")["free"] == 268 * MIB
+    assert client.do("busy 0.05")["ok"]
+    assert client.end() == 0
 
 
 def test_fault(start: Start) -> None:
@@ -157,13 +149,13 @@ def test_no_context(start: Start, call: str) -> None:
     assert client.process.wait(10) == 1
 
 
-def test_no_library(tmp_path: Path) -> None:
+def test_no_library(start: Start, tmp_path: Path) -> None:
     """A libcuda.so.1 that cannot be loaded gives a reason, and no traceback."""
     (tmp_path / LIBRARY).write_text("not a library")
-    with Client(PROGRAM, {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(_ROOT)}) as client:
-        assert client.hello["ok"] is False
-        assert client.hello["error"].startswith("libcuda.so.1 cannot be loaded: ")
-        assert client.process.wait(10) == 1
+    client = start(LD_LIBRARY_PATH=str(tmp_path))
+    assert client.hello["ok"] is False
+    assert client.hello["error"].startswith("libcuda.so.1 cannot be loaded: ")
+    assert client.process.wait(10) == 1
 
 
 NEEDY: Final = """
@@ -175,22 +167,11 @@ def test_it():
 """
 
 
-@pytest.mark.parametrize(
-    ("required", "closing"),
-    [("", "1 skipped"), ("1", "1 error")],
-    ids=["skips", "fails where required"],
-)
+@pytest.mark.parametrize(("required", "closing"), [("", "1 skipped"), ("1", "1 error")])
 def test_without_a_gpu(library: Path, tmp_path: Path, required: str, closing: str) -> None:
     """Without a GPU its tests skip, visibly and with the reason; with MPSD_REQUIRE_GPU=1 they fail with it."""
-    said = inner_pytest(
-        tmp_path,
-        NEEDY,
-        "-m",
-        "gpu",
-        LD_LIBRARY_PATH=str(library),
-        FAKE_CUDA_FAIL="cuInit 100",
-        MPSD_REQUIRE_GPU=required,
-    )
+    environment = {"LD_LIBRARY_PATH": str(library), "FAKE_CUDA_FAIL": "cuInit 100", "MPSD_REQUIRE_GPU": required}
+    said = inner_pytest(tmp_path, NEEDY, "-m", "gpu", **environment)
     assert closing in said, said
     assert "no GPU for CUDA here: CUDA_ERROR_NO_DEVICE" in said
     assert ("NOT TESTED ON A REAL GPU" in said) is not required.isdigit()

@@ -15,9 +15,7 @@ import pytest
 
 from tests.gpu import machine
 from tests.gpu.compare import PARTS, Part, compared
-from tests.gpu.comparing.blocks import Side
-from tests.gpu.comparing.clocks import Sampler
-from tests.gpu.comparing.interrupts import INTERRUPTS, Interrupts
+from tests.gpu.comparing import interrupts
 from tests.gpu.comparing.rows import HEAD, Row
 from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, WrongError, opened
 from tests.harness import wait_until
@@ -28,12 +26,9 @@ _ROOT: Final = Path(__file__).parents[2]
 COMMAND: Final = [sys.executable, "-m", "tests.gpu.compare"]
 
 WHATS: Final = {
-    "throughput": "integer, two clients of 50 %: mpsd / bare MPS",
+    "throughput": "two clients of 50 %: mpsd / bare MPS",
     "latency": "launch to end of a kernel, p99.9: mpsd / bare MPS",
     "start": "start to first context: mpsctl run, more than bare MPS",
-    "decoders": "two clients with integer work: mpsd 50/50 / time-slicing",
-    "jobs": "8 jobs of integer: mpsd 12.5 % / time-slicing",
-    "beside": "a step of integer beside integer, p50: mpsd 75/25",
     "churn": "churn: clients with what their leases say",
     "ends": "ends in mid-kernel",
 }
@@ -48,13 +43,12 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def interrupts() -> Iterator[Interrupts]:
+def signals() -> Iterator[None]:
     """Have this process take signals as the program does."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-    before = [signal.getsignal(number) for number in numbers]
-    INTERRUPTS.install()
-    yield INTERRUPTS
-    for number, handler in zip(numbers, before, strict=True):
+    before = {number: signal.getsignal(number) for number in interrupts.SIGNALS}
+    interrupts.install()
+    yield
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 
@@ -76,8 +70,8 @@ def test_each_part(tmp_path: Path, simulated: dict[str, str], name: str) -> None
     lines = done.stdout.splitlines()
     assert (done.returncode, lines[:2]) == (0, HEAD.splitlines()), f"{done.stdout}{done.stderr}"
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
-    assert all(len(row) == 5 and "simulated" in row[-1] for row in rows), done.stdout
-    assert {"GPU", WHATS[name], "clock, temperature and power"} <= {row[0] for row in rows}, done.stdout
+    assert all(len(row) == 4 and row[1].endswith(" (simulated)") for row in rows), done.stdout
+    assert {"GPU", WHATS[name]} <= {row[0].replace(", not pinned", "") for row in rows}, done.stdout
     told = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert [each["what"] for each in told] == [row[0] for row in rows]
     if name == "throughput":
@@ -87,16 +81,11 @@ def test_each_part(tmp_path: Path, simulated: dict[str, str], name: str) -> None
 
 @pytest.mark.measuring
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["throughput", "ends"])
-def test_interrupted(tmp_path: Path, simulated: dict[str, str], name: str) -> None:
+def test_interrupted(tmp_path: Path, simulated: dict[str, str]) -> None:
     """SIGINT to all of it, as from a terminal, and twice, ends it with its clients, daemons and files."""
     file = tmp_path / "rows.json"
     program = subprocess.Popen(
-        [*COMMAND, "--json", file, name],
-        env=simulated,
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        [*COMMAND, "--json", file, "ends"], env=simulated, cwd=_ROOT, stdout=subprocess.PIPE, start_new_session=True
     )
     with program:
         wait_until(lambda: _clients_of(program.pid), what="clients", deadline=30)
@@ -125,29 +114,29 @@ def _clients_of(session: int) -> list[int]:
         with contextlib.suppress(OSError):
             status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
             ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
-            if b"comparing.worker" in command and ignored >> (signal.SIGINT - 1) & 1:
+            if b"tests.gpu.client" in command and ignored >> (signal.SIGINT - 1) & 1:
                 found.append(pid)
     return found
 
 
-@pytest.mark.usefixtures("simulated", "interrupts")
+@pytest.mark.usefixtures("simulated", "signals")
 def test_a_part_that_fails(short_tmp: Path) -> None:
     """A part that fails, one that never ends, and one without any time are rows; the other ones are measured."""
 
     def broken(_site: Site, _timer: Timer) -> Iterator[Row]:
-        yield Row("the first row", "1", "simulated")
+        yield Row("the first row", "1")
         raise KeyError("what is missing")
 
     def endless(_site: Site, _timer: Timer) -> Iterator[Row]:
         threading.Event().wait()
-        yield Row("never", "1", "simulated")
+        yield Row("never", "1")
 
     def fine(_site: Site, _timer: Timer) -> Iterator[Row]:
-        yield Row("the last row", "1", "simulated")
+        yield Row("the last row", "1")
 
     parts = {"broken": Part(broken, 1, ""), "endless": Part(endless, 0.1, ""), "late": Part(fine, 0, "")}
     parts["fine"] = Part(fine, 1, "")
-    rows = [*compared(short_tmp, parts, "simulated", Timer(30), grace=0.2)]
+    rows = [*compared(short_tmp, parts, Timer(30), grace=0.2)]
     whats = [row.what.partition(",")[0] for row in rows[2:7]]
     assert whats == ["the first row", "broken", "endless", "late", "the last row"]
     assert [row.failed for row in rows[2:7]] == [False, True, True, True, False]
@@ -159,20 +148,18 @@ def test_a_part_that_fails(short_tmp: Path) -> None:
 @pytest.mark.usefixtures("simulated")
 def test_a_client_that_misses_mps(short_tmp: Path) -> None:
     """A client is measured where it should be: one that fell out of MPS, silently, is found before it works."""
-    with opened(short_tmp, "", "simulated", Sampler(lambda: None)) as site:
-        lost = Site(site.node, {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}, "simulated", site.sampler)
+    with opened(short_tmp, "") as site:
+        lost = Site(site.node, {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"})
         with pytest.raises(WrongError, match="bare MPS is OUTSIDE MPS"), lost.clients([Wanted(Mode.BARE)], 1024):
             pass
         with site.clients([Wanted(Mode.BARE, 50), Wanted(Mode.MPSD, 50), Wanted(Mode.OUTSIDE)], 1024) as workers:
             assert [each.checked()["multiprocessors"] for each in workers] == [66, 66, 132]
             assert [each.checked()["mps"] for each in workers] == [True, True, False]
-            side = Side("x", workers, "integer")
-            side.block(0.05)
-            assert [rate > 0 for rate in side.rates[0]] == [True] * 3
-            with pytest.raises(WrongError, match="no work 'matmul' without torch"):
-                workers[0].perform("prepare matmul")
+            assert [each.perform("busy 0.05")["rate"] > 0 for each in workers] == [True] * 3
+            with pytest.raises(WrongError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+                workers[0].perform("alloc 2GiB")
         with site.clients([Wanted(Mode.MPSD, 50)], 1024) as (worker,):
-            worker.tell("run integer 0.5")
+            worker.tell("busy 0.5")
         assert worker.process.returncode == 0, "it was ended in mid-kernel"
         with pytest.raises(WrongError, match=r"mpsctl: .* memory"), site.clients([Wanted(Mode.MPSD, 50)], 1 << 20):
             pass

@@ -20,7 +20,7 @@ from mpsd.simulator.devices import VARIABLE
 from tests.fork_server import ForkServer
 from tests.guides.blocks import ROOT
 from tests.harness import below, kill, remove_tree, wait_until
-from tests.node import Node
+from tests.node import Node, running
 
 _PROGRAM: Final = f"""
 import json, subprocess, sys
@@ -60,15 +60,10 @@ class Workplace:
 
 @pytest.fixture(scope="module")
 def shared_node(private_root: Path, fork_server: ForkServer) -> Iterator[Node]:
-    """Start a simulated node, which the blocks of all guides share."""
     root = private_root / f"g{next(_numbers)}"
     root.mkdir(mode=0o711)
-    node = Node(root=root, fork_server=fork_server)
-    try:
-        yield node.start()
-    finally:
-        node.clean_up()
-        remove_tree(root)
+    yield from running(root=root, fork_server=fork_server)
+    remove_tree(root)
 
 
 @pytest.fixture
@@ -86,18 +81,15 @@ def workplace(shared_node: Node, short_tmp: Path) -> Iterator[Workplace]:
         _write(programs / framework, f"#!{sys.executable}\n{_PROGRAM}")
     _write(programs / "srun", '#!/bin/sh\nSLURM_JOB_ID=1 exec "$@"\n')
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "MPSD_"))}
-    yield Workplace(
-        shared_node,
-        directory,
-        {
-            **inherited,
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(directory),
-            "MPSD_SOCKET": str(shared_node.socket),
-            VARIABLE: str(shared_node.root / "run" / "simulated"),
-        },
-    )
+    environment = {
+        **inherited,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(directory),
+        "MPSD_SOCKET": str(shared_node.socket),
+        VARIABLE: str(shared_node.root / "run" / "simulated"),
+    }
+    yield Workplace(shared_node, directory, environment)
     for lease in shared_node.leases():
         shared_node.request("DELETE", f"/v1/leases/{lease['id']}")
     for name in ("gpu0", "gpu1"):
@@ -124,10 +116,4 @@ def _write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def lease(shared_node: Node) -> Callable[[], str]:
-    """Return a function that makes a lease that this process holds."""
-
-    def make() -> str:
-        body = {"threads": 10, "memory": "1GiB", "pid": os.getpid(), "ttl": 600, "name": "a-name"}
-        return str(shared_node.request("POST", "/v1/leases", body).json["id"])
-
-    return make
+    return lambda: str(shared_node.lease(threads=10, ttl=600, name="a-name")["id"])

@@ -14,12 +14,10 @@ _STORY = (r"mpsctl run .* train", r"mpsctl run .* serve", "kill -9", "unreachabl
 
 
 def _text(svg: str) -> str:
-    """Return the text of a picture, as one line."""
     root = ET.fromstring(svg)  # noqa: S314 - our own file
     return " ".join(each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text"))
 
 
-@pytest.mark.enforcement
 @pytest.mark.thorough
 def test_the_scene_runs(short_tmp: Path) -> None:
     """Both clients compute through the death of mpsd and through a foreign command, under the same leases."""

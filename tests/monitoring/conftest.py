@@ -10,5 +10,4 @@ __all__ = ["make_node", "node_for_all"]
 
 @pytest.fixture(scope="module")
 def node(node_for_all: Start) -> Node:
-    """Start the node that the tests of a module share."""
     return node_for_all(simulate=2, control=None).start()

@@ -30,7 +30,6 @@ COMMAND: Final = "set_default_active_thread_percentage 10"
 
 
 def queries() -> dict[str, str]:
-    """Return the queries of all panels by their position."""
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
         for panel in DASHBOARD["panels"]
@@ -39,46 +38,20 @@ def queries() -> dict[str, str]:
 
 
 class Prometheus:
-    """A real Prometheus that scrapes one address twice a second and evaluates mpsd's rules."""
+    """A real Prometheus, by its API."""
 
-    def __init__(self, directory: Path, target: str) -> None:
-        """Start Prometheus with its storage in a directory."""
-        program = needed("prometheus", "prometheus")
-        self.port = free_port()
-        config = directory / "prometheus.yml"
-        config.write_text(
-            "global: {scrape_interval: 500ms, evaluation_interval: 1s}\n"
-            f"rule_files: [{RULES}]\n"
-            f"scrape_configs: [{{job_name: mpsd, static_configs: [{{targets: ['{target}']}}]}}]\n"
-        )
-        self._log = (directory / "prometheus.log").open("wb")
-        self._process = subprocess.Popen(
-            [
-                program,
-                f"--config.file={config}",
-                f"--storage.tsdb.path={directory / 'data'}",
-                f"--web.listen-address=127.0.0.1:{self.port}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-        )
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(timeout=30)
-        self._log.close()
+    def __init__(self, port: int) -> None:
+        self._port = port
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """Return the data of an answer of its API. Raises AssertionError for an error response."""
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        """Return the data of an answer. Raises AssertionError for an error response."""
+        url = f"http://127.0.0.1:{self._port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=20) as answer:
             said = json.load(answer)
         assert said["status"] == "success", said
         return said["data"]
 
     def query(self, query: str) -> list[Any]:
-        """Return the current result of a query."""
         found: list[Any] = self.ask("query", query=query)["result"]
         return found
 
@@ -91,18 +64,32 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def scraping(directory: Path, target: str) -> Iterator[Prometheus]:
-    """Give a Prometheus that has scraped once."""
-    prometheus = Prometheus(directory, target)
-    try:
-        wait_until(
-            lambda: prometheus.query("mpsd_node_healthy == 1"),
-            what=f"a first scrape; the log is {directory / 'prometheus.log'}",
-            deadline=30,
-            not_yet=(OSError,),
-        )
-        yield prometheus
-    finally:
-        prometheus.close()
+    """Start a Prometheus that scrapes an address and evaluates mpsd's rules; yield it once it has scraped."""
+    port, config = free_port(), directory / "prometheus.yml"
+    config.write_text(
+        "global: {scrape_interval: 500ms, evaluation_interval: 1s}\n"
+        f"rule_files: [{RULES}]\n"
+        f"scrape_configs: [{{job_name: mpsd, static_configs: [{{targets: ['{target}']}}]}}]\n"
+    )
+    options = {
+        "config.file": config,
+        "storage.tsdb.path": directory / "data",
+        "web.listen-address": f"127.0.0.1:{port}",
+    }
+    command = [needed("prometheus", "prometheus"), *(f"--{name}={value}" for name, value in options.items())]
+    log = directory / "prometheus.log"
+    with log.open("wb") as out, subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out) as process:
+        prometheus = Prometheus(port)
+        try:
+            wait_until(
+                lambda: prometheus.query("mpsd_node_healthy == 1"),
+                what=f"a first scrape; the log is {log}",
+                deadline=30,
+                not_yet=(OSError,),
+            )
+            yield prometheus
+        finally:
+            process.terminate()
 
 
 def lease(node: Node, **asked: object) -> Any:
@@ -110,7 +97,6 @@ def lease(node: Node, **asked: object) -> Any:
 
 
 def incident(node: Node) -> None:
-    """Cause the incidents that the dashboard shows."""
     first = node.daemons()["gpu0"]["pid"]
     kill(first)
     kill(next_ready(node, "gpu0", first)["pid"])
@@ -133,7 +119,6 @@ def substituted(query: str) -> str:
     return query
 
 
-@pytest.mark.enforcement
 @pytest.mark.thorough
 def test_through_an_incident(make_node: Callable[..., Node], short_tmp: Path) -> None:
     """After an incident, each query has a result, the rules fire, and Prometheus has the counters of mpsd."""

@@ -479,7 +479,6 @@ class TestOneDriver:
         assert node.get("/v1/quarantines").json == {"quarantines": [], "suspects": []}
 
 
-@pytest.mark.enforcement
 def test_clients(short_tmp: Path) -> None:
     """Policy ends the clients of a quarantined uid on the other GPUs, too, and no other clients."""
     short_tmp.chmod(0o711)

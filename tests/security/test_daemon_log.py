@@ -204,7 +204,6 @@ class TestWhatItSays:
         assert {each["command"] for each in node.events("foreign_command")} == {SETS}
 
 
-@pytest.mark.enforcement
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
     """The limits of a client that connected during a foreign conversation are unknown: no proof of a violation."""
@@ -226,7 +225,6 @@ def test_who_connects_meanwhile(make_node: Start, *, disturbed: bool) -> None:
         assert not node.events("violation")
 
 
-@pytest.mark.enforcement
 def test_who_connects_late_in_a_conversation(make_node: Start, short_tmp: Path) -> None:
     """A foreign line that comes after the answers to mpsd counts for the clients that connect with it."""
     node = make_node(simulate=1, config=QUIET)

@@ -160,7 +160,6 @@ def test_many_users(make_node: Start, real: RealDaemon) -> None:
         assert pid(node) == first
 
 
-@pytest.mark.enforcement
 @needs_root
 def test_clients_that_are_left(make_node: Start) -> None:
     """While a client of the last user runs, its control daemon is left alone."""

@@ -27,7 +27,7 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import variables
 
-pytestmark = [needs_root, pytest.mark.thorough, pytest.mark.enforcement]
+pytestmark = [needs_root, pytest.mark.thorough]
 
 ANN: Final = 2601
 

@@ -60,7 +60,6 @@ def names(node: Node) -> dict[int, str]:
     return {each["pid"]: each["name"] for each in node.get("/v1/clients").json["clients"]}
 
 
-@pytest.mark.enforcement
 def test_names(node: Node, client: DrivenProgram) -> None:
     """The names of programs and leases are harmless in every table, in JSON, in events and in the log."""
     with leased(node, "--threads", "10", "--memory", "1GiB", "--name", TURNED, "--label", f"team={TURNED}") as holder:

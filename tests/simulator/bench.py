@@ -49,7 +49,6 @@ class GpuBench(Bench):
         return server
 
     def wait_for_log(self, line: str) -> None:
-        """Wait until the control daemon has logged this."""
         wait_until(lambda: line in self.log(), what=f"{line!r} in the log")
 
     def ask(self, *commands: str) -> list[str]:

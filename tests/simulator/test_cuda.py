@@ -93,8 +93,3 @@ def test_rates() -> None:
     """The multiprocessors of a percentage are those of an H200 (measured on 580)."""
     measured = {100: 132, 75: 98, 50: 66, 30: 38, 25: 32, 12.5: 16, 10: 12, 1: 8, 0.1: 8}
     assert {percentage: Pinned(FIRST, percentage, None).multiprocessors for percentage in measured} == measured
-
-
-def test_names_of_errors() -> None:
-    """An error has the name of cuda.h."""
-    assert CudaError.MPS_CLIENT_TERMINATED.symbol == "CUDA_ERROR_MPS_CLIENT_TERMINATED"

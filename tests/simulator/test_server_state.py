@@ -58,14 +58,17 @@ def test_not_begun(log: list[str]) -> None:
     assert server.admit(1, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
 
 
-@pytest.mark.parametrize("places", [16, 60])
-def test_places_of_other_gpus_and_drivers(log: list[str], places: int) -> None:
-    """There are 16 places before Volta, and 60 from driver 590 on."""
+@pytest.mark.parametrize("places", [16, 48, 60])
+def test_places(log: list[str], places: int) -> None:
+    """Contexts are counted: one client can use up all places, of which there are 16 before Volta and 60 from 590 on."""
     server = Server(77, Start((GPU,), 100.0, {}, priority=0, places=places), log.append)
     server.begin()
     for _ in range(places):
         context(server, 1)
-    assert server.context(1) is CudaError.MPS_MAX_CLIENTS_REACHED
+    admit(server, 2)
+    assert server.context(1) is server.context(2) is CudaError.MPS_MAX_CLIENTS_REACHED
+    assert server.destroy(1, 3)
+    context(server, 2)
 
 
 def test_lists(server: Server) -> None:
@@ -97,12 +100,18 @@ def test_setters(server: Server) -> None:
     assert context(server, 3).memory is None
 
 
-def test_fault_again(server: Server) -> None:
-    """A second fault during the first does not prolong it."""
+def test_fault(server: Server, log: list[str]) -> None:
+    """A fault hits every client, and none is accepted until the last has left; a second one changes nothing."""
     context(server, 1)
-    assert server.fault() == server.fault() == (1,)
-    server.left(1, said=True)
+    context(server, 2)
+    assert server.fault() == server.fault() == (1, 2)
+    assert "Server is handling a fatal GPU error." in log
+    for pid in (1, 2):
+        assert server.answer("get_server_status", []).printed == ["FAULT"]
+        assert server.admit(3, "", "", {}) is CudaError.MPS_SERVER_NOT_READY
+        server.left(pid, said=True)
     assert server.status is Status.ACTIVE
+    context(server, 3)
 
 
 # -- contexts, and when limits bind ------------------------------------------------------------------------------------
@@ -112,6 +121,18 @@ def bound(log: list[str], moment: Binds) -> Server:
     server = Server(77, Start((GPU,), 80.0, {0: 8 * GIB}, priority=0, binds=moment), log.append)
     server.begin()
     return server
+
+
+@pytest.mark.parametrize("moment", Binds)
+def test_when_limits_bind(log: list[str], moment: Binds) -> None:
+    """The driver's setting decides whether limits bind at CUDA's initialisation or with each context."""
+    server = bound(log, moment)
+    admit(server, 1)
+    for percentage in ("10", "60"):
+        server.answer("set_active_thread_percentage", [percentage])
+        context(server, 1)
+    found = [each.pinned.percentage for each in server.clients[1].contexts.values()]
+    assert found == ([80, 80] if moment is Binds.CONNECT else [10, 60])
 
 
 @pytest.mark.parametrize("moment", Binds)

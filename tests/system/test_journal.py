@@ -15,7 +15,7 @@ from mpsd.core.events import EventName
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.log import MESSAGE_IDS
-from mpsd.system.journal import Journal, is_behind
+from mpsd.system.journal import Journal, entry, is_behind
 
 
 class Heard:
@@ -124,7 +124,7 @@ def test_journal_is_gone(short_tmp: Path) -> None:
         for name in ("nobody", "deaf"):
             journal = Journal(f"{short_tmp}/{name}")
             for _ in range(2000):
-                journal.send({"MESSAGE": "x" * 1000})
+                journal.write(entry({"MESSAGE": "x" * 1000}))
             journal.close()
 
 

@@ -18,10 +18,8 @@ import pytest
 from mpsd.core.model import Known, ProcessIdentity, Unknown
 from mpsd.system import proc, process_table
 from mpsd.system.proc import start_ticks
-from mpsd.system.process_table import ProgramKind
 from tests.harness import look_at, wait_until
 
-PROGRAM = ("/usr/bin/nvidia-cuda-mps-control",)
 WAITS = "print(flush=True); import sys; sys.stdin.read()"
 
 
@@ -45,42 +43,14 @@ def running(name: str, *arguments: str, pipe_directory: Path, **options: str) ->
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "part"),
-    [
-        ("nvidia-cuda-mps-control", ["-f"], ProgramKind.DAEMON),
-        ("/opt/x/nvidia-cuda-mps-control", ["-d"], ProgramKind.DAEMON),
-        ("nvidia-cuda-mps-control", ["-multiuser-server", "-f"], ProgramKind.DAEMON),
-        ("nvidia-cuda-mps-control", [], ProgramKind.FRONT_END),
-        ("nvidia-cuda-mps-server", [], ProgramKind.SERVER),
-        ("/usr/bin/nvidia-cuda-mps-server", ["-force-tegra"], ProgramKind.SERVER),
-        ("nvidia-cuda-mps-controller", ["-f"], None),
-        ("cat", [], None),
-    ],
-)
-def test_parts(tmp_path: Path, name: str, arguments: list[str], part: ProgramKind | None) -> None:
-    """A process is a control daemon, a front-end, a server or none of them, by its name and its arguments."""
-    with running(name, *arguments, pipe_directory=tmp_path) as process:
-        assert process_table.kind_of(process_table.arguments_of(process.pid), PROGRAM) is part
-
-
-def test_program_of_another_name() -> None:
-    """The control program in use is recognised under any name; a script's name is behind its interpreter's."""
-    assert process_table.kind_of(("/opt/simulator/control", "-c", "-f"), PROGRAM) is None
-    assert process_table.kind_of(("/opt/x/control", "-c", "-f"), ("/opt/x/control", "-c")) is ProgramKind.DAEMON
-    assert process_table.kind_of(("/bin/sh", "-f"), PROGRAM) is None
-    assert process_table.kind_of(("/bin/sh", "/x/nvidia-cuda-mps-server"), PROGRAM) is ProgramKind.SERVER
-    assert process_table.kind_of((), PROGRAM) is None
-
-
 def test_what_is_known_of_it(tmp_path: Path) -> None:
-    """The kernel's facts are returned: identity, uid, executable, arguments, parent, CUDA's part of the environment."""
+    """The kernel's facts are returned: identity, uid, executable, arguments, CUDA's part of the environment."""
     variables = {"CUDA_VISIBLE_DEVICES": "GPU-1", "CUDA_MPS_LOG_DIRECTORY": "/log", "SECRET": "x"}
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path, **variables) as process:
-        each = process_table.details(process.pid)
+        each = proc.details(process.pid)
         assert each is not None
         assert each.identity == ProcessIdentity(process.pid, start_ticks(process.pid) or 0)
-        assert (each.uid, each.parent) == (os.getuid(), os.getpid())
+        assert each.uid == os.getuid()
         assert each.executable == os.path.realpath(sys.executable)
         assert each.arguments == ("nvidia-cuda-mps-control", "-c", WAITS, "-f")
         environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-1"}
@@ -89,7 +59,7 @@ def test_what_is_known_of_it(tmp_path: Path) -> None:
         assert abs(each.started - datetime.now(UTC)) < timedelta(minutes=1)
         process.kill()
         wait_until(lambda: (look := look_at(process.pid)) is not None and look.zombie, what="it to end")
-        assert process_table.details(process.pid) is None
+        assert proc.details(process.pid) is None
 
 
 OVERWRITES: Final = """
@@ -147,11 +117,11 @@ def test_which_program_it_runs(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copyfile(sys.executable, copy)
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
-        assert process_table.runs(process.pid, Path(sys.executable))
-        assert process_table.runs(process.pid, script)
-        assert not process_table.runs(process.pid, copy)
-        assert not process_table.runs(process.pid, tmp_path / "absent")
-    assert not process_table.runs(process.pid, Path(sys.executable))
+        assert proc.runs(process.pid, Path(sys.executable))
+        assert proc.runs(process.pid, script)
+        assert not proc.runs(process.pid, copy)
+        assert not proc.runs(process.pid, tmp_path / "absent")
+    assert not proc.runs(process.pid, Path(sys.executable))
 
 
 def test_sessions(tmp_path: Path) -> None:
@@ -196,11 +166,9 @@ def test_started_with() -> None:
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARK": "another"}) as another,
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, env={**bare, "MARKED": "mine"}) as other,
     ):
-        pids = [mine.pid, another.pid, other.pid]
-        found = [*process_table.started_with_among(pids, "MARK", {"mine": own, "nobody's": own})]
-        assert [(value, each.pid) for value, each in found] == [("mine", mine.pid)]
-        assert [*process_table.started_with_among(pids, "MARK", {"mine": own + 1})] == []
-        assert [each.pid for each in process_table.started_with("MARK", {"mine": own})["mine"]] == [mine.pid]
+        found = process_table.started_with("MARK", {"mine": own, "nobody's": own})
+        assert {value: [each.pid for each in processes] for value, processes in found.items()} == {"mine": [mine.pid]}
+        assert process_table.started_with("MARK", {"mine": own + 1}) == {}
         for each in (mine, another, other):
             each.communicate()
 
@@ -214,20 +182,17 @@ def test_threads() -> None:
     assert proc.process_of_thread(2**22 + 1) is None
 
 
-@pytest.mark.parametrize("line", ["Uid:\t7\t7\t7", "Tgid:\t1", "NSpid:\t5\t6"])
+@pytest.mark.parametrize("line", ["\rUid:\t7\t7\t7", "Uid:\t7\t7\t7", "Gid:\t7\t7\t7", "\rTgid:\t1", "\rNSpid:\t5\t6"])
 def test_names_with_line_ends(line: str) -> None:
     """A process's name may imitate a line of its /proc/PID/status; the real line counts."""
     name = f"import sys; open('/proc/self/comm', 'w', newline='').write(sys.argv[1]); {WAITS}"
-    with subprocess.Popen(
-        [sys.executable, "-c", name, f"\r{line}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", name, line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             process.stdout.readline()
-            assert Path(f"/proc/{process.pid}/comm").read_bytes() == f"\r{line}\n".encode()
+            assert Path(f"/proc/{process.pid}/comm").read_bytes() == f"{line}\n".encode()
             assert proc.real_uid(process.pid) == os.getuid()
-            assert proc.real_uid(process.pid) == os.getuid()
-            assert proc.effective_uid(process.pid) == os.geteuid()
+            assert proc.effective_user(process.pid) == (os.geteuid(), os.getegid())
             assert proc.process_of_thread(process.pid) is None
             assert proc.is_nested(process.pid) is proc.is_nested(os.getpid())
         finally:
@@ -236,23 +201,23 @@ def test_names_with_line_ends(line: str) -> None:
 
 def test_facts_about_one_process() -> None:
     """A process's uid, name and start are returned, or that there is no such process."""
-    assert process_table.uid_of(os.getpid()) == os.geteuid() == process_table.own_uid()
-    assert process_table.command_of(os.getpid())
+    assert proc.effective_user(os.getpid()) == (os.geteuid(), os.getegid())
+    assert proc.command_of(os.getpid())
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert process_table.uid_of(gone.pid) is None
-    assert process_table.command_of(gone.pid) == ""
+    assert proc.effective_uid(gone.pid) is None
+    assert proc.command_of(gone.pid) == ""
 
 
 @pytest.mark.root("be another user")
 def test_process_that_may_not_be_looked_at(tmp_path: Path) -> None:
     """To a caller that may not inspect it, another user's process is unknown, and not gone."""
     program = (
-        "import os, sys; from pathlib import Path; import psutil; from mpsd.system import process_table;"
+        "import os, sys; from pathlib import Path; from mpsd.system import proc;"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534);"
         "pid = int(sys.argv[1]);"
-        "print(process_table.runs(pid, Path('/bin/sh')), process_table.uid_of(pid), flush=True);"
-        "process_table.details(pid)"
+        "print(proc.runs(pid, Path('/bin/sh')), proc.effective_uid(pid), flush=True);"
+        "proc.details(pid)"
     )
     with running("nvidia-cuda-mps-control", "-f", pipe_directory=tmp_path) as process:
         done = subprocess.run(

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import with_api, with_form
 from mpsd.cli.render import as_here, as_json, columns, plural
+from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.sanitize import plain
 

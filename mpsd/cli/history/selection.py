@@ -11,7 +11,7 @@ from mpsd.core.events import EventName
 from mpsd.core.units import briefly
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 
 def matching_kinds(pattern: str) -> frozenset[str]:

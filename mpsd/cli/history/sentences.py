@@ -9,7 +9,7 @@ from mpsd.cli.users import name_of
 from mpsd.core.events import EVENTS, EventName
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _VERDICTS: Final = {
     "at_once": "mpsd starts it again at once",

@@ -16,7 +16,7 @@ from mpsd.core.sanitize import plain
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _HOUR: Final = 3600
 _GIB: Final = 1024**3

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.api import Api
 from mpsd.cli.command import of_one_version, say
 from mpsd.cli.users import name_of
+from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, MpsdError
 
 if TYPE_CHECKING:
-    from mpsd.cli import answer_types
+    from mpsd.client import answer_types
 
 _VARIABLE: Final = "MPSD_LEASE"
 _PREFIX: Final = "lease-"

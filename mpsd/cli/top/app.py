@@ -12,10 +12,10 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from mpsd.cli.api import Api
 from mpsd.cli.render import plural
 from mpsd.cli.top import picture
 from mpsd.cli.top.picture import Entry, Picture
+from mpsd.client import Api
 from mpsd.core.errors import MpsdError
 from mpsd.core.sanitize import plain
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import ClientSeen, Observed
-from mpsd.core.model import Known, Unknown
+from mpsd.core.doctor.finding import Finding, check, fail, unread, warn
+from mpsd.core.doctor.observed import ClientSeen, Observed, known
 from mpsd.core.units import MIB, format_size
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -37,54 +36,49 @@ _OTHERWISE: Final = {"JAX": "XLA_PYTHON_CLIENT_PREALLOCATE"}
 """A second variable that turns the immediate allocation off."""
 
 
-def _there(seen: Observed) -> Iterator[ClientSeen]:
-    if isinstance(seen.clients, Known):
-        yield from seen.clients.value
-
-
-def _unread(seen: Observed) -> Iterator[Finding]:
-    """Yield a finding where leases or processes could not be inspected."""
-    if isinstance(seen.clients, Unknown):
-        yield unknown(seen.clients.reason)
-
-
 def _unreadable(seen: Observed) -> Iterator[Finding]:
-    """Yield the same, and a finding for each process whose environment cannot be read."""
-    yield from _unread(seen)
-    for each in _there(seen):
-        if isinstance(each.variables, Unknown):
-            yield unknown(each.variables.reason, subject=f"pid {each.pid}")
+    """Yield a finding where leases could not be inspected, and for each process whose environment cannot be read."""
+    yield from unread(seen.clients)
+    for each in known(seen.clients) or ():
+        yield from unread(each.variables, subject=f"pid {each.pid}")
 
 
+@check(
+    "gpu-numbers",
+    f"the processes of leases name their GPU by UUID in {VISIBLE}",
+    "A process finds no GPU, or another one.",
+)
 def _ordinals(seen: Observed) -> Iterator[Finding]:
     yield from _unreadable(seen)
-    for each in _there(seen):
-        value = each.variables.value.get(VISIBLE) if isinstance(each.variables, Known) else None
-        first = (value or "").split(",")[0].strip()
-        if value is None or not first.isdecimal():
+    for each in known(seen.clients) or ():
+        value = (known(each.variables) or {}).get(VISIBLE, "")
+        first = value.split(",")[0].strip()
+        if not first.isdecimal():
             continue
         because = f"process {each.pid} of lease {each.lease} was started with {VISIBLE}={value[:40]}: "
-        if int(first[:9]):
-            because += "under MPS it sees one GPU, number 0, and so none"
-            verdict = Verdict.FAIL
-        else:
-            because += "outside MPS, number 0 may be another GPU than that of its lease"
-            verdict = Verdict.WARN
         remedy = (
             f"have it use the UUID that its lease has, {VISIBLE}={each.gpu}; Ray, Slurm and torchrun write numbers:"
             " set it in the program's own start (for Ray: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1)"
         )
-        yield Finding(verdict, because, {"pid": each.pid, VISIBLE: value}, remedy, f"pid {each.pid}")
+        evidence = {"pid": each.pid, VISIBLE: value}
+        if int(first[:9]):
+            because += "under MPS it sees one GPU, number 0, and so none"
+            yield fail(because, remedy, f"pid {each.pid}", **evidence)
+        else:
+            because += "outside MPS, number 0 may be another GPU than that of its lease"
+            yield warn(because, remedy, f"pid {each.pid}", **evidence)
 
 
+@check(
+    "framework-memory",
+    "no framework takes more memory by itself than its lease has",
+    "The program runs out of memory when it starts.",
+)
 def _framework(seen: Observed) -> Iterator[Finding]:
     yield from _unreadable(seen)
-    totals = (
-        {each.gpu.uuid: each.gpu.memory_total for each in seen.gpus.node.value.gpus}
-        if isinstance(seen.gpus.node, Known)
-        else {}
-    )
-    for each in _there(seen):
+    node = known(seen.gpus.node)
+    totals = {each.gpu.uuid: each.gpu.memory_total for each in node.gpus} if node is not None else {}
+    for each in known(seen.clients) or ():
         found, total = _framework_of(each), totals.get(each.gpu)
         if found is None or total is None or found.part * total <= each.granted:
             continue
@@ -96,8 +90,7 @@ def _framework(seen: Observed) -> Iterator[Finding]:
         fraction = max(each.granted / total * 0.9, 0.001)
         value = "true" if found.name == "TensorFlow" else f"{fraction:.2g}"
         remedy = f"start it with {found.option}{'=' if found.option.isupper() else ' '}{value}"
-        evidence = {"pid": each.pid, "total": total, "granted": each.granted}
-        yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
+        yield warn(because, remedy, f"pid {each.pid}", pid=each.pid, total=total, granted=each.granted)
 
 
 def _framework_of(each: ClientSeen) -> Framework | None:
@@ -106,25 +99,13 @@ def _framework_of(each: ClientSeen) -> Framework | None:
         if any(word in argument.rpartition("/")[2].split(".") for argument in each.arguments[:4]):
             is_configured = any(argument.startswith(framework.option) for argument in each.arguments)
             return None if is_configured else framework
+    variables = known(each.variables)
     for library, framework in _BY_LIBRARY.items():
-        if library in each.frameworks and isinstance(each.variables, Known):
+        if library in each.frameworks and variables is not None:
             names = {framework.option, _OTHERWISE.get(framework.name)}
-            return framework if names.isdisjoint(each.variables.value) else None
+            return framework if names.isdisjoint(variables) else None
     return None
 
 
-CHECKS: Final = (
-    Check(
-        "gpu-numbers",
-        f"the processes of leases name their GPU by UUID in {VISIBLE}",
-        "A process finds no GPU, or another one.",
-        _ordinals,
-    ),
-    Check(
-        "framework-memory",
-        "no framework takes more memory by itself than its lease has",
-        "The program runs out of memory when it starts.",
-        _framework,
-    ),
-)
+CHECKS: Final = (_ordinals, _framework)
 """In the order of the report."""

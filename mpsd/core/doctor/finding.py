@@ -1,12 +1,12 @@
 """Checks, and their findings."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeAlias
 
-from mpsd.core.doctor.observed import Observed
-from mpsd.core.model import Known
+from mpsd.core.doctor.observed import Observed, T, known
+from mpsd.core.model import Reading, Unknown
 
 AS_ROOT: Final = "run it as root, on the host"
 """The remedy for something that could not be inspected: the caller lacks the rights, or is in a container."""
@@ -58,6 +58,9 @@ class Finding:
     mend: Mend | None = None
 
 
+Look: TypeAlias = Callable[[Observed], Iterable[Finding]]
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check: its permanent name, the right state, and the function that inspects it."""
@@ -67,7 +70,7 @@ class Check:
     """The right state, in a line."""
     why: str
     """The consequence for users where the state is wrong."""
-    look: Callable[[Observed], Iterable[Finding]]
+    look: Look
     """Yields what is wrong or unknown; nothing where all is well, or where there is nothing to inspect."""
     mends: str = ""
     """The effect of `--fix`."""
@@ -75,9 +78,38 @@ class Check:
     """Whether a running mpsd watches this itself, so that the check is for a node without one."""
 
 
-def unknown(because: str, remedy: str | None = None, *, subject: str = "") -> Finding:
+# -- the forms in which checks are written -----------------------------------------------------------------------------
+
+
+def check(id: str, right: str, why: str, mends: str = "", *, unwatched: bool = False) -> Callable[[Look], Check]:  # noqa: A002
+    """Make a check of the function that follows; the arguments are the fields of `Check`."""
+
+    def of(look: Look) -> Check:
+        return Check(id, right, why, look, mends, unwatched)
+
+    return of
+
+
+def warn(because: str, remedy: str | None = None, subject: str = "", **evidence: object) -> Finding:
+    return Finding(Verdict.WARN, because, evidence, remedy, subject)
+
+
+def fail(because: str, remedy: str | None = None, subject: str = "", **evidence: object) -> Finding:
+    return Finding(Verdict.FAIL, because, evidence, remedy, subject)
+
+
+def unknown(because: str, remedy: str | None = None, subject: str = "", **evidence: object) -> Finding:
     """Return a finding that something could not be inspected."""
-    return Finding(Verdict.UNKNOWN, because, {}, remedy, subject)
+    return Finding(Verdict.UNKNOWN, because, evidence, remedy, subject)
+
+
+def unread(reading: Reading[T], remedy: str | None = None, subject: str = "") -> Iterator[Finding]:
+    """Yield a finding where a reading failed, with its reason."""
+    if isinstance(reading, Unknown):
+        yield unknown(reading.reason, remedy, subject)
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +120,11 @@ class Result:
 
 def examine(checks: Iterable[Check], observed: Observed) -> list[Result]:
     """Run every check on the observations; a check without findings is ok."""
-    answers = isinstance(observed.service.answers, Known)
     results: list[Result] = []
-    for check in checks:
-        if check.unwatched and answers:
+    for each in checks:
+        if each.unwatched and known(observed.service.answers) is not None:
             found = [Finding(Verdict.OK, "mpsd watches this itself, and reports it in check node")]
         else:
-            found = list(check.look(observed)) or [Finding(Verdict.OK, check.right)]
-        results += [Result(check, finding) for finding in found]
+            found = list(each.look(observed)) or [Finding(Verdict.OK, each.right)]
+        results += [Result(each, finding) for finding in found]
     return results

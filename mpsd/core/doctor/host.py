@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from mpsd.core import gpus
-from mpsd.core.doctor.driver import node_of
-from mpsd.core.doctor.finding import AS_ROOT, Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import LogLine, Observed, SharedMemoryPlace
-from mpsd.core.doctor.processes import FRONT_END, MPSD, USUAL, hidden, is_elsewhere, living, unreadable_processes
+from mpsd.core.doctor.finding import AS_ROOT, Finding, Verdict, check, fail, unknown, unread, warn
+from mpsd.core.doctor.observed import LogLine, Observed, SharedMemoryPlace, known
+from mpsd.core.doctor.processes import FRONT_END, MPSD, USUAL, is_elsewhere, living
 from mpsd.core.model import Known, Unknown
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT
 from mpsd.core.units import MIB, format_size
@@ -37,40 +36,49 @@ _PEER_PIDFD: Final = (6, 5)
 _SEVERAL: Final = re.compile(r"^\s*[^,=]+=[^,]+,.*=")
 
 
+@check(
+    "environment",
+    "the caller's environment does not bypass mpsd",
+    "Programs started from that shell do not find mpsd's control daemons, or lose their limits.",
+)
 def _environment(seen: Observed) -> Iterator[Finding]:
     variables = seen.host.variables
-    directory = variables.get("CUDA_MPS_PIPE_DIRECTORY")
-    own = seen.settings.paths.runtime_dir / "mps"
+    name = "CUDA_MPS_PIPE_DIRECTORY"
+    directory = variables.get(name)
     if directory is not None and directory.rstrip("/") not in {str(each.path) for each in seen.files.own}:
-        usual = directory.rstrip("/") in USUAL
-        where = "is the default directory" if usual else f"is not one of mpsd's, which are in {own}"
-        because = (
-            f"CUDA_MPS_PIPE_DIRECTORY={directory} {where}: programs started from this shell do not find"
-            " mpsd's control daemons"
-        )
-        remedy = "unset CUDA_MPS_PIPE_DIRECTORY; mpsctl run and mpsctl admit set it"
-        yield Finding(Verdict.WARN, because, {"CUDA_MPS_PIPE_DIRECTORY": directory}, remedy, "CUDA_MPS_PIPE_DIRECTORY")
+        where = "is the default directory"
+        if directory.rstrip("/") not in USUAL:
+            where = f"is not one of mpsd's, which are in {seen.settings.paths.runtime_dir / 'mps'}"
+        because = f"{name}={directory} {where}: programs started from this shell do not find mpsd's control daemons"
+        yield warn(because, f"unset {name}; mpsctl run and mpsctl admit set it", name, **{name: directory})
     name = PINNED_DEVICE_MEM_LIMIT.variable
     limit = variables.get(name, "")
     if _SEVERAL.search(limit):
-        because = f"{name}={limit} names several GPUs: a client that does not see one of them ignores every limit,"
-        because += " including those of the server"
-        yield Finding(Verdict.WARN, because, {name: limit}, f"unset {name}", name)
+        because = (
+            f"{name}={limit} names several GPUs: a client that does not see one of them ignores every limit,"
+            " including those of the server"
+        )
+        yield warn(because, f"unset {name}", name, **{name: limit})
     name = "CUDA_MPS_PROTOCOL_VERSION"
     version = variables.get(name, "2")
     if version != "2":
         because = f"{name}={version} selects another protocol than that of mpsd's control daemons (2)"
-        yield Finding(Verdict.WARN, because, {name: version}, f"unset {name}", name)
+        yield warn(because, f"unset {name}", name, **{name: version})
 
 
+@check(
+    "shm",
+    f"{_SHM} is large enough, writable for every uid, and the same for mpsd, control daemons and mpsctl",
+    "Servers fail to create shared memory; clients hang, or fail with 805.",
+)
 def _shm(seen: Observed) -> Iterator[Finding]:
     place = seen.host.shared_memory
     if isinstance(place, Unknown):
         remedy = "mount -t tmpfs -o mode=1777 tmpfs /dev/shm; or share the host's (docker run --ipc=host)"
-        found = [Finding(Verdict.FAIL, place.reason, {}, remedy)]
+        found = [fail(place.reason, remedy)]
     else:
         found = [*_of_place(place.value), *_shared(seen, place.value)]
-    node = node_of(seen)
+    node = known(seen.gpus.node)
     branch = gpus.driver_branch(node.driver) if node is not None else None
     for each in found:
         if branch is not None and branch >= _ANONYMOUS and each.verdict is not Verdict.UNKNOWN:
@@ -83,72 +91,77 @@ def _shm(seen: Observed) -> Iterator[Finding]:
 def _of_place(place: SharedMemoryPlace) -> Iterator[Finding]:
     evidence = {"file_system": place.file_system, "bytes": place.bytes, "free": place.free, "mode": f"{place.mode:04o}"}
     if place.read_only:
-        yield Finding(Verdict.FAIL, f"{_SHM} is read-only", evidence, "mount -o remount,rw /dev/shm")
+        yield fail(f"{_SHM} is read-only", "mount -o remount,rw /dev/shm", "", **evidence)
     elif place.mode & _SHARED != _SHARED:
         because = f"{_SHM} has mode {place.mode:04o}, so servers of some uids cannot create their shared memory there"
-        yield Finding(Verdict.FAIL, because, evidence, "chmod 1777 /dev/shm")
+        yield fail(because, "chmod 1777 /dev/shm", "", **evidence)
     elif place.bytes <= _SMALL:
         size = format_size(place.bytes // 1024 * 1024)
-        because = f"{_SHM} has a size of {size}: servers and clients share memory there"
         remedy = "mount -o remount,size=50% /dev/shm; in a container --shm-size=1g, or the host's (--ipc=host)"
-        yield Finding(Verdict.WARN, because, evidence, remedy)
+        yield warn(f"{_SHM} has a size of {size}: servers and clients share memory there", remedy, "", **evidence)
     elif place.free <= _SMALL:
         because = f"only {format_size(place.free // 1024 * 1024)} are left in {_SHM}"
-        yield Finding(Verdict.WARN, because, evidence, "see what uses it: du -a /dev/shm | sort -n | tail")
+        yield warn(because, "see what uses it: du -a /dev/shm | sort -n | tail", "", **evidence)
 
 
 def _shared(seen: Observed, own: SharedMemoryPlace) -> Iterator[Finding]:
     """Compare the caller's /dev/shm with that of mpsd and its control daemons."""
-    yield from hidden(seen)
+    yield from unread(seen.processes, AS_ROOT)
     looked = [each for each in living(seen) if each.part != FRONT_END and not is_elsewhere(seen, each)]
     if not any(each.part == MPSD for each in looked) and not seen.host.first_pid_namespace:
         yield unknown("mpsd and its control daemons are not visible in this pid namespace", AS_ROOT)
-    closed = [each for each in looked if isinstance(each.shared_memory, Unknown)]
+    closed = [each.pid for each in looked if isinstance(each.shared_memory, Unknown)]
     if closed:
-        yield unreadable_processes(seen, closed)
+        because = f"uid {seen.host.uid} has no permission to inspect pid {', '.join(map(str, closed))}"
+        yield unknown(because, AS_ROOT, pids=closed)
     for each in looked:
-        if isinstance(each.shared_memory, Known) and each.shared_memory.value != own.device:
-            because = f"pid {each.pid} ({each.part}) has another /dev/shm than mpsctl: clients that share mpsctl's"
-            because += " cannot connect (805)"
-            evidence = {"pid": each.pid, "device": each.shared_memory.value, "own_device": own.device}
+        device = known(each.shared_memory)
+        if device not in {None, own.device}:
+            because = (
+                f"pid {each.pid} ({each.part}) has another /dev/shm than mpsctl: clients that share mpsctl's"
+                " cannot connect (805)"
+            )
             remedy = "share one /dev/shm: hostIPC: true, or mount the host's into both (docker run --ipc=host)"
-            yield Finding(Verdict.WARN, because, evidence, remedy, f"pid {each.pid}")
+            yield warn(because, remedy, f"pid {each.pid}", pid=each.pid, device=device, own_device=own.device)
 
 
+@check(
+    "device-nodes",
+    "the driver's device files exist, and every uid can open them",
+    "Servers exit with status 1, without a reason.",
+)
 def _devices(seen: Observed) -> Iterator[Finding]:
     if seen.gpus.simulated:
         return
-    if isinstance(seen.gpus.node, Unknown) and not any(each.mode is not None for each in seen.host.devices):
+    if isinstance(seen.gpus.node, Unknown) and all(each.mode is None for each in seen.host.devices):
         yield unknown("no driver is loaded, so there are no device files")
         return
     for each in seen.host.devices:
-        evidence = {"path": str(each.path), "mode": None if each.mode is None else f"{each.mode:04o}"}
+        path = str(each.path)
         if each.mode is None:
-            because = f"{each.path} does not exist, and a server that runs as its client's uid cannot create it"
+            because = f"{path} does not exist, and a server that runs as its client's uid cannot create it"
             remedy = "nvidia-modprobe -u -c=0; or give the container its GPUs (--gpus all)"
-            yield Finding(Verdict.FAIL, because, evidence, remedy, str(each.path))
+            yield fail(because, remedy, path, path=path, mode=None)
         elif each.mode & _DEVICE != _DEVICE:
-            because = f"{each.path} has mode {each.mode:04o}: servers of other uids than its owner cannot open it"
+            because = f"{path} has mode {each.mode:04o}: servers of other uids than its owner cannot open it"
             remedy = "set NVreg_DeviceFileMode=0666 for the nvidia module, or add every user to its group"
-            yield Finding(Verdict.WARN, because, evidence, remedy, str(each.path))
+            yield warn(because, remedy, path, path=path, mode=f"{each.mode:04o}")
 
 
+@check("kernel", "the kernel has what mpsd needs", "Processes cannot be watched, or cannot be told apart.")
 def _kernel(seen: Observed) -> Iterator[Finding]:
-    match = re.match(r"([0-9]+)\.([0-9]+)", seen.host.kernel)
+    kernel = seen.host.kernel
+    match = re.match(r"([0-9]+)\.([0-9]+)", kernel)
     if match is None:
-        yield unknown(f"{seen.host.kernel!r} is not a Linux version")
+        yield unknown(f"{kernel!r} is not a Linux version")
         return
     version = int(match[1]), int(match[2])
-    evidence = {"kernel": seen.host.kernel}
     if version < _KERNEL:
-        because = f"kernel {seen.host.kernel} has no pidfd that can be polled, which needs Linux 5.4"
-        yield Finding(Verdict.FAIL, because, evidence, "use a newer kernel")
+        because = f"kernel {kernel} has no pidfd that can be polled, which needs Linux 5.4"
+        yield fail(because, "use a newer kernel", kernel=kernel)
     elif version < _PEER_PIDFD and not seen.host.first_pid_namespace:
-        because = (
-            f"kernel {seen.host.kernel} has no SO_PEERPIDFD (Linux 6.5), which identifies callers in other"
-            " pid namespaces"
-        )
-        yield Finding(Verdict.WARN, because, evidence, "run mpsd with hostPID: true, or use a newer kernel")
+        because = f"kernel {kernel} has no SO_PEERPIDFD (Linux 6.5), which identifies callers in other pid namespaces"
+        yield warn(because, "run mpsd with hostPID: true, or use a newer kernel", kernel=kernel)
 
 
 # -- what the logs of the machine say of MPS ---------------------------------------------------------------------------
@@ -192,13 +205,16 @@ _SIGNS: Final = (
 _XID: Final = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<where>[0-9A-Fa-f:.]+)\): (?P<xid>[0-9]+)")
 
 
+@check(
+    "kernel-log",
+    "the kernel has denied MPS nothing, killed none of its processes, and reported no error of a GPU",
+    "Clients cannot connect or end; after some errors, work on that GPU fails until it is reset.",
+)
 def _logs(seen: Observed) -> Iterator[Finding]:
     lines: list[LogLine] = []
     for log in seen.host.logs.values():
-        if isinstance(log, Unknown):
-            yield unknown(log.reason, AS_ROOT)
-        else:
-            lines += log.value
+        yield from unread(log, AS_ROOT)
+        lines += log.value if isinstance(log, Known) else ()
     for sign in _SIGNS:
         found = [each for each in lines if sign.pattern.search(each.text)]
         if found:
@@ -230,31 +246,5 @@ def _xids(lines: list[LogLine]) -> Iterator[Finding]:
         yield _of_lines(of_gpu, words, remedy, where, grave=grave)
 
 
-CHECKS: Final = (
-    Check(
-        "environment",
-        "the caller's environment does not bypass mpsd",
-        "Programs started from that shell do not find mpsd's control daemons, or lose their limits.",
-        _environment,
-    ),
-    Check(
-        "shm",
-        f"{_SHM} is large enough, writable for every uid, and the same for mpsd, control daemons and mpsctl",
-        "Servers fail to create shared memory; clients hang, or fail with 805.",
-        _shm,
-    ),
-    Check(
-        "device-nodes",
-        "the driver's device files exist, and every uid can open them",
-        "Servers exit with status 1, without a reason.",
-        _devices,
-    ),
-    Check("kernel", "the kernel has what mpsd needs", "Processes cannot be watched, or cannot be told apart.", _kernel),
-    Check(
-        "kernel-log",
-        "the kernel has denied MPS nothing, killed none of its processes, and reported no error of a GPU",
-        "Clients cannot connect or end; after some errors, work on that GPU fails until it is reset.",
-        _logs,
-    ),
-)
+CHECKS: Final = (_environment, _shm, _devices, _kernel, _logs)
 """In the order of the report."""

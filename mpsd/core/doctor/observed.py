@@ -4,16 +4,24 @@ A value that could not be read is Unknown, with the reason. Any user may have wr
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.gpus import Condition
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import Settings
 
+T = TypeVar("T")
+
 _NOT_LOOKED: Final = Unknown("it was not checked")
+
+
+def known(reading: Reading[T]) -> T | None:
+    """Return the value of a reading; None where it failed."""
+    return reading.value if isinstance(reading, Known) else None
+
 
 # -- mpsd --------------------------------------------------------------------------------------------------------------
 
@@ -116,9 +124,7 @@ class ProcessSeen:
     @property
     def pipe_directory(self) -> str | None:
         """The pipe directory that it was started with; None where it has none, or that cannot be read."""
-        if isinstance(self.variables, Known):
-            return self.variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") or None
-        return None
+        return (known(self.variables) or {}).get("CUDA_MPS_PIPE_DIRECTORY", "").rstrip("/") or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,10 +264,6 @@ class GpusSeen:
     left: Left | None = None
     many_users: Reading[bool] = _NOT_LOOKED
     """Whether the control program supports -multiuser-server."""
-
-    def with_node(self, node: Reading[NodeGpus], remedy: str = "") -> "GpusSeen":
-        """Return a copy with NVML's answer."""
-        return replace(self, node=node, remedy=remedy)
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

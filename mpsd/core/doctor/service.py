@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Final
 
 from mpsd.core import reload
-from mpsd.core.doctor.finding import Check, Finding, Verdict, unknown
-from mpsd.core.doctor.observed import Observed
-from mpsd.core.model import Known, Unknown
+from mpsd.core.doctor.finding import Finding, Verdict, check, fail, unknown, unread, warn
+from mpsd.core.doctor.observed import Observed, known
+from mpsd.core.model import Unknown
 from mpsd.core.settings import Settings
 
 _STOPPED_BY_HAND: Final = {"inactive", "deactivating"}
@@ -20,21 +20,21 @@ _STATES: Final = ("LoadState", "ActiveState", "SubState", "Result", "UnitFileSta
 _AGAIN: Final = "systemctl restart mpsd.socket, or restart mpsd in the way it was started (clients are not affected)"
 
 
+@check("mpsd", "mpsd answers this caller", "No lease can be granted, and no limit is watched.")
 def _mpsd(seen: Observed) -> Iterator[Finding]:
     service, socket = seen.service, seen.service.socket
-    holder = service.lock_holder.value if isinstance(service.lock_holder, Known) else None
     evidence = {"path": str(socket.path), "mode": f"{socket.mode:04o}", "owner": socket.owner, "uid": seen.host.uid}
     if socket.listener is not None:
         evidence |= {"listener": socket.listener[0], "listener_uid": socket.listener[1]}
-    if isinstance(service.answers, Known):
+    if not isinstance(service.answers, Unknown):
         if socket.listener is not None and socket.listener[1] not in {0, socket.owner}:
             pid, uid = socket.listener
             because = f"pid {pid} of uid {uid} listens on {socket.path}, which belongs to uid {socket.owner}"
-            yield Finding(Verdict.WARN, because, evidence, f"see ps -p {pid}")
+            yield warn(because, f"see ps -p {pid}", "", **evidence)
         return
     # The error of the connection is the reason, unless the path shows a better one. The holder of the lock tells
     # whether an mpsd runs nevertheless: one whose socket was removed looks just like none.
-    because, remedy = service.answers.reason, service.remedy
+    because, remedy, holder = service.answers.reason, service.remedy, known(service.lock_holder)
     if socket.closed is not None:
         because = f"uid {seen.host.uid} may not traverse {socket.closed} to reach {socket.path}"
         remedy = f"chmod o+x {socket.closed}"
@@ -48,43 +48,47 @@ def _mpsd(seen: Observed) -> Iterator[Finding]:
             remedy = _AGAIN
         else:
             because += ", so it is another mpsd, or it hangs"
-    yield Finding(Verdict.FAIL, because, {**evidence, "lock_holder": holder}, remedy)
+    yield fail(because, remedy, "", **evidence, lock_holder=holder)
 
 
+@check("version", "mpsd and mpsctl have the same version", "An upgrade takes effect only when mpsd is restarted.")
 def _version(seen: Observed) -> Iterator[Finding]:
-    answers = seen.service.answers
-    if isinstance(answers, Unknown):
+    answers, own = known(seen.service.answers), seen.service.version
+    if answers is None:
         yield unknown("mpsd does not answer")
-    elif answers.value.version != seen.service.version:
-        yield Finding(
-            Verdict.WARN,
-            f"mpsd has version {answers.value.version}, but mpsctl has {seen.service.version}",
-            {"mpsd": answers.value.version, "mpsctl": seen.service.version},
-            "systemctl restart mpsd, or restart it in the way it was started (clients are not affected)",
-        )
+    elif answers.version != own:
+        because = f"mpsd has version {answers.version}, but mpsctl has {own}"
+        remedy = "systemctl restart mpsd, or restart it in the way it was started (clients are not affected)"
+        yield warn(because, remedy, mpsd=answers.version, mpsctl=own)
 
 
+@check(
+    "configuration",
+    "the configuration file is valid, and in force",
+    "The next start of mpsd fails, or edited settings take effect only then.",
+)
 def _configuration(seen: Observed) -> Iterator[Finding]:
-    file, answers = seen.configuration, seen.service.answers
-    evidence: dict[str, object] = {"path": str(file.path)}
+    file, answers = seen.configuration, known(seen.service.answers)
+    path = str(file.path)
     if isinstance(file.settings, Unknown):
-        yield Finding(Verdict.FAIL, file.settings.reason, evidence, file.remedy)
+        yield fail(file.settings.reason, file.remedy, path=path)
         return
-    if isinstance(answers, Unknown):
+    if answers is None:
         return
-    if isinstance(answers.value.settings, Unknown):
-        yield unknown(f"the settings of mpsd are unknown: {answers.value.settings.reason}")
+    if isinstance(answers.settings, Unknown):
+        yield unknown(f"the settings of mpsd are unknown: {answers.settings.reason}")
         return
-    applied, waiting = reload.changed(_located(answers.value.settings.value), _located(file.settings.value))
+    applied, waiting = reload.changed(_located(answers.settings.value), _located(file.settings.value))
     if not applied and not waiting:
         return
     remedy = "systemctl restart mpsd (clients are not affected)" if waiting else reload.RELOAD
     if "paths.runtime_dir" in waiting:
-        remedy = "control daemons are found by this path: restore it, systemctl start mpsd-stop-daemons, change it,"
-        remedy += " systemctl start mpsd"
-    because = f"the settings in force differ from {file.path}: {', '.join((*applied, *waiting))}"
-    evidence |= {"reload": list(applied), "restart": list(waiting)}
-    yield Finding(Verdict.WARN, because, evidence, remedy)
+        remedy = (
+            "control daemons are found by this path: restore it, systemctl start mpsd-stop-daemons, change it,"
+            " systemctl start mpsd"
+        )
+    because = f"the settings in force differ from {path}: {', '.join((*applied, *waiting))}"
+    yield warn(because, remedy, path=path, reload=list(applied), restart=list(waiting))
 
 
 def _located(settings: Settings) -> Settings:
@@ -92,44 +96,40 @@ def _located(settings: Settings) -> Settings:
     return replace(settings, api=replace(settings.api, socket=settings.socket))
 
 
+@check(
+    "unit",
+    "systemd can start mpsd, has not given up restarting it, and does not stop the control daemons with it",
+    "mpsd is not restarted when it ends, or a restart ends every client.",
+)
 def _unit(seen: Observed) -> Iterator[Finding]:
-    if isinstance(seen.service.units, Unknown):
-        yield unknown(seen.service.units.reason)
-        return
-    units = seen.service.units.value
+    yield from unread(seen.service.units)
+    units = known(seen.service.units) or {}
     for name, unit in units.items():
-        found = _of_unit(name, unit, answers=isinstance(seen.service.answers, Known))
-        if found is not None:
-            verdict, because, remedy = found
-            evidence = {each: unit.get(each, "") for each in (*_STATES, "NRestarts", "ExecMainStatus")}
-            yield Finding(verdict, because, evidence, remedy, name)
+        yield from _of_unit(name, unit, answers=known(seen.service.answers) is not None)
     mpsd = units.get(_SERVICE, {})
     if mpsd.get("LoadState") == "loaded":  # otherwise systemd shows its own defaults
         yield from _of_settings(mpsd)
 
 
-def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> tuple[Verdict, str, str] | None:
-    """Return what is wrong with a unit, and the remedy; None where nothing is."""
-    load, state, sub, result, enabled = (unit.get(each, "") for each in _STATES)
-    found = None
+def _of_unit(name: str, unit: Mapping[str, str], *, answers: bool) -> Iterator[Finding]:
+    evidence = {each: unit.get(each, "") for each in (*_STATES, "NRestarts", "ExecMainStatus")}
+    load, state, sub, result, enabled = (evidence[each] for each in _STATES)
     if load == "masked":
-        found = Verdict.FAIL, "it is masked, so nothing can start it", f"systemctl unmask {name}"
+        yield fail("it is masked, so nothing can start it", f"systemctl unmask {name}", name, **evidence)
     elif load != "loaded":
-        found = Verdict.FAIL, f"systemd cannot load it: {load}", f"systemd-analyze verify {name}"
+        yield fail(f"systemd cannot load it: {load}", f"systemd-analyze verify {name}", name, **evidence)
     elif state == "failed":
-        status = unit.get("ExecMainStatus", "0")
         why = "too many starts within a short time" if "start-limit" in result else result
-        why += f", status {status}" if result == "exit-code" else ""
+        why += f", status {unit.get('ExecMainStatus', '0')}" if result == "exit-code" else ""
         remedy = f"journalctl -u {name} -e; then systemctl reset-failed {name} && systemctl start {name}"
-        found = Verdict.FAIL, f"it failed: {why}", remedy
+        yield fail(f"it failed: {why}", remedy, name, **evidence)
     elif sub == "auto-restart":
-        again = f"it ended ({result}), and systemd has restarted it {unit.get('NRestarts', '0')} times so far"
-        found = Verdict.FAIL, again, f"journalctl -u {name} -e"
+        because = f"it ended ({result}), and systemd has restarted it {unit.get('NRestarts', '0')} times so far"
+        yield fail(because, f"journalctl -u {name} -e", name, **evidence)
     elif name == _SERVICE and state in _STOPPED_BY_HAND and not answers:
-        found = Verdict.WARN, f"it is {state}", f"systemctl start {name}"
+        yield warn(f"it is {state}", f"systemctl start {name}", name, **evidence)
     elif enabled == "disabled" and state == "active":
-        found = Verdict.WARN, "it is running, but is not started at boot", f"systemctl enable {name}"
-    return found
+        yield warn("it is running, but is not started at boot", f"systemctl enable {name}", name, **evidence)
 
 
 _RIGHT: Final = {
@@ -148,49 +148,24 @@ def _of_settings(unit: Mapping[str, str]) -> Iterator[Finding]:
         value = unit.get(key, right)
         if value == right or (key == "RuntimeDirectoryPreserve" and not unit.get("RuntimeDirectory")):
             continue
-        evidence = {
-            key: value,
-            "FragmentPath": unit.get("FragmentPath", ""),
-            "DropInPaths": unit.get("DropInPaths", ""),
-        }
+        evidence = {key: value, **{each: unit.get(each, "") for each in ("FragmentPath", "DropInPaths")}}
         remedy = f"systemctl edit {_SERVICE}: [Service] {key}={right}; then systemctl restart mpsd"
-        yield Finding(Verdict.FAIL, f"{key}={value}: {harm}", evidence, remedy, _SERVICE)
+        yield fail(f"{key}={value}: {harm}", remedy, _SERVICE, **evidence)
 
 
+@check(
+    "node",
+    "mpsd has nothing to report about the node",
+    "Each finding is a reason, a warning, a violation or a note of mpsctl status.",
+)
 def _node(seen: Observed) -> Iterator[Finding]:
-    answers = seen.service.answers
-    if isinstance(answers, Unknown):
+    answers = known(seen.service.answers)
+    if answers is None:
         yield unknown("mpsd does not answer")
         return
-    for each in answers.value.reports:
+    for each in answers.reports:
         yield Finding(Verdict(each.verdict), each.because, {}, each.hint, each.subject)
 
 
-CHECKS: Final = (
-    Check("mpsd", "mpsd answers this caller", "No lease can be granted, and no limit is watched.", _mpsd),
-    Check(
-        "version",
-        "mpsd and mpsctl have the same version",
-        "An upgrade takes effect only when mpsd is restarted.",
-        _version,
-    ),
-    Check(
-        "configuration",
-        "the configuration file is valid, and in force",
-        "The next start of mpsd fails, or edited settings take effect only then.",
-        _configuration,
-    ),
-    Check(
-        "unit",
-        "systemd can start mpsd, has not given up restarting it, and does not stop the control daemons with it",
-        "mpsd is not restarted when it ends, or a restart ends every client.",
-        _unit,
-    ),
-    Check(
-        "node",
-        "mpsd has nothing to report about the node",
-        "Each finding is a reason, a warning, a violation or a note of mpsctl status.",
-        _node,
-    ),
-)
+CHECKS: Final = (_mpsd, _version, _configuration, _unit, _node)
 """In the order of the report."""

@@ -1,1 +1,1 @@
-"""The metrics of a node: the table of families, the counters, the gauges, and both exposition formats. Pure."""
+"""The metrics of a node: the table of families, the counters, the gauges, and the samples of both. Pure."""

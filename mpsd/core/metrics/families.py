@@ -21,89 +21,91 @@ class Kind(StrEnum):
     INFO = "info"
 
 
+_UNITS: Final = ("seconds", "bytes", "ratio")
+
+_OF_USERS: Final = frozenset({"class", "lease", "uid", "pid"})
+"""The labels that name individual users, their leases or their clients."""
+
+
 class Family(Struct, frozen=True):
     """A row of the table. The name omits the suffixes of its samples (`_total`, `_bucket`, `_info`)."""
 
     name: str
     kind: Kind
-    unit: str
-    """The unit at the end of the name; empty for a plain number."""
     help: str
     labels: tuple[str, ...] = ()
     """The labels of each sample; a state set has one more, named after itself, and a histogram has `le`."""
-    about_users: bool = False
-    """Whether its samples describe individual users, leases or clients; on TCP, they require `metrics.users`."""
+
+    @property
+    def unit(self) -> str:
+        """The unit at the end of the name; empty for a plain number."""
+        last = self.name.rpartition("_")[2]
+        return last if last in _UNITS else ""
 
     @property
     def series(self) -> str:
         """The name of its samples in a query, for the kinds with a single name."""
         return self.name + {Kind.COUNTER: "_total", Kind.INFO: "_info"}.get(self.kind, "")
 
+    @property
+    def about_users(self) -> bool:
+        """Whether its samples describe individual users, leases or clients; on TCP, they require `metrics.users`."""
+        return not _OF_USERS.isdisjoint(self.labels)
 
-def _gauge(name: str, help_: str, *labels: str, unit: str = "", about_users: bool = False) -> Family:
-    return Family(name, Kind.GAUGE, unit, help_, labels, about_users)
+
+def _gauge(name: str, help_: str, *labels: str) -> Family:
+    return Family(name, Kind.GAUGE, help_, labels)
 
 
-def _counter(name: str, help_: str, *labels: str, unit: str = "") -> Family:
-    return Family(name, Kind.COUNTER, unit, help_, labels)
+def _counter(name: str, help_: str, *labels: str) -> Family:
+    return Family(name, Kind.COUNTER, help_, labels)
 
 
 def _histogram(name: str, help_: str, *labels: str) -> Family:
-    return Family(name, Kind.HISTOGRAM, "seconds", help_, labels)
+    return Family(name, Kind.HISTOGRAM, help_, labels)
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
 
-BUILD: Final = Family("mpsd_build", Kind.INFO, "", "The version of mpsd that runs.", ("version",))
+BUILD: Final = Family("mpsd_build", Kind.INFO, "The version of mpsd that runs.", ("version",))
 START_TIME: Final = _gauge(
     "mpsd_start_time_seconds",
     "Time at which mpsd started, in seconds since 1970. Counters begin at 0 then, and count later events.",
-    unit="seconds",
 )
 HEALTHY: Final = _gauge("mpsd_node_healthy", "1 if the node is healthy, as GET /readyz says, otherwise 0.")
 REASONS: Final = _gauge(
-    "mpsd_node_reasons",
-    "Reasons why the node is not healthy, and warnings, by kind as in GET /v1/status.",
-    "kind",
+    "mpsd_node_reasons", "Reasons why the node is not healthy, and warnings, by kind as in GET /v1/status.", "kind"
 )
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
-GPU: Final = Family("mpsd_gpu", Kind.INFO, "", "The GPUs of the node, by UUID.", ("gpu", "index", "name", "driver"))
+GPU: Final = Family("mpsd_gpu", Kind.INFO, "The GPUs of the node, by UUID.", ("gpu", "index", "name", "driver"))
 GPU_HEALTH: Final = Family(
-    "mpsd_gpu_health",
-    Kind.STATESET,
-    "",
-    "The health of a GPU by itself, without its control daemon.",
-    ("gpu",),
+    "mpsd_gpu_health", Kind.STATESET, "The health of a GPU by itself, without its control daemon.", ("gpu",)
 )
-GPU_MEMORY: Final = _gauge("mpsd_gpu_memory_bytes", "Memory of the GPU in total.", "gpu", unit="bytes")
+GPU_MEMORY: Final = _gauge("mpsd_gpu_memory_bytes", "Memory of the GPU in total.", "gpu")
 GPU_MEMORY_RESERVED: Final = _gauge(
     "mpsd_gpu_memory_reserved_bytes",
     "Memory that is never granted: admission.memory_reserve, and what the driver keeps for itself.",
     "gpu",
-    unit="bytes",
 )
-GPU_MEMORY_GRANTED: Final = _gauge(
-    "mpsd_gpu_memory_granted_bytes", "Memory that is granted to leases.", "gpu", unit="bytes"
-)
+GPU_MEMORY_GRANTED: Final = _gauge("mpsd_gpu_memory_granted_bytes", "Memory that is granted to leases.", "gpu")
 GPU_MEMORY_UNLEASED: Final = _gauge(
-    "mpsd_gpu_memory_unleased_bytes", "Memory that counts as used by clients without a lease.", "gpu", unit="bytes"
+    "mpsd_gpu_memory_unleased_bytes", "Memory that counts as used by clients without a lease.", "gpu"
 )
 GPU_MEMORY_HELD: Final = _gauge(
-    "mpsd_gpu_memory_held_bytes", "Memory in use on the GPU, by any process, as NVML reports it.", "gpu", unit="bytes"
+    "mpsd_gpu_memory_held_bytes", "Memory in use on the GPU, by any process, as NVML reports it.", "gpu"
 )
 GPU_THREADS: Final = _gauge(
     "mpsd_gpu_threads_ratio",
     "Threads that can be granted: 1 is the whole GPU, times admission.threads_oversubscription.",
     "gpu",
-    unit="ratio",
 )
 GPU_THREADS_GRANTED: Final = _gauge(
-    "mpsd_gpu_threads_granted_ratio", "Threads that are granted to leases; 1 is the whole GPU.", "gpu", unit="ratio"
+    "mpsd_gpu_threads_granted_ratio", "Threads that are granted to leases; 1 is the whole GPU.", "gpu"
 )
 GPU_THREADS_UNLEASED: Final = _gauge(
-    "mpsd_gpu_threads_unleased_ratio", "Threads that count as used by clients without a lease.", "gpu", unit="ratio"
+    "mpsd_gpu_threads_unleased_ratio", "Threads that count as used by clients without a lease.", "gpu"
 )
 GPU_CLIENTS_MAX: Final = _gauge("mpsd_gpu_clients_max", "Clients of MPS for which the GPU has room.", "gpu")
 GPU_CLIENTS_GRANTED: Final = _gauge("mpsd_gpu_clients_granted", "Clients that are granted to leases.", "gpu")
@@ -111,17 +113,14 @@ GPU_XIDS: Final = _counter("mpsd_gpu_xids", "Critical errors that the GPU report
 
 # -- control daemons ---------------------------------------------------------------------------------------------------
 
-DAEMON: Final = Family(
-    "mpsd_daemon", Kind.INFO, "", "The control daemons: one for each GPU.", ("daemon", "gpu", "version")
-)
+DAEMON: Final = Family("mpsd_daemon", Kind.INFO, "The control daemons: one for each GPU.", ("daemon", "gpu", "version"))
 DAEMON_STATE: Final = Family(
-    "mpsd_daemon_state", Kind.STATESET, "", "The state of a control daemon. Only a ready one admits.", ("daemon",)
+    "mpsd_daemon_state", Kind.STATESET, "The state of a control daemon. Only a ready one admits.", ("daemon",)
 )
 DAEMON_STATE_SINCE: Final = _gauge(
     "mpsd_daemon_state_since_timestamp_seconds",
     "Time at which the control daemon entered its state, in seconds since 1970.",
     "daemon",
-    unit="seconds",
 )
 DAEMON_SERVERS: Final = _gauge("mpsd_daemon_servers", "Servers of a control daemon.", "daemon")
 DAEMON_CLIENTS: Final = _gauge("mpsd_daemon_clients", "Clients that the servers of a control daemon list.", "daemon")
@@ -182,13 +181,12 @@ QUEUED: Final = _counter("mpsd_admissions_queued", "Requests for a lease that ha
 ENDED: Final = _counter("mpsd_leases_ended", "Leases that ended, and requests that left the queue without one.")
 WAITING: Final = _gauge("mpsd_waiting_requests", "Requests that wait for a lease.")
 WAITING_OLDEST: Final = _gauge(
-    "mpsd_waiting_oldest_seconds", "Time that the oldest request has waited; 0 if no request waits.", unit="seconds"
+    "mpsd_waiting_oldest_seconds", "Time that the oldest request has waited; 0 if no request waits."
 )
 WAITING_BY_CLASS: Final = _gauge(
     "mpsd_waiting_class_requests",
     "Waiting requests by the class of their user: the name in [quota.NAME], or empty for a user without a quota.",
     "class",
-    about_users=True,
 )
 WAIT: Final = _histogram(
     "mpsd_lease_wait_duration_seconds", "Time that granted requests waited; 0 for those that were granted at once."
@@ -214,8 +212,8 @@ LINES_LEFT_OUT: Final = _counter(
     "mpsd_log_lines_left_out",
     "Lines and events left out because their user had too many (api.lines_per_uid); the counters include them.",
 )
-CPU: Final = _counter("mpsd_process_cpu_seconds", "Processor time that mpsd itself has used.", unit="seconds")
-MEMORY: Final = _gauge("mpsd_process_resident_memory_bytes", "Memory that mpsd itself uses.", unit="bytes")
+CPU: Final = _counter("mpsd_process_cpu_seconds", "Processor time that mpsd itself has used.")
+MEMORY: Final = _gauge("mpsd_process_resident_memory_bytes", "Memory that mpsd itself uses.")
 OPEN_FDS: Final = _gauge("mpsd_process_open_fds", "File descriptors that mpsd itself has open.")
 MAX_FDS: Final = _gauge("mpsd_process_max_fds", "File descriptors that mpsd itself may have open.")
 
@@ -225,44 +223,30 @@ _OF_LEASE: Final = ("lease", "gpu", "uid")
 _OF_CLIENT: Final = (*_OF_LEASE, "pid")
 
 LEASE_THREADS: Final = _gauge(
-    "mpsd_lease_threads_granted_ratio",
-    "Threads granted to a lease; 1 is the whole GPU.",
-    *_OF_LEASE,
-    unit="ratio",
-    about_users=True,
+    "mpsd_lease_threads_granted_ratio", "Threads granted to a lease; 1 is the whole GPU.", *_OF_LEASE
 )
-LEASE_MEMORY: Final = _gauge(
-    "mpsd_lease_memory_granted_bytes", "Memory granted to a lease.", *_OF_LEASE, unit="bytes", about_users=True
-)
+LEASE_MEMORY: Final = _gauge("mpsd_lease_memory_granted_bytes", "Memory granted to a lease.", *_OF_LEASE)
 LEASE_MEMORY_HELD: Final = _gauge(
     "mpsd_lease_memory_held_bytes",
     "Memory that the clients of a lease hold, as NVML reports it; absent if NVML does not report it.",
     *_OF_LEASE,
-    unit="bytes",
-    about_users=True,
 )
-LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE, about_users=True)
+LEASE_CLIENTS: Final = _gauge("mpsd_lease_clients", "Clients of a lease.", *_OF_LEASE)
 LEASE_ACTIVITY: Final = _gauge(
     "mpsd_lease_sm_activity_ratio",
     "Part of the time that the SMs worked for the clients of a lease; absent if NVML does not report it.",
     *_OF_LEASE,
-    unit="ratio",
-    about_users=True,
 )
 CLIENT_MEMORY_HELD: Final = _gauge(
     "mpsd_client_memory_held_bytes",
     "Memory that a client of a lease holds, as NVML reports it; absent if NVML does not report it.",
     *_OF_CLIENT,
-    unit="bytes",
-    about_users=True,
 )
 
 CLIENT_ACTIVITY: Final = _gauge(
     "mpsd_client_sm_activity_ratio",
     "Part of the time that the SMs worked for a client of a lease; absent if NVML does not report it.",
     *_OF_CLIENT,
-    unit="ratio",
-    about_users=True,
 )
 
 SECTIONS: Final[dict[str, tuple[Family, ...]]] = {

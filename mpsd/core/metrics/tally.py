@@ -1,25 +1,26 @@
 """The counters of mpsd. They follow the lines of its log, each of which is an event. Pure.
 
-Counters and events agree because both come from the same place: the batch of lines that is about to be written. Events
-that the log leaves out, because their user has too many, are counted by `count_omitted`.
+Counters and events agree because both come from the same place: the line that is about to be written. Events that the
+log leaves out, because their user has too many, are counted by `count_omitted`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import datetime
 from typing import Final, TypeAlias, cast
 
+from mpsd.core.events import EventName
 from mpsd.core.lifecycle import Event
 from mpsd.core.metrics import families
-from mpsd.core.metrics.exposition import Block, Histogram, counters, histograms
+from mpsd.core.metrics.samples import Histogram, Labels, Samples
+from mpsd.core.model import ViolationKind
 from mpsd.core.mps.limits import LIMITS
 
 Facts: TypeAlias = Mapping[str, object]
-Line: TypeAlias = tuple[datetime, str, str, Facts]
-"""The time, the level, the name and the facts of an event."""
 
 _REFUSALS: Final = ("does_not_fit", "never_fits", "quota", "daemon_not_ready", "queue_full", "quarantined", "storage")
 _CAUSES: Final = ("exit", "start", "SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGTERM")
+_STARTS: Final = ("first", "death", "operator", "renewal")
 _FAILURES: Final = ("control_unresponsive", "control_unreachable", "control_busy", "control_broken")
 """Likely values of labels: their series exist, at 0, before the first occurrence."""
 
@@ -34,30 +35,28 @@ _RECOVERIES: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 36
 class Tally:
     """The counters of one mpsd, from its start on."""
 
-    def __init__(self, began: datetime, events: Iterable[str], kinds_of_violations: Iterable[str]) -> None:
+    def __init__(self, began: datetime) -> None:
         """Begin at 0 for each event and kind, so that its first occurrence is an increase. No line precedes `began`."""
         self.began = began
-        self._events = Counter(dict.fromkeys(events, 0))
+        self._events = Counter[str](dict.fromkeys(EventName, 0))
         self._omitted = Counter[str]()
         """Events that were left out of the log."""
         self._levels = Counter(dict.fromkeys(_LEVELS, 0))
-        self._refused = Counter[str]()
-        self._violations = Counter(dict.fromkeys(kinds_of_violations, 0))
-        self._deaths = Counter[tuple[str, str]]()
+        self._refused = Counter[str](dict.fromkeys(_REFUSALS, 0))
+        self._violations = Counter[str](dict.fromkeys(ViolationKind, 0))
+        self._deaths = Counter[Labels]()
         self._hangs = Counter[str]()
-        self._starts = Counter[tuple[str, str]]()
-        self._found = Counter[tuple[str, str]]()
-        self._undone = Counter[tuple[str, str]]()
+        self._starts = Counter[Labels]()
+        self._found = Counter[Labels]()
+        self._undone = Counter[Labels]()
         self._foreign = Counter[str]()
-        self._xids = Counter[tuple[str, str]]()
+        self._xids = Counter[Labels]()
         self._left_out = 0
         self._waits = Histogram(_WAITS)
-        self._waited = 0
-        """The number of granted requests that had waited."""
         self.grants = Histogram(_GRANTS)
         self._recoveries: dict[str, Histogram] = {}
         self._conversations: dict[str, Histogram] = {}
-        self._failures = Counter[tuple[str, str]]()
+        self._failures = Counter[Labels]()
         self._down: dict[str, datetime] = {}
         """By control daemon, the time since when it is dead or silent."""
         self._why_down: dict[str, str] = {}
@@ -65,7 +64,9 @@ class Tally:
         self._restarting: set[str] = set()
         """The control daemons that an operator restarts."""
         self._followed: dict[str, Callable[[datetime, Facts], None]] = {
+            "lease_granted": self._grant,
             "lease_refused": self._refuse,
+            "lease_ended": self._end_lease,
             "violation": self._violate,
             "daemon_death": self._die,
             "daemon_state": self._move,
@@ -80,25 +81,18 @@ class Tally:
         }
         """By event, the method that counts its facts, too."""
 
-    def count(self, lines: Iterable[Line]) -> None:
-        """Count lines that are about to be written."""
-        for at, level, event, facts in lines:
-            self._levels[level] += 1
-            self._events[event] += 1
-            if event in self._followed:
-                self._followed[event](at, facts)
-            elif "waited" in facts:
-                self._observe_wait(facts["waited"])
-            elif "code" in facts and event == "lease_ended":
-                self._refuse(at, facts)
+    def count(self, at: datetime, level: str, event: str, facts: Facts) -> None:
+        """Count a line that is about to be written."""
+        self._levels[level] += 1
+        self._events[event] += 1
+        if event in self._followed:
+            self._followed[event](at, facts)
 
-    def count_omitted(self, event: str, facts: Facts) -> None:
+    def count_omitted(self, at: datetime, event: str, facts: Facts) -> None:
         """Count an event that is left out of the log."""
         self._omitted[event] += 1
-        if "code" in facts:
-            self._refused[_word(facts, "code")] += 1
-        elif "waited" in facts:
-            self._observe_wait(facts["waited"])
+        if event in self._followed:
+            self._followed[event](at, facts)
 
     def conversation(self, daemon: str, seconds: float, failure: str | None) -> None:
         """Count a conversation on a control pipe; `failure` is the code of the error that ended it."""
@@ -106,18 +100,17 @@ class Tally:
         if failure is not None:
             self._failures[daemon, failure] += 1
 
-    def of(self, event: str) -> int:
-        """Return the number of occurrences of an event, including those left out of the log."""
-        return self._events[event] + self._omitted[event]
-
     # -- facts --------------------------------------------------------------------------------------------------------
 
-    def _observe_wait(self, seconds: object) -> None:
-        self._waited += 1
-        self._waits.observe(cast("float", seconds))
+    def _grant(self, _: datetime, facts: Facts) -> None:
+        self._waits.observe(cast("float", facts.get("waited", 0.0)))
 
     def _refuse(self, _: datetime, facts: Facts) -> None:
         self._refused[_word(facts, "code")] += 1
+
+    def _end_lease(self, at: datetime, facts: Facts) -> None:
+        if "code" in facts:  # it never was granted: the request had waited
+            self._refuse(at, facts)
 
     def _violate(self, _: datetime, facts: Facts) -> None:
         self._violations[_word(facts, "kind")] += 1
@@ -168,48 +161,57 @@ class Tally:
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    def blocks(self, daemons: Iterable[str]) -> dict[families.Family, Block]:
+    def samples(self, daemons: Collection[str]) -> Samples:
         """Return the counters as samples. The series of each control daemon exist, at 0, from the start."""
-        names, granted = tuple(daemons), self.of("lease_granted")
         limits = [limit.name for limit in LIMITS]
-        refused = {**dict.fromkeys(_REFUSALS, 0), **self._refused}
-        admissions = {("granted", ""): granted, **{("refused", code): n for code, n in refused.items()}}
-        waits = Histogram(_WAITS)
-        waits.counts, waits.sum = list(self._waits.counts), self._waits.sum
-        waits.observe(0.0, granted - self._waited)
-        found = (
-            counters(families.EVENTS, {(name,): n for name, n in self._events.items()}),
-            counters(families.LOG_LINES, {(level,): n for level, n in self._levels.items()}),
-            counters(families.LINES_LEFT_OUT, {(): self._left_out}),
-            counters(families.ADMISSIONS, admissions),
-            counters(families.QUEUED, {(): self.of("lease_waits")}),
-            counters(families.ENDED, {(): self.of("lease_ended")}),
-            counters(families.VIOLATIONS, {(kind,): n for kind, n in self._violations.items()}),
-            counters(families.CLIENTS_ENDED, {(): self.of("client_ended")}),
-            histograms(families.WAIT, {(): waits}),
-            histograms(families.GRANT, {(): self.grants}),
-            counters(families.DEATHS, _each(self._deaths, names, _CAUSES)),
-            counters(families.HANGS, {(name,): self._hangs[name] for name in names}),
-            counters(families.STARTS, _each(self._starts, names, ("first", "death", "operator", "renewal"))),
-            histograms(families.RECOVERY, {(n,): self._recoveries.get(n, Histogram(_RECOVERIES)) for n in names}),
-            histograms(
-                families.CONVERSATION,
-                {(n,): self._conversations.get(n, Histogram(_CONVERSATIONS)) for n in names},
-            ),
-            counters(families.CONVERSATION_FAILURES, _each(self._failures, names, _FAILURES)),
-            counters(families.DRIFT_FOUND, _each(self._found, names, limits)),
-            counters(families.DRIFT_UNDONE, _each(self._undone, names, limits)),
-            counters(families.FOREIGN_COMMANDS, {(name,): self._foreign[name] for name in names}),
-            counters(families.GPU_XIDS, self._xids),
+        return Samples(
+            {
+                families.START_TIME: {(): self.began.timestamp()},
+                families.EVENTS: _by_name(self._events),
+                families.LOG_LINES: _by_name(self._levels),
+                families.LINES_LEFT_OUT: {(): self._left_out},
+                families.ADMISSIONS: {
+                    ("granted", ""): self._of("lease_granted"),
+                    **{("refused", code): count for code, count in self._refused.items()},
+                },
+                families.QUEUED: {(): self._of("lease_waits")},
+                families.ENDED: {(): self._of("lease_ended")},
+                families.VIOLATIONS: _by_name(self._violations),
+                families.CLIENTS_ENDED: {(): self._of("client_ended")},
+                families.DEATHS: _each(self._deaths, daemons, _CAUSES),
+                families.HANGS: {(daemon,): self._hangs[daemon] for daemon in daemons},
+                families.STARTS: _each(self._starts, daemons, _STARTS),
+                families.CONVERSATION_FAILURES: _each(self._failures, daemons, _FAILURES),
+                families.DRIFT_FOUND: _each(self._found, daemons, limits),
+                families.DRIFT_UNDONE: _each(self._undone, daemons, limits),
+                families.FOREIGN_COMMANDS: {(daemon,): self._foreign[daemon] for daemon in daemons},
+                families.GPU_XIDS: dict(self._xids),
+            },
+            {
+                families.WAIT: {(): self._waits.buckets()},
+                families.GRANT: {(): self.grants.buckets()},
+                families.RECOVERY: {
+                    (daemon,): self._recoveries.get(daemon, Histogram(_RECOVERIES)).buckets() for daemon in daemons
+                },
+                families.CONVERSATION: {
+                    (daemon,): self._conversations.get(daemon, Histogram(_CONVERSATIONS)).buckets()
+                    for daemon in daemons
+                },
+            },
         )
-        return {block.family: block for block in found}
+
+    def _of(self, event: str) -> int:
+        """Return the number of occurrences of an event, including those left out of the log."""
+        return self._events[event] + self._omitted[event]
 
 
-def _each(
-    counted: Mapping[tuple[str, str], int], names: Iterable[str], likely: Iterable[str]
-) -> dict[tuple[str, str], int]:
+def _by_name(counted: Counter[str]) -> dict[Labels, float]:
+    return {(name,): count for name, count in counted.items()}
+
+
+def _each(counted: Counter[Labels], daemons: Iterable[str], likely: Iterable[str]) -> dict[Labels, float]:
     """Return the counts, and 0 for each likely value that has none, so that its first occurrence is an increase."""
-    return {**{(name, each): 0 for name in names for each in likely}, **counted}
+    return {**{(daemon, each): 0 for daemon in daemons for each in likely}, **counted}
 
 
 def _word(facts: Facts, name: str) -> str:

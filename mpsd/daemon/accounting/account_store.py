@@ -17,9 +17,9 @@ from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, S
 from mpsd.core.admission.usage import Account
 from mpsd.core.errors import StorageError
 from mpsd.core.settings import History
-from mpsd.daemon.record.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system import clock
 from mpsd.system.database import Database, Statement, summed
+from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
 
 ACCOUNTS_SCHEMA: Final = (
     """

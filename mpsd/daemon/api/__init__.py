@@ -1,1 +1,1 @@
-"""The API: the table of routes, the function of each route, and the structs of requests and answers."""
+"""The API: the table of routes, the function of each route, the bodies of requests, and values as answers."""

@@ -1,4 +1,4 @@
-"""The kinds of answer that a route can give: JSON of a struct, text, raw bytes, a stream of lines, or none.
+"""The kinds of answer that a route can give: JSON, text, raw bytes, a stream of lines, or none.
 
 A kind is one column of the route table. It holds the description of the answer in the API's document, and the encoder
 that turns the result of a handler into the data that the connection sends.
@@ -6,16 +6,15 @@ that turns the result of a handler into the data that the connection sends.
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from mpsd.daemon.http.message import Answer
-from mpsd.daemon.record.encoding import to_json
+from mpsd.system.encoding import to_json
 
 A = TypeVar("A")
-S = TypeVar("S", bound=Struct)
+J = TypeVar("J", bound=Mapping[str, object])
 
 JSON: Final = "application/json"
 LINES: Final = "application/x-ndjson"
@@ -40,8 +39,8 @@ class AnswerKind(Generic[A]):
     """Every status that the answer can have; errors are not among them."""
     media_type: str = ""
     """Empty where the answer has no body."""
-    schema: type[Struct] | Mapping[str, object] | None = None
-    """The type of the body: a struct, or a JSON schema."""
+    schema: type[Mapping[str, object]] | Mapping[str, object] | None = None
+    """The type of the body, or its JSON schema."""
     line: type[Struct] | None = None
     """The type of each line of the body, where the body is a stream of JSON objects."""
     description: str = ""
@@ -57,15 +56,12 @@ class StatusBy:
     """The status for each value that the field can have."""
 
 
-def json(kind: type[S], status: int | StatusBy = 200) -> AnswerKind[S]:
-    """Return the kind that answers with a struct as JSON."""
+def json(kind: type[J], status: int | StatusBy = 200) -> AnswerKind[J]:
+    """Return the kind that answers with a type of `answer_types` as JSON."""
     if isinstance(status, StatusBy):
-        value_of, by_value = attrgetter(status.field), dict(status.statuses)
+        field, by_value = status.field, dict(status.statuses)
         return AnswerKind(
-            lambda answer: Answer(by_value[value_of(answer)], to_json(answer)),
-            tuple(by_value.values()),
-            JSON,
-            kind,
+            lambda answer: Answer(by_value[answer[field]], to_json(answer)), tuple(by_value.values()), JSON, kind
         )
     return AnswerKind(lambda answer: Answer(status, to_json(answer)), (status,), JSON, kind)
 

@@ -7,19 +7,21 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
+from mpsd.client import answer_types
+from mpsd.client.answer_types import about, words
 from mpsd.core.accounting.report import Amounts, By, Line, Report, step_of
 from mpsd.core.accounting.series import SECOND
 from mpsd.core.errors import InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.quantities import Moment
 from mpsd.daemon.accounting.accountant import Accountant
+from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery
-from mpsd.daemon.api.schema import about, words
 from mpsd.daemon.node.node import Node
-from mpsd.daemon.record.encoding import to_json
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock
+from mpsd.system.encoding import to_json
 
 _LATEST: Final = "latest"
 
@@ -189,72 +191,6 @@ class HistoryQuery(RequestQuery, frozen=True):
     totals: Annotated[bool, parameter("Whether the answer has totals only, and no samples.")] = False
 
 
-class HistoryTotalOut(Struct):
-    __doc__ = "The sums of one key: amounts times seconds."
-
-    seconds: Annotated[float, about("The total length of the samples in which the key had anything.")]
-    leases: Annotated[int, about("The number of leases.")]
-    threads_granted: Annotated[float, about("Percent-seconds: a whole GPU for an hour is 360000.")]
-    memory_granted: Annotated[float, about("Byte-seconds.")]
-    memory_held: Annotated[float | None, about("Byte-seconds, by the readings of the GPUs; null without a reading.")]
-    clients: Annotated[float, about("Client-seconds.")]
-
-
-class HistorySampleOut(Struct):
-    __doc__ = "The means over one sample. During a time without a sample, the key had nothing."
-
-    time: Annotated[Moment, about("The beginning of the sample: a multiple of the resolution, since 1970.")]
-    seconds: Annotated[float, about("The length of its part between since and until, which is the span of the means.")]
-    threads_granted: Annotated[float, about("Percent.")]
-    memory_granted: Annotated[float, about("Bytes.")]
-    memory_held: Annotated[float | None, about("Bytes, by the readings of the GPUs; null without a reading.")]
-    clients: float
-
-
-class HistorySeriesOut(Struct):
-    __doc__ = "The amounts of one key."
-
-    key: Annotated[
-        str | None,
-        about(
-            "The UUID of a GPU, a uid, a name, the id of a lease, or the value of a label. Users choose names and"
-            " labels.\n\n"
-            "Null stands for leases without such a name or label, and for leases beyond the limits on separate names"
-            " and users."
-        ),
-    ]
-    total: HistoryTotalOut
-    samples: list[HistorySampleOut]
-
-
-class HistoryGapOut(Struct):
-    __doc__ = "A span without stored samples. The sums still include the granted amounts, as a mean over the gap."
-
-    since: Moment
-    until: Moment
-    because: str
-
-
-class HistoryOut(Struct):
-    __doc__ = (
-        "The amounts that were granted and held from one time to another.\n\n"
-        "Granted amounts are exact. Held amounts come from the readings of the GPUs, every 10 seconds: by GPU, all"
-        " memory in use on it; otherwise, the memory that processes of leases hold, for a single lease as the mean"
-        " over its life."
-    )
-
-    history: Annotated[list[HistorySeriesOut], about("The series that the caller may see, by key.")]
-    by: str
-    since: Moment
-    until: Moment
-    resolution: Annotated[int, about("The length of a sample in seconds.")]
-    left_out: Annotated[
-        int, about("The number of keys beyond 1000, which are left out: those with the smallest amounts.")
-    ]
-    gaps: list[HistoryGapOut]
-    because: Annotated[str, about("The reason why nothing can be stored now; empty if all is well.")]
-
-
 class HistoryHandlers:
     """The handlers of the history of one node."""
 
@@ -262,7 +198,7 @@ class HistoryHandlers:
         self._node = node
         self._accountant = accountant
 
-    async def history(self, request: Request) -> HistoryOut:
+    async def history(self, request: Request) -> answer_types.History:
         """Return the history: by GPU for every caller, otherwise of the users whose leases the caller may see."""
         query = request.query
         assert isinstance(query, HistoryQuery)  # noqa: S101 - the route table says so
@@ -288,15 +224,15 @@ class HistoryHandlers:
         report = Report(by, label, begin, None if is_open else end, step, gpu=query.gpu or None, is_seen=is_seen)
         end = await self._accountant.fill(report)
         lines, left_out = report.lines()
-        return HistoryOut(
+        return answer_types.History(
             history=[_series(report, line, totals=query.totals) for line in lines],
             by=query.by,
-            since=since,
+            since=rendering.time(since),
             until=_time(end),
             resolution=step,
             left_out=left_out,
             gaps=[
-                HistoryGapOut(_time(each.since), _time(each.until), each.because)
+                answer_types.HistoryGap(since=_time(each.since), until=_time(each.until), because=each.because)
                 for each in self._accountant.gaps(begin, end)
             ],
             because=self._accountant.trouble,
@@ -320,16 +256,16 @@ def _moment(text: str, now: datetime) -> datetime:
         ) from None
 
 
-def _time(moment: int) -> datetime:
-    return datetime.fromtimestamp(moment / SECOND, UTC)
+def _time(moment: int) -> str:
+    return rendering.time(datetime.fromtimestamp(moment / SECOND, UTC))
 
 
-def _series(report: Report, line: Line, *, totals: bool) -> HistorySeriesOut:
+def _series(report: Report, line: Line, *, totals: bool) -> answer_types.HistorySeries:
     samples = [(*report.bounds(number), amounts) for number, amounts in sorted(line.samples.items())]
     total = line.total
-    return HistorySeriesOut(
-        line.key,
-        HistoryTotalOut(
+    return answer_types.HistorySeries(
+        key=line.key,
+        total=answer_types.HistoryTotal(
             seconds=sum(seconds for _, seconds, _ in samples),
             leases=line.leases,
             threads_granted=total.threads,
@@ -337,17 +273,17 @@ def _series(report: Report, line: Line, *, totals: bool) -> HistorySeriesOut:
             memory_held=total.held if total.known else None,
             clients=total.clients,
         ),
-        [] if totals else [_sample(_time(start), seconds, amounts) for start, seconds, amounts in samples],
+        samples=[] if totals else [_sample(_time(start), seconds, amounts) for start, seconds, amounts in samples],
     )
 
 
-def _sample(start: datetime, seconds: float, amounts: Amounts) -> HistorySampleOut:
+def _sample(start: str, seconds: float, amounts: Amounts) -> answer_types.HistorySample:
     seconds = max(seconds, 1e-6)
-    return HistorySampleOut(
-        start,
-        seconds,
-        amounts.threads / seconds,
-        amounts.memory / seconds,
-        amounts.held / seconds if amounts.known else None,
-        amounts.clients / seconds,
+    return answer_types.HistorySample(
+        time=start,
+        seconds=seconds,
+        threads_granted=amounts.threads / seconds,
+        memory_granted=amounts.memory / seconds,
+        memory_held=amounts.held / seconds if amounts.known else None,
+        clients=amounts.clients / seconds,
     )

@@ -1,26 +1,24 @@
 """The handlers of the lease routes: which callers may see and change a lease, and which holder a new one has."""
 
 from collections.abc import Awaitable, Collection
-from datetime import timedelta
 from functools import lru_cache
 from typing import Annotated, Final
 
+from mpsd.client import answer_types
 from mpsd.core import health, model
 from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
 from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
-from mpsd.core.holders import holders
-from mpsd.core.model import Claim, Lease, LeaseState, Share
+from mpsd.core.model import Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
-from mpsd.daemon.api import lease_schema, naming
+from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
-from mpsd.daemon.api.schema import ViolationOut
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, installation, process_table
+from mpsd.system import clock, installation, proc
 
 _LARGEST: Final = 3
 """Maximum leases that a refusal names."""
@@ -58,7 +56,7 @@ class LeaseHandlers:
         self._node = node
         self._collector = collector
 
-    async def leases(self, request: Request) -> lease_schema.LeasesOut:
+    async def leases(self, request: Request) -> answer_types.Leases:
         """Return the leases that the caller may see, ended ones on request, and the sums of the others."""
         query = request.query
         assert isinstance(query, LeasesQuery)  # noqa: S101 - the route table says so
@@ -68,43 +66,44 @@ class LeaseHandlers:
         seen = [lease for lease in listed if self._may_see(request, lease)]
         hidden = [lease for lease in ledger.all() if not self._may_see(request, lease)]
         shares = [share for lease in hidden for share in lease.shares]
-        found = [self._with_holders(_lease_out(lease, places.get(lease.id), secret=False), lease) for lease in seen]
-        answer = lease_schema.LeasesOut(
-            self._judged(found),
-            lease_schema.OthersOut(
+        answer = answer_types.Leases(
+            leases=self._judged([self._shown(lease, places.get(lease.id), secret=False) for lease in seen]),
+            others=answer_types.Others(
                 leases=len(hidden),
                 waiting=sum(lease.state is LeaseState.WAITING for lease in hidden),
                 threads_granted=sum(share.threads.tenths for share in shares) / 10,
                 memory_granted=sum(share.memory.bytes for share in shares),
             ),
         )
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         return answer
 
-    def _with_holders(self, answer: lease_schema.LeaseOut, lease: Lease) -> lease_schema.LeaseOut:
+    def _shown(self, lease: Lease, place: QueuePlace | None, *, secret: bool) -> answer_types.Lease:
         """Return a lease with the state of its holders, and the processes that keep it where all holders are gone."""
-        if lease.state is LeaseState.ENDED:
+        answer = rendering.lease(lease, place, secret=secret)
+        if lease.state is LeaseState.ENDED or lease.claim is not None:
             return answer
-        for holder, said in zip(lease.holders, answer.holders, strict=True):
-            said.gone = not isinstance(holder, Claim) and not self._node.leases.has_holder(lease.id, holder)
-        if all(each.gone for each in answer.holders):
+        for holder, said in zip(lease.holders, answer["holders"], strict=True):
+            if not self._node.leases.holder_watch.lives(lease.id, holder):
+                said["gone"] = True
+        if all("gone" in each for each in answer["holders"]):
             # A bearer that has become a client is named once, as the client.
             kinds = {**dict.fromkeys(lease.bearers, "bearer"), **dict.fromkeys(lease.clients, "client")}
-            answer.keepers = [
-                lease_schema.KeeperOut(kind, each.pid, process_table.command_of(each.pid))
+            answer["keepers"] = [
+                answer_types.Keeper(kind=kind, pid=each.pid, name=proc.command_of(each.pid))
                 for each, kind in kinds.items()
             ]
         return answer
 
-    def _judged(self, leases: list[lease_schema.LeaseOut]) -> list[lease_schema.LeaseOut]:
+    def _judged(self, leases: list[answer_types.Lease]) -> list[answer_types.Lease]:
         """Return leases with the last known violations and doubts of their processes."""
-        by_id = {each.id: each for each in leases}
+        by_id = {each["id"]: each for each in leases}
         for violation in self._node.violation_monitor.violations:
             if violation.lease in by_id:
-                by_id[violation.lease].violations.append(ViolationOut.of(violation))
+                by_id[violation.lease]["violations"].append(rendering.violation(violation))
         for doubt in self._node.violation_monitor.doubts:
             if doubt.lease in by_id:
-                by_id[doubt.lease].unknown.append(doubt.because)
+                by_id[doubt.lease]["unknown"].append(doubt.because)
         return leases
 
     def _may_see(self, request: Request, lease: Lease) -> bool:
@@ -120,16 +119,16 @@ class LeaseHandlers:
             )
         return lease
 
-    async def lease(self, request: Request) -> lease_schema.LeaseOut:
+    async def lease(self, request: Request) -> answer_types.Lease:
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
-        (answer,) = self._judged([self._with_holders(_lease_out(lease, place, secret=is_own(request, lease)), lease)])
-        self._node.leases.as_stored()
+        (answer,) = self._judged([self._shown(lease, place, secret=is_own(request, lease))])
+        self._node.leases.group_commit.commit()
         return answer
 
-    async def admit(self, request: Request) -> lease_schema.LeaseOut:
+    async def admit(self, request: Request) -> answer_types.Lease:
         """Grant a lease, now or after waiting for it, or say why not."""
-        assert isinstance(request.body, lease_schema.LeaseRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, bodies.LeaseRequest)  # noqa: S101 - the route table says so
         began, body = clock.monotonic(), request.body
         if body.owner is not None and not request.admin:
             raise NotPermittedError(
@@ -151,10 +150,10 @@ class LeaseHandlers:
             raise
         if lease.granted == lease.created:  # the request did not wait
             self._collector.grants.observe(clock.monotonic() - began)
-        return _lease_out(lease)
+        return rendering.lease(lease)
 
     def _admit(
-        self, request: Request, body: lease_schema.LeaseRequest, named: naming.Named, *, is_named: bool
+        self, request: Request, body: bodies.LeaseRequest, named: naming.NamedOrClaim, *, is_named: bool
     ) -> Awaitable[Lease]:
         owner, user, holder = named
         return self._node.admit(
@@ -190,9 +189,9 @@ class LeaseHandlers:
             said.append(f"leases of other users have {_amount(hidden)}")
         return f"; {', '.join(said)}" if said else ""
 
-    async def hold(self, request: Request) -> lease_schema.LeaseOut:
+    async def hold(self, request: Request) -> answer_types.Lease:
         """Add or replace the holder of a lease, or take its claim; answer when that is stored and the limits open."""
-        assert isinstance(request.body, lease_schema.HolderRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, bodies.HolderRequest)  # noqa: S101 - the route table says so
         body, lease = request.body, self._node.leases.find(request.names["id"])
         if body.token is not None and not naming.is_token(body.token, lease):
             raise NotPermittedError(
@@ -202,18 +201,18 @@ class LeaseHandlers:
         if body.claim is not None:
             seconds = naming.claim_seconds(request, body, self._node.settings.current)
             await self._see_clients(lease)
-            return _lease_out(await self._node.leases.claims.leave(lease.id, seconds, body.claim.uid))
+            return rendering.lease(await self._node.leases.claims.leave(lease.id, seconds, body.claim.uid))
         if body.token is None:
             self._theirs(request, act=True)
             naming.check_holders(request, lease)
-        is_claim = body.token is not None or holders.claim_of(lease) is not None
+        is_claim = body.token is not None or lease.claim is not None
         with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:
-                lease = await self._node.claim_taking.take(lease.id, owner, named, user)
+                lease = await self._node.take(lease.id, owner, named, user)
             else:
                 self._node.quarantine.check(lease.owner.uid)
                 lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
-        return _lease_out(lease)
+        return rendering.lease(lease)
 
     async def release(self, request: Request) -> None:
         """End a lease; a lease that has ended already is no error.
@@ -228,31 +227,31 @@ class LeaseHandlers:
         verb = "released" if lease.owner.uid == request.credentials.uid else "revoked"
         await self._node.leases.release(lease.id, f"uid {request.credentials.uid} {verb} it")
 
-    async def end(self, request: Request) -> lease_schema.LeaseOut:
+    async def end(self, request: Request) -> answer_types.Lease:
         """End the clients of a lease, and then the lease; stored before the answer."""
         lease = self._theirs(request, act=True)
         await self._see_clients(lease)
         self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
-        return _lease_out(self._node.leases.find(lease.id), None)
+        return rendering.lease(self._node.leases.find(lease.id), None)
 
     async def _see_clients(self, lease: Lease) -> None:
         """Find the clients of a lease that have just attached."""
         if lease.shares and lease.state is not LeaseState.ENDED:
             await self._node.refresh(lease)
 
-    async def renew(self, request: Request) -> lease_schema.LeaseOut:
+    async def renew(self, request: Request) -> answer_types.Lease:
         """Extend a lease."""
-        assert isinstance(request.body, lease_schema.RenewRequest)  # noqa: S101 - the route table says so
+        assert isinstance(request.body, bodies.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
         ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), request.body.ttl)
-        return _lease_out(await self._node.leases.renew(lease.id, ttl or request.body.ttl))
+        return rendering.lease(self._node.leases.renew(lease.id, ttl or request.body.ttl))
 
-    async def attach(self, request: Request) -> lease_schema.LeaseOut:
+    async def attach(self, request: Request) -> answer_types.Lease:
         """Open a lease's limits for its further processes, and answer when they are open."""
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
-        return _lease_out(await self._node.leases.clients.attach(lease.id))
+        return rendering.lease(await self._node.leases.clients.attach(lease.id))
 
     async def cdi(self, request: Request) -> bytes:
         """Return the CDI document of a claimed lease that no holder has taken; its hook runs mpsd's own mpsctl.
@@ -267,13 +266,13 @@ class LeaseHandlers:
                 hint="claim a lease on one GPU for each container",
                 limit="gpus",
             )
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
-        variables = _lease_out(lease).env
+        variables = rendering.lease(lease)["env"]
         program = (str(installation.programs() / "mpsctl"),)
         return cdi.encode(cdi.document(device, variables, program=program, shared_memory=request.query.shared_memory))
 
-    async def verify(self, request: Request) -> lease_schema.VerifyOut:
+    async def verify(self, request: Request) -> answer_types.Verify:
         """Tell whether every process of a lease is under MPS and within its limits, by facts read for this answer."""
         lease = self._theirs(request, act=False)
         late: list[str] = []
@@ -281,16 +280,14 @@ class LeaseHandlers:
             late = await self._node.refresh(lease)
             lease = self._node.leases.find(lease.id)
         verdict = self._node.violation_monitor.verify(lease, late)
-        return lease_schema.VerifyOut(
+        return answer_types.Verify(
             lease=lease.id,
             ok=verdict.ok,
             verdict=verdict.verdict,
             because=verdict.because,
             memory_granted=sum(share.memory.bytes for share in lease.shares),
             memory_held=sum(each.held or 0 for each in verdict.processes),
-            processes=[
-                lease_schema.ProcessOut.of(each, process_table.command_of(each.pid)) for each in verdict.processes
-            ],
+            processes=[rendering.process(each, proc.command_of(each.pid)) for each in verdict.processes],
             violations=[each.because for each in self._node.violation_monitor.violations if each.lease == lease.id],
             unknown=[*verdict.unknown],
             hint=verdict.hint or None,
@@ -302,17 +299,6 @@ def _amount(shares: Collection[Share]) -> str:
     return f"{threads:g} % and {format_size(sum(share.memory.bytes for share in shares))}"
 
 
-def _lease_out(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True) -> lease_schema.LeaseOut:
-    """Return a lease in its wire form, with the end of its time on the wall clock, for display.
-
-    `secret`: whether the answer is about this lease alone, and for its owner or an administrator.
-    """
-    expires = None
-    if lease.expires is not None and lease.state is not LeaseState.ENDED:
-        expires = clock.now() + timedelta(seconds=lease.expires - clock.monotonic())
-    return lease_schema.LeaseOut.of(lease, expires=expires, place=place, secret=secret)
-
-
 # Most requests ask for the same amount as an earlier one.
 _threads: Final = lru_cache(64)(ActiveThreadPercentage.parse)
 _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
@@ -320,7 +306,7 @@ _memory: Final = lru_cache(64)(PinnedDeviceMemLimit.parse)
 _STOPS: Final = {each.value: each for each in model.Stop}
 
 
-def _lease_request(body: lease_schema.LeaseRequest) -> model.LeaseRequest:
+def _lease_request(body: bodies.LeaseRequest) -> model.LeaseRequest:
     """Convert a request from its wire form. Raises InvalidRequestError."""
     return model.LeaseRequest(
         threads=None if body.threads is None else _threads(body.threads),

@@ -5,22 +5,22 @@ from functools import partial
 from typing import Annotated, Final
 
 from mpsd import __version__
+from mpsd.client import answer_types
 from mpsd.core import health, model, mps_facts, roles
 from mpsd.core.admission.admission import NOTHING
 from mpsd.core.configuration.document import effective
 from mpsd.core.enforcement.verification import Verdict
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.gpus import driver_branch
-from mpsd.core.metrics import exposition
 from mpsd.core.model import GpuView, Health, Known
 from mpsd.daemon.accounting.accountant import Accountant
-from mpsd.daemon.api import schema
+from mpsd.daemon.api import rendering
 from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
-from mpsd.daemon.metrics.collector import Collector
+from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
-from mpsd.system import process_table
+from mpsd.system import proc
 
 _WELL: Final = (Verdict.OK, "", "")
 
@@ -41,43 +41,43 @@ class NodeHandlers:
         self._accountant = accountant
         self._collector = collector
 
-    async def healthz(self, _: Request) -> schema.HealthOut:
+    async def healthz(self, _: Request) -> answer_types.Health:
         """Tell whether mpsd itself answers."""
-        return schema.HealthOut(ok=True, because="mpsd answers")
+        return answer_types.Health(ok=True, because="mpsd answers")
 
-    async def readyz(self, _: Request) -> schema.HealthOut:
+    async def readyz(self, _: Request) -> answer_types.Health:
         """Tell whether the node is healthy; 503 when it is not."""
         node = self._node.health()
-        return schema.HealthOut(ok=node.healthy, because=node.because)
+        return answer_types.Health(ok=node.healthy, because=node.because)
 
-    async def principal(self, request: Request) -> schema.PrincipalOut:
+    async def principal(self, request: Request) -> answer_types.Principal:
         """Return the user and the role of the caller."""
         who = request.credentials
-        return schema.PrincipalOut(who.uid, who.gid, request.role.name.lower())
+        return answer_types.Principal(uid=who.uid, gid=who.gid, role=request.role.name.lower())
 
     async def metrics(self, request: Request) -> Answer:
         """Return the metrics of the node: sums for every caller, and series of the leases that the caller may see."""
         query = request.query
         assert isinstance(query, MetricsQuery)  # noqa: S101 - the route table says so
-        media_type = exposition.negotiated(request.accept)
+        media_type = negotiated(request.accept)
         shows = partial(may_see, request, self._node.settings.current) if query.users else None
-        return Answer(200, self._collector.answer(media_type, shows), media_type)
+        return Answer(200, await self._collector.answer(media_type, shows), media_type)
 
-    async def status(self, request: Request) -> schema.StatusOut:
+    async def status(self, request: Request) -> answer_types.Status:
         """Return the node in one answer, all of it from one moment."""
         node, found, operator = self._node, self._node.health(), request.operator
-        return schema.StatusOut(
+        return answer_types.Status(
             healthy=found.healthy,
             because=found.because,
             headline=found.headline,
-            reasons=[schema.ReasonOut.of(each, operator=operator) for each in found.reasons],
-            warnings=[schema.ReasonOut.of(each, operator=operator) for each in found.warnings],
-            violations=[schema.ViolationOut.of(each) for each in node.violation_monitor.violations],
+            reasons=[rendering.reason(each, operator=operator) for each in found.reasons],
+            warnings=[rendering.reason(each, operator=operator) for each in found.warnings],
+            violations=[rendering.violation(each) for each in node.violation_monitor.violations],
             version=__version__,
             simulated=node.simulated,
-            since=node.since,
+            since=rendering.time(node.since),
             gpus=[self._gpu(view, found.daemons, operator=operator) for view in found.gpus],
-            daemons=[schema.DaemonOut.of(each, operator=operator) for each in found.daemons],
+            daemons=[rendering.daemon(each, operator=operator) for each in found.daemons],
             leases=len(node.leases.ledger.leases),
             waiting=len(node.leases.ledger.waiting),
             clients=sum(len(server.clients) for daemon in found.daemons for server in daemon.servers),
@@ -101,17 +101,17 @@ class NodeHandlers:
         ]
         return notes
 
-    async def gpus(self, request: Request) -> schema.GpusOut:
-        daemons = self._node.daemons()
+    async def gpus(self, request: Request) -> answer_types.Gpus:
+        daemons = self._node.control_daemons.all()
         gpus = [self._gpu(view, daemons, operator=request.operator) for view in self._node.gpus.views()]
-        return schema.GpusOut(gpus)
+        return answer_types.Gpus(gpus=gpus)
 
-    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> schema.GpuOut:
+    def _gpu(self, view: GpuView, daemons: Iterable[model.Daemon], *, operator: bool) -> answer_types.Gpu:
         gpu = view.gpu
         given = self._node.leases.ledger.taken(gpu.uuid) if gpu else NOTHING
         unleased = self._node.unleased.on(gpu.uuid) if gpu else NOTHING
         clients = mps_facts.clients_max(gpu.compute_capability, driver_branch(gpu.driver_version)) if gpu else None
-        return schema.GpuOut(
+        return answer_types.Gpu(
             uuid=gpu.uuid if gpu else None,
             index=view.index,
             name=gpu.name if gpu else None,
@@ -129,26 +129,26 @@ class NodeHandlers:
             health=view.health,
             because=view.because,
             hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=operator),
-            refused=health.refused(view, daemons, self._node.leases.trouble),
+            refused=health.refused(view, daemons, self._node.leases.group_commit.trouble),
         )
 
-    async def daemons(self, request: Request) -> schema.DaemonsOut:
-        return schema.DaemonsOut(
-            [schema.DaemonOut.of(each, operator=request.operator) for each in self._node.daemons()]
+    async def daemons(self, request: Request) -> answer_types.Daemons:
+        return answer_types.Daemons(
+            daemons=[rendering.daemon(each, operator=request.operator) for each in self._node.control_daemons.all()]
         )
 
-    async def clients(self, _: Request) -> schema.ClientsOut:
+    async def clients(self, _: Request) -> answer_types.Clients:
         """Return the clients of every server."""
         self._inspect_new_clients()
         attached = (each for each in self._node.violation_monitor.attached() if each.lease is not None and each.counted)
         leases = {(each.client.daemon, each.client.identity.pid): each.lease.id for each in attached if each.lease}
         judged = self._judged()
-        return schema.ClientsOut(
-            [
-                schema.ClientOut(
+        return answer_types.Clients(
+            clients=[
+                answer_types.Client(
                     pid=pid,
-                    name=process_table.command_of(pid),
-                    uid=process_table.uid_of(pid),
+                    name=proc.command_of(pid),
+                    uid=proc.effective_uid(pid),
                     daemon=daemon.name,
                     gpu=daemon.gpu,
                     server=server.pid,
@@ -159,7 +159,7 @@ class NodeHandlers:
                     because=judged.get((daemon.name, pid), _WELL)[1],
                     hint=judged.get((daemon.name, pid), _WELL)[2],
                 )
-                for daemon in self._node.daemons()
+                for daemon in self._node.control_daemons.all()
                 for server in daemon.servers
                 for pid in server.clients
             ]
@@ -173,7 +173,7 @@ class NodeHandlers:
         inspected = self._node.violation_monitor.listed()
         listed = (
             (client, daemon.gpu)
-            for daemon in self._node.daemons()
+            for daemon in self._node.control_daemons.all()
             for server in daemon.servers
             for client in server.opened
         )
@@ -191,14 +191,19 @@ class NodeHandlers:
             found[client] = (Verdict.VIOLATION, "; ".join(each.because for each in broken), broken[0].hint)
         return found
 
-    async def quarantines(self, _: Request) -> schema.QuarantinesOut:
+    async def quarantines(self, _: Request) -> answer_types.Quarantines:
         """Return the quarantined uids, and those that were admitted at recent crashes of control daemons."""
         found = self._node.quarantine
-        return schema.QuarantinesOut(
-            [schema.QuarantineOut(each.uid, each.since, each.because) for each in found.quarantined],
-            [schema.SuspectOut(each.uid, each.crashes, each.alone) for each in found.suspects],
+        return answer_types.Quarantines(
+            quarantines=[
+                answer_types.Quarantine(uid=each.uid, since=rendering.time(each.since), because=each.because)
+                for each in found.quarantined
+            ],
+            suspects=[
+                answer_types.Suspect(uid=each.uid, crashes=each.crashes, alone=each.alone) for each in found.suspects
+            ],
         )
 
-    async def config(self, _: Request) -> schema.ConfigOut:
+    async def config(self, _: Request) -> answer_types.Config:
         """Return the settings in force."""
-        return schema.ConfigOut(effective(self._node.settings.current))
+        return answer_types.Config(config=effective(self._node.settings.current))

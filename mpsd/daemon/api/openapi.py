@@ -4,11 +4,12 @@ import http
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, is_typeddict
 
 import msgspec
 
 from mpsd import __version__
+from mpsd.client import answer_types
 from mpsd.daemon.api.request import Request, RequestBody, RequestQuery
 from mpsd.daemon.api.table import Route
 from mpsd.daemon.http.problems import MEDIA_TYPE, Problem
@@ -67,8 +68,11 @@ class OpenApiHandlers:
 
 def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes."""
-    structs = {Problem, *(struct for route in routes for struct in _structs(route))}
-    _, components = msgspec.json.schema_components(sorted(structs, key=lambda each: each.__name__), ref_template=_REF)
+    kinds = {Problem, *(kind for route in routes for kind in _kinds(route))}
+    _, components = msgspec.json.schema_components(sorted(kinds, key=lambda each: each.__name__), ref_template=_REF)
+    for each in vars(answer_types).values():
+        if is_typeddict(each) and each.__name__ in components:
+            components[each.__name__] = _in_order(components[each.__name__], each)
     for route in routes:
         if route.answer.line is not None:
             components[route.answer.line.__name__]["additionalProperties"] = True
@@ -91,6 +95,19 @@ def document(routes: Sequence[Route[Any, Any]]) -> dict[str, Any]:
         "tags": [{"name": name, "description": text} for name, text in _TAGS.items() if name in tags],
         "paths": paths,
         "components": {"schemas": {name: _portable(components[name]) for name in sorted(components)}},
+    }
+
+
+def _in_order(schema: dict[str, Any], answer: type) -> dict[str, Any]:
+    """Return the schema of an answer with its fields in the order of its type; msgspec sorts them by their names."""
+    fields = [*answer.__annotations__]
+    for each in schema["properties"].values():
+        if "default" in each:
+            each["default"] = each.pop("default")  # last, as in requests
+    return {
+        **schema,
+        "properties": {name: schema["properties"][name] for name in fields},
+        "required": [name for name in fields if name in schema["required"]],
     }
 
 
@@ -153,8 +170,8 @@ def _with_choices(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _structs(route: Route[Any, Any]) -> Iterable[type[msgspec.Struct]]:
-    """Yield the structs that a route answers with, also in lines, and the one that it takes as its body."""
+def _kinds(route: Route[Any, Any]) -> Iterable[type]:
+    """Yield the types that a route answers with, also in lines, and the one that it takes as its body."""
     if route.answer.line is not None:
         yield route.answer.line
     if isinstance(route.answer.schema, type):

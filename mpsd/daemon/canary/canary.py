@@ -24,8 +24,8 @@ from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import CanaryEnd, Proof
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
-from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.system import capabilities, clock, credentials, proc, process, process_table
+from mpsd.daemon.leases.ceilings import Ceilings
+from mpsd.system import capabilities, clock, credentials, proc, process
 from mpsd.system.canary import BEGINS, CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.process import Process
@@ -51,11 +51,11 @@ class Canaries:
     """The canaries of a node; each control daemon has at most one at a time."""
 
     def __init__(
-        self, program: CanaryProgram, control: ControlProgram, gates: LimitGates, pipe_access: NodePipeAccess
+        self, program: CanaryProgram, control: ControlProgram, ceilings: Ceilings, pipe_access: NodePipeAccess
     ) -> None:
         self._program = program
         self._control = control
-        self._gates = gates
+        self._ceilings = ceilings
         self._pipe_access = pipe_access
 
     async def send(self, supervisor: Supervisor, seconds: float, *, by_command: bool) -> CanaryEnd:
@@ -66,10 +66,10 @@ class Canaries:
         if (stopped := _stopped(supervisor)) is not None:
             return _nothing(stopped)
         uid = self._user(supervisor.snapshot())
-        if uid != process_table.own_uid() and not capabilities.can_serve_users():
+        if uid != os.geteuid() and not capabilities.can_serve_users():
             return _unable(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
         opened = (
-            self._gates.opened_for_canary(supervisor.name, wedge.LIMITS) if by_command else contextlib.nullcontext()
+            self._ceilings.opened_for_canary(supervisor.name, wedge.LIMITS) if by_command else contextlib.nullcontext()
         )
         try:
             async with opened:
@@ -89,10 +89,10 @@ class Canaries:
         if uid is not None:
             return uid
         users = daemon.cannot_start_for
-        return next(iter(users)) if users is not None and len(users) == 1 else process_table.own_uid()
+        return next(iter(users)) if users is not None and len(users) == 1 else os.geteuid()
 
     async def _send_as(self, uid: int, supervisor: Supervisor, seconds: float) -> CanaryEnd:
-        if uid == process_table.own_uid():  # this uid always has pipe access
+        if uid == os.geteuid():  # this uid always has pipe access
             return await self._send(supervisor, uid, (), seconds)
         become = f"{uid}:{await asyncio.to_thread(credentials.group_of, uid)}"
         with self._pipe_access.opened_for_canary(supervisor.name, supervisor.gpu.uuid) as group:

@@ -36,7 +36,7 @@ from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import clock, log_file, proc
+from mpsd.system import clock, log_file, proc, resources
 from mpsd.system.inotify import DirectoryWatch
 from mpsd.system.log_file import LogFollower, Position
 from mpsd.system.rundir import DaemonPaths
@@ -199,7 +199,7 @@ class ControlLog:
     @property
     def descriptors_used_up(self) -> int | None:
         """How many descriptors the control daemon may have, if all of them are in use; None otherwise."""
-        return proc.descriptors_used_up(self._daemon) if self._daemon else None
+        return resources.descriptors_used_up(self._daemon) if self._daemon else None
 
     def note_servers(self, servers: Mapping[ProcessIdentity, Server]) -> None:
         """Note the servers that the daemon itself has named, with their state words and clients.

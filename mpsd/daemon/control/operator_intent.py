@@ -8,8 +8,7 @@ import msgspec
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Unknown
 from mpsd.core.supervision.drain import DesiredState, Intent, Operation, take_up
-from mpsd.daemon.record import encoding
-from mpsd.system import atomic_file, clock
+from mpsd.system import atomic_file, clock, encoding
 
 _MOST_ENDED: Final = 16
 """Completed operations that can still be queried."""

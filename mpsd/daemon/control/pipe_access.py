@@ -13,6 +13,7 @@ with many users it runs as root.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -306,7 +307,7 @@ class NodePipeAccess:
         return self._accesses[name]
 
     def _wanted(self, gpu: str) -> Admitted:
-        unadmitted, own = self._settings.current.unadmitted, process_table.own_uid()
+        unadmitted, own = self._settings.current.unadmitted, os.geteuid()
         uids = access.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
         return Admitted(uids, self._canaries.get(gpu))
 
@@ -347,7 +348,7 @@ class NodePipeAccess:
 
 def _is_let_in(uid: int) -> bool:
     """Tell whether a uid always has access: root's, or mpsd's own."""
-    return uid == 0 or uid == process_table.own_uid()
+    return uid == 0 or uid == os.geteuid()
 
 
 async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:

@@ -45,8 +45,8 @@ from mpsd.system import (
     unix_sockets,
 )
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
+from mpsd.system.proc import ProcessDetails
 from mpsd.system.process import Process
-from mpsd.system.process_table import ProcessDetails
 from mpsd.system.rundir import DaemonPaths
 
 _START: Final = "MPSD_START"
@@ -192,7 +192,7 @@ class Instance:
     def lock_holder(self) -> str | None:
         """Name the holder of the lock that a control daemon needs to start; None when no process holds it."""
         for each in file_locks.holders(self._paths.control_lock):
-            return f"pid {each.pid} (uid {process_table.uid_of(each.pid)}) holds {self._paths.control_lock}"
+            return f"pid {each.pid} (uid {proc.effective_uid(each.pid)}) holds {self._paths.control_lock}"
         return None
 
     def _watch(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
@@ -442,9 +442,9 @@ def orphans(record: DaemonRecord) -> tuple[tuple[ProcessIdentity, ...], frozense
 
 def _unrecorded(paths: DaemonPaths, program: ControlProgram, wanted: Mapping[str, str]) -> DaemonProcess | None:
     """Return mpsd's own control daemon without a record; None where no trusted process uses the pipe directory."""
-    pids = [pid for pid in _listeners(paths) if process_table.is_trusted(proc.real_uid(pid))]
+    pids = [pid for pid in _listeners(paths) if proc.is_trusted(proc.real_uid(pid))]
     try:
-        trusted = [each for each in map(process_table.details, pids) if each is not None]
+        trusted = [each for each in map(proc.details, pids) if each is not None]
     except PermissionError as error:
         raise _unseen(paths, f"{error.filename}: {error.strerror}") from error
     for each in trusted:
@@ -490,7 +490,7 @@ def _unseen(paths: DaemonPaths, because: str) -> ForeignDaemonError:
 
 def _ours(each: ProcessDetails, program: ControlProgram, wanted: Mapping[str, str]) -> bool:
     known = daemon_flags.users_of(each.arguments) is not None
-    return known and process_table.runs(each.identity.pid, Path(program.argv[0])) and each.variables == Known(wanted)
+    return known and proc.runs(each.identity.pid, Path(program.argv[0])) and each.variables == Known(wanted)
 
 
 def _foreign(paths: DaemonPaths, program: ControlProgram, pid: int, uid: int, executable: str) -> ForeignDaemonError:

@@ -10,8 +10,7 @@ from pathlib import Path
 from mpsd.core.enforcement.ending import Ending
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Known, ProcessIdentity, Unknown
-from mpsd.daemon.record import encoding
-from mpsd.system import atomic_file
+from mpsd.system import atomic_file, encoding
 
 
 class EndStore:

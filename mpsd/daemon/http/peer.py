@@ -1,5 +1,6 @@
 """The peer of an API connection, as the kernel reports it, and how many requests one uid may have in flight."""
 
+import os
 import select
 import socket
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, host_environment, process_table
+from mpsd.system import clock, host_environment
 from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of
 from mpsd.system.process import Process
 
@@ -59,7 +60,7 @@ class Peer:
         """
         if self._principal is None or self._settings is not settings:
             user = UserIdentity(self.uid, groups(self._connection, self.credentials))
-            may = may_administer(user, settings, own_uid=process_table.own_uid())
+            may = may_administer(user, settings, own_uid=os.geteuid())
             contained = may and self._is_contained()
             role = role_of(user, settings, administers=may and not contained)
             rank = role or Role.OBSERVER

@@ -14,9 +14,9 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
 from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
-from mpsd.daemon.record.encoding import NOT_UNDERSTOOD
 from mpsd.daemon.record.log import Logger
 from mpsd.system import atomic_file, clock
+from mpsd.system.encoding import NOT_UNDERSTOOD
 
 _MOST_CRASHES: Final = 256
 """Crashes that are kept, however many there are within the window."""

@@ -9,12 +9,11 @@ import contextlib
 from typing import Final
 
 from mpsd.core.events import EventName
-from mpsd.core.metrics import exposition
 from mpsd.core.setting_parsers import address_of
 from mpsd.daemon.http.listener import Listener
 from mpsd.daemon.http.message import Answer, Message
 from mpsd.daemon.http.problems import unroutable
-from mpsd.daemon.metrics.collector import Collector
+from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, tcp_listener
@@ -43,6 +42,8 @@ class Endpoint:
         self._log = log
         self._answers: dict[tuple[str, bool], tuple[float, bytes]] = {}
         """By format, and whether users are in it: the time until which the last answer is reused, and that answer."""
+        self._gathering = asyncio.Lock()
+        """Held while the answer is found, so that callers that come meanwhile reuse it."""
 
     async def run(self) -> None:
         """Serve until cancelled. Return at once without a configured address, and after an hour without the port."""
@@ -79,14 +80,16 @@ class Endpoint:
         if message.trouble is not None or message.path != _PATH or message.method not in _METHODS:
             answer = unroutable(message, _METHODS if message.path == _PATH else ())
         else:
-            media_type = exposition.negotiated(message.accept)
-            answer = Answer(200, self._metrics(media_type), media_type)
+            media_type = negotiated(message.accept)
+            answer = Answer(200, await self._metrics(media_type), media_type)
         await message.connection.send(message, answer)
 
-    def _metrics(self, media_type: str) -> bytes:
-        users, now = self._settings.current.metrics.users, clock.monotonic()
-        until, text = self._answers.get((media_type, users), (0.0, b""))
-        if now >= until:
-            text = self._collector.answer(media_type, (lambda _: True) if users else None)
-            self._answers[media_type, users] = now + _FRESH, text
-        return text
+    async def _metrics(self, media_type: str) -> bytes:
+        users = self._settings.current.metrics.users
+        async with self._gathering:
+            now = clock.monotonic()
+            until, text = self._answers.get((media_type, users), (0.0, b""))
+            if now >= until:
+                text = await self._collector.answer(media_type, (lambda _: True) if users else None)
+                self._answers[media_type, users] = now + _FRESH, text
+            return text

@@ -7,9 +7,8 @@ from msgspec import Struct
 
 from mpsd.core.events import EventName
 from mpsd.core.model import Unknown
-from mpsd.daemon.record import encoding
 from mpsd.daemon.record.log import Logger
-from mpsd.system import atomic_file, clock
+from mpsd.system import atomic_file, clock, encoding
 
 T = TypeVar("T")
 

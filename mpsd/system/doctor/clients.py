@@ -1,12 +1,11 @@
 """The processes that have leases, as far as the calling user may inspect them."""
 
 import contextlib
-from collections.abc import Iterable
 from typing import Final
 
 from mpsd.core.doctor.clients import LIBRARIES, VISIBLE
 from mpsd.core.doctor.observed import ClientSeen
-from mpsd.system import foreign_files, proc, process_table
+from mpsd.system import foreign_files, proc
 from mpsd.system.foreign_files import ForeignFile
 
 _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
@@ -15,7 +14,7 @@ _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
 def look(pid: int, lease: str, *, gpu: str, granted: int) -> ClientSeen | None:
     """Inspect a process of a lease; None when it is gone."""
     try:
-        arguments = process_table.arguments_of(pid)
+        arguments = proc.arguments_of(pid)
     except OSError:
         return None
     variables = proc.environment_of(pid, _is_wanted)
@@ -34,9 +33,3 @@ def _frameworks(pid: int) -> frozenset[str]:
         maps = foreign_files.read(pid, ForeignFile.MAPS)
         return frozenset(each for each in LIBRARIES if f"/{each}/".encode() in maps)
     return frozenset()
-
-
-def look_at_all(found: Iterable[tuple[int, str, str, int]]) -> tuple[ClientSeen, ...]:
-    """Inspect each given pid, lease, GPU and granted memory; processes that are gone are left out."""
-    looked = (look(pid, lease, gpu=gpu, granted=granted) for pid, lease, gpu, granted in found)
-    return tuple(each for each in looked if each is not None)

@@ -14,9 +14,7 @@ from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps.log_parser import parse
 from mpsd.core.settings import Settings
 from mpsd.system import rundir
-
-_TAIL: Final = 256 * 1024
-"""Bytes that are read from the end of a log."""
+from mpsd.system.doctor.readings import denied, last_lines
 
 _HEX: Final = re.compile(rb"[0-9A-Fa-f]{8}")
 
@@ -95,7 +93,7 @@ def _pipe_directory(name: str, path: Path, listened: frozenset[str]) -> PipeDire
     except (FileNotFoundError, NotADirectoryError):
         entries = Known(())
     except OSError as error:
-        entries = Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+        entries = denied(path, error)
     return PipeDirectorySeen(name, path, entries, listening=f"{path}/control" in listened)
 
 
@@ -105,7 +103,7 @@ def _versions(log_dir: Path) -> Reading[tuple[LoggedVersions, ...]]:
     except FileNotFoundError:
         return Known(())
     except OSError as error:
-        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
+        return denied(error.filename, error)
 
 
 def _of_logs(directory: Path) -> LoggedVersions:
@@ -119,9 +117,7 @@ def _of_logs(directory: Path) -> LoggedVersions:
 def _last(path: Path, start: str) -> str:
     """Return the text that follows `start` in the last line of a log that begins with it; empty where none does."""
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
-            lines = log.read(_TAIL).decode("utf-8", errors="replace").splitlines()
+        lines = last_lines(path)
     except FileNotFoundError:
         return ""
     texts = (line.text for line in map(parse, reversed(lines)) if line is not None)

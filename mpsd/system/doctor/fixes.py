@@ -15,7 +15,7 @@ from mpsd.core.settings import Settings
 from mpsd.system import clock, rundir
 from mpsd.system.doctor import disk, gpus, proc
 from mpsd.system.gpu import NvmlGpus, change_compute_mode
-from mpsd.system.journal import Journal
+from mpsd.system.journal import Journal, entry
 from mpsd.system.rundir import RunDir
 from mpsd.system.saved_compute_modes import SavedComputeModes
 
@@ -124,4 +124,6 @@ def _write_down(log: BinaryIO, check: str, did: str) -> None:
     log.write(json.dumps(line).encode() + b"\n")
     fields = {"MPSD_EVENT": _FIXED, "MPSD_CHECK": check, "MPSD_DID": did}
     with contextlib.closing(Journal()) as journal:
-        journal.send({"MESSAGE": f"{_FIXED} {check}: {did}", "PRIORITY": "6", "SYSLOG_IDENTIFIER": "mpsctl", **fields})
+        journal.write(
+            entry({"MESSAGE": f"{_FIXED} {check}: {did}", "PRIORITY": "6", "SYSLOG_IDENTIFIER": "mpsctl", **fields})
+        )

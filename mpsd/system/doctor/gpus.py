@@ -1,10 +1,11 @@
 """The GPUs, the driver and the control program, and the record of compute modes that mpsd must restore."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from mpsd.core.compute_mode import ComputeMode
 from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
 from mpsd.core.model import Known, Reading, Unknown
@@ -32,38 +33,43 @@ def find(settings: Settings, control: str | None = None) -> Driver | None:
         return None
 
 
-async def _knows_many_users(there: Driver | None) -> Reading[bool]:
-    if there is None:
-        return Unknown("there is no control program that could be asked")
-    return await control_flags.knows_many_users(ControlProgram((str(there.control),), there.directories))
-
-
 async def look(settings: Settings, control: str | None, *, simulated: bool) -> GpusSeen:
     """Inspect all of it; an absent driver is a finding, not an error."""
     there = find(settings, control)
-    found = GpusSeen(
-        Unknown("the GPUs are simulated"),
+    node: Reading[NodeGpus] = Unknown("the GPUs are simulated")
+    many_users: Reading[bool] = Unknown("there is no control program that could be asked")
+    remedy = ""
+    if not simulated:
+        try:
+            node = Known(await _node(there))
+        except GpuError as error:
+            node, remedy = Unknown(error.detail), error.hint
+    if there is not None:
+        many_users = await control_flags.knows_many_users(ControlProgram((str(there.control),), there.directories))
+    return GpusSeen(
+        node,
+        remedy,
         simulated=simulated,
         program=there.control if there else None,
         server=there.server if there else None,
         library=library(there.libraries if there else None),
         package=package_of(there.control) if there else None,
         left=left(settings),
-        many_users=await _knows_many_users(there),
+        many_users=many_users,
     )
-    if simulated:
-        return found
+
+
+async def _node(there: Driver | None) -> NodeGpus:
+    """Read the GPUs through NVML. Raises GpuError."""
     source = NvmlGpus(there.nvml if there else None)
     try:
         inventory = await source.inventory()
         version, cuda = await source.versions()
         gpus = [GpuSeen(each, await source.usage(each), await source.condition(each)) for each in inventory.gpus]
-    except GpuError as error:
-        return found.with_node(Unknown(error.detail), error.hint)
     finally:
         source.close()
     unreadable = {index: unknown.reason for index, unknown in inventory.unknown.items()}
-    return found.with_node(Known(NodeGpus(version, cuda, tuple(gpus), unreadable)))
+    return NodeGpus(version, cuda, tuple(gpus), unreadable)
 
 
 def library(root: Path | None, places: Sequence[Path] = _LIBRARIES) -> Library | None:
@@ -84,21 +90,18 @@ def left(settings: Settings) -> Left:
     """Read the record of the compute modes that mpsd must restore."""
     modes = SavedComputeModes(rundir.saved_compute_modes(settings))
     aside = saved_compute_modes.aside(modes.path)
-    seen = Left(modes.path, Known({}), aside=aside if _is_there(aside) else None)
+    damaged, is_there = False, False
+    with contextlib.suppress(OSError):  # the record in the same directory cannot be read either, and that is reported
+        is_there = aside.exists()
+    found: Reading[Mapping[str, ComputeMode]]
     try:
         modes.load()
+        found = Known(modes.by_gpu)
     except ValueError as error:
-        return Left(modes.path, Unknown(str(error)), damaged=True, aside=seen.aside)
+        found, damaged = Unknown(str(error)), True
     except OSError as error:
-        return Left(modes.path, Unknown(f"cannot be read: {error.strerror}"), aside=seen.aside)
-    return Left(modes.path, Known(dict(modes.by_gpu)), aside=seen.aside)
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False  # the record in the same directory cannot be read either, and that is reported
+        found = Unknown(f"cannot be read: {error.strerror}")
+    return Left(modes.path, found, damaged=damaged, aside=aside if is_there else None)
 
 
 def package_of(program: Path, dpkg: Path = _DPKG) -> tuple[str, str] | None:

@@ -9,12 +9,10 @@ from typing import Final
 from mpsd.core.doctor.observed import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.system import clock, host_environment
+from mpsd.system.doctor.readings import denied, last_lines
 
 _MOST: Final = 100_000
 """Maximum number of records of the kernel's log that are read; its buffer holds fewer."""
-
-_TAIL: Final = 1024 * 1024
-"""Bytes that are read from the end of auditd's log."""
 
 _AUDITED: Final = re.compile(r"msg=audit\(([0-9]{1,12}\.[0-9]{1,6}):")
 
@@ -61,7 +59,7 @@ def kernel_log(path: Path) -> Reading[tuple[LogLine, ...]]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+        return denied(path, error)
     try:
         for _ in range(_MOST):
             try:
@@ -75,7 +73,7 @@ def kernel_log(path: Path) -> Reading[tuple[LogLine, ...]]:
     except BlockingIOError:
         pass  # the end of the log
     except OSError as error:
-        return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+        return denied(path, error)
     finally:
         os.close(descriptor)
     return Known(tuple(lines))
@@ -85,13 +83,11 @@ def audit_log(path: Path) -> Reading[tuple[LogLine, ...]]:
     """Return the lines at the end of auditd's log, each with its own time."""
     now = clock.now().timestamp()
     try:
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL))
-            texts = log.read(_TAIL).decode("utf-8", errors="replace").splitlines()
+        texts = last_lines(path)
     except FileNotFoundError:
         return Known(())
     except OSError as error:
-        return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
+        return denied(path, error)
     stamped = ((_AUDITED.search(text), text) for text in texts)
     return Known(tuple(LogLine(max(0.0, now - float(found[1])), text) for found, text in stamped if found is not None))
 

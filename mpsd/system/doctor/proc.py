@@ -9,15 +9,19 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from mpsd.core.doctor.observed import ProcessSeen
-from mpsd.core.doctor.processes import MPSD, USUAL
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, MPSD, SERVER, USUAL
 from mpsd.core.model import Known, Reading, Unknown
+from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
 from mpsd.system import host_environment, mount_table, proc, process_table, unix_sockets
-from mpsd.system.process_table import ProgramKind
+from mpsd.system.doctor.readings import denied
 
 _PROC: Final = Path("/proc")
 
-_COMM: Final = b"nvidia-cuda-mps"
+_CONTROL_PROGRAM: Final = "nvidia-cuda-mps-control"
+_SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
+
+_COMM: Final = "nvidia-cuda-mps"
 """The kernel's name for both of NVIDIA's programs, cut to 15 bytes. Source: proc(5), /proc/PID/comm."""
 
 _COMMANDS: Final = frozenset({"run", "demo"})
@@ -29,7 +33,7 @@ def processes(program: Sequence[str], runtime_dir: Path) -> Reading[tuple[Proces
     `program` is the control program, whatever its name, and `runtime_dir` is mpsd's.
     """
     try:
-        pids = sorted(process_table.pids())
+        pids = sorted(proc.pids())
     except OSError as error:
         return Unknown(f"{_PROC} cannot be read: {error.strerror}")
     if 1 not in pids:
@@ -55,9 +59,10 @@ def _with_lookalikes(
         trusted.add(runtime_dir.stat().st_uid)
     strange = {each.pid: each for each in found if proc.real_uid(each.pid) not in trusted}
     control = Path(shutil.which(program[0]) or program[0])
-    daemons = {each.pid for each in found if each.part == ProgramKind.DAEMON and each.pid not in strange}
+    daemons = {each.pid for each in found if each.part == DAEMON and each.pid not in strange}
     for pid, each in tuple(strange.items()):
-        if each.part == ProgramKind.DAEMON and process_table.runs(pid, control) and not _is_script(control):
+        # The interpreter of a script runs other programs too, so running it is no evidence.
+        if each.part == DAEMON and proc.runs(pid, control) and not [*proc.interpreter(control)]:
             del strange[pid]
             daemons.add(pid)
     connected = _connected(runtime_dir) if strange else set()
@@ -65,15 +70,6 @@ def _with_lookalikes(
         replace(each, lookalike=each.pid in strange and each.parent not in daemons and each.pid not in connected)
         for each in found
     )
-
-
-def _is_script(program: Path) -> bool:
-    """Tell whether an interpreter runs a program. It runs others too, so running it is no evidence."""
-    try:
-        with program.open("rb") as file:
-            return file.read(2) == b"#!"
-    except OSError:
-        return False
 
 
 def _connected(runtime_dir: Path) -> set[int]:
@@ -91,17 +87,17 @@ def _hidden(path: str) -> Unknown:
 def process(pid: int) -> ProcessSeen | None:
     """Return one process as an mpsd; None when there is none."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return _seen(pid, MPSD, process_table.arguments_of(pid))
+        return _seen(pid, MPSD, proc.arguments_of(pid))
     return None
 
 
 def _process(pid: int, program: tuple[str, ...]) -> Iterator[ProcessSeen]:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        arguments = process_table.arguments_of(pid)
+        arguments = proc.arguments_of(pid)
         if arguments:
-            part = MPSD if is_mpsd(arguments) else process_table.kind_of(arguments, program)
+            part = MPSD if is_mpsd(arguments) else part_of(arguments, program)
         else:
-            part = "process of MPS" if (_PROC / f"{pid}/comm").read_bytes().strip() == _COMM else None
+            part = "process of MPS" if proc.command_of(pid) == _COMM else None
         if part is not None:
             yield _seen(pid, part, arguments)
 
@@ -115,21 +111,30 @@ def is_mpsd(arguments: Sequence[str]) -> bool:
     return names[:1] == ["mpsd"] and bool(_COMMANDS & set(words))
 
 
+def part_of(arguments: Sequence[str], program: tuple[str, ...]) -> str | None:
+    """Return the part in MPS that a process has by its own arguments; None for any other process."""
+    # An interpreter runs a script, so the script's own name is the second argument.
+    names = {Path(argument).name for argument in arguments[:2]}
+    if _SERVER_PROGRAM in names:
+        return SERVER
+    if _CONTROL_PROGRAM in names or tuple(arguments[: len(program)]) == program:
+        return DAEMON if daemon_flags.is_daemon(arguments[1:]) else FRONT_END
+    return None
+
+
 def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
     at = _PROC / str(pid)
-    status = dict(
-        line.split(":", 1)
-        for line in (at / "status").read_bytes().decode(errors="replace").split("\n")  # a name may have other line ends
-        if ":" in line
-    )
-    variables = proc.environment_of(pid, process_table.is_of_cuda) or Known({})  # it has ended, and uses nothing
+    stat, uid = proc.stat_of(pid), proc.real_uid(pid)
+    if stat is None or uid is None:
+        raise ProcessLookupError(f"process {pid} has ended")
+    variables = proc.environment_of(pid, proc.is_of_cuda) or Known({})  # it has ended, and uses nothing
     arguments_of = variables.value.get("CUDA_MPS_PIPE_DIRECTORY", "") if isinstance(variables, Known) else ""
     return ProcessSeen(
         pid=pid,
         part=part,
-        uid=int(status["Uid"].split()[1]),
-        parent=int(status["PPid"]),
-        state=status["State"].split()[0],
+        uid=uid,
+        parent=stat.parent,
+        state=stat.state,
         arguments=arguments,
         executable=_link(at / "exe"),
         variables=variables,
@@ -138,15 +143,11 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
     )
 
 
-def _denied(path: Path, error: OSError) -> Unknown:
-    return Unknown(f"{path} cannot be read by uid {os.geteuid()}: {error.strerror}")
-
-
 def _link(path: Path) -> Reading[str]:
     try:
         return Known(text(os.readlink(path)))  # noqa: PTH115 - the link's text is no path
     except OSError as error:
-        return _denied(path, error)
+        return denied(path, error)
 
 
 def _shared_memory(at: Path) -> Reading[int]:
@@ -154,7 +155,7 @@ def _shared_memory(at: Path) -> Reading[int]:
     try:
         table = mount_table.mounts(at.name)
     except OSError as error:
-        return _denied(at / "mountinfo", error)
+        return denied(at / "mountinfo", error)
     place = mount_table.place(table, PurePosixPath(host_environment.SHARED_MEMORY)) if table is not None else None
     if place is None:
         return Unknown(f"{at / 'mountinfo'} does not say where {host_environment.SHARED_MEMORY} is")

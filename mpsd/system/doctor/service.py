@@ -4,7 +4,6 @@ import os
 import shutil
 import socket
 import stat
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import Final
 from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import exit_status, process
+from mpsd.system import credentials, exit_status, file_locks, process
 from mpsd.system.configuration import read_configuration
+from mpsd.system.doctor.readings import denied
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 
@@ -28,9 +28,6 @@ _PROPERTIES: Final = (
 
 _DEADLINE: Final = 5.0
 """Timeout in seconds for a connection, and for systemctl."""
-
-_PEER: Final = struct.Struct("3i")
-"""struct ucred: pid, uid, gid. Source: unix(7)."""
 
 _KINDS: Final = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symbolic link", stat.S_IFIFO: "FIFO"}
 
@@ -52,24 +49,19 @@ def look_at_socket(path: Path) -> SocketSeen:
         connection.settimeout(_DEADLINE)
         try:
             connection.connect(os.fspath(path))
-            pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            listener = credentials.peer_credentials(connection)
         except OSError:
             return seen  # mpsctl's own client says why
-    return replace(seen, listener=(pid, uid))
+    return replace(seen, listener=(listener.pid, listener.uid))
 
 
 def lock_holder(runtime_dir: Path) -> Reading[int | None]:
-    """Return the pid of the process that holds the lock of a runtime directory; the kernel lists locks by inode."""
-    path = runtime_dir / "mpsd.lock"
+    """Return the pid of the process that holds the lock of a runtime directory."""
     try:
-        inode = str(path.stat().st_ino)
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
-    except FileNotFoundError:
-        return Known(None)
+        holders = file_locks.holders(runtime_dir / "mpsd.lock")
     except OSError as error:
-        return Unknown(f"{error.filename} cannot be read by uid {os.geteuid()}: {error.strerror}")
-    rows = (line.split() for line in lines if "->" not in line)
-    return Known(next((int(row[4]) for row in rows if row[1] == "FLOCK" and row[5].split(":")[2] == inode), None))
+        return denied(error.filename, error)
+    return Known(holders[0].pid if holders else None)
 
 
 def configuration(path: Path | None, root: Path | None) -> ConfigurationSeen:

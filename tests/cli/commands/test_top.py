@@ -11,12 +11,11 @@ from pathlib import Path
 from struct import pack
 from termios import TIOCSWINSZ
 
-import pytest
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
-from mpsd.cli.api import Api
 from mpsd.cli.top.app import Lines, Top
+from mpsd.client import Api
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl
 from tests.harness import wait_until
@@ -76,7 +75,6 @@ def test_follows_the_node(node: Node) -> None:
     run(node, steps)
 
 
-@pytest.mark.enforcement
 def test_client(make_node: Callable[..., Node]) -> None:
     """A client has a row with its lease, and with the memory that it holds."""
     node = make_node(control=None, durations={"mpsd.daemon.gpu.gpus._INTERVAL": 1.0}).start()

@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.cli.api import Api
+from mpsd.client import Api
 from mpsd.core.errors import NeverFitsError
 from tests.browser import Browser, Page
 from tests.cli.web.conftest import Web

@@ -9,10 +9,10 @@ from msgspec import structs
 
 from mpsd.core import health
 from mpsd.core.admission.admission import Amount
-from mpsd.core.events import EventName
 from mpsd.core.lifecycle import State
+from mpsd.core.metrics import snapshot
 from mpsd.core.metrics.families import FAMILIES
-from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost, blocks
+from mpsd.core.metrics.snapshot import NodeSnapshot, OwnCost
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.model import (
     AttachedProcess,
@@ -37,6 +37,7 @@ from mpsd.core.model import (
 )
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import GIB, MIB
+from tests.core.metrics.flat import flat
 
 NOW: Final = datetime(2026, 11, 22, 3, 0, tzinfo=UTC)
 CLIENT: Final = ProcessIdentity(42, 7)
@@ -97,10 +98,8 @@ def node(**otherwise: Any) -> NodeSnapshot:
     return found._replace(**otherwise)
 
 
-def samples(snapshot: NodeSnapshot, *, about_users: bool = True) -> dict[str, float]:
-    tally = Tally(NOW, EventName, ViolationKind)
-    found = blocks(snapshot, tally, about_users=about_users)
-    return {f"{block.family.name}{key}": value for block in found for key, value in block.samples}
+def samples(of: NodeSnapshot, *, about_users: bool = True) -> dict[str, float]:
+    return flat(snapshot.samples(of, Tally(NOW), about_users=about_users))
 
 
 OF_LEASE: Final = '{lease="lease-1",gpu="GPU-0",uid="1000"}'
@@ -187,19 +186,19 @@ CASES: Final[list[tuple[NodeSnapshot, dict[str, float | None]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("snapshot", "expected"), CASES)
-def test_samples(snapshot: NodeSnapshot, expected: dict[str, float | None]) -> None:
+@pytest.mark.parametrize(("of", "expected"), CASES)
+def test_samples(of: NodeSnapshot, expected: dict[str, float | None]) -> None:
     """A known value has a sample; an unknown value has none, instead of 0."""
-    found = samples(snapshot)
+    found = samples(of)
     assert {key: found.get(key) for key in expected} == expected
 
 
-def test_every_family_is_told() -> None:
-    """A node has every family of the table, in its order; without users, all but the families about them."""
-    tally = Tally(NOW, EventName, ViolationKind)
-    assert [each.family for each in blocks(node(), tally, about_users=True)] == [*FAMILIES]
-    sums = [each.family for each in blocks(node(), tally, about_users=False)]
-    assert sums == [each for each in FAMILIES if not each.about_users]
+@pytest.mark.parametrize("about_users", [True, False])
+def test_every_family_is_told(*, about_users: bool) -> None:
+    """A node has every family of the table; without users, all but the families about them."""
+    numbers, histograms = snapshot.samples(node(), Tally(NOW), about_users=about_users)
+    assert not numbers.keys() & histograms.keys()
+    assert numbers.keys() | histograms.keys() == {each for each in FAMILIES if about_users or not each.about_users}
 
 
 @pytest.mark.parametrize("about_users", [True, False])

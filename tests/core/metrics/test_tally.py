@@ -9,7 +9,7 @@ import pytest
 from mpsd.core.events import EventName
 from mpsd.core.metrics.families import FAMILIES
 from mpsd.core.metrics.tally import Tally
-from mpsd.core.model import ViolationKind
+from tests.core.metrics.flat import flat
 
 NOW: Final = datetime(2026, 11, 22, 3, 0, tzinfo=UTC)
 
@@ -19,20 +19,20 @@ OF_GPU0: Final = {"daemon": "gpu0"}
 
 
 def tally() -> Tally:
-    return Tally(NOW, EventName, ViolationKind)
+    return Tally(NOW)
 
 
 def told(story: Story) -> Tally:
     counted = tally()
     for seconds, event, facts in story:
-        counted.count([(NOW + timedelta(seconds=seconds), "info", event, facts)])
+        counted.count(NOW + timedelta(seconds=seconds), "info", event, facts)
     return counted
 
 
 def values(counted: Tally, *daemons: str) -> dict[str, float]:
     """Return every sample that is not 0, by its text."""
-    blocks = counted.blocks(daemons or ("gpu0",))
-    return {f"{block.family.name}{key}": value for block in blocks.values() for key, value in block.samples if value}
+    found = flat(counted.samples(daemons or ("gpu0",)))
+    return {text: value for text, value in found.items() if value}
 
 
 def state(on: str, name: str = "gpu0") -> Mapping[str, Any]:
@@ -119,5 +119,6 @@ def test_conversations() -> None:
 
 def test_events_that_are_followed_exist() -> None:
     """Each event with counted facts is in the catalogue, and each counter is in the table."""
+    numbers, histograms = tally().samples(("gpu0",))
     assert {*tally()._followed} <= {*EventName}
-    assert {*tally().blocks(("gpu0",))} <= {*FAMILIES}
+    assert {*numbers, *histograms} <= {*FAMILIES}

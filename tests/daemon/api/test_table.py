@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Final, TextIO
+from typing import Annotated, Any, Final, TextIO, TypedDict
 
 import pytest
 from msgspec import Meta, Struct
@@ -35,11 +35,17 @@ from tests.node import Answer
 FIGURES: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Colour(Struct):
+class Colour(TypedDict):
     """An answer whose field decides its status."""
 
     name: str
     known: bool
+
+
+class Line(Struct):
+    """A line of a stream."""
+
+    name: str
 
 
 class Paint(RequestBody):
@@ -80,7 +86,7 @@ class Words:
         """Answer with a struct that decides the status."""
         self.asked.append(request)
         assert isinstance(request.body, Paint)
-        return Colour(request.body.colour, known=request.body.colour == "green")
+        return Colour(name=request.body.colour, known=request.body.colour == "green")
 
     async def wash(self, request: Request) -> None:
         """Answer without a body."""
@@ -93,7 +99,7 @@ class Words:
 
 TABLE: Final[tuple[Route[Words, Any], ...]] = (
     Route("GET", "/figures", Role.OBSERVER, lambda h: h.figures, answers.negotiated(FIGURES, "The figures.")),
-    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines(Colour, "Lines."), query=Which),
+    Route("GET", "/lines", Role.OBSERVER, lambda h: h.lines, answers.lines(Line, "Lines."), query=Which),
     Route(
         "POST",
         "/paint",

@@ -21,7 +21,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, gpus, leased
 
-pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 SMALL: Final[dict[str, Any]] = {"threads": 10, "memory": "1GiB"}
 

@@ -13,7 +13,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import gpus, leased
 
-pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 SMALL = {"threads": 10, "memory": "1GiB"}
 BRISK = "[enforcement]\ngrace = 0.5\n"

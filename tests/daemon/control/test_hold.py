@@ -27,7 +27,7 @@ def operate(node: Node, verb: str) -> Any:
     return answer.json
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_hold_and_resume(make_node: Start, real: RealDaemon) -> None:
     """While it is held no lease is granted and clients stay; afterwards the waiting requests are granted at once."""
     node = make_node(simulate=2, control=real.control, config="").start()

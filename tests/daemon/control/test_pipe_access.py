@@ -90,7 +90,7 @@ def is_closed(path: Path) -> bool:
     return path.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestEveryDriver:
     """Access to each of NVIDIA's control daemons."""
 
@@ -250,7 +250,7 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_what_was_kept_from_a_lease(make_node: Start, real: RealDaemon) -> None:
     """A uid that kept the directory or the socket open from its lease cannot connect when the lease has ended."""
     node = make_node(simulate=1, control=real.control).start()
@@ -279,7 +279,7 @@ def test_what_was_kept_from_a_lease(make_node: Start, real: RealDaemon) -> None:
             assert tried() == ["connected"] * 4
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_conversation_that_outlasts_its_lease(make_node: Start, real: RealDaemon) -> None:
     """A front-end that outlives its lease locks mpsd out as any stranger's does, and is named."""
     node = make_node(simulate=1, control=real.control, config=BRISK).start()

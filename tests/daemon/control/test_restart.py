@@ -25,7 +25,7 @@ RUNS = int(os.environ.get("MPSD_RUNS", "2"))
 FREE = '[enforcement]\nunadmitted = "allow"\ngrace = 0.3\n'
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestReal:
     """Restarts of each of NVIDIA's own control daemons."""
 
@@ -82,7 +82,6 @@ def brisk(make_node: Start) -> Node:
     return make_node(simulate=1, control=None, config=FREE + BRISK, durations=IMPATIENT).start()
 
 
-@pytest.mark.enforcement
 class TestClients:
     """Restarts with simulated clients."""
 
@@ -256,7 +255,7 @@ def test_failed(make_node: Start) -> None:
 
 
 @pytest.mark.timeout(60 + 30 * RUNS)
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
     """However often mpsd is killed during a restart, there is exactly one new control daemon."""
     node = make_node(simulate=1, control=real.control, config=limits_for(real)).start()
@@ -282,7 +281,7 @@ def test_killed_at_any_step(make_node: Start, real: RealDaemon) -> None:
 class TestLeaving:
     """The option `mpsd run --stop-daemons-on-exit`."""
 
-    @pytest.mark.parametrize("real", branches())
+    @pytest.mark.parametrize("real", branches(470, 555))
     def test_nobody_there(self, make_node: Start, real: RealDaemon) -> None:
         """SIGTERM also stops the control daemons, and no process of theirs is left."""
         node = make_node(simulate=2, control=real.control, arguments=("--stop-daemons-on-exit",)).start()
@@ -291,7 +290,6 @@ class TestLeaving:
         assert not any(is_running(pid) for pid in pids)
         assert not [*node.pipe_directory("gpu0").iterdir(), *node.pipe_directory("gpu1").iterdir()]
 
-    @pytest.mark.enforcement
     def test_clients_are_waited_for(self, make_node: Start) -> None:
         """No lease is granted, and the API names the clients that it waits for; mpsd exits after the last one."""
         node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()
@@ -309,7 +307,6 @@ class TestLeaving:
         assert node.ended() == 0
         assert not is_running(pid)
 
-    @pytest.mark.enforcement
     def test_a_second_signal(self, make_node: Start) -> None:
         """A second signal ends mpsd at once, and leaves the control daemon and its client alone."""
         node = make_node(simulate=1, control=None, config=FREE, arguments=("--stop-daemons-on-exit",)).start()

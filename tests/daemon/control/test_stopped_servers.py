@@ -17,7 +17,7 @@ from tests.node import Node
 from tests.real import RealDaemon
 from tests.simulated_clients import SimulatedClient, gpus, leased, variables
 
-pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
+pytestmark = pytest.mark.thorough
 
 SHARE: Final = ("--threads", "10", "--memory", "1GiB")
 REQUEST: Final = {"threads": 10, "memory": "1GiB"}

@@ -16,7 +16,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, gpus, leased, variables
 
-pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 SHARE: Final = ("--threads", "10", "--memory", "1GiB")
 LOST: Final = "clients_lost"

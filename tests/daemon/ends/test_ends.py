@@ -38,7 +38,7 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, leased, variables
 
-pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 GRACE: Final = "[enforcement]\ngrace = 0.3\n"
 ANN: Final = 61421

@@ -18,7 +18,7 @@ from tests.harness import wait_until
 from tests.node import Answer, Node
 from tests.simulated_clients import SimulatedClient
 
-pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
+pytestmark = pytest.mark.thorough
 
 CONFIG: Final = "[enforcement]\ngrace = 0.3\nterminate_deadline = 0.5\n" + BRISK
 

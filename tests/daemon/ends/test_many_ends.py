@@ -34,7 +34,7 @@ from tests.harness import wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient, variables
 
-pytestmark = [pytest.mark.enforcement, pytest.mark.thorough]
+pytestmark = pytest.mark.thorough
 
 ENDS: Final = int(os.environ.get("MPSD_ENDS", "6"))
 SEED: Final = int(os.environ.get("MPSD_SEED", "16"))

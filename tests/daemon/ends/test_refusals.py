@@ -23,7 +23,7 @@ from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.simulated_clients import SimulatedClient
 
-pytestmark = [pytest.mark.thorough, pytest.mark.enforcement]
+pytestmark = pytest.mark.thorough
 
 CONFIG: Final = "[enforcement]\ngrace = 0.3\nterminate_deadline = 0.4\n" + BRISK
 LONG_GRACE: Final = "[enforcement]\ngrace = 60.0\nterminate_deadline = 0.4\n" + BRISK

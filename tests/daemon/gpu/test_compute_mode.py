@@ -379,7 +379,6 @@ def test_prohibited(make_node: Start, config: str) -> None:
     assert gpus(node)[0].compute_mode is ComputeMode.PROHIBITED
 
 
-@pytest.mark.enforcement
 def test_who_misses_mps_is_kept_out(make_node: Start) -> None:
     """In the default mode, MPS fails open, and the status says so; in exclusive-process a program gets an error."""
     node = make_node(simulate=1, control=None, config=LEAVE).start()

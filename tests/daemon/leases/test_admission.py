@@ -208,7 +208,7 @@ class TestRequestId:
         assert len({granted(answer)["id"] for answer in answers}) == 1
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 def test_client_priority(make_node: Start, real: RealDaemon) -> None:
     """The priority is in the environment of the lease's clients. On a driver without priorities the refusal says so."""
     node = make_node(simulate=1, control=real.control).start()

@@ -47,7 +47,7 @@ def closes(node: Node, closed: tuple[str, str | None]) -> None:
     wait_until(lambda: read(node) == closed, what=f"{closed}; the log is {node.stderr}")
 
 
-@pytest.mark.parametrize("real", branches())
+@pytest.mark.parametrize("real", branches(470, 555))
 class TestEveryDriver:
     """The ceiling on each of NVIDIA's control daemons."""
 

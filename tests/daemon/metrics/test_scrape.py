@@ -7,8 +7,8 @@ from typing import Final
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from mpsd.core.metrics.exposition import OPENMETRICS
 from mpsd.core.metrics.families import FAMILIES, Kind
+from mpsd.daemon.metrics.collector import OPENMETRICS
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start, make_node, node_for_all
 from tests.daemon.helpers import event, kill, next_ready, stopped, undone
@@ -95,12 +95,11 @@ class TestRoles:
         shown = {uid: (mine["id"] in text, theirs["id"] in text) for uid, text in seen.items()}
         assert shown == {USER: (True, False), OTHER: (False, True), OBSERVER: (False, False), None: (True, True)}
         for text in seen.values():
-            assert 'mpsd_leases{state="granted"} 2\n' in text
+            assert 'mpsd_leases{state="granted"} 2.0\n' in text
         assert line.call("GET", "/metrics", uid=2309).answer().status == 403
 
 
 class TestSeries:
-    @pytest.mark.enforcement
     def test_of_a_lease(self, make_node: Callable[..., Node]) -> None:
         """A lease and its clients have series, with their held memory, for exactly as long as they exist."""
         node = make_node(simulate=1, control=None).start()
@@ -142,7 +141,6 @@ class TestSeries:
         assert found["mpsd_lease_grant_duration_seconds_count"] == 1, "the other one had waited"
 
 
-@pytest.mark.enforcement
 @pytest.mark.thorough
 def test_one_story(make_node: Callable[..., Node], make_line: MakeLine) -> None:
     """Counters and sums agree with the events, through deaths, silence, foreign commands, refusals and violations."""

@@ -68,25 +68,6 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert list(broken(document, document.read_text(encoding="utf-8"))) == []
 
 
-@pytest.mark.parametrize("link", ["absent.md", "#absent", "user.md#absent", "../README.md#absent"])
-def test_a_broken_link_is_found(link: str) -> None:
-    """A link to a file or a heading that is absent is found."""
-    assert len(list(broken(OPERATOR, f"see [this]({link})"))) == 1
-
-
-def test_a_missing_picture_is_found() -> None:
-    """A missing picture is found, also in a document's HTML."""
-    assert len(list(broken(OPERATOR, '<img src="absent.svg">'))) == 1
-
-
-@pytest.mark.parametrize(
-    ("heading", "wanted"), [("The `mpsd` of 12:00, or: how?", "the-mpsd-of-1200-or-how"), ("A [b](c.md)", "a-b")]
-)
-def test_slug(heading: str, wanted: str) -> None:
-    """A heading has the anchor that GitHub gives it."""
-    assert slug(heading) == wanted
-
-
 def test_anchors_of_the_operators_guide_stay() -> None:
     """The anchors that others link to exist, and each section that sets one is in the list."""
     assert set(_ANCHOR.findall(OPERATOR.read_text(encoding="utf-8"))) == STABLE

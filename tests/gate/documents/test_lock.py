@@ -30,7 +30,6 @@ class Pin:
 
 
 def pins(lock: str = LOCK) -> dict[str, Pin]:
-    """Return what a lock pins, by name."""
     starts = [match.start() for match in re.finditer(r"^[^\s#]", lock, re.MULTILINE)]
     entries = [lock[start:end] for start, end in pairwise([*starts, len(lock)])]
     found = {}
@@ -52,7 +51,6 @@ def dependencies(extra: str | None = None) -> dict[str, str]:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """Return a version for comparing."""
     return tuple(map(int, version.split(".")))
 
 
@@ -94,14 +92,3 @@ def test_how_it_is_renewed() -> None:
     assert LOCK.splitlines()[1] == f"#    {COMMAND}"
     assert COMMAND in (ROOT / "docs/reference/lock-file.md").read_text(encoding="utf-8")
     assert not re.search(r"://|^ *(?:-i|-f|--(?!hash))|(?<!\w)/\w", LOCK.replace(COMMAND, ""), re.MULTILINE)
-
-
-def test_what_is_not_pinned_is_seen() -> None:
-    """A lock is parsed correctly: the library, its version, its hashes, and its dependents."""
-    head = "# by uv\na-b==1.2 ; python_version < '3' \\\n    --hash=sha256:0 \\\n    --hash=sha256:1\n"
-    assert pins(f"{head}    # via\n    #   c\n    #   d\n") == {
-        "a-b": Pin("1.2", ("sha256:0", "sha256:1"), frozenset({"c", "d"}))
-    }
-    assert pins(f"{head}    # via mpsd (pyproject.toml)\n")["a-b"].wanted_by == {"mpsd"}
-    with pytest.raises(AssertionError, match="not a library of one version"):
-        pins("a>=1\n")

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from mpsd.cli.group import EXIT_STATUS
 from mpsd.core.configuration.document import parse
 from mpsd.core.errors import catalogue
-from mpsd.core.settings import Settings, WantedComputeMode, quota_rows, rows
+from mpsd.core.settings import Settings, WantedComputeMode
 from tests.gate.generate import FILES
 from tests.gate.source import ROOT
 from tests.tools import needed
@@ -49,15 +48,6 @@ def test_page_is_sound(page: str) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-def test_every_setting_has_a_page() -> None:
-    """mpsd.toml(5) has each setting, under its section."""
-    page = FILES["docs/man/mpsd.toml.5"]()
-    for row in (*rows(), *quota_rows()):
-        section, name = row.key.rsplit(".", 1)
-        below = page.partition(f".SS [{section}]\n")[2].partition("\n.SS ")[0]
-        assert f"\n.TP\n.B {name}\n" in f"\n{below}", row.key
-
-
 def test_every_exit_status_is_told() -> None:
     """The exit code of each error is in the help and the page of mpsctl."""
     assert {error.exit_code for error in catalogue()} <= EXIT_STATUS.keys()
@@ -73,10 +63,3 @@ def test_the_example_sets_the_compute_mode() -> None:
     socket = Settings().socket
     both = f'[api]\nsocket = "{socket}"\n[daemon]\ncompute_mode = "exclusive-process"\n'
     assert parse(uncommented) == parse(both)
-
-
-def test_made_from_what_is_installed() -> None:
-    """The pages are those of this tree, not of an mpsd that is installed beside it."""
-    import mpsd  # noqa: PLC0415 - its place is what is tested
-
-    assert Path(mpsd.__file__).is_relative_to(ROOT)

@@ -1,39 +1,21 @@
-"""How long things take: a kernel's launch, a step beside other work, and the start of a client."""
+"""How long things take: a kernel's launch, and the start of a client."""
 
-import contextlib
-import itertools
 import os
-import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from http import HTTPStatus
 from typing import Any, Final
 
-from tests.gpu.comparing.blocks import COARSE, LONGEST, SHORTEST, prepare
+from tests.gpu.client import QUANTILES
+from tests.gpu.comparing import estimates
 from tests.gpu.comparing.estimates import estimate, order, ratios
 from tests.gpu.comparing.rows import Row, number, ratio
-from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, Worker, WrongError
-from tests.harness import wait_until
+from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, Worker
 
 LAUNCHES: Final = 4000
 """Launches of a block at most; 4 of them are above its 99.9th percentile."""
 
 FEWEST: Final = 100
 """Launches of a block at least; as many tell how long a launch takes."""
-
-QUANTILES: Final = ("p50", "p99", "p99.9")
-
-BESIDE: Final = {
-    "mpsd 50/50": (Wanted(Mode.MPSD, 50), Wanted(Mode.MPSD, 50)),
-    "bare MPS 50/50": (Wanted(Mode.BARE, 50), Wanted(Mode.BARE, 50)),
-    "mpsd 75/25": (Wanted(Mode.MPSD, 75), Wanted(Mode.MPSD, 25)),
-    "mpsd 25/75": (Wanted(Mode.MPSD, 25), Wanted(Mode.MPSD, 75)),
-    "time-slicing": (Wanted(Mode.OUTSIDE), Wanted(Mode.OUTSIDE)),
-}
-"""A client that waits for requests, and one that works without a pause, by the name of the setting."""
-
-ALONE: Final = "alone"
 
 MOST_STARTS: Final = 30
 
@@ -43,20 +25,18 @@ def latency(site: Site, timer: Timer) -> Iterator[Row]:
     kinds = {"mpsd": Wanted(Mode.MPSD, 50), "bare MPS": Wanted(Mode.BARE, 50), "outside MPS": Wanted(Mode.OUTSIDE)}
     with site.clients([*kinds.values()], site.memory(4)) as workers:
         pinned = _pin(workers)
-        by = workers[0].checked()["by"] + ("" if pinned else ", not pinned")
         named = dict(zip(kinds, workers, strict=True))
-        rounds = 2 * COARSE
+        rounds = 2 * estimates.FEWEST
         count = _launches(workers, timer.left / (2 * rounds * len(named)))
         blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in named}
         for first in order(rounds):
             for name in [*named][:: 1 if first else -1]:
-                with site.sampler.during(f"latency: {name}"):
-                    blocks[name].append(named[name].perform(f"latency {count}"))
+                blocks[name].append(named[name].perform(f"latency {count}"))
         for quantile in QUANTILES:
             values = {name: [1000 * each[quantile] for each in told] for name, told in blocks.items()}
             pairs = ratios(values["mpsd"], values["bare MPS"])
-            yield ratio(f"launch to end of a kernel, {quantile}: mpsd / bare MPS", "us", by, estimate(pairs), values)
-        yield from _disturbed(site, workers[0], by, count)
+            what = f"launch to end of a kernel{'' if pinned else ', not pinned'}, {quantile}: mpsd / bare MPS"
+            yield ratio(what, "us", estimate(pairs), values)
 
 
 def _pin(workers: Sequence[Worker]) -> bool:
@@ -78,111 +58,30 @@ def _launches(workers: Sequence[Worker], seconds: float) -> int:
     return min(max(int(seconds / one), FEWEST), LAUNCHES)
 
 
-def _disturbed(site: Site, worker: Worker, by: str, count: int) -> Iterator[Row]:
-    """Compare the launches of a client while mpsd is kept at work with those while it is idle."""
-    blocks: dict[str, list[dict[str, Any]]] = {"mpsd at work": [], "mpsd idle": []}
-    lease = wait_until(lambda: _lease_of(site, worker), what="the client to have its lease")
-    works = 0
-    for first in order(COARSE):
-        for name in [*blocks][:: 1 if first else -1]:
-            with contextlib.ExitStack() as stack:
-                done = stack.enter_context(_at_work(site, lease)) if name == "mpsd at work" else []
-                blocks[name].append(worker.perform(f"latency {count}"))
-            works += len(done)
-    if not works:
-        raise WrongError("mpsd was not at work at all while the kernels were launched")
-    for quantile in QUANTILES:
-        values = {name: [1000 * each[quantile] for each in told] for name, told in blocks.items()}
-        what = f"launch to end of a kernel, {quantile}: mpsd at work ({works} verifications, drift undone) / idle"
-        yield ratio(what, "us", by, estimate(ratios(*values.values())), values)
-
-
-def _lease_of(site: Site, worker: Worker) -> str | None:
-    clients = site.node.get("/v1/clients").json["clients"]
-    return next((each["lease"] for each in clients if each["pid"] == worker.hello["pid"]), None)
-
-
-@contextlib.contextmanager
-def _at_work(site: Site, lease: str) -> Iterator[list[int]]:
-    """Keep mpsd at work during this block: it undoes a stranger's limit, and verifies; yield its good answers."""
-    ended, answers = threading.Event(), list[int]()
-
-    def work() -> None:
-        for done in itertools.count():
-            if done % 10 == 0:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    site.node.front_end("gpu0", "set_default_active_thread_percentage 77\n")
-            status = site.node.get(f"/v1/leases/{lease}/verify").status
-            answers.extend([status] if status == HTTPStatus.OK else [])
-            if ended.is_set():
-                return
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield answers
-    finally:
-        ended.set()
-        thread.join()
-
-
-def beside(site: Site, timer: Timer) -> Iterator[Row]:
-    """Compare the steps of a client that waits for requests beside one that works without a pause, and its rate."""
-    step, batch = ("decode:1", "matmul") if site.engine == "torch" else ("integer", "integer")
-    wanted = [each for pair in BESIDE.values() for each in pair]
-    with site.clients(wanted, site.memory(6)) as workers:
-        pairs = dict(zip(BESIDE, zip(workers[::2], workers[1::2], strict=True), strict=True))
-        by = workers[0].checked()["by"]
-        for quick, busy in pairs.values():
-            prepare([quick], step)
-            prepare([busy], batch)
-        settings = [*pairs, ALONE]
-        steps: dict[str, list[dict[str, Any]]] = {name: [] for name in settings}
-        rates: dict[str, list[float]] = {name: [] for name in pairs}
-        for done, first in enumerate(order(COARSE)):
-            seconds = min(max(timer.left / ((COARSE - done) * len(settings)), SHORTEST), LONGEST)
-            for name in settings[:: 1 if first else -1]:
-                quick, busy = pairs[name if name in pairs else "time-slicing"]
-                with site.sampler.during(f"beside: {name}"):
-                    if name in pairs:
-                        busy.tell(f"run {batch} {seconds:.3f}")
-                    steps[name].append(quick.perform(f"steps {step} {seconds:.3f}", seconds))
-                    if name in pairs:
-                        rates[name].append(busy.result(seconds)["rate"])
-    for name in settings:
-        p50, p99 = ([each[quantile] for each in steps[name]] for quantile in ("p50", "p99"))
-        other = f"; {number(estimate(rates[name]).value)} {batch}/s beside it" if name in rates else ""
-        text = f"{number(estimate(p50).value)} ms, p99 {number(estimate(p99).value)} ms{other}"
-        values = {"p50": p50, "p99": p99, "rate": rates.get(name, [])}
-        yield Row(f"a step of {step} beside {batch}, p50: {name}", text, by, estimate(p50), values)
-
-
 def start(site: Site, timer: Timer) -> Iterator[Row]:
-    """Compare the time from a client's start to its first context, without PyTorch, for each way."""
+    """Compare the time from a client's start to its first context, for each way."""
     kinds = {
         "mpsctl run": Wanted(Mode.MPSD, 50),
         "bare MPS": Wanted(Mode.BARE, 50),
         "outside MPS": Wanted(Mode.OUTSIDE),
     }
     times: dict[str, list[float]] = {name: [] for name in kinds}
-    by, done = "", 0
     first_ones = [Wanted(Mode.MPSD), Wanted(Mode.BARE)]
-    with site.clients(first_ones, site.memory(4), engine=site.plain):  # the servers are there
-        for first in order(MOST_STARTS):
-            if done >= COARSE and timer.left < _round(times):
+    with site.clients(first_ones, site.memory(4)):  # the servers are there
+        for done, first in enumerate(order(MOST_STARTS)):
+            if done >= estimates.FEWEST and timer.left < _round(times):
                 break
             for name in [*kinds][:: 1 if first else -1]:
                 begin = time.perf_counter()
-                with site.start(kinds[name], site.memory(4), engine=site.plain) as client:
-                    by = client.checked()["by"]
+                with site.start(kinds[name], site.memory(4)) as client:
+                    client.checked()
                     times[name].append(1000 * (time.perf_counter() - begin))
-            done += 1
     for name, each in times.items():
         told = estimate(each)
-        yield Row(f"start to first context: {name}", f"{number(told.value)} ms", by, told, {name: each})
+        yield Row(f"start to first context: {name}", f"{number(told.value)} ms", told, {name: each})
     more = [one - other for one, other in zip(times["mpsctl run"], times["bare MPS"], strict=True)]
     told = estimate(more)
-    yield Row("start to first context: mpsctl run, more than bare MPS", f"{number(told.value)} ms", by, told, times)
+    yield Row("start to first context: mpsctl run, more than bare MPS", f"{number(told.value)} ms", told, times)
 
 
 def _round(times: dict[str, list[float]]) -> float:

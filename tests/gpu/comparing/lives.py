@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
-from pathlib import Path
 from typing import Any, Final
 
 from tests.gpu import machine
@@ -62,66 +61,48 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, what: str, times: int = 1) -> None:
-        """Count something."""
         with self._lock:
             self.counts[what] += times
 
     def fail(self, what: str) -> None:
-        """Count something that must not be."""
         with self._lock:
             self.wrong.append(what)
 
 
-def _each(count: int, life: Callable[[random.Random], None], ended: threading.Event) -> ThreadPoolExecutor:
-    """Have so many threads live one life after the other until the event."""
-
-    def lives(seed: int) -> None:
-        picks = random.Random(seed)
-        while not ended.is_set():
-            life(picks)
-
-    pool = ThreadPoolExecutor(count)
-    for seed in range(count):
-        pool.submit(lives, seed)
-    return pool
-
-
 @contextlib.contextmanager
 def _living(tally: Tally, *groups: tuple[int, Callable[[random.Random], None]]) -> Iterator[threading.Event]:
-    """Have threads live lives during this block, and count each that failed; yield the event that ends them early."""
+    """Have so many threads live one life after the other during this block; yield the event that ends them early."""
     ended = threading.Event()
 
-    def counted(life: Callable[[random.Random], None]) -> Callable[[random.Random], None]:
-        def one(picks: random.Random) -> None:
+    def lives(life: Callable[[random.Random], None], seed: int) -> None:
+        picks = random.Random(seed)
+        while not ended.is_set():
             try:
                 life(picks)
             except (AssertionError, OSError, WrongError, subprocess.TimeoutExpired) as error:
                 tally.fail(str(error))
                 ended.wait(1)
 
-        return one
-
-    pools = list[ThreadPoolExecutor]()
-    try:
-        for count, life in groups:
-            pools.append(_each(count, counted(life), ended))
-        yield ended
-    finally:
-        ended.set()
-        for pool in pools:
-            pool.shutdown()
+    with ThreadPoolExecutor(sum(count for count, _ in groups)) as pool:
+        try:
+            for count, life in groups:
+                for seed in range(count):
+                    pool.submit(lives, life, seed)
+            yield ended
+        finally:
+            ended.set()
 
 
 def churn(site: Site, timer: Timer) -> Iterator[Row]:
     """Have clients with mixed leases come and go while mpsd is killed and started again."""
-    with site.clients([Wanted(Mode.OUTSIDE)], site.memory(1), engine=site.plain) as (outside,):
-        whole, by = outside.checked()["multiprocessors"], outside.checked()["by"]
+    with site.clients([Wanted(Mode.OUTSIDE)], site.memory(1)) as (outside,):
+        whole = outside.checked()["multiprocessors"]
     tally, serves = Tally(), threading.Event()
     serves.set()
 
     def life(picks: random.Random) -> None:
         threads, memory = picks.choice(THREADS), picks.choice(MEMORY)
-        with site.start(Wanted(Mode.MPSD, threads), memory, "--wait", WAIT, engine=site.plain) as client:
+        with site.start(Wanted(Mode.MPSD, threads), memory, "--wait", WAIT) as client:
             if not _admitted(client):
                 tally.add("refused")
                 serves.wait(1)
@@ -129,7 +110,7 @@ def churn(site: Site, timer: Timer) -> Iterator[Row]:
             tally.add("clients")
             if not fits(client.checked(), whole, threads, memory):
                 tally.fail(f"a lease of {threads:g} % and {memory} MiB gave {client.hello}")
-            client.perform("loop 0.3", 0.3)
+            client.perform("busy 0.3", 0.3)
             if picks.random() < KILLED:
                 client.kill(signal.SIGKILL)
                 tally.add("killed")
@@ -156,16 +137,9 @@ def churn(site: Site, timer: Timer) -> Iterator[Row]:
         f"mpsd killed {kills} times; {counts['refused']} refused while no mpsd listened; "
         f"{over} over-commitments at {looks} looks; {_wrong(tally)}"
     )
-    yield Row(
-        "churn: clients with what their leases say",
-        text,
-        by,
-        values={name: [value] for name, value in counts.items()},
-        failed=bool(tally.wrong or over or not counts["clients"]),
-    )
-    status = Path(f"/proc/{site.node.pid}/status").read_text(encoding="utf-8")
-    held = next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:"))
-    yield Row("churn: memory of mpsd afterwards", f"{int(held) / 1024:.0f} MiB", by)
+    failed = bool(tally.wrong or over or not counts["clients"])
+    values = {name: [value] for name, value in counts.items()}
+    yield Row("churn: clients with what their leases say", text, values=values, failed=failed)
 
 
 def _admitted(client: Worker) -> bool:
@@ -211,24 +185,23 @@ def _served(client: Worker, tally: Tally) -> bool:
 
 def ends(site: Site, timer: Timer) -> Iterator[Row]:
     """Have `mpsctl release --end-clients` end clients in mid-kernel, and count the kernels of their neighbours."""
-    tally, took, engines = Tally(), list[float](), list[str]()
+    tally, took = Tally(), list[float]()
     wanted, memory = Wanted(Mode.MPSD, 10), 1024
     seconds, kernel = min(max(timer.left / 6, 0.3), NEIGHBOUR), min(max(timer.left / 8, SHORTEST_KERNEL), KERNEL)
 
     def neighbour(_picks: random.Random) -> None:
-        with site.start(wanted, memory, "--wait", WAIT, engine=site.plain) as client:
+        with site.start(wanted, memory, "--wait", WAIT) as client:
             if not _served(client, tally):
                 return
-            engines.append(client.checked()["by"])
-            tally.add("kernels", client.perform(f"loop {seconds:.3f}", seconds)["kernels"])
+            tally.add("kernels", client.perform(f"busy {seconds:.3f}", 1.25 * seconds)["kernels"])
             tally.add("neighbours")
 
     def victim(picks: random.Random) -> None:
         name = f"v{picks.getrandbits(60):x}"
-        with site.start(wanted, memory, "--wait", WAIT, "--name", name, engine=site.plain) as client:
+        with site.start(wanted, memory, "--wait", WAIT, "--name", name) as client:
             if not _served(client, tally):
                 return
-            client.perform(f"hold {kernel:.3f}")
+            client.perform(f"launch {kernel:.3f}")
             threading.Event().wait(picks.uniform(0.05, 0.5))
             begin = time.perf_counter()
             released = site.node.mpsctl("release", name, "--end-clients")
@@ -251,10 +224,9 @@ def ends(site: Site, timer: Timer) -> Iterator[Row]:
         f"{counts['neighbours']} neighbours and their {counts['kernels']} kernels unharmed; "
         f"{counts['refused']} new clients refused meanwhile ({NOT_READY}); {_wrong(tally)}"
     )
-    by = engines[0] if engines else site.plain
     failed = bool(tally.wrong or not counts["ended"] + counts["late"] or not counts["neighbours"])
-    yield Row("ends in mid-kernel", text, by, values={name: [n] for name, n in counts.items()}, failed=failed)
+    yield Row("ends in mid-kernel", text, values={name: [n] for name, n in counts.items()}, failed=failed)
     if took:
         told = estimate(took)
         text = f"{number(told.value)} ms, {number(max(took))} ms at most"
-        yield Row("ends in mid-kernel: mpsctl release --end-clients", text, by, told, {"ms": took}, failed=failed)
+        yield Row("ends in mid-kernel: mpsctl release --end-clients", text, told, {"ms": took}, failed=failed)

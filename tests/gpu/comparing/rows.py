@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from tests.gpu.comparing.estimates import Estimate
 
-HEAD: Final = "| what | result | 95 % interval | n | measured with |\n|---|---|---|---|---|"
+HEAD: Final = "| what | result | 95 % interval | n |\n|---|---|---|---|"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,6 @@ class Row:
 
     what: str
     result: str
-    by: str
-    """The engine of the clients: `torch 2.11.0`, `libcuda` or `simulated`."""
     estimate: Estimate | None = None
     values: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """The single measurements by name, for other statistics."""
@@ -28,7 +26,7 @@ class Row:
         if self.estimate is not None:
             n = f"{self.estimate.n}"
             interval = "too few" if self.estimate.interval is None else " to ".join(map(number, self.estimate.interval))
-        cells = (self.what, f"FAILED: {self.result}" if self.failed else self.result, interval, n, self.by)
+        cells = (self.what, f"FAILED: {self.result}" if self.failed else self.result, interval, n)
         return f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in cells)} |"
 
     def as_json(self) -> dict[str, Any]:
@@ -40,8 +38,8 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
 
 
-def ratio(what: str, unit: str, by: str, estimate: Estimate, values: Mapping[str, Sequence[float]]) -> Row:
+def ratio(what: str, unit: str, estimate: Estimate, values: Mapping[str, Sequence[float]]) -> Row:
     """Return the row of a ratio: of two named sides, with the median of each."""
     medians = ", ".join(f"{name} {number(sorted(each)[len(each) // 2])}" for name, each in values.items())
     close = ": within 1 %" if estimate.within(0.01) else ""
-    return Row(what, f"{estimate.value:.4f}{close} ({medians} {unit})", by, estimate, values)
+    return Row(what, f"{estimate.value:.4f}{close} ({medians} {unit})", estimate, values)

@@ -10,18 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from tests.driven_program import DrivenProgram
 from tests.gpu import machine
 from tests.gpu.bare import BareDaemon
-from tests.gpu.comparing.clocks import Sampler
-from tests.gpu.comparing.interrupts import INTERRUPTS
+from tests.gpu.comparing.interrupts import ending
 from tests.node import Node
-
-STARTS: Final = 120.0
-"""Seconds within which a client has a context, with PyTorch's import from a cold disk."""
 
 ANSWERS: Final = 40.0
 """Seconds for an answer, beside those of the work: clients that share a GPU wait for each other."""
@@ -59,7 +54,7 @@ class WrongError(Exception):
 
 
 class Worker(DrivenProgram):
-    """A client that does timed work (tests.gpu.comparing.worker), or does not get a context."""
+    """A client that does timed work (tests.gpu.client), or does not get a context."""
 
     def __init__(self, wanted: Wanted, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed at its end
@@ -72,7 +67,7 @@ class Worker(DrivenProgram):
         Raises WrongError where it has none, or is not where it should be: clients that miss MPS say nothing.
         """
         if self._hello is None:
-            self._hello = self.result(STARTS - ANSWERS)
+            self._hello = self.result()
         if self._hello["mps"] is not (self.mode is not Mode.OUTSIDE):
             inside = {None: "not known to be inside MPS or outside", True: "INSIDE MPS", False: "OUTSIDE MPS"}
             raise WrongError(f"a client of {self.mode} is {inside[self._hello['mps']]} (attribute 133)")
@@ -89,7 +84,6 @@ class Worker(DrivenProgram):
         return answer
 
     def _last_words(self) -> str:
-        """Return the end of what it wrote to stderr."""
         written = os.pread(self._stderr.fileno(), 1 << 16, 0)
         return " ".join(written.decode(errors="replace").split())[-300:]
 
@@ -103,9 +97,7 @@ class Worker(DrivenProgram):
         with contextlib.suppress(OSError):
             self._stdin.close()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait for its end; a kill in the middle of a kernel would harm its neighbours."""
         self.leave()
         try:
@@ -113,7 +105,7 @@ class Worker(DrivenProgram):
         except subprocess.TimeoutExpired:
             sys.stderr.write(f"a client of {self.mode}, pid {self.pid}, does not end, and is killed\n")
         self._stderr.close()
-        super().__exit__(kind, error, trace)
+        super().__exit__(None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +115,6 @@ class Site:
     node: Node
     bare: Mapping[str, str]
     """The variables of the bare control daemon's clients."""
-    engine: str
-    """The engine of the clients: `torch`, `libcuda` or `simulated`."""
-    sampler: Sampler
-
-    @property
-    def plain(self) -> str:
-        """The engine for clients that come and go: without PyTorch, which takes seconds to start."""
-        return "simulated" if self.engine == "simulated" else "libcuda"
 
     @property
     def at_once(self) -> int:
@@ -141,14 +125,14 @@ class Site:
         """Return the MiB of each of so many clients."""
         return int(machine.first_gpu(self.node)["memory_total"] * USABLE / clients) >> 20
 
-    def start(self, wanted: Wanted, memory: int, *options: str, engine: str | None = None) -> Worker:
+    def start(self, wanted: Wanted, memory: int, *options: str) -> Worker:
         """Start a client with so many MiB, and do not wait for it; `options` are of `mpsctl run`."""
-        command = [sys.executable, "-m", "tests.gpu.comparing.worker", engine or self.engine]
+        command = [*machine.PROGRAM]
         variables = {**machine.ENVIRONMENT, **machine.gpus_of(self.node)}
         match wanted.mode:
             case Mode.MPSD:
                 limits = ("--threads", f"{wanted.threads:g}", "--memory", f"{memory}MiB")
-                command = [*machine.mpsctl(self.node, "run", "--gpu", "0", *limits, *options, "--"), *command]
+                command = [*self.node.mpsctl_command("run", "--gpu", "0", *limits, *options, "--"), *command]
             case Mode.BARE:
                 variables |= self.bare
                 variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{wanted.threads:g}"
@@ -159,10 +143,10 @@ class Site:
         return Worker(wanted, command, variables)
 
     @contextlib.contextmanager
-    def clients(self, wanted: Sequence[Wanted], memory: int, *, engine: str | None = None) -> Iterator[list[Worker]]:
+    def clients(self, wanted: Sequence[Wanted], memory: int) -> Iterator[list[Worker]]:
         """Start clients, each with so many MiB, yield them with their contexts, and end them all. Raises WrongError."""
-        with INTERRUPTS.ending() as stack:
-            started = [stack.enter_context(self.start(each, memory, engine=engine)) for each in wanted]
+        with ending() as stack:
+            started = [stack.enter_context(self.start(each, memory)) for each in wanted]
             stack.callback(_leave, started)  # first of all, so that they end at the same time
             for worker in started:
                 worker.checked()
@@ -175,15 +159,15 @@ def _leave(workers: Sequence[Worker]) -> None:
 
 
 @contextlib.contextmanager
-def opened(root: Path, config: str, engine: str, sampler: Sampler) -> Iterator[Site]:
+def opened(root: Path, config: str) -> Iterator[Site]:
     """Start mpsd and a bare control daemon in directories below this one, and end both with their servers."""
     (root / "m").mkdir(parents=True)
-    with INTERRUPTS.ending() as stack:
+    with ending() as stack:
         node = stack.enter_context(machine.running(root / "m", config))
         devices = machine.gpus_of(node)
         gpu = "0" if devices else str(machine.first_gpu(node)["uuid"])
         bare = stack.enter_context(BareDaemon(root / "b", gpu=gpu, devices=devices))
-        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)}, engine, sampler)
+        yield Site(node, {"CUDA_MPS_PIPE_DIRECTORY": str(bare.root)})
 
 
 class Timer:

@@ -53,9 +53,9 @@ def test_order_cancels_a_drift(fours: int, base: float, linear: float, quadratic
 def test_what_is_claimed(value: float, below: float, above: float) -> None:
     """`within 1 %` is claimed where the whole interval lies there, and nowhere else."""
     low, high = value - below, value + above
-    row = ratio("x", "y/s", "z", Estimate(value, 16, (low, high)), {"one": [1.0], "other": [1.0]})
+    row = ratio("x", "y/s", Estimate(value, 16, (low, high)), {"one": [1.0], "other": [1.0]})
     assert ("within 1 %" in row.result) is (low >= 0.99 and high <= 1.01)
-    assert "within" not in ratio("x", "y/s", "z", Estimate(1.0, 5, None), {"one": [1.0]}).result
+    assert "within" not in ratio("x", "y/s", Estimate(1.0, 5, None), {"one": [1.0]}).result
 
 
 @pytest.mark.parametrize(("threads", "ran"), [(100, 132), (75, 98), (50, 66), (25, 32), (10, 12), (5, 8), (1, 8)])

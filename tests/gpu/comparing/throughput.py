@@ -1,96 +1,49 @@
-"""How much work clients do: with mpsd and with bare MPS, with MPS and without, and many of them on one GPU."""
+"""How much work two clients of mpsd do, compared in interleaved blocks with others.
 
-from collections.abc import Iterator
+Whatever drifts meanwhile, such as the temperature, drifts for both sides.
+"""
+
+from collections.abc import Iterator, Sequence
 from typing import Final
 
-from tests.gpu.comparing.blocks import COARSE, FINE, Side, compared, drop
-from tests.gpu.comparing.estimates import estimate
-from tests.gpu.comparing.rows import Row, number
-from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, WrongError
+from tests.gpu.comparing.estimates import FEWEST, estimate, order, ratios
+from tests.gpu.comparing.rows import Row, ratio
+from tests.gpu.comparing.site import Mode, Site, Timer, Wanted, Worker
 
-HALVES: Final = (Wanted(Mode.MPSD, 50), Wanted(Mode.BARE, 50), Wanted(Mode.OUTSIDE))
-"""The kinds of two clients that share a GPU."""
+SHORTEST: Final = 0.03
+LONGEST: Final = 4.0
+"""Seconds of a block."""
 
-REQUESTS: Final = (1, 4, 8)
-"""Requests that each of two decoders serves."""
+FINE: Final = 16
+"""Rounds of a comparison whose interval is to be narrow."""
 
-JOBS: Final = (2, 4, 8)
+WARM_UP: Final = 1.25
+"""The time of a block, with the warm-up of a client, relative to its measured part."""
 
 
 def throughput(site: Site, timer: Timer) -> Iterator[Row]:
     """Compare two clients of 50 % of mpsd with those of bare MPS, with time-slicing, and with one client alone."""
-    works = ("matmul", "copy", "short") if site.engine == "torch" else ("integer", "short")
-    with site.clients([each for each in HALVES for _ in range(2)], site.memory(4)) as workers:
-        mpsd, bare, outside = workers[:2], workers[2:4], workers[4:]
-        for done, work in enumerate(works):
-            own = timer.part(1, len(works) - done)
-            what = f"{work}, two clients of 50 %"
-            yield from compared(
-                what,
-                Side("mpsd", mpsd, work),
-                Side("bare MPS", bare, work),
-                site=site,
-                timer=own.part(3, 5),
-                rounds=FINE,
-            )
-            others = {"time-slicing": outside, "one client alone": outside[:1]}
-            for left, (name, clients) in enumerate(others.items()):
-                side = Side(name, clients, work)
-                yield from compared(
-                    what, Side("mpsd", mpsd, work), side, site=site, timer=own.part(1, len(others) - left)
-                )
-            drop(*workers)
-
-
-def decoders(site: Site, timer: Timer) -> Iterator[Row]:
-    """Compare two decoders that share a GPU with other ways to share it, and with one decoder on a whole one.
-
-    That one has the requests of both, as a GPU of its own would; or those of one of them.
-    """
-    is_decoder = site.engine == "torch"
-    wanted = [*(each for each in HALVES for _ in range(2)), Wanted(Mode.MPSD, 100), Wanted(Mode.MPSD, 100)]
+    wanted = [Wanted(mode, 50) for mode in Mode for _ in range(2)]
     with site.clients(wanted, site.memory(4)) as workers:
-        mpsd, bare, outside, whole = (workers[at : at + 2] for at in (0, 2, 4, 6))
-        counts = REQUESTS if is_decoder else (1,)
-        for done, requests in enumerate(counts):
-            own = timer.part(1, len(counts) - done)
-            work, double = (f"decode:{requests}", f"decode:{2 * requests}") if is_decoder else ("integer", "integer")
-            what = f"two decoders with {requests} requests each" if is_decoder else "two clients with integer work"
-            others = [
-                Side("bare MPS 50/50", bare, work),
-                Side("time-slicing", outside, work),
-                Side("mpsd 100/100", whole, work),
-                Side("one alone with the requests of one" if is_decoder else "one alone", outside[:1], work),
-            ]
-            if is_decoder:
-                others.append(Side("one alone with the requests of both", outside[:1], double))
-            for left, side in enumerate(others):
-                one = Side("mpsd 50/50", mpsd, work)
-                yield from compared(what, one, side, site=site, timer=own.part(1, len(others) - left))
-                drop(*side.workers)
-            drop(*mpsd)
+        mpsd, bare, outside = workers[:2], workers[2:4], workers[4:]
+        yield _compared(mpsd, "bare MPS", bare, FINE, timer.part(3, 5))
+        yield _compared(mpsd, "time-slicing", outside, FEWEST, timer.part(1, 2))
+        yield _compared(mpsd, "one client alone", outside[:1], FEWEST, timer)
 
 
-def jobs(site: Site, timer: Timer) -> Iterator[Row]:
-    """Compare n clients of 1/n of a GPU with as many that the driver time-slices."""
-    work = "decode:1" if site.engine == "torch" else "integer"
-    for done, count in enumerate(JOBS):
-        own = timer.part(1, len(JOBS) - done)
-        share = Wanted(Mode.MPSD, 100 / count)
-        try:
-            with site.clients([share] * count + [Wanted(Mode.OUTSIDE)] * count, site.memory(count)) as workers:
-                one, other = (
-                    Side(f"mpsd {share.threads:g} %", workers[:count], work),
-                    Side("time-slicing", workers[count:], work),
-                )
-                apart = site.engine == "torch"  # their weights do not fit twice
-                yield from compared(
-                    f"{count} jobs of {work}", one, other, site=site, timer=own, rounds=COARSE, apart=apart
-                )
-                spread = [min(rates) / max(rates) for rates in one.rates]
-                unequal = estimate(spread)
-                text = f"{number(unequal.value)} of the fastest one's rate"
-                by = workers[0].checked()["by"]
-                yield Row(f"{count} jobs: the slowest one under mpsd", text, by, unequal, {"part": spread})
-        except (AssertionError, OSError, WrongError) as error:
-            yield Row(f"{count} jobs of {work}", str(error), site.engine, failed=True)
+def _compared(ours: Sequence[Worker], name: str, others: Sequence[Worker], rounds: int, timer: Timer) -> Row:
+    """Compare the rates of two sides in pairs of blocks, within the time. Raises WrongError."""
+    values: dict[str, list[float]] = {"mpsd": [], name: []}
+    for number, first in enumerate(order(rounds)):
+        seconds = min(max(timer.left / (2 * (rounds - number)) / WARM_UP, SHORTEST), LONGEST)
+        for side, workers in (("mpsd", ours), (name, others))[:: 1 if first else -1]:
+            values[side].append(_rate(workers, seconds))
+    return ratio(f"two clients of 50 %: mpsd / {name}", "rounds/s", estimate(ratios(*values.values())), values)
+
+
+def _rate(workers: Sequence[Worker], seconds: float) -> float:
+    """Have clients work at the same time, and return the rate of all together."""
+    for worker in workers:
+        worker.tell(f"busy {seconds:.3f}")
+    rates: list[float] = [worker.result(WARM_UP * seconds)["rate"] for worker in workers]
+    return sum(rates)

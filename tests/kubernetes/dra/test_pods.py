@@ -41,7 +41,6 @@ class TestPod:
         pod.delete()
         cluster.await_nothing()
 
-    @pytest.mark.enforcement
     def test_a_program(self, cluster: DraCluster) -> None:
         """The container's program finds its GPU under MPS, within its limits."""
         pod = cluster.pod(cluster.claim(result("30", "4Gi")))

@@ -59,7 +59,6 @@ class TestSlices:
         pod.delete()
         await_idle(cluster)
 
-    @pytest.mark.enforcement
     @pytest.mark.parametrize("branch", [None, 555], ids=["simulated", "real"])
     def test_program(self, make_cluster: MakeCluster, branch: int | None) -> None:
         """The container's program finds its GPU under MPS, within its limits."""
@@ -89,7 +88,6 @@ class TestSlices:
         verdict = cluster.node.get(f"/v1/leases/{lease['id']}/verify").json
         assert verdict["ok"], verdict
 
-    @pytest.mark.enforcement
     def test_is_open_before_it_starts(self, make_cluster: MakeCluster) -> None:
         """A program that looks for its GPU at once finds its whole lease open."""
         cluster = make_cluster()

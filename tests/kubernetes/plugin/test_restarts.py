@@ -35,7 +35,6 @@ class TestHealth:
         assert cluster.node.mpsctl("resume", "gpu0").returncode == 0
         wait_until(lambda: cluster.healthy(SLICE) == 200, what="all devices to be healthy again")
 
-    @pytest.mark.enforcement
     def test_a_gpu_with_lost_leases(self, make_cluster: MakeCluster) -> None:
         """Devices of a GPU on which mpsd refuses every request are unhealthy, whatever its control daemon's state."""
         node = (cluster := make_cluster(simulate=2)).node

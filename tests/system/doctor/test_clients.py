@@ -3,7 +3,7 @@
 import os
 
 from mpsd.core.model import Known
-from mpsd.system.doctor.clients import look, look_at_all
+from mpsd.system.doctor.clients import look
 
 
 def test_a_process() -> None:
@@ -14,4 +14,4 @@ def test_a_process() -> None:
     assert any("python" in argument or "pytest" in argument for argument in seen.arguments)
     assert isinstance(seen.variables, Known)
     assert all(name.startswith(("CUDA_", "XLA_", "TF_")) for name in seen.variables.value)
-    assert look_at_all([(2**22 + 1, "lease-1", "GPU-1", 7)]) == ()
+    assert look(2**22 + 1, "lease-1", gpu="GPU-1", granted=7) is None

@@ -15,13 +15,17 @@ import pytest
 
 from mpsd.core.doctor.finding import Means, Mend
 from mpsd.core.doctor.observed import Library, LoggedVersions
+from mpsd.core.doctor.processes import DAEMON, FRONT_END, SERVER
 from mpsd.core.errors import AlreadyRunningError
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
+from mpsd.system.proc import arguments_of
 from mpsd.system.rundir import RunDir
 from tests.harness import wait_until
-from tests.system.test_process_table import PROGRAM, running
+from tests.system.test_process_table import running
+
+PROGRAM = ("/usr/bin/nvidia-cuda-mps-control",)
 
 STAMP = "[2026-11-21 10:00:00.000 {} {}] {}\n"
 
@@ -132,6 +136,34 @@ def test_lookalikes(short_tmp: Path) -> None:
             return {each.pid: each.lookalike for each in found.value if each.pid in expected and each.state != "Z"}
 
         wait_until(lambda: seen() == expected, what="each to be seen as what it is")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("nvidia-cuda-mps-control", ["-f"], DAEMON),
+        ("/opt/x/nvidia-cuda-mps-control", ["-d"], DAEMON),
+        ("nvidia-cuda-mps-control", ["-multiuser-server", "-f"], DAEMON),
+        ("nvidia-cuda-mps-control", [], FRONT_END),
+        ("nvidia-cuda-mps-server", [], SERVER),
+        ("/usr/bin/nvidia-cuda-mps-server", ["-force-tegra"], SERVER),
+        ("nvidia-cuda-mps-controller", ["-f"], None),
+        ("cat", [], None),
+    ],
+)
+def test_parts(tmp_path: Path, name: str, arguments: list[str], part: str | None) -> None:
+    """A process is a control daemon, a front-end, a server or none of them, by its name and its arguments."""
+    with running(name, *arguments, pipe_directory=tmp_path) as process:
+        assert proc.part_of(arguments_of(process.pid), PROGRAM) == part
+
+
+def test_program_of_another_name() -> None:
+    """The control program in use is recognised under any name; a script's name is behind its interpreter's."""
+    assert proc.part_of(("/opt/simulator/control", "-c", "-f"), PROGRAM) is None
+    assert proc.part_of(("/opt/x/control", "-c", "-f"), ("/opt/x/control", "-c")) == DAEMON
+    assert proc.part_of(("/bin/sh", "-f"), PROGRAM) is None
+    assert proc.part_of(("/bin/sh", "/x/nvidia-cuda-mps-server"), PROGRAM) == SERVER
+    assert proc.part_of((), PROGRAM) is None
 
 
 def test_program_that_was_replaced(short_tmp: Path) -> None:

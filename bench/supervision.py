@@ -62,7 +62,7 @@ async def _set(pipe: ControlPipe, settings: list[Setting[LimitValue]]) -> None:
     """Set, read back and compare, all in one front-end; raises if a limit does not hold."""
     conversation = Conversation()
     pending = [conversation.set(setting) for setting in settings]
-    await pipe.hold(conversation)
+    await pipe.converse(conversation)
     for each in pending:
         each.answer  # noqa: B018 - it raises
 

@@ -30,6 +30,7 @@ from mpsd.core.errors import (
 from mpsd.core.model import UnforeseenAnswer
 from mpsd.core.mps.commands import Command, echo_of, mark, quit_daemon
 from mpsd.core.mps.limits import Setting
+from mpsd.core.signal import Signal
 from mpsd.core.units import briefly
 from mpsd.system import clock, process, retry
 from mpsd.system.lasting_front_end import LastingFrontEnd, LongCommand, LongCommands, PendingCommand
@@ -215,8 +216,8 @@ class ControlPipe:
         self.deadline = deadline
         """The maximum seconds of a conversation from its first front-end on, collisions with others included."""
         self.long_commands = LongCommands()
-        self.held: Callable[[float, str | None], None] = lambda _seconds, _code: None
-        """Called after each conversation, with its duration in seconds and the code of the error that ended it."""
+        self.conversation_ended = Signal[float, str | None]()
+        """With the duration of a conversation in seconds, and the code of the error that ended it."""
         self._lasting: LastingFrontEnd | None = None
         """The front-end of the long command that occupies the pipe."""
         self._is_given_up = False
@@ -226,7 +227,7 @@ class ControlPipe:
         """Why the long command waits that occupies the pipe, or does so next; empty without such a command."""
         return self.long_commands.first
 
-    async def hold(self, conversation: Conversation) -> None:
+    async def converse(self, conversation: Conversation) -> None:
         """Hold a conversation, after those that were requested earlier, and bring every answer.
 
         Raises ControlUnreachableError when no daemon listens, ControlBusyError when other front-ends occupied it for
@@ -238,14 +239,14 @@ class ControlPipe:
         try:
             await self._say(conversation, self.deadline)
         except MpsdError as error:
-            self.held(clock.monotonic() - began, error.code)
+            self.conversation_ended.send(clock.monotonic() - began, error.code)
             raise
-        self.held(clock.monotonic() - began, None)
+        self.conversation_ended.send(clock.monotonic() - began, None)
 
     async def quit(self, seconds: int | None) -> None:
         """Tell the daemon to quit, and to end its servers by force after `seconds`; its pidfd shows whether it exited.
 
-        Raises the errors of `hold` when the command did not reach the daemon, or the daemon did not exit within
+        Raises the errors of `converse` when the command did not reach the daemon, or the daemon did not exit within
         `seconds` plus the deadline. Without `seconds`, the daemon exits after its last client, at any time; this method
         then returns once the command was sent or the deadline has passed. The daemon continues to wait after the
         front-end has ended (measured, all versions).
@@ -264,7 +265,7 @@ class ControlPipe:
     async def ask_long(self, long: LongCommand[T], note: Callable[[PendingCommand], None]) -> T:
         """Ask a question that may take long, through a front-end that outlives mpsd; the next mpsd calls `take_over`.
 
-        `note` stores the identity of the front-end before it sends anything. Raises the errors of `hold`, but
+        `note` stores the identity of the front-end before it sends anything. Raises the errors of `converse`, but
         ControlUnresponsiveError only after the command's own time, and the errors of `note`.
         """
         async with self._seat(long.because):
@@ -399,8 +400,8 @@ class ControlPipe:
         return lines
 
     async def ask(self, command: Command[T]) -> T:
-        """Ask one question. Raises the errors of `hold`, and the error that the answer stands for."""
+        """Ask one question. Raises the errors of `converse`, and the error that the answer stands for."""
         conversation = Conversation()
         answer = conversation.ask(command)
-        await self.hold(conversation)
+        await self.converse(conversation)
         return answer.answer

@@ -79,7 +79,7 @@ async def put(door: ControlPipe, setting: Setting[LimitValue]) -> None:
     """Set, read back and compare, in a separate conversation."""
     conversation = Conversation()
     pending = conversation.set(setting)
-    await door.hold(conversation)
+    await door.converse(conversation)
     pending.answer  # noqa: B018 - it raises when the limit does not hold
 
 
@@ -102,7 +102,7 @@ def test_every_percentage_holds(bench: Bench) -> None:
     async def test() -> None:
         conversation = Conversation()
         pending = {tenths: conversation.set(percentage(tenths)) for tenths in range(1, 1001)}
-        await bench.door().hold(conversation)
+        await bench.door().converse(conversation)
         assert {tenths: answer.answer for tenths, answer in pending.items()} == {each: each for each in pending}
 
     run(test)
@@ -119,7 +119,7 @@ def test_memory_limits_hold(bench: Bench) -> None:
             expected = None if value is None else PinnedDeviceMemLimit(value).as_reported.bytes
             pending.append((conversation.set(limit(value)), expected))
             pending.append((conversation.ask(PINNED_DEVICE_MEM_LIMIT.ask_default()), expected))
-        await bench.door().hold(conversation)
+        await bench.door().converse(conversation)
         assert [answer.answer for answer, _ in pending] == [expected for _, expected in pending]
 
     if known(PINNED_DEVICE_MEM_LIMIT.default_setter, bench.subject.branch):
@@ -155,7 +155,7 @@ def test_refused_values_never_reach_the_pipe(bench: Bench, tmp_path: Path) -> No
         with pytest.raises(MpsdError):
             gpus.select(inventory.gpus, GPU)
         conversation.ask(GET_PERCENTAGE)
-        await bench.door().hold(conversation)
+        await bench.door().converse(conversation)
 
     run(test)
     assert [line for line in bench.complete_log() if line.startswith("Cmd:set_")] == []
@@ -213,7 +213,7 @@ def test_an_ignored_limit_takes_no_other_answer(bench: Bench) -> None:
         ignored = conversation.set(handmade_limit("32", "1G", gigabyte))
         held = conversation.set(limit(1024))
         shares = [conversation.set(percentage(tenths)) for tenths in (100, 200)]
-        await bench.door().hold(conversation)
+        await bench.door().converse(conversation)
         assert [each.answer for each in shares] == [100, 200]
         with pytest.raises((LimitNotHeldError, ControlUnknownCommandError)):
             ignored.answer  # noqa: B018 - it raises
@@ -239,7 +239,7 @@ def test_questions_by_driver(bench: Bench) -> None:
     async def test() -> None:
         conversation = Conversation()
         answers = {question.row.name: conversation.ask(question) for question in QUESTIONS}
-        await bench.door().hold(conversation)
+        await bench.door().converse(conversation)
         for name, answer in answers.items():
             if known(name, bench.subject.branch):
                 with contextlib.suppress(ServerNotFoundError):
@@ -266,7 +266,7 @@ def test_64_askers(bench: Bench) -> None:
             conversation = Conversation()
             unknown = conversation.ask(commands.get_client_list(1000 + number))
             share = conversation.set(percentage(10 + number))
-            await door.hold(conversation)
+            await door.converse(conversation)
             assert share.answer == 10 + number
             with pytest.raises(ServerNotFoundError, match=f"Server {1000 + number} not found"):
                 unknown.answer  # noqa: B018 - it raises
@@ -288,7 +288,7 @@ def test_a_long_conversation(bench: Bench) -> None:
             lists.append(conversation.ask(commands.get_server_list()))
             shares.append(conversation.set(percentage(number + 1)))
             servers.append(conversation.ask(commands.get_client_list(number + 1000)))
-        await bench.door().hold(conversation)
+        await bench.door().converse(conversation)
         assert [each.answer for each in lists] == [()] * 200
         assert [each.answer for each in shares] == list(range(1, 201))
         for number, each in enumerate(servers):
@@ -436,7 +436,7 @@ def test_a_daemon_that_dies_in_the_middle(bench: Bench) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(kill())
             with pytest.raises((ControlBrokenError, ControlUnreachableError)):
-                await bench.door().hold(conversation)
+                await bench.door().converse(conversation)
         with pytest.raises(ControlBrokenError):
             last.answer  # noqa: B018 - it raises
 

@@ -340,7 +340,7 @@ def intention(data: bytes) -> None:
         if found.damaged:
             assert found.desired.intent is Intent.HOLD
             return
-        found.keep(found.desired)
+        found.store(found.desired)
         again = OperatorIntent(path)
         again.load()
         assert not again.damaged

@@ -284,7 +284,7 @@ class LogReader:
         """The latest unknown lines, shortened."""
         self._keys: tuple[str, ...] = (key,)
 
-    def renew(self, key: str) -> None:
+    def add_key(self, key: str) -> None:
         """Add the key for a control daemon that is about to start.
 
         Lines with the key of the one before it may still follow.

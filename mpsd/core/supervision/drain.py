@@ -8,7 +8,7 @@ the front-end that sent it is gone by then. `quit -t SECONDS` ends them by force
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import StrEnum
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from mpsd.core.model import ProcessIdentity
 from mpsd.core.quantities import Moment
@@ -125,17 +125,6 @@ def named(blocker: Blocker) -> str:
     if blocker.is_busy:
         return f"{blocker.what} {blocker.pid}, which is busy and has not named its clients (since {since})"
     return f"{blocker.what} {blocker.pid} (since {since})"
-
-
-class Answers(NamedTuple):
-    """How a control daemon answers."""
-
-    proved: bool
-    """Whether it answered the last query, with every limit as wanted."""
-    silent: bool
-    """Whether it runs and does not answer."""
-    steady: float
-    """For how many seconds it has answered, or has not answered, without a change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,9 @@ class _Reading(msgspec.Struct, forbid_unknown_fields=True):
 
     key: str
     origin: CommandOrigin
-    control: Position
-    server: Position
+    control: Position | None
+    """This, and the next one: the position in each of the logs; None where nothing was read yet."""
+    server: Position | None
     serving: ServerHealth
     servers: dict[int, int] = {}
     """The servers whose entries are believed, each with its start time."""
@@ -110,25 +111,26 @@ class ControlLog:
         self.changed = Signal[()]()
         """The health of the servers is another one, or whether the log shows anything."""
         self._record = Record(paths.reading, _Reading, log)
-        stored = self._record.load()
+        found = self._record.load()
+        self.is_continued = found is not None
+        """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
+        stored = found or _Reading(secrets.token_hex(8), CommandOrigin.NOBODYS, None, None, ServerHealth())
         self.size = size
         """Maximum bytes of each of the two files."""
-        self.key = stored.key if stored else secrets.token_hex(8)
+        self.key = stored.key
         """The key that identifies mpsd's own conversations with this daemon in the log, including those of the previous
         mpsd."""
         self.silence = LogSilence(paths, let_in, log)
         self.silence.changed.connect(self.changed.send)
-        self.is_continued = stored is not None
-        """Whether the reading began where an earlier mpsd ended it, so that it has the commands in between."""
-        self.unexplained = stored.unexplained if stored else ()
+        self.unexplained = stored.unexplained
         """The foreign commands whose effect is unknown yet."""
-        self.foreign = Foreign(len(self.unexplained), int(stored is not None and stored.is_unaccounted))
+        self.foreign = Foreign(len(self.unexplained), int(stored.is_unaccounted))
         """The commands of others so far."""
         self._explained = Foreign()
         """The commands of others whose effect is known."""
         self._daemon = 0
         """The pid of the running control daemon."""
-        self._seen = stored.servers if stored else {}
+        self._seen = stored.servers
         """The servers of this daemon that the kernel, or the daemon itself, has shown: each with its start time. Those
         of an earlier mpsd may have written entries that it has not read."""
         self._reaped: int | None = None
@@ -137,11 +139,11 @@ class ControlLog:
         self._log = log
         self._bounded = bounded
         self._watch = DirectoryWatch(paths.log_directory, self._read_by_itself)
-        self._control = LogFollower(paths.control_log, stored.control if stored else None)
+        self._control = LogFollower(paths.control_log, stored.control)
         # It is unknown how a server opens its log, and a server that does not append to it must not have the log
         # shortened.
-        self._server = LogFollower(paths.server_log, stored.server if stored else None, collapses=False)
-        self._reader = LogReader(self.key, stored.origin if stored else CommandOrigin.NOBODYS)
+        self._server = LogFollower(paths.server_log, stored.server, collapses=False)
+        self._reader = LogReader(self.key, stored.origin)
         self._server_reader = LogReader()
         self._again: asyncio.TimerHandle | None = None
         self._has_reason_to_ask = False
@@ -152,7 +154,7 @@ class ControlLog:
         """The bytes that were removed from the logs, and are not reported yet."""
         self._shortened_logged_at = -inf
         """When bytes were last reported (monotonic clock)."""
-        self.serving = stored.serving if stored else ServerHealth()
+        self.serving = stored.serving
         """Whether the servers serve."""
 
     # -- findings -----------------------------------------------------------------------------------------------------
@@ -179,14 +181,15 @@ class ControlLog:
         self.silence.expect(nonce)
         self.silence.shown(self._reader.last_nonce)
 
-    def begin(self) -> None:
-        """Choose a key for a control daemon that is about to start: a stolen key of the previous one is useless."""
+    def begin(self) -> str:
+        """Return a new key for a control daemon that is about to start: a stolen key of the previous one is useless."""
         self.key = secrets.token_hex(8)
-        self._reader.renew(self.key)
+        self._reader.add_key(self.key)
         self.serving.forget_failures()
         self.note_explained(self.foreign)  # they were given to the previous one
         self._last_line = ""
         self._store()
+        return self.key
 
     def follow(self, daemon: ProcessIdentity) -> None:
         """Note the process of the control daemon from now on."""
@@ -378,7 +381,7 @@ class ControlLog:
     def _store(self) -> None:
         """Store the position in the log, and the facts from the entries, which are never read again."""
         read = self._reader.origin, self._control.position, self._server.position, self.serving
-        self._record.keep(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
+        self._record.store(_Reading(self.key, *read, self._seen, self.unexplained, self._may_have_missed_commands))
 
     def _shorten(self) -> None:
         """Keep both files within their size; unread lines are never removed."""
@@ -476,7 +479,7 @@ class LogSilence:
 
     def _note(self, because: str) -> None:
         if self.since is None:
-            self.since, suspects = clock.now(), self._let_in.let_in
+            self.since, suspects = clock.now(), self._let_in.so_far
             if suspects.anybody:
                 because += f"; {suspects} had pipe access"
             self._log.warning(EventName.LOG_SILENT, because=because, suspects=list(suspects.uids))

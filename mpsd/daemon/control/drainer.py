@@ -14,11 +14,11 @@ from mpsd.core.enforcement import ending as endings
 from mpsd.core.enforcement.ending import EndCause, Progress
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
+from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Lease, ProcessIdentity, Stop
 from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision import drain
 from mpsd.core.supervision.drain import (
-    Answers,
     Blocker,
     DesiredState,
     DrainStep,
@@ -29,8 +29,11 @@ from mpsd.core.supervision.drain import (
     Outcome,
 )
 from mpsd.core.units import first_of
+from mpsd.daemon.control.limits import WantedLimits
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.control.operator_intent import OperatorIntent
+from mpsd.daemon.control.process import Instance
+from mpsd.daemon.control.state import Lifecycle
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock, proc
@@ -58,6 +61,9 @@ class Drainer:
         name: str,
         path: Path,
         *,
+        instance: Instance,
+        lifecycle: Lifecycle,
+        limits: WantedLimits,
         observer: Observer,
         leases: DaemonLeases,
         endings: Endings,
@@ -66,7 +72,7 @@ class Drainer:
     ) -> None:
         self._name = name
         self._stored = OperatorIntent(path)
-        self._observer = observer
+        self._instance, self._lifecycle, self._limits, self._observer = instance, lifecycle, limits, observer
         self._leases = leases
         self._endings = endings
         self._settings = settings
@@ -99,10 +105,10 @@ class Drainer:
             facts = {"operation": desired.operation, "verb": desired.intent, "because": desired.because}
             self._log.info(EventName.OPERATION_RESUMED, **facts)
 
-    def want(self, command: OperatorCommand, there: ProcessIdentity | None, *, silent: bool) -> str:
-        """Set the desired state of a daemon that is this process; return the operation that it now belongs to.
+    def want(self, command: OperatorCommand) -> str:
+        """Set the desired state of the daemon; return the operation that it now belongs to.
 
-        `silent` tells whether the daemon does not answer. Raises StorageError; nothing has changed then.
+        Raises StorageError; nothing has changed then.
         """
         before, now = self._stored.desired, clock.since_boot()
         after = DesiredState(
@@ -113,12 +119,12 @@ class Drainer:
             clock.boot_id(),
             now,
             deadline=None if command.timeout is None else now + command.timeout,
-            replaced=there if command.intent is Intent.RESTART else None,
+            replaced=self._instance.identity if command.intent is Intent.RESTART else None,
         )
-        revised, ended = drain.revise(before, after, silent=silent), list[Operation]()
+        revised, ended = drain.revise(before, after, silent=self._lifecycle.is_silent), list[Operation]()
         if before.operation and revised.operation != before.operation:
             ended.append(self._ended(before, Outcome.SUPERSEDED, command.because))
-        self._stored.keep(revised, *ended)
+        self._stored.store(revised, *ended)
         if not revised.is_late(now):
             self._stop_ending()
         for each in ended:
@@ -128,29 +134,26 @@ class Drainer:
             self._log.info(EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=because)
         return revised.operation
 
-    def leave(self, there: ProcessIdentity | None) -> None:
-        """Make this process exit when no client or lease is left, until mpsd ends; that is not stored."""
+    def leave(self) -> None:
+        """Make the daemon exit when no client or lease is left, until mpsd ends; that is not stored."""
         self._leaving = DesiredState(
             Intent.RESTART,
             "mpsd is stopping, and stops the control daemons as well",
             clock.now(),
             boot=clock.boot_id(),
             at=clock.since_boot(),
-            replaced=there,
+            replaced=self._instance.identity,
         )
 
     def _store(self, desired: DesiredState) -> None:
         if self._leaving is not None:
             self._leaving = desired
         else:
-            self._stored.keep(desired)
+            self._stored.store(desired)
 
-    def _done(self, there: ProcessIdentity | None) -> None:
-        """Note that the desired state is reached, for the daemon that is now this process.
-
-        Raises StorageError: not yet.
-        """
-        desired, pid = self._stored.desired, there.pid if there is not None else None
+    def _done(self) -> None:
+        """Note that the desired state is reached. Raises StorageError: not yet."""
+        desired, pid = self._stored.desired, self._instance.pid
         if desired.intent is Intent.DRAIN:
             so = f"{self._name} has no leases and no clients left"
         elif desired.replaced is None:
@@ -173,7 +176,7 @@ class Drainer:
         self._stop_ending()
         ended = self._ended(desired, outcome, because)
         # The timeout was for the clients of that time, not for later ones.
-        self._stored.keep(replace(then, operation="", deadline=None, quitting=False, replaced=None), ended)
+        self._stored.store(replace(then, operation="", deadline=None, quitting=False, replaced=None), ended)
         self._log_end(ended)
 
     def operation(self, operation: str) -> Operation | None:
@@ -234,18 +237,18 @@ class Drainer:
             return "to keep it running: systemctl start mpsd; without systemd, send mpsd SIGTERM once more"
         return f"resume admission: mpsctl resume {self._name}" if self.desired.intent is not Intent.RUN else None
 
-    def advance(self, there: ProcessIdentity | None, answers: Answers) -> bool:
-        """Observe the present processes, and take the next step; tell whether the daemon `there` must quit now.
+    def advance(self) -> bool:
+        """Observe the present processes, and take the next step; tell whether the daemon must quit now.
 
         Raises StorageError: a step has to be on disk before it is taken.
         """
         self._observe()
-        desired = self._register(there)
-        match step := self._next(there, answers):
+        desired = self._register()
+        match step := self._next():
             case DrainStep.END:
                 self._end_all()
             case DrainStep.QUIT | DrainStep.FORCE:
-                self._store(replace(desired, quitting=True, replaced=desired.replaced or there))
+                self._store(replace(desired, quitting=True, replaced=desired.replaced or self._instance.identity))
                 if step is DrainStep.FORCE and self._blockers:
                     left = ", ".join(map(drain.named, self._blockers))
                     self._log.warning(
@@ -255,12 +258,12 @@ class Drainer:
                     )
                 return True
             case DrainStep.DONE if desired.operation:
-                self._done(there)
+                self._done()
         return False
 
-    def _register(self, there: ProcessIdentity | None) -> DesiredState:
+    def _register(self) -> DesiredState:
         """Return the desired state, which names the present daemon."""
-        desired = self.desired
+        desired, there = self.desired, self._instance.identity
         # The real start is one clock tick earlier at most: in doubt the daemon is the successor, and not replaced
         # again.
         identified = (
@@ -270,10 +273,11 @@ class Drainer:
             self._store(identified)
         return identified
 
-    def has_to_force(self, there: ProcessIdentity | None) -> bool:
-        """Tell whether a daemon must be forced to quit: by an operator's command, or after a timeout."""
+    @property
+    def has_to_force(self) -> bool:
+        """Whether a stopping daemon is forced: no operator's command waits for its clients, or it has for too long."""
         desired = self.desired
-        return not desired.quitting or (self._is_late and there == desired.replaced)
+        return not desired.quitting or (self._is_late and self._instance.identity == desired.replaced)
 
     def _observe(self) -> None:
         servers, now = self._observer.servers, clock.since_boot()
@@ -306,14 +310,16 @@ class Drainer:
             ),
         )
 
-    def _next(self, there: ProcessIdentity | None, answers: Answers) -> DrainStep:
+    def _next(self) -> DrainStep:
         now, patience = clock.since_boot(), endings.PATIENCE * self._settings.current.daemon.answer_deadline
         leases = {each.lease for each in self._blockers if each.lease is not None}
         are_tried = endings.are_tried(
-            self._ends, silent=answers.silent, steady=answers.steady, now=now, patience=patience
+            self._ends, silent=self._lifecycle.is_silent, steady=self._lifecycle.steady, now=now, patience=patience
         )
         tried = are_tried and leases <= self._tried and not self._is_ending
-        return drain.next_step(self.desired, ObservedState(there, answers.proved, self._blockers, tried, now))
+        answers = self._lifecycle.state in ANSWERED and self._limits.proved
+        observed = ObservedState(self._instance.identity, answers, self._blockers, tried, now)
+        return drain.next_step(self.desired, observed)
 
     @property
     def _is_late(self) -> bool:

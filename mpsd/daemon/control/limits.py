@@ -64,11 +64,11 @@ class WantedLimits:
         """Whether the limits in force are not lowered, because clients of unknown leases may need them."""
         self._in_force: tuple[ProcessIdentity, Limits] | None = None
         """Those limits, and the daemon that had them."""
-        self._others = False
+        self._must_set = False
         """Whether the wanted limits have changed, so that a check before setting them is useless."""
 
     @property
-    def limits(self) -> Limits:
+    def wanted(self) -> Limits:
         """The limits to enforce, without a memory limit that no operator requires and that the driver does not have."""
         limits = self._limits if self._in_force is None else widest_limits(self._limits, self._in_force[1])
         if self._observer.has_mem_limit or self._has_to:
@@ -86,23 +86,23 @@ class WantedLimits:
 
         An adopted daemon is asked for the limits in force before it gets any.
         """
-        before = self.limits
+        before = self.wanted
         self._keeps = keeps
         if not keeps:
             self._in_force = None
-        if self.limits != before:
+        if self.wanted != before:
             self._require()
 
     def configure(self, settings: Settings) -> None:
         """Apply the operator's settings of limits."""
-        before = self.limits
+        before = self.wanted
         self._has_to = settings.default_limits.pinned_device_mem_limit is not None
-        if self.limits != before:
+        if self.wanted != before:
             self._require()
 
     def _require(self) -> None:
         """Have the wanted limits set, since they are other ones than before; nothing proves them yet."""
-        self.proved, self._others = False, True
+        self.proved, self._must_set = False, True
         self.changed.send()
 
     @property
@@ -122,7 +122,7 @@ class WantedLimits:
 
     def forget(self) -> None:
         """Forget the proof: the process is another one, or its limits may have changed."""
-        self.proved = self._others = False
+        self.proved = self._must_set = False
 
     async def enforce(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
         """Read every limit back, restore what others changed, and set what is not as wanted.
@@ -136,19 +136,19 @@ class WantedLimits:
         if self._keeps and (self._in_force is None or self._in_force[0] != daemon):
             await self._note_in_force(daemon, fresh=fresh)
         while True:
-            wanted = self.limits
+            wanted = self.wanted
             try:
-                command = not self._others and (self.proved or not fresh)
-                if not (command and await self._observer.read(wanted, self._own.limits)):
+                reads_first = not self._must_set and (self.proved or not fresh)
+                if not (reads_first and await self._observer.read(wanted, self._own.limits)):
                     self._own.note_setting(wanted)
                     await self._observer.set(wanted)
-                    self._others = self.limits != wanted
+                    self._must_set = self.wanted != wanted
                 self._own.note_read_back(wanted)
             except ControlUnknownCommandError:
-                if self.limits == wanted:
+                if self.wanted == wanted:
                     raise
             else:
-                if self.limits == wanted:
+                if self.wanted == wanted:
                     break
         self._proved_at = clock.monotonic()
         if not self.proved:
@@ -166,17 +166,17 @@ class WantedLimits:
             await self._read()
             found = (self._observer.read_back, *(server.limits for server in self._observer.servers))
             self._in_force = daemon, drift.in_force([each for each in found if each is not None], self._own.limits)
-            self._others = False  # the next check tells whether they suffice
+            self._must_set = False  # the next check tells whether they suffice
 
     async def _read(self) -> None:
         """Read every limit back, once more if that shows that the driver does not have all of them."""
-        wanted = self.limits
+        wanted = self.wanted
         try:
             await self._observer.read(wanted, self._own.limits)
         except ControlUnknownCommandError:
-            if self.limits == wanted:
+            if self.wanted == wanted:
                 raise
-            await self._observer.read(self.limits, self._own.limits)
+            await self._observer.read(self.wanted, self._own.limits)
 
 
 class Proof(NamedTuple):
@@ -261,7 +261,7 @@ class OwnLimits:
             self._store()
 
     def _store(self) -> None:
-        if self._process is not None and self._record.keep(_Given(self._process, self.limits)):
+        if self._process is not None and self._record.store(_Given(self._process, self.limits)):
             self._stored = self.limits
 
 

@@ -304,7 +304,7 @@ class Observer:
     async def set(self, wanted: Limits) -> None:
         """Set every limit, the daemon's defaults and those of its servers, and read it back.
 
-        That undoes the changes of others, and logs them. Raises ControlError as `ControlPipe.hold` does,
+        That undoes the changes of others, and logs them. Raises ControlError as `ControlPipe.converse` does,
         LimitNotHeldError when a limit was not set, and ControlUnknownCommandError when the driver has no such limit.
         """
         foreign = self.control_log.foreign
@@ -323,7 +323,7 @@ class Observer:
     async def read(self, wanted: Limits, own: Collection[ReadBack]) -> bool:
         """Read every limit back, log the changes of others, and return whether all are as wanted.
 
-        `own` contains what mpsd itself set. Raises ControlError as `ControlPipe.hold` does.
+        `own` contains what mpsd itself set. Raises ControlError as `ControlPipe.converse` does.
         """
         known, foreign = tuple(self._servers), self.control_log.foreign
         found = await self._query(wanted, apply=False)
@@ -409,12 +409,12 @@ class Observer:
     async def _converse(self, talk: Conversation) -> None:
         """Hold a conversation, or raise its error with what keeps the daemon from it."""
         try:
-            await self._pipe.hold(talk)
+            await self._pipe.converse(talk)
             self.control_log.expect(self._pipe.nonce)
         except (ControlBusyError, ControlUnresponsiveError) as error:
             if most := self.control_log.descriptors_used_up:
                 # A process that waits for the seat is connected as well, but does not occupy it.
-                error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.let_in}"
+                error.detail += f"; all of its {most} descriptors are in use; had pipe access: {self._let_in.so_far}"
                 name = self._paths.pipe_directory.name
                 error.hint = f"no new client can reach it until it is replaced: mpsctl restart {name}"
             else:

@@ -51,7 +51,7 @@ class OperatorIntent:
             stored = found.value
             self._stored = _File(take_up(stored.desired, clock.boot_id()), stored.ended)
 
-    def keep(self, desired: DesiredState, *ended: Operation) -> None:
+    def store(self, desired: DesiredState, *ended: Operation) -> None:
         """Store a new desired state, with the operations that it ended.
 
         Raises StorageError; nothing has changed then.

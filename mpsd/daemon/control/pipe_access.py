@@ -70,11 +70,11 @@ class LetInRecord:
         """The name of the control daemon."""
         self._record = Record(paths.let_in, _LetIn, log)
         self._process: ProcessIdentity | None = None
-        self.let_in = LetIn()
+        self.so_far = LetIn()
 
     def begin(self, process: ProcessIdentity) -> None:
         """Begin the record of a control daemon that was just started: no uid has pipe access yet."""
-        self._process, self.let_in = process, LetIn()
+        self._process, self.so_far = process, LetIn()
         self._write()
 
     def resume(self, process: ProcessIdentity) -> None:
@@ -88,20 +88,20 @@ class LetInRecord:
             now = [each.who for each in acl.read(self._control_socket) if each.tag == acl.Tag.USER]
         except OSError:
             now = []
-        self._process, before = process, self.let_in
+        self._process, before = process, self.so_far
         found = (noted or LetIn(others=True)).and_({*now, *before.uids})
-        self.let_in = found.and_(None) if before.everybody else found
+        self.so_far = found.and_(None) if before.everybody else found
         self._write()
 
     def note(self, uids: frozenset[int] | None) -> None:
         """Record the uids that have pipe access from now on, None for all; call it before they have access."""
-        if (uids is None and not self.let_in.everybody) or (uids is not None and not uids <= {*self.let_in.uids}):
-            self.let_in = self.let_in.and_(uids)
+        if (uids is None and not self.so_far.everybody) or (uids is not None and not uids <= {*self.so_far.uids}):
+            self.so_far = self.so_far.and_(uids)
             self._write()
 
     def _write(self) -> None:
         if self._process is not None:
-            self._record.keep(_LetIn(self._process, self.let_in))
+            self._record.store(_LetIn(self._process, self.so_far))
 
 
 class PipeAccess:
@@ -158,7 +158,7 @@ class PipeAccess:
     @property
     def users(self) -> frozenset[int] | None:
         """The uids that a control daemon for one user at a time has admitted; None where it may be any."""
-        let_in = self.let_in.let_in
+        let_in = self.let_in.so_far
         is_known = self._many_users is False and not let_in.everybody and not let_in.others
         return frozenset(let_in.uids) if is_known and let_in.uids else None
 
@@ -167,14 +167,14 @@ class PipeAccess:
 
         Where it serves many users, or is open to all, it never belongs to one of them.
         """
-        let_in = self.let_in.let_in
+        let_in = self.let_in.so_far
         if self._many_users is not False or let_in.everybody:
             return False
         return let_in.others or let_in.uids not in {(), (uid,)}
 
     def are_last_users(self, uids: Collection[int | None]) -> bool:
         """Tell whether the control daemon serves one user at a time, and has admitted all of these uids."""
-        let_in = self.let_in.let_in
+        let_in = self.let_in.so_far
         return self._many_users is False and not let_in.everybody and bool(uids) and {*uids} <= {*let_in.uids}
 
     def open(self, uid: int) -> None:

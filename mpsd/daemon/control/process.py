@@ -94,7 +94,7 @@ class Instance:
         """The time of the last quit command."""
         self._searched = False
         """Whether the servers of dead daemons were searched since the last death."""
-        self._its_socket: tuple[ProcessIdentity, int] | None = None
+        self._its_socket: int | None = None
         """The inode of the running daemon's socket, as seen first."""
         self.process: Process | None = None
         self.evidence: DaemonProcess | None = None
@@ -196,7 +196,7 @@ class Instance:
         return None
 
     def _watch(self, taken: Process, proof: DaemonProcess, *, fresh: bool) -> None:
-        self.process, self.evidence, self.is_fresh = taken, proof, fresh
+        self.process, self.evidence, self.is_fresh, self._its_socket = taken, proof, fresh, None
         self._watching = asyncio.get_running_loop().create_task(self._note_end(taken))
 
     async def _note_end(self, watched: Process) -> None:
@@ -228,9 +228,8 @@ class Instance:
         versions).
         """
         there = self._socket()
-        if there is not None and (self._its_socket is None or self._its_socket[0] != daemon.identity):
-            self._its_socket = daemon.identity, there
-        if there is None or self._its_socket != (daemon.identity, there):
+        self._its_socket = self._its_socket or there
+        if there is None or there != self._its_socket:
             what = "is gone" if there is None else "belongs to another process"
             raise ControlUnreachableError(
                 f"pid {daemon.pid} is running, but its socket {self._paths.control_socket} {what}: no client"
@@ -396,7 +395,7 @@ class DaemonRecord:
     def _write(self, start: _Start | None, dead: list[ProcessIdentity]) -> None:
         """Replace the record; where it cannot be written, the next mpsd finds the daemon by what the kernel reports."""
         self._file = _Daemons(start, dead)
-        self._record.keep(self._file)
+        self._record.store(self._file)
 
 
 def _is_alive(identity: ProcessIdentity) -> bool:

@@ -215,7 +215,7 @@ class DeathTally:
         """
         now, policy = clock.monotonic(), RestartPolicy(deaths=settings.deaths, window=settings.death_window)
         jitter = random.random()  # noqa: S311 - it is no secret
-        let_in = self._let_in.let_in if is_suspect(ended.signal) else LetIn()
+        let_in = self._let_in.so_far if is_suspect(ended.signal) else LetIn()
         how = f"{ended.how}; {let_in} had pipe access" if let_in.anybody else ended.how
         death = Death(now, how, let_in.uids, counts=not let_in.anybody)
         deaths = (*recent(self._deaths, policy, now), death)
@@ -244,7 +244,7 @@ class DeathTally:
         """Replace the record; where it cannot be written, mpsd still knows it."""
         gives_up = decision is not None and decision.verdict is RestartVerdict.GIVE_UP
         self._deaths, self.failed = deaths, decision.because if decision is not None and gives_up else None
-        self._record.keep(_Tally(deaths, self.failed))
+        self._record.store(_Tally(deaths, self.failed))
 
 
 class Heartbeat:

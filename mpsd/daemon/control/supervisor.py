@@ -19,7 +19,7 @@ from mpsd.core.mps_facts import Binds
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Settings
 from mpsd.core.signal import Signal
-from mpsd.core.supervision.drain import Answers, Intent, OperatorCommand
+from mpsd.core.supervision.drain import Intent, OperatorCommand
 from mpsd.core.supervision.restart import RestartVerdict
 from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.drainer import DaemonLeases, Drainer
@@ -90,7 +90,6 @@ class Supervisor:
             deadline=daemon.answer_deadline,
             key=self._control_log.key,
         )
-        self.pipe.held = partial(log.tally.conversation, name)
         self.survivors = Survivors(usage, self._log)
         self.observer = Observer(
             paths, self._control_log, self.pipe, pipe_access.let_in, survivors=self.survivors, bounded=self._bounded
@@ -99,6 +98,9 @@ class Supervisor:
         self.drainer = Drainer(
             name,
             paths.operator_intent,
+            instance=self._instance,
+            lifecycle=self._lifecycle,
+            limits=self.limits,
             observer=self.observer,
             leases=leases,
             endings=endings,
@@ -148,6 +150,7 @@ class Supervisor:
         self.questions.requested.connect(self._wake.set)
         self.replacement.requested.connect(self._wake.set)
         self.pipe.long_commands.changed.connect(self._wake.set)
+        self.pipe.conversation_ended.connect(partial(self._log.tally.conversation, self.name))
         for changed in (
             self._lifecycle.changed,
             self._control_log.changed,
@@ -176,7 +179,7 @@ class Supervisor:
             process=evidence,
             ready_since=self._lifecycle.ready_since,
             pipe_directory=str(self._pipe_access.paths.pipe_directory),
-            wanted=self.limits.limits,
+            wanted=self.limits.wanted,
             limits=self.observer.read_back,
             verified=not (self.trouble.for_canary or late),
             drift=self.observer.drift,
@@ -257,7 +260,7 @@ class Supervisor:
 
         Raises StorageError; nothing has changed then.
         """
-        operation = self.drainer.want(command, self._instance.identity, silent=self._lifecycle.is_silent)
+        operation = self.drainer.want(command)
         if command.intent is Intent.RESTART and self._instance.process is None:
             self.reset()
         self._apply_desired_state()
@@ -267,7 +270,7 @@ class Supervisor:
     async def stop(self, *, force: bool) -> None:
         """Stop the daemon when it is unused, or by force together with its clients; return when it is gone."""
         self._wanted = False
-        self.drainer.leave(self._instance.identity)
+        self.drainer.leave()
         if force:
             self._move(Event.STOP, "it is stopped together with mpsd")
         else:
@@ -407,8 +410,7 @@ class Supervisor:
             await self._sleep(_TICK)
 
     def _start(self) -> None:
-        self._control_log.begin()
-        self.pipe.key = self._control_log.key
+        self.pipe.key = self._control_log.begin()
         try:
             started = self._instance.start(self._settings.current.daemon)
         except (ConfigurationError, PipeAccessError) as error:
@@ -534,11 +536,10 @@ class Supervisor:
 
     def _drain(self) -> bool:
         """Take the next step of an operator's command; tell whether another step can follow at once."""
-        state, desired = self._lifecycle.state, self.drainer.desired
+        desired = self.drainer.desired
         if not desired.waits:
             return False
-        answers = Answers(state in ANSWERED and self.limits.proved, self._lifecycle.is_silent, self._lifecycle.steady)
-        if quits := self.drainer.advance(self._instance.identity, answers):
+        if quits := self.drainer.advance():
             self._move(Event.STOP, self.drainer.summary, f"stop it at once: mpsctl restart {self.name} --timeout 0")
         elif desired is not self.drainer.desired:
             self._apply_desired_state()
@@ -550,7 +551,7 @@ class Supervisor:
     async def _quit_or_force(self) -> None:
         """Make the daemon quit, and wait for its clients; where necessary, by force."""
         is_deserted = self.replacement.has_to_force
-        force = is_deserted or self.drainer.has_to_force(self._instance.identity)
+        force = is_deserted or self.drainer.has_to_force
         try:
             if force or not self.pipe.waits_for:
                 await self._instance.quit(self.pipe, force=force, is_deserted=is_deserted)

@@ -31,7 +31,7 @@ class EndStore:
             elif found is not None:
                 yield found.value
 
-    def keep(self, ending: Ending) -> None:
+    def store(self, ending: Ending) -> None:
         """Store the progress of an ending. Raises StorageError and then changes nothing."""
         path = self._path(ending.process, "json")
         try:

@@ -114,7 +114,7 @@ class Endings:
             lost,
         )
         try:
-            self._store.keep(ending)
+            self._store.store(ending)
         except StorageError:
             living.close()
             raise

@@ -175,7 +175,7 @@ class EndSteps:
 
     def change(self, ending: Ending) -> None:
         """Store a change of the ending. Raises StorageError and then changes nothing."""
-        self._store.keep(ending)
+        self._store.store(ending)
         self.ending = ending
 
     def join(self, cause: EndCause, *, lost: bool) -> None:

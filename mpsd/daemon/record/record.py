@@ -34,7 +34,7 @@ class Record(Generic[T]):
             return None
         return found.value.record if found is not None and found.value.boot_id == clock.boot_id() else None
 
-    def keep(self, record: T) -> bool:
+    def store(self, record: T) -> bool:
         """Replace the file; False where it cannot be written, which is logged once for each reason."""
         try:
             encoding.store(self._path, _File(clock.boot_id(), record))

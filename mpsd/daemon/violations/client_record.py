@@ -97,7 +97,7 @@ class ClientRecord:
     def _write(self) -> None:
         clients = tuple(_row(key, known) for key, known in self._clients.items())
         left = tuple(_LeftBehind(*key, part) for key, part in _living(self.left_behind).items())
-        self._is_stored = self._record.keep(_Clients(clients, left))
+        self._is_stored = self._record.store(_Clients(clients, left))
 
 
 def _living(facts: Mapping[ClientKey, T]) -> dict[ClientKey, T]:

@@ -336,7 +336,7 @@ def test_what_others_ask(text: str) -> None:
 def test_key_of_each_daemon() -> None:
     """A new key is valid from then on; the former daemon's key, until the next daemon has written its first line."""
     reader = LogReader("a")
-    reader.renew("b")
+    reader.add_key("b")
     assert reader.read([*conversation(mark("a", 0), SET), *conversation(mark("b1", 0), SET)]) == []
     assert reader.last_nonce == "b1"
     reader.read([said("Starting control daemon using socket /run/p/control")])

@@ -203,7 +203,7 @@ def test_answer_that_nobody_can_give(tmp_path: Path) -> None:
         store, cause = EndStore(tmp_path), EndCause("one", "it is a test")
         pending = PendingAnswer("gpu0", server, server, "nonce", 1e9)
         stored = Ending(client, 0, (cause,), clock.boot_id(), clock.now(), step=EndStep.TERMINATE_CLIENT)
-        store.keep(structs.replace(stored, pending=pending))
+        store.store(structs.replace(stored, pending=pending))
         endings = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON))
         endings.load()
         try:
@@ -267,7 +267,7 @@ def test_late_server(tmp_path: Path, end: str) -> None:
     async def scenario(client: ProcessIdentity, server: ProcessIdentity) -> None:
         store, cause = EndStore(tmp_path), EndCause("one", "it is a test")
         stored = Ending(client, 0, (cause,), clock.boot_id(), clock.now(), step=EndStep.TERMINATE_CLIENT)
-        store.keep(structs.replace(stored, daemons=("gpu0",), late=(("gpu0", server),)))
+        store.store(structs.replace(stored, daemons=("gpu0",), late=(("gpu0", server),)))
         endings, changes = Endings(store, LiveSettings(Settings()), configure(LogFormat.JSON)), list[str]()
         endings.changed.connect(lambda: changes.append(endings.late_on("gpu0")))
         endings.load()

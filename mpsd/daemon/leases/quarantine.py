@@ -104,7 +104,7 @@ class Quarantine:
             because = self._quarantined[each.uid].because
             self._log.error(EventName.UID_QUARANTINED, uid=each.uid, daemon=crash.daemon, because=because)
         if convicted:
-            self._notify()
+            self.changed.send()
         return uids
 
     def pardon(self, uid: int, by: int) -> None:
@@ -126,15 +126,12 @@ class Quarantine:
                 hint="free space on the file system of paths.state_dir, then try again",
             ) from error
         self._log.warning(EventName.UID_PARDONED, uid=uid, because=f"uid {by} pardoned it")
-        self._notify()
+        self.changed.send()
 
     @property
     def _policy(self) -> QuarantinePolicy:
         enforcement = self._settings.current.enforcement
         return QuarantinePolicy(enforcement.crashes, enforcement.crash_window)
-
-    def _notify(self) -> None:
-        self.changed.send()
 
     def _store(self) -> None:
         file = _File(clock.boot_id(), self._crashes, self.quarantined)

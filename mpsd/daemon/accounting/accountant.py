@@ -190,7 +190,7 @@ class Accountant:
             return
         self._usages = usages
         by_gpu: dict[str, dict[str, int | None]] = {}
-        for (lease_id, gpu), held in monitor.held_by_leases.items():
+        for (lease_id, gpu), held in monitor.held.items():
             by_gpu.setdefault(gpu, {})[lease_id] = _held(held.values())
         readings = {gpu: _reading(usage, by_gpu.get(gpu, {})) for gpu, usage in usages.items()}
         self._accounts.read(readings, now)

@@ -147,15 +147,13 @@ def _decoded(endpoint: _Endpoint, message: Message, principal: Principal, names:
                 f"the request body exceeds {MAXIMUM_BODY} bytes", hint="send a smaller body", limit="body"
             )
         body = endpoint.body(message.body)
-    peer = message.connection.peer
     return Request(
         principal.credentials,
         principal.user,
         principal.admin,
         principal.operator,
         principal.role or Role.OBSERVER,
-        peer.process,
-        peer.has_left,
+        message.connection.peer,
         names,
         query,
         body,

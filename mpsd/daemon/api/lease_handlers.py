@@ -163,7 +163,7 @@ class LeaseHandlers:
             user,
             wait=body.wait,
             ttl=body.ttl,
-            has_left=request.has_left,
+            has_left=request.peer.has_left,
             is_named=is_named,
         )
 
@@ -189,7 +189,7 @@ class LeaseHandlers:
             said.append(f"leases of other users have {_amount(hidden)}")
         return f"; {', '.join(said)}" if said else ""
 
-    async def hold(self, request: Request) -> answer_types.Lease:
+    async def add_holder(self, request: Request) -> answer_types.Lease:
         """Add or replace the holder of a lease, or take its claim; answer when that is stored and the limits open."""
         assert isinstance(request.body, bodies.HolderRequest)  # noqa: S101 - the route table says so
         body, lease = request.body, self._node.leases.find(request.names["id"])

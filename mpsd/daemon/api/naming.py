@@ -265,7 +265,7 @@ def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
 
 def _connected(request: Request) -> Process:
     """Return the calling process. Raises PeerUnknownError when the kernel does not show it."""
-    connected = request.process()
+    connected = request.peer.process()
     if connected is None:
         unseen = request.credentials.pid == 0
         raise PeerUnknownError(

@@ -1,6 +1,6 @@
 """The form in which a handler gets a request, and the base classes of the two values that a request may contain."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from msgspec import Struct
@@ -8,8 +8,8 @@ from msgspec import Struct
 from mpsd.core.model import Lease
 from mpsd.core.roles import Role, UserIdentity
 from mpsd.core.settings import Settings
+from mpsd.daemon.http.peer import Peer
 from mpsd.system.credentials import PeerCredentials
-from mpsd.system.process import Process
 
 
 class RequestBody(Struct, forbid_unknown_fields=True):
@@ -36,10 +36,8 @@ class Request(Struct, frozen=True):
     operator: bool
     """Whether it may hold, drain and resume control daemons, as an administrator may too."""
     role: Role
-    process: Callable[[], Process | None]
-    """Watches the process that connected, while its connection is open; returns None where it is not visible."""
-    has_left: Callable[[], bool]
-    """Tells whether the caller no longer waits for the answer."""
+    peer: Peer
+    """The process that connected, and whether it still waits for the answer."""
     names: Mapping[str, str]
     query: RequestQuery | None = None
     body: RequestBody | None = None

@@ -137,7 +137,7 @@ ROUTES: Final[tuple[Route[Handlers, Any], ...]] = (
          body=bodies.LeaseRequest, errors=(409, 503, 507)),
     _row("POST", "/v1/leases/{id}/renew", Role.USER, lambda h: h.leases.renew, answers.json(answer_types.Lease),
          name="renewLease", summary="Give a lease more time", body=bodies.RenewRequest, errors=(507,)),
-    _row("POST", "/v1/leases/{id}/holders", Role.USER, lambda h: h.leases.hold, answers.json(answer_types.Lease),
+    _row("POST", "/v1/leases/{id}/holders", Role.USER, lambda h: h.leases.add_holder, answers.json(answer_types.Lease),
          name="addHolder", summary="Tie a lease to another process, group or claim; take a claim",
          body=bodies.HolderRequest, errors=(409, 503, 507)),
     _row("POST", "/v1/leases/{id}/end", Role.USER, lambda h: h.leases.end, answers.json(answer_types.Lease, 202),

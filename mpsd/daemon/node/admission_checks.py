@@ -42,9 +42,6 @@ class AdmissionChecks:
         self._daemons = daemons
         self._settings, self._log = settings, log
 
-    def quota_of(self, user: UserIdentity) -> Quota:
-        return quota.quota_of(user, self._settings.current)
-
     def check_request(
         self,
         request: LeaseRequest,
@@ -61,7 +58,7 @@ class AdmissionChecks:
         # 1. The quota restricts the GPUs, then the uid must not be quarantined, then the amount must be within the
         #    quota.
         # 2. The uid must reach the control daemons, and the holder must see their directories.
-        limits_of = self.quota_of(user)
+        limits_of = quota.quota_of(user, self._settings.current)
         if request.gpu != "any" or limits_of.gpus is not None:
             request = structs.replace(request, gpu=self.gpu(request.gpu), among=limits_of.gpus)
         self._quarantine.check(user.uid)
@@ -91,7 +88,7 @@ class AdmissionChecks:
             self._visible(structs.replace(lease.request, gpu=share.gpu), named, offers)
         if lease.owner.uid == uid:
             return  # the lease has counted against the quota since the claim was made
-        limits_of = self.quota_of(user)
+        limits_of = quota.quota_of(user, self._settings.current)
         self._check_quota(limits_of, lease.request, uid)
         for share in lease.shares:
             if limits_of.gpus is not None and share.gpu not in limits_of.gpus:

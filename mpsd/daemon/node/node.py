@@ -284,7 +284,7 @@ class Node:
         """
         try:
             lease = self.leases.claims.granted(lease_id)
-            ttl = quota.time_to_live(self._checks.quota_of(user), lease.ttl)
+            ttl = quota.time_to_live(quota.quota_of(user, self.settings.current), lease.ttl)
             if lease.claim is None:
                 return await self.leases.claims.taken(lease, named.holder)
             self._checks.check_taker(lease, lease.claim, named, user, self.offers())

@@ -70,10 +70,10 @@ class ViolationMonitor:
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
         self._daemons: dict[str, Daemon] = {}
-        self._usages: Mapping[str, Reading[GpuUsage]] = {}
-        """By UUID, the last reading of the GPUs."""
-        self._held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
-        """By lease and GPU, what its processes hold there, by the last reading of NVML."""
+        self.usages: Mapping[str, Reading[GpuUsage]] = {}
+        """By UUID, the last reading of the GPUs; each reading is a new object."""
+        self.held: dict[tuple[str, str], dict[ProcessIdentity, GpuProcess]] = {}
+        """By lease and GPU, what its processes held there at that reading; it omits leases that held nothing."""
         self._of_other_users: list[Violation] = []
         """The processes of leases' families that ran as another user at the last reading of the GPUs."""
         self._faults: dict[tuple[str, int], datetime] = {}
@@ -86,7 +86,8 @@ class ViolationMonitor:
         """The time of the last such reading (monotonic clock)."""
         self._found: dict[Violation, None] = {}
         """The open violations, in the order in which they were found."""
-        self._doubts: tuple[Doubt, ...] = ()
+        self.doubts: tuple[Doubt, ...] = ()
+        """The unknown facts about the limits of leases' clients at present."""
         self._not_stored = ""
         """The last logged reasons why endings could not be stored, and so have not begun."""
 
@@ -94,22 +95,17 @@ class ViolationMonitor:
     def violations(self) -> tuple[Violation, ...]:
         return tuple(self._found)
 
-    @property
-    def doubts(self) -> tuple[Doubt, ...]:
-        """The unknown facts about the limits of leases' clients at present."""
-        return self._doubts
-
     def inspect(self, daemons: Iterable[Daemon], usages: Mapping[str, Reading[GpuUsage]], *, read: bool) -> None:
         """Inspect the reports of the control daemons, and the GPUs (by UUID) if they were `read` since last time."""
         self._daemons = {daemon.name: daemon for daemon in daemons}
         if read:
-            self._usages = usages
+            self.usages = usages
         self._list_clients()
         self._clients.attribute(self._seen.values())
         if read:
             self._attribute_memory()
         self._follow_faults()
-        self._doubts = tuple(self._doubt())
+        self.doubts = tuple(self._doubt())
         found = set(self._find())
         now = clock.monotonic()
         self._suspected = persistence.suspected(found, self._found, self._suspected, now, read=read)
@@ -215,24 +211,10 @@ class ViolationMonitor:
             if each.state not in ANSWERED or any(server.orphan or not server.is_known for server in each.servers)
         }
 
-    @property
-    def usages(self) -> Mapping[str, Reading[GpuUsage]]:
-        """The last reading of the GPUs, by UUID; each reading is a new object."""
-        return self._usages
-
-    @property
-    def held_by_leases(self) -> Mapping[tuple[str, str], Mapping[ProcessIdentity, GpuProcess]]:
-        """The memory that processes held at the last reading, by lease and GPU; it omits leases that held none."""
-        return self._held
-
-    def held(self, lease_id: str, gpu: str) -> Mapping[ProcessIdentity, GpuProcess]:
-        """Return the memory that the processes of a lease held on a GPU at its last reading."""
-        return self._held.get((lease_id, gpu), {})
-
     def verify(self, lease: Lease, late: Collection[str] = ()) -> Verification:
         """Judge a lease by the last findings; `late` are the control daemons that did not answer in time."""
         clients = [each.client for each in self.attached() if each.lease is not None and each.lease.id == lease.id]
-        held = {share.gpu: {**self.held(lease.id, share.gpu)} for share in lease.shares}
+        held = {share.gpu: {**self.held.get((lease.id, share.gpu), {})} for share in lease.shares}
         for each in clients:  # a client beyond the lease's number holds memory too, which is not the lease's
             if (process := self._on_gpu(each)) is not None:
                 held[each.gpu][each.identity] = process
@@ -243,12 +225,12 @@ class ViolationMonitor:
 
     def _on_gpu(self, client: Client) -> GpuProcess | None:
         """Return what the last reading of its GPU says about a client."""
-        usage = self._usages.get(client.gpu)
+        usage = self.usages.get(client.gpu)
         return usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
 
     def _unknown(self, share: Share, late: Collection[str]) -> Iterator[str]:
         """Yield sentences about what is unknown of a share's GPU and its control daemon."""
-        daemon, usage = self._daemons.get(share.daemon), self._usages.get(share.gpu)
+        daemon, usage = self._daemons.get(share.daemon), self.usages.get(share.gpu)
         if daemon is None:
             yield f"the state of {share.daemon} is unknown: GPU {share.gpu} is gone"
         elif daemon.state not in ANSWERED:
@@ -261,7 +243,7 @@ class ViolationMonitor:
 
     def _attribute_memory(self) -> None:
         """Attribute the memory that is held on the GPUs to leases; for an unreadable GPU nothing is known."""
-        self._held = {}
+        self.held = {}
         of_others = {each: each for each in self._clients.of_changed_holders()}
         holders = {each.process for each in of_others}
         servers = {server.pid for daemon in self._daemons.values() for server in daemon.servers}
@@ -274,7 +256,7 @@ class ViolationMonitor:
         # 3. A process that is the client of no lease belongs to the nearest lease of its family or groups on the GPU.
         # 4. Any other process may belong to a family in which a holder has changed its user.
         # A holder that has changed its user skips 2 and 3: its memory is not its lease's any more.
-        for gpu, usage in self._usages.items():
+        for gpu, usage in self.usages.items():
             for pid, each in usage.value.processes.items() if isinstance(usage, Known) else ():
                 ticks = proc.live_ticks(pid) if pid not in servers else None
                 if ticks is None:
@@ -287,7 +269,7 @@ class ViolationMonitor:
                 if lease is None and identity not in holders:
                     lease = next((each for each in self._clients.leases_with(pid) if _is_on(each, gpu)), None)
                 if lease is not None:
-                    self._held.setdefault((lease.id, gpu), {})[identity] = each
+                    self.held.setdefault((lease.id, gpu), {})[identity] = each
                 elif found := self._clients.of_changed_relative(identity, gpu, daemons, outside=not each.mps):
                     of_others[found] = found  # the same violation as that of a holder, with its place
         self._of_other_users = [*of_others.values()]
@@ -322,7 +304,7 @@ class ViolationMonitor:
                 says = any(each.pid == client.server and each.status == FAULT for each in daemon.servers)
                 yield violations.of_lingering(attached, seconds, proven=says)
         yield from (each for each in self._of_other_users if self._find_lease(each.lease or "") is not None)
-        for (lease_id, gpu), held in self._held.items():
+        for (lease_id, gpu), held in self.held.items():
             lease = self._find_lease(lease_id)
             share = next((each for each in lease.shares if each.gpu == gpu), None) if lease is not None else None
             if lease is None or share is None:

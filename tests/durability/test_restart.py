@@ -31,8 +31,7 @@ from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
-from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.history import HISTORY_SCHEMA
+from mpsd.daemon.record.events import HISTORY_SCHEMA, Events
 from mpsd.daemon.record.log import configure
 from mpsd.system import process
 from mpsd.system.counter import Counter

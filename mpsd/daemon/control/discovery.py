@@ -26,7 +26,7 @@ from mpsd.core.quantities import Moment
 from mpsd.core.settings import Users
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import clock, proc, process, process_table, unix_sockets
+from mpsd.system import clock, proc, process, process_table, sock_diag
 from mpsd.system.control_pipe import ControlProgram
 from mpsd.system.proc import ProcessDetails
 from mpsd.system.rundir import DaemonPaths
@@ -206,7 +206,7 @@ def _listeners(paths: DaemonPaths) -> list[int]:
     """
     try:
         for _ in range(_LOOKS):
-            sockets = unix_sockets.listening(paths.control_socket)
+            sockets = sock_diag.listening(paths.control_socket)
             found = process_table.holding(sockets)
             if found or not sockets:
                 return [*found]

@@ -13,7 +13,7 @@ from mpsd.daemon.control.launcher import Launcher
 from mpsd.daemon.control.observer import Observer
 from mpsd.daemon.ends.daemon_end import end_daemon
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, exit_status, process
+from mpsd.system import clock, process
 from mpsd.system.control_pipe import ControlPipe
 from mpsd.system.process import Process
 
@@ -124,8 +124,8 @@ class Instance:
         """Clean up after an ended process, and return how it ended; None when none has."""
         if self.process is None or self._returncode is None:
             return None
-        how = f"pid {self.process.pid} {exit_status.describe(*self._returncode)}"
-        signal_name = exit_status.signal_of(*self._returncode)
+        how = f"pid {self.process.pid} {process.describe_end(*self._returncode)}"
+        signal_name = process.signal_of(*self._returncode)
         words = self._observer.control_log.last_words()
         if words and self.is_fresh:
             how += f", and its last log line was {words!r}"

@@ -27,7 +27,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash
 from mpsd.daemon.control.death_tally import LetInRecord
 from mpsd.daemon.record.log import Logger
-from mpsd.system import acl, credentials, proc, process_table, unix_sockets
+from mpsd.system import acl, credentials, proc, process_table, sock_diag
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
 
@@ -320,7 +320,7 @@ async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:
 
 
 def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
-    peers = {inode for each in sockets for inode in unix_sockets.connected(each)}
+    peers = {inode for each in sockets for inode in sock_diag.connected(each)}
     found = process_table.holding(peers)
     unseen = peers.difference(*found.values())
     return {pid: proc.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))

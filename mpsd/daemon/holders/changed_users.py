@@ -13,7 +13,7 @@ from mpsd.core.enforcement import change_of_user
 from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity
 from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.system import proc
-from mpsd.system.new_processes import NewProcesses
+from mpsd.system.process_table import NewProcesses
 
 _ROOT: Final = 0
 _LOOK: Final = 0.2

@@ -26,7 +26,7 @@ from mpsd.daemon.holders.holder_watch import HolderWatch
 from mpsd.daemon.holders.named_holder import NamedHolder
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.system import clock, process
+from mpsd.system import clock, proc
 from mpsd.system.descriptors import Purpose
 
 
@@ -173,7 +173,7 @@ class Claims:
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
         before, now = self.granted(lease_id), clock.monotonic()
-        client = next(filter(process.lives, before.clients), None)
+        client = next(filter(proc.lives, before.clients), None)
         if client is not None:
             raise AlreadyClaimedError(
                 f"lease {lease_id} has a living client, pid {client.pid}",

@@ -10,7 +10,7 @@ from mpsd.core.errors import NotPermittedError
 from mpsd.core.events import EventName
 from mpsd.core.model import Known, LeaseRequest, Unknown
 from mpsd.daemon.record.log import Logger
-from mpsd.system import host_environment
+from mpsd.system import host_environment, namespaces
 from mpsd.system.process import Process
 
 
@@ -39,7 +39,7 @@ def narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], lo
             )
         return request
     directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
-    hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
+    hidden = namespaces.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
     invisible = {gpu for gpu, path in directories.items() if path in hidden}
     if invisible:
         wanted = directories if request.gpu == "any" else {request.gpu}

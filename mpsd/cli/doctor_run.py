@@ -18,7 +18,7 @@ from mpsd.core.health import Kind
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
-from mpsd.system import host_environment
+from mpsd.system import namespaces
 from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _apart(settings: Settings, socket: SocketSeen, mpsd: ProcessSeen | None) -> 
     directories = (settings.paths.runtime_dir, settings.paths.state_dir, settings.paths.log_dir)
     if socket.listener is not None and socket.listener[0] == 0:
         return directories
-    return tuple(host_environment.hidden(mpsd.pid, directories)) if mpsd is not None else ()
+    return tuple(namespaces.hidden(mpsd.pid, directories)) if mpsd is not None else ()
 
 
 def _holder(lock: Reading[int | None], processes: Reading[tuple[ProcessSeen, ...]]) -> ProcessSeen | None:

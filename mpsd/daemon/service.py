@@ -41,7 +41,7 @@ from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import HISTORY_SCHEMA, Events
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.service_manager import ServiceNotifier
-from mpsd.system import control_flags, path_safety, rundir
+from mpsd.system import control_flags, listeners, path_safety, rundir
 from mpsd.system import driver as drivers
 from mpsd.system.canary import CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
@@ -300,8 +300,8 @@ def _listen(plan: Plan, log: Logger) -> tuple[socket.socket, Callable[[], None]]
         stranger = path_safety.stranger_at(path)
         if stranger is not None:
             log.warning(EventName.SOCKET_REPLACED, socket=str(path), uid=stranger)
-        return rundir.publish(path, api.mode, api.group), lambda: rundir.unpublish(path)
-    rundir.check_published(handed, path, api.mode, api.group)
+        return listeners.publish(path, api.mode, api.group), lambda: listeners.unpublish(path)
+    listeners.check_published(handed, path, api.mode, api.group)
     return handed, lambda: None
 
 

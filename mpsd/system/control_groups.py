@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.model import ControlGroup
-from mpsd.system import descriptors, mount_table, proc
+from mpsd.system import descriptors, namespaces, proc
 from mpsd.system.descriptors import Purpose
 
 SYSTEMD: Final = "name=systemd"
@@ -73,21 +73,16 @@ def hierarchies() -> list[Hierarchy]:
     """Return the hierarchies that mpsd sees: systemd's first, then the unified one, then those of controllers."""
     found: dict[str, Hierarchy] = {}
     names = [*proc.control_groups("self")]
-    # Any user may have chosen the name of a mount. The kernel escapes `\n` but no other character that Python takes for
-    # a line end.
-    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
-        kind, _, rest = line.partition(" - ")[2].partition(" ")
-        name = UNIFIED if kind == "cgroup2" else None
-        if kind == "cgroup":
-            has = {*rest.partition(" ")[2].split(",")}
+    for mount in namespaces.own_mounts():
+        name = UNIFIED if mount.kind == "cgroup2" else None
+        if mount.kind == "cgroup":
+            has = {*mount.options.split(",")}
             name = next((each for each in names if each and {*each.split(",")} <= has), None)
         if name is not None:
-            with suppress(ValueError):  # skip a line that does not parse
-                for mount in mount_table.parse(line):
-                    device = os.makedev(*map(int, mount.root.device.split(":")))
-                    mounted = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
-                    if name not in found or found[name].point == mounted.point:  # a later mount covers an earlier one
-                        found[name] = mounted
+            device = os.makedev(*map(int, mount.root.device.split(":")))
+            mounted = Hierarchy(name, Path(mount.point), str(mount.root.path), device)
+            if name not in found or found[name].point == mounted.point:  # a later mount covers an earlier one
+                found[name] = mounted
     return sorted(found.values(), key=lambda each: (each.name != SYSTEMD, each.name != UNIFIED))
 
 

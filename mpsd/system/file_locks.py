@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import mount_table, proc
+from mpsd.system import namespaces, proc
 
 _FIELDS = 8
 """The number of fields for a held lock: number, kind, mode, access, pid, device and inode, start, end. A lock that a
@@ -23,7 +23,7 @@ def holders(path: Path) -> tuple[ProcessIdentity, ...]:
         return ()
     devices = {(os.major(found.st_dev), os.minor(found.st_dev))}
     # On btrfs, stat(2) has a number of the subvolume. The kernel's lists have that of the file system (s_dev).
-    place = mount_table.place(mount_table.mounts("self") or (), path)
+    place = namespaces.place(namespaces.own_mounts(), path)
     if place is not None:
         major, minor = place.device.split(":")
         devices.add((int(major), int(minor)))

@@ -7,7 +7,6 @@ removed. A Debian package does not use this module: it has its own units, and dp
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import sys
 import sysconfig
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from mpsd import __version__
-from mpsd.core.errors import ConfigurationError, NotFoundError, NotPermittedError
+from mpsd.core.errors import ConfigurationError, NotFoundError
 from mpsd.system import atomic_file, path_safety, systemd_units
 from mpsd.system.configuration import read_configuration
 
@@ -80,7 +79,7 @@ class Installation:
         Raises NotPermittedError and ConfigurationError where the installation is impossible, before anything is
         written; and OSError.
         """
-        refuse_where_it_cannot_be()
+        _refuse_where_it_cannot_be()
         wanted = files()
         for path, data in wanted.items():
             self._put(path, data)
@@ -132,7 +131,7 @@ class Installation:
 
         Raises NotPermittedError, NotFoundError where nothing is installed, ConfigurationError, and OSError.
         """
-        _refuse_without_root()
+        systemd_units.refuse_without_root()
         if not self._noted:
             raise NotFoundError(
                 f"nothing is installed: there is no {MANIFEST}", hint="for the details: mpsctl service status"
@@ -252,21 +251,12 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _refuse_without_root() -> None:
-    if os.geteuid() != 0:
-        raise NotPermittedError("only root can change the system's services", hint="use sudo")
-
-
-def refuse_where_it_cannot_be() -> None:
+def _refuse_where_it_cannot_be() -> None:
     """Refuse where the service could not run, or would run code that other users can change.
 
     Raises NotPermittedError, ConfigurationError, and OSError for a path that cannot be inspected.
     """
-    _refuse_without_root()
-    if not Path("/run/systemd/system").is_dir():  # sd_booted(3)
-        raise ConfigurationError(
-            "this system was not booted with systemd", hint="run mpsd under the system's own service manager: mpsd run"
-        )
+    systemd_units.refuse_without_systemd("run mpsd under the system's own service manager: mpsd run")
     packaged = _packaged()
     if packaged is not None:
         raise ConfigurationError(

@@ -6,10 +6,12 @@ environment that mpsd builds and the process does not inherit.
 
 import asyncio
 import errno
+import fcntl
 import os
 import select
 import shlex
 import signal
+import struct
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Final
 
 from mpsd.core.capabilities import Capability
 from mpsd.core.model import Known, ProcessIdentity, Reading
-from mpsd.system import capabilities, clock, descriptors, exit_status, host_environment, proc
+from mpsd.system import capabilities, clock, descriptors, namespaces, proc
 from mpsd.system.descriptors import Purpose
 
 _INHERITED: Final = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
@@ -41,6 +43,13 @@ SHORTAGES: Final = frozenset(
 """Errors of the kernel when it has no free process, memory, descriptor or disk space, or when a disk fails: none is a
 fault of the program to start. Sources: fork(2), open(2)."""
 
+_INFO: Final = struct.Struct("=Q52xi")
+"""The first version of `struct pidfd_info`, from which only the mask and the exit status are used."""
+
+_GET_INFO: Final = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+_INFO_EXIT: Final = 1 << 3
+"""PIDFD_GET_INFO and PIDFD_INFO_EXIT. Source: linux/pidfd.h."""
+
 
 def environment(extra: Mapping[str, str], *, path: Sequence[str] = (), libraries: Path | None = None) -> dict[str, str]:
     """Build a child's environment: an allow-list of mpsd's own, `extra`, and `path` after the directories of PATH.
@@ -53,20 +62,6 @@ def environment(extra: Mapping[str, str], *, path: Sequence[str] = (), libraries
     if libraries is not None:
         built["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(libraries), built.get("LD_LIBRARY_PATH"))))
     return {**built, "PATH": os.pathsep.join(directories), **extra}
-
-
-def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
-    """Return the return code of a process that has ended and is not a child of mpsd; None where it is unknown.
-
-    /proc/PID/stat has it until the parent reaps the process, and 0 where mpsd may not read it. Source:
-    proc_pid_stat(5).
-    """
-    for _ in range(2):  # the parent may reap it between the two reads
-        if (returncode := exit_status.of_pidfd(pidfd)) is not None:
-            return returncode
-        if status := proc.wait_status(identity):
-            return os.waitstatus_to_exitcode(status)
-    return None
 
 
 class Process:
@@ -97,14 +92,14 @@ class Process:
         return self._started
 
     def sees_alike(self) -> Reading[bool]:
-        """Tell what `host_environment.sees_alike` does.
+        """Tell what `namespaces.sees_alike` does.
 
         A result that is known to be true is kept: a process may change its mount namespace later, even while it holds a
         lease, but mpsd cannot notice that.
         """
         if self._alike:
             return Known(value=True)
-        seen = host_environment.sees_alike(self.pid)
+        seen = namespaces.sees_alike(self.pid)
         self._alike = seen == Known(value=True)
         return seen
 
@@ -224,20 +219,6 @@ def adopt(identity: ProcessIdentity) -> Process | None:
     return Process(identity, pidfd, None)
 
 
-def lives(identity: ProcessIdentity) -> bool:
-    """Tell whether a process has not ended.
-
-    A pidfd decides: /proc reports a zombie as soon as the first thread has ended.
-    """
-    living = adopt(identity)
-    if living is None:
-        return False
-    try:
-        return not living.is_gone()
-    finally:
-        living.close()
-
-
 def spawn(
     argv: Sequence[str],
     *,
@@ -310,3 +291,53 @@ async def run(
         os.close(source)
         os.close(sink)
     return Finished(shlex.join(argv), returncode, output)
+
+
+# -- how a process ended -----------------------------------------------------------------------------------------------
+
+
+def _status_of_stranger(identity: ProcessIdentity, pidfd: int) -> int | None:
+    """Return the return code of a process that has ended and is not a child of mpsd; None where it is unknown.
+
+    /proc/PID/stat has it until the parent reaps the process, and 0 where mpsd may not read it. Source:
+    proc_pid_stat(5).
+    """
+    for _ in range(2):  # the parent may reap it between the two reads
+        if (returncode := returncode_of(pidfd)) is not None:
+            return returncode
+        if status := proc.wait_status(identity):
+            return os.waitstatus_to_exitcode(status)
+    return None
+
+
+def returncode_of(pidfd: int) -> int | None:
+    """Return the return code of a process that its parent has reaped; None where the kernel does not report it.
+
+    Linux 6.15 and newer report it (measured on 6.18).
+    """
+    answer = bytearray(_INFO.size)
+    _INFO.pack_into(answer, 0, _INFO_EXIT, 0)
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, answer)
+    except OSError:
+        return None  # older kernels do not have this call
+    mask, status = _INFO.unpack(answer)
+    return os.waitstatus_to_exitcode(status) if mask & _INFO_EXIT else None
+
+
+def describe_end(returncode: int | None) -> str:
+    """Describe how a process ended, from a return code in the form of subprocess; None where it is unknown."""
+    if returncode is None:
+        return "ended in a way that is not known (it was adopted, so its status went to another parent)"
+    name = signal_of(returncode)
+    return f"killed by {name}" if name is not None else f"exited with status {returncode}"
+
+
+def signal_of(returncode: int | None) -> str | None:
+    """Return the name of the signal that ended a process; None for a process that exited, or where it is unknown."""
+    if returncode is None or returncode >= 0:
+        return None
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:  # the real-time signals between the first and the last have no name
+        return f"signal {-returncode}"

@@ -1,4 +1,4 @@
-"""The directories that mpsd writes to: the path of each file, the lock that excludes a second mpsd, and the socket.
+"""The directories that mpsd writes to: the path of each file, and the lock that excludes a second mpsd.
 
 Every path is decided here, and everything is created with its final mode.
 """
@@ -6,75 +6,53 @@ Every path is decided here, and everything is created with its final mode.
 import contextlib
 import fcntl
 import os
-import socket
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from grp import getgrnam
 from pathlib import Path
 from typing import Final
 
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.mps_facts import CONTROL_PATH_BYTES, LONGEST_SOCKET_NAME, SOCKET_PATH_BYTES
-from mpsd.core.settings import Settings, Unadmitted
+from mpsd.core.settings import Paths, Settings, Unadmitted
 from mpsd.system import acl, path_safety, retry
 
 LEFT: Final = ("control", "control_privileged", "control_lock", "log", "nvidia-cuda-mps-control.pid")
 """Files that a control daemon leaves in its pipe directory (measured; the last one by 550 and later)."""
 
 
-@dataclass(frozen=True)
 class DaemonPaths:
-    pipe_directory: Path
-    log_directory: Path
-    death_tally: Path
-    """The file with its recent deaths."""
-    record: Path
-    """The file with the identity of the process that mpsd started."""
-    let_in: Path
-    """The file with the uids that have had pipe access since it started."""
-    reading: Path
-    """The file with the position up to which its log was read."""
-    own_limits: Path
-    """The file with the limits that mpsd itself set."""
-    operator_intent: Path
-    """The file with the desired state of the daemon."""
+    """The paths of one control daemon."""
 
-    @cached_property
-    def control_socket(self) -> Path:
+    def __init__(self, paths: Paths, name: str) -> None:
+        run, pipe, log = paths.runtime_dir, paths.runtime_dir / "mps" / name, paths.log_dir / name
+        self.pipe_directory = pipe
+        self.log_directory = log
+        self.death_tally = run / f"{name}.tally.json"
+        """The file with its recent deaths."""
+        self.record = run / f"{name}.process.json"
+        """The file with the identity of the process that mpsd started."""
+        self.let_in = run / f"{name}.let-in.json"
+        """The file with the uids that have had pipe access since it started."""
+        self.reading = run / f"{name}.reading.json"
+        """The file with the position up to which its log was read."""
+        self.own_limits = run / f"{name}.limits.json"
+        """The file with the limits that mpsd itself set."""
+        self.operator_intent = paths.state_dir / f"{name}.intention.json"
+        """The file with the desired state of the daemon."""
+        self.control_socket = pipe / "control"
         """The socket that front-ends and clients look for."""
-        return self.pipe_directory / "control"
-
-    @cached_property
-    def control_lock(self) -> Path:
-        """The lock that makes a control daemon the only one on its pipe directory."""
-        return self.pipe_directory / "control_lock"
-
-    @cached_property
-    def pid_file(self) -> Path:
-        """The file in which a control daemon of 550 and newer writes its pid (measured). mpsd does not read it."""
-        return self.pipe_directory / "nvidia-cuda-mps-control.pid"
-
-    @cached_property
-    def log_fifo(self) -> Path:
-        """The FIFO through which the daemon and its servers write the log: only the daemon reads it (measured)."""
-        return self.pipe_directory / "log"
-
-    @cached_property
-    def control_sockets(self) -> tuple[Path, Path]:
+        self.control_sockets = self.control_socket, pipe / "control_privileged"
         """Both sockets of the daemon: the control socket, and the one for root's front-ends."""
-        return self.control_socket, self.pipe_directory / "control_privileged"
-
-    @cached_property
-    def control_log(self) -> Path:
+        self.control_lock = pipe / "control_lock"
+        """The lock that makes a control daemon the only one on its pipe directory."""
+        self.pid_file = pipe / "nvidia-cuda-mps-control.pid"
+        """The file in which a control daemon of 550 and newer writes its pid (measured). mpsd does not read it."""
+        self.log_fifo = pipe / "log"
+        """The FIFO through which the daemon and its servers write the log: only the daemon reads it (measured)."""
+        self.control_log = log / "control.log"
         """The file that receives the daemon's own output."""
-        return self.log_directory / "control.log"
-
-    @cached_property
-    def server_log(self) -> Path:
+        self.server_log = log / "server.log"
         """The file that its servers write (NVIDIA's documentation)."""
-        return self.log_directory / "server.log"
 
     def create(self) -> None:
         """Make both directories, writable for mpsd only. A new pipe directory is closed until mpsd opens it.
@@ -106,8 +84,28 @@ class RunDir:
     """The runtime directory, with its lock held for as long as this object is open."""
 
     def __init__(self, settings: Settings, lock: int) -> None:
-        self._settings = settings
+        self._paths = paths = settings.paths
         self._lock = lock
+        self.daemons = paths.runtime_dir / "mps"
+        """The directory of the pipe directories."""
+        self.libraries = libraries(settings)
+        """The directory of links to the driver's libraries, where the driver has a separate root."""
+        self.leases = paths.runtime_dir / "leases.db"
+        """The store of state that ends with this boot."""
+        self.accounts = paths.state_dir / "accounts.db"
+        """The store of what was granted and held."""
+        self.history = paths.state_dir / "history.db"
+        """The store of the events."""
+        self.ends = paths.runtime_dir / "ends"
+        """The directory of the progress of each ending of processes."""
+        self.clients = paths.runtime_dir / "clients.json"
+        """The file with the limits that were open to each client."""
+        self.saved_compute_modes = saved_compute_modes(settings)
+        """The record of the compute modes that mpsd must restore on GPUs."""
+        self.quarantines = paths.state_dir / "quarantines.json"
+        """The quarantined uids; a reboot does not end a quarantine."""
+        self.last_event = paths.state_dir / "last-event"
+        """The number of the last event, apart from the history, so that a damaged history does not repeat numbers."""
 
     @classmethod
     def claim(cls, settings: Settings) -> "RunDir":
@@ -140,69 +138,9 @@ class RunDir:
         """Release the lock."""
         os.close(self._lock)
 
-    @cached_property
-    def daemons(self) -> Path:
-        """The directory of the pipe directories."""
-        return self._settings.paths.runtime_dir / "mps"
-
-    @cached_property
-    def libraries(self) -> Path:
-        """The directory of links to the driver's libraries, where the driver has a separate root."""
-        return libraries(self._settings)
-
-    @cached_property
-    def leases(self) -> Path:
-        """The store of state that ends with this boot."""
-        return self._settings.paths.runtime_dir / "leases.db"
-
-    @cached_property
-    def accounts(self) -> Path:
-        """The store of what was granted and held."""
-        return self._settings.paths.state_dir / "accounts.db"
-
-    @cached_property
-    def history(self) -> Path:
-        """The store of the events."""
-        return self._settings.paths.state_dir / "history.db"
-
-    @cached_property
-    def ends(self) -> Path:
-        """The directory of the progress of each ending of processes."""
-        return self._settings.paths.runtime_dir / "ends"
-
-    @cached_property
-    def clients(self) -> Path:
-        """The file with the limits that were open to each client."""
-        return self._settings.paths.runtime_dir / "clients.json"
-
-    @cached_property
-    def saved_compute_modes(self) -> Path:
-        """The record of the compute modes that mpsd must restore on GPUs."""
-        return saved_compute_modes(self._settings)
-
-    @cached_property
-    def quarantines(self) -> Path:
-        """The quarantined uids; a reboot does not end a quarantine."""
-        return self._settings.paths.state_dir / "quarantines.json"
-
-    @cached_property
-    def last_event(self) -> Path:
-        """The number of the last event, apart from the history, so that a damaged history does not repeat numbers."""
-        return self._settings.paths.state_dir / "last-event"
-
     def daemon(self, name: str) -> DaemonPaths:
         """Return the paths of the control daemon with this name."""
-        paths = self._settings.paths
-        return DaemonPaths(
-            self.daemons / name,
-            paths.log_dir / name,
-            death_tally=paths.runtime_dir / f"{name}.tally.json",
-            record=paths.runtime_dir / f"{name}.process.json",
-            let_in=paths.runtime_dir / f"{name}.let-in.json",
-            reading=paths.runtime_dir / f"{name}.reading.json",
-            own_limits=paths.runtime_dir / f"{name}.limits.json",
-            operator_intent=paths.state_dir / f"{name}.intention.json",
-        )
+        return DaemonPaths(self._paths, name)
 
 
 def libraries(settings: Settings) -> Path:
@@ -314,73 +252,6 @@ def _not_writable(directory: Path) -> ConfigurationError:
     else:
         because, hint = f"it belongs to uid {owner}, and mpsd runs as uid {uid}", f"run mpsd as uid {owner}"
     return ConfigurationError(f"{directory} cannot be written: {because}", hint=hint)
-
-
-def publish(path: Path, mode: int, group: str) -> socket.socket:
-    """Return a listening unix socket that appears at `path` with its final owner and mode.
-
-    An existing file there is replaced: the lock proves that no living mpsd uses it. If the group is unknown, the socket
-    gets mpsd's own group. Raises ConfigurationError.
-    """
-    hidden = path.with_name(f".{os.getpid()}")  # as short as the usual name: a socket's path is limited in length
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        hidden.unlink(missing_ok=True)
-        listener.bind(os.fspath(hidden))
-        hidden.chmod(mode)
-        if (gid := _gid(group)) is not None:
-            os.chown(hidden, -1, gid)
-        listener.listen(1024)
-        hidden.rename(path)
-    except OSError as error:
-        listener.close()
-        hidden.unlink(missing_ok=True)
-        raise ConfigurationError(f"cannot listen on {path}: {error.strerror}", hint="check api.socket") from error
-    return listener
-
-
-def check_published(listener: socket.socket, path: Path, mode: int, group: str) -> None:
-    """Refuse a listening socket of the service manager that differs from the settings.
-
-    Raises ConfigurationError. The socket is not changed, since it is not mpsd's own.
-    """
-    if (name := os.fsdecode(listener.getsockname())) != os.fspath(path):
-        raise ConfigurationError(
-            f"systemd passed the socket {name}, but api.socket is {path}",
-            hint=f"set ListenStream={path} in mpsd.socket (systemctl edit mpsd.socket), or change api.socket",
-            limit="api.socket",
-        )
-    found = path.stat()
-    if stat.S_IMODE(found.st_mode) != mode:
-        raise ConfigurationError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}, but api.mode is {mode:04o}",
-            hint=f"set SocketMode={mode:04o} in mpsd.socket (systemctl edit mpsd.socket), or change api.mode",
-            limit="api.mode",
-        )
-    if (gid := _gid(group)) is not None and found.st_gid != gid:
-        raise ConfigurationError(
-            f"{path} has group {found.st_gid}, but api.group is {group!r}",
-            hint=f"set SocketGroup={group} in mpsd.socket (systemctl edit mpsd.socket), or change api.group",
-            limit="api.group",
-        )
-
-
-def _gid(group: str) -> int | None:
-    """Return the number of a group; None for an empty name, and for an unknown group, which admits no user."""
-    if not group:
-        return None
-    try:
-        return getgrnam(group).gr_gid
-    except KeyError:
-        return None
-
-
-def unpublish(path: Path) -> None:
-    """Remove the socket's name, so that new connections fail at once.
-
-    The lock is still held, so no other mpsd can have published a socket under this name meanwhile.
-    """
-    path.unlink(missing_ok=True)
 
 
 def remove_shared_memory(name: str) -> bool:

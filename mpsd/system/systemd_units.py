@@ -118,14 +118,16 @@ def own_program() -> Path:
     return path
 
 
-def refuse_without_systemd() -> None:
-    """Raise NotPermittedError unless root calls, and ConfigurationError where systemd did not boot the system."""
+def refuse_without_root() -> None:
     if os.geteuid() != 0:
         raise NotPermittedError("only root can change the system's services", hint="use sudo")
+
+
+def refuse_without_systemd(hint: str = "start the program with: mpsctl run -- COMMAND") -> None:
+    """Raise NotPermittedError unless root calls, and ConfigurationError where systemd did not boot the system."""
+    refuse_without_root()
     if not Path("/run/systemd/system").is_dir():  # sd_booted(3)
-        raise ConfigurationError(
-            "this system was not booted with systemd", hint="start the program with: mpsctl run -- COMMAND"
-        )
+        raise ConfigurationError("this system was not booted with systemd", hint=hint)
 
 
 def finished(*command: str) -> str:

@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import exit_status, proc, process
+from mpsd.system import proc, process
 from tests.harness import look_at, wait_until
 
 ENDS: Final = {
@@ -32,7 +32,7 @@ def test_zombie(script: str) -> None:
         assert child.stdin is not None
         child.stdin.close()
         assert asyncio.run(watched.wait()) == returncode
-        assert (exit_status.signal_of(returncode), exit_status.describe(returncode)) == (name, words)
+        assert (process.signal_of(returncode), process.describe_end(returncode)) == (name, words)
         watched.close()
 
 
@@ -42,20 +42,20 @@ def test_reaped(script: str) -> None:
     child = subprocess.Popen(["sh", "-c", f"read go; {script}"], stdin=subprocess.PIPE, cwd="/")
     pidfd = os.pidfd_open(child.pid)
     try:
-        assert exit_status.of_pidfd(pidfd) is None
+        assert process.returncode_of(pidfd) is None
         assert child.stdin is not None
         child.stdin.close()
         wait_until(lambda: (found := look_at(child.pid)) is None or found.zombie, what="its end")
         child.wait()
-        assert exit_status.of_pidfd(pidfd) == (ENDS[script][0] if _kernel() >= (6, 15) else None)
+        assert process.returncode_of(pidfd) == (ENDS[script][0] if _kernel() >= (6, 15) else None)
     finally:
         os.close(pidfd)
 
 
 def test_unknown() -> None:
     """An unknown status is described as unknown, and is no signal."""
-    assert exit_status.signal_of(None) is None
-    assert "not known" in exit_status.describe(None)
+    assert process.signal_of(None) is None
+    assert "not known" in process.describe_end(None)
 
 
 def _kernel() -> tuple[int, int]:

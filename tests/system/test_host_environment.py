@@ -11,7 +11,7 @@ import pytest
 
 from mpsd.core.capabilities import DAEMON
 from mpsd.core.model import Known, Unknown
-from mpsd.system import host_environment, proc, process
+from mpsd.system import namespaces, proc, process
 from tests.daemon.caller import needs_root
 
 pytestmark = pytest.mark.thorough
@@ -112,13 +112,13 @@ class TestHidden:
             assert child.stdout is not None
             assert child.stdout.readline() == b"\n"
             try:
-                return host_environment.hidden(child.pid, directories)
+                return namespaces.hidden(child.pid, directories)
             finally:
                 child.communicate(timeout=10)
 
     def test_nothing(self, directories: list[Path]) -> None:
         """Nothing is hidden from a process in this file system, or where the whole of it is also mounted elsewhere."""
-        assert host_environment.hidden(os.getpid(), directories) == []
+        assert namespaces.hidden(os.getpid(), directories) == []
         assert self.hidden("true", directories) == []
 
     def test_one(self, directories: list[Path]) -> None:
@@ -137,7 +137,7 @@ class TestHidden:
             assert child.stdout is not None
             assert child.stdout.readline() == b"\n"
             assert Path(f"/proc/{child.pid}/ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink()
-            assert host_environment.hidden(child.pid, directories) == directories
+            assert namespaces.hidden(child.pid, directories) == directories
             child.communicate(timeout=10)
 
     def test_not_there_yet(self, directories: list[Path]) -> None:
@@ -154,7 +154,7 @@ class TestHidden:
         assert self.hidden(f"mount -t tmpfs none {first}", [short_tmp / "link"]) == []
         child = subprocess.Popen(["true"])
         child.wait()
-        assert host_environment.hidden(child.pid, directories) == []
+        assert namespaces.hidden(child.pid, directories) == []
 
 
 def test_cgroup_namespace() -> None:
@@ -166,7 +166,7 @@ def test_cgroup_namespace() -> None:
 
 def test_what_cannot_be_told_is_not_kept() -> None:
     """A process whose paths cannot be resolved is unknown, and checked again the next time."""
-    assert host_environment.sees_alike(os.getpid()) == Known(value=True)
+    assert namespaces.sees_alike(os.getpid()) == Known(value=True)
     with subprocess.Popen(["sleep", "infinity"]) as child:
         seen = process.find(child.pid)
         assert seen is not None

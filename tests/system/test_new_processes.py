@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from mpsd.system import proc
-from mpsd.system.new_processes import NewProcesses
+from mpsd.system.process_table import NewProcesses
 from tests.harness import wait_until
 
 

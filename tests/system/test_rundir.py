@@ -15,7 +15,7 @@ import pytest
 
 from mpsd.core.errors import AlreadyRunningError, ConfigurationError
 from mpsd.core.settings import Settings
-from mpsd.system import rundir
+from mpsd.system import listeners, rundir
 from mpsd.system.rundir import RunDir
 from tests.harness import wait_until
 
@@ -212,7 +212,7 @@ class TestSocket:
     def test_published(self, short_tmp: Path) -> None:
         """The socket listens under its name with its mode, and no temporary file is left."""
         path = short_tmp / "mpsd.sock"
-        with rundir.publish(path, 0o640, "") as listener:
+        with listeners.publish(path, 0o640, "") as listener:
             assert mode(path) == 0o640
             assert [each.name for each in short_tmp.iterdir()] == ["mpsd.sock"]
             assert not listener.get_inheritable()
@@ -220,8 +220,8 @@ class TestSocket:
                 caller.connect(os.fspath(path))
                 accepted, _ = listener.accept()
                 accepted.close()
-        rundir.unpublish(path)
-        rundir.unpublish(path)
+        listeners.unpublish(path)
+        listeners.unpublish(path)
         assert list(short_tmp.iterdir()) == []
 
     def test_it_is_never_seen_with_another_mode(self, short_tmp: Path) -> None:
@@ -237,9 +237,9 @@ class TestSocket:
         watcher.start()
         try:
             for _ in range(300):
-                rundir.publish(path, 0o604, "").close()
-                rundir.unpublish(path)
-            rundir.publish(path, 0o604, "").close()
+                listeners.publish(path, 0o604, "").close()
+                listeners.unpublish(path)
+            listeners.publish(path, 0o604, "").close()
             wait_until(lambda: seen, what="the one who looks to have seen it")
         finally:
             over.set()
@@ -259,7 +259,7 @@ class TestSocket:
                 path.write_bytes(b"")
             case _:
                 path.symlink_to(victim)
-        rundir.publish(path, 0o600, "").close()
+        listeners.publish(path, 0o600, "").close()
         assert path.is_socket()
         assert not path.is_symlink()
         assert victim.read_bytes() == b"precious"
@@ -267,12 +267,12 @@ class TestSocket:
     def test_unknown_group(self, short_tmp: Path) -> None:
         """With an unknown group the socket has mpsd's own, and gives no other user access."""
         path = short_tmp / "mpsd.sock"
-        rundir.publish(path, 0o660, "no-such-group").close()
+        listeners.publish(path, 0o660, "no-such-group").close()
         assert path.stat().st_gid == os.getegid()
 
     def test_directory_in_its_place(self, short_tmp: Path) -> None:
         """No file is left when the socket cannot take its place either."""
         (short_tmp / "mpsd.sock").mkdir()
         with pytest.raises(ConfigurationError, match=os.strerror(errno.EISDIR)):
-            rundir.publish(short_tmp / "mpsd.sock", 0o660, "")
+            listeners.publish(short_tmp / "mpsd.sock", 0o660, "")
         assert [each.name for each in short_tmp.iterdir()] == ["mpsd.sock"]

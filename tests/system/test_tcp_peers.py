@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Final
 
-from mpsd.system.tcp_peers import uid_of
+from mpsd.system.sock_diag import tcp_uid
 from tests.daemon.caller import NOBODY, needs_root
 
 _STRANGER: Final = """
@@ -34,8 +34,8 @@ def test_own() -> None:
     with listening() as listener, socket.create_connection(listener.getsockname()) as client:
         server, peer = listener.accept()
         with server:
-            assert uid_of(peer, listener.getsockname()) == os.geteuid()
-            assert uid_of(listener.getsockname(), peer) == os.geteuid()
+            assert tcp_uid(peer, listener.getsockname()) == os.geteuid()
+            assert tcp_uid(listener.getsockname(), peer) == os.geteuid()
             assert client.getsockname() == peer
 
 
@@ -49,13 +49,13 @@ def test_of_another() -> None:
             assert stranger.stdout.readline() == "\n"
             server, peer = listener.accept()
             with server:
-                assert uid_of(peer, listener.getsockname()) == NOBODY
+                assert tcp_uid(peer, listener.getsockname()) == NOBODY
                 stranger.communicate()
                 assert server.recv(1) == b""  # the other end is closed, and the kernel has no user of it any more
-                assert uid_of(peer, listener.getsockname()) is None
+                assert tcp_uid(peer, listener.getsockname()) is None
 
 
 def test_none() -> None:
     """A missing connection belongs to no user."""
     with listening() as listener:
-        assert uid_of(("127.0.0.1", 1), listener.getsockname()) is None
+        assert tcp_uid(("127.0.0.1", 1), listener.getsockname()) is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpsd.system import process_table, unix_sockets
+from mpsd.system import process_table, sock_diag
 
 
 def inode(of: socket.socket) -> int:
@@ -30,17 +30,17 @@ def test_listener_and_peer(short_tmp: Path, kind: socket.SocketKind) -> None:
     """
     path = short_tmp / "s"
     with unix(kind) as listener, unix(kind) as peer:
-        assert unix_sockets.listening(path) == frozenset()
+        assert sock_diag.listening(path) == frozenset()
         listener.bind(os.fspath(path))
-        assert unix_sockets.listening(path) == frozenset()
+        assert sock_diag.listening(path) == frozenset()
         listener.listen()
         listener.setblocking(False)
-        assert unix_sockets.listening(path) == {inode(listener)}
+        assert sock_diag.listening(path) == {inode(listener)}
         with pytest.raises(BlockingIOError):
             listener.accept()
         peer.connect(os.fspath(path))
         with listener.accept()[0]:
-            assert unix_sockets.connected(path) == {inode(peer)}
+            assert sock_diag.connected(path) == {inode(peer)}
         assert process_table.holding([inode(listener), 1]) == {os.getpid(): {inode(listener)}}
         assert process_table.holding([]) == {}
 
@@ -54,10 +54,10 @@ def test_name_is_no_evidence(short_tmp: Path) -> None:
         path.rename(short_tmp / "moved")
         new.bind(os.fspath(path))
         new.listen()
-        assert unix_sockets.listening(path) == {inode(new)}
-        assert unix_sockets.listening(short_tmp / "moved") == {inode(old)}
+        assert sock_diag.listening(path) == {inode(new)}
+        assert sock_diag.listening(short_tmp / "moved") == {inode(old)}
         path.unlink()
-        assert unix_sockets.listening(path) == frozenset()
+        assert sock_diag.listening(path) == frozenset()
 
 
 def test_many(short_tmp: Path) -> None:
@@ -67,4 +67,4 @@ def test_many(short_tmp: Path) -> None:
         for number, each in enumerate(made):
             each.bind(os.fspath(short_tmp / f"{number}"))
             each.listen()
-        assert unix_sockets.listening(short_tmp / "650") == {inode(made[650])}
+        assert sock_diag.listening(short_tmp / "650") == {inode(made[650])}

@@ -39,7 +39,7 @@ from mpsd.core.errors import (
     UnreachableError,
     UntrustedSocketError,
 )
-from mpsd.system.tcp_peers import uid_of
+from mpsd.system.sock_diag import tcp_uid
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -173,7 +173,7 @@ class Server(ThreadingHTTPServer):
     def _prove_that_users_are_known(self) -> None:
         """Raise ConfigurationError if the kernel does not report the user of a connection: all would be refused."""
         with socket.create_connection((LOOPBACK, self.port), timeout=DEADLINE) as own:
-            if uid_of(own.getsockname(), (LOOPBACK, self.port)) == os.geteuid():
+            if tcp_uid(own.getsockname(), (LOOPBACK, self.port)) == os.geteuid():
                 return
         self.server_close()
         raise ConfigurationError(
@@ -190,7 +190,7 @@ class Server(ThreadingHTTPServer):
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ANN401 - socketserver's signature
         """Tell whether a connection belongs to one of the users; close any other unread, after a short message."""
-        if uid_of(client_address, (LOOPBACK, self.port)) in self._users:
+        if tcp_uid(client_address, (LOOPBACK, self.port)) in self._users:
             return True
         _last_words(request, HTTPStatus.FORBIDDEN, "this page is of another user")
         return False

@@ -29,7 +29,7 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash, LetIn
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import acl, credentials, proc, process_table, unix_sockets
+from mpsd.system import acl, credentials, proc, process_table, sock_diag
 from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
 from mpsd.system.rundir import DaemonPaths
 
@@ -360,7 +360,7 @@ async def connected_to(sockets: Iterable[Path]) -> dict[int, int | None]:
 
 
 def _connected(sockets: Iterable[Path]) -> dict[int, int | None]:
-    peers = {inode for each in sockets for inode in unix_sockets.connected(each)}
+    peers = {inode for each in sockets for inode in sock_diag.connected(each)}
     found = process_table.holding(peers)
     unseen = peers.difference(*found.values())
     return {pid: proc.real_uid(pid) for pid in found} | dict.fromkeys(range(bool(unseen)))

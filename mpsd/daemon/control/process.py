@@ -33,17 +33,7 @@ from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.state import Ended
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import (
-    clock,
-    exit_status,
-    file_locks,
-    log_file,
-    proc,
-    process,
-    process_table,
-    rundir,
-    unix_sockets,
-)
+from mpsd.system import clock, file_locks, log_file, proc, process, process_table, rundir, sock_diag
 from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
 from mpsd.system.proc import ProcessDetails
 from mpsd.system.process import Process
@@ -288,8 +278,8 @@ class Instance:
         assert self.process is not None  # noqa: S101 - it `is_dead`
         assert self._returncode is not None  # noqa: S101 - it `is_dead`
         ended = Ended(
-            f"pid {self.process.pid} {exit_status.describe(*self._returncode)}",
-            exit_status.signal_of(*self._returncode),
+            f"pid {self.process.pid} {process.describe_end(*self._returncode)}",
+            process.signal_of(*self._returncode),
         )
         self.process.close()
         self.process = self.evidence = self._returncode = self._watching = self._quit_at = None
@@ -465,7 +455,7 @@ def _listeners(paths: DaemonPaths) -> list[int]:
     """
     try:
         for _ in range(_TRIES):
-            sockets = unix_sockets.listening(paths.control_socket)
+            sockets = sock_diag.listening(paths.control_socket)
             found = process_table.holding(sockets)
             if found or not sockets:
                 return [*found]

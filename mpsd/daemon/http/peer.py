@@ -12,7 +12,7 @@ from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, host_environment
+from mpsd.system import clock, namespaces
 from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of
 from mpsd.system.process import Process
 
@@ -73,7 +73,7 @@ class Peer:
         """Tell whether the peer's process is, or may be, in a container: an invisible or dead process counts."""
         found = self.process()
         # The check of the process comes last: while it lives, what was looked up by its pid was its own.
-        return found is None or host_environment.is_contained(found.pid) or found.is_gone()
+        return found is None or namespaces.is_contained(found.pid) or found.is_gone()
 
     def process(self) -> Process | None:
         """Watch the process that connected; None when it is gone or not visible.

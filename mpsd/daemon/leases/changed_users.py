@@ -16,7 +16,7 @@ from mpsd.core.signal import Signal
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
 from mpsd.system import proc
-from mpsd.system.new_processes import NewProcesses
+from mpsd.system.process_table import NewProcesses
 
 _ROOT: Final = 0
 _TICK: Final = 0.2

@@ -24,7 +24,7 @@ from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
-from mpsd.system import clock, process
+from mpsd.system import clock, proc
 from mpsd.system.descriptors import Purpose
 
 
@@ -171,7 +171,7 @@ class Claims:
         Raises NotFoundError, AlreadyClaimedError while clients of it live, and StorageError.
         """
         before, now = self.granted(lease_id), clock.monotonic()
-        client = next(filter(process.lives, before.clients), None)
+        client = next(filter(proc.lives, before.clients), None)
         if client is not None:
             raise AlreadyClaimedError(
                 f"lease {lease_id} has a living client, pid {client.pid}",

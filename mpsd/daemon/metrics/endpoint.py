@@ -16,7 +16,7 @@ from mpsd.daemon.http.problems import unroutable
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, tcp_listener
+from mpsd.system import clock, listeners
 
 _PATH: Final = "/metrics"
 _METHODS: Final = ("GET", "HEAD")
@@ -52,7 +52,7 @@ class Endpoint:
             return
         for attempt, pause in enumerate(_PAUSES):
             try:
-                listening = tcp_listener.listen(*address_of(address))
+                listening = listeners.listen_tcp(*address_of(address))
             except OSError as error:
                 because = f"mpsd cannot listen on {address} for Prometheus: {error.strerror}"
                 self._collector.trouble = f"{because}; {_HINT}"

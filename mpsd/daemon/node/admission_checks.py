@@ -20,7 +20,7 @@ from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
-from mpsd.system import capabilities, host_environment, rundir
+from mpsd.system import capabilities, host_environment, namespaces, rundir
 from mpsd.system.process import Process
 
 
@@ -163,7 +163,7 @@ def _narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], l
             )
         return request
     directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
-    hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
+    hidden = namespaces.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
     invisible = {gpu for gpu, path in directories.items() if path in hidden}
     if invisible:
         wanted = directories if request.gpu == "any" else {request.gpu}

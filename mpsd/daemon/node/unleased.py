@@ -9,7 +9,7 @@ from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, GpuUsage, Lease, Reading
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord
-from mpsd.system import proc, process
+from mpsd.system import proc
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
 """The amounts by GPU and uid; the uid is None for clients whose server reports no pid that mpsd can see."""
@@ -58,7 +58,7 @@ class UnleasedClients:
             self._parts = {
                 (name, client): unleased.as_read(part, client.pid, usages.get(gpus.get(name, "")))
                 for (name, client), part in self._parts.items()
-                if process.lives(client)
+                if proc.lives(client)
             }
         sums = dict[tuple[str, int | None], Amount]()
         for gpu, uid, amount in self._amounts(attached, daemons, usages):
@@ -77,7 +77,7 @@ class UnleasedClients:
         for client, lease, counted in attached:
             key = client.daemon, client.identity
             listed.add(key)
-            if (lease is None or not counted) and process.lives(client.identity):
+            if (lease is None or not counted) and proc.lives(client.identity):
                 part = self._parts.get(key, NOTHING)
                 yield client.gpu, client.uid, unleased.amount(client, usages.get(client.gpu), part)
         for daemon in daemons:
@@ -87,7 +87,7 @@ class UnleasedClients:
                 continue
             # A server has not named its clients to this mpsd yet, and these were clients.
             for (name, former), part in self._parts.items():
-                if name == daemon.name and (name, former) not in listed and process.lives(former):
+                if name == daemon.name and (name, former) not in listed and proc.lives(former):
                     yield daemon.gpu, proc.real_uid(former.pid), part
 
     def includes(self, daemons: Iterable[str]) -> bool:

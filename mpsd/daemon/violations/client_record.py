@@ -16,7 +16,7 @@ from mpsd.core.model import ProcessIdentity, ReadBack
 from mpsd.core.quantities import Bounds, Opened, Pid
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import process
+from mpsd.system import proc
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class ClientRecord:
 
 
 def _living(facts: Mapping[ClientKey, T]) -> dict[ClientKey, T]:
-    return {key: fact for key, fact in facts.items() if process.lives(key[1])}
+    return {key: fact for key, fact in facts.items() if proc.lives(key[1])}
 
 
 def _row(key: ClientKey, known: KnownClient) -> _Row:

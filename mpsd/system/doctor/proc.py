@@ -13,7 +13,7 @@ from mpsd.core.doctor.processes import DAEMON, FRONT_END, MPSD, SERVER, USUAL
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system import host_environment, mount_table, proc, process_table, unix_sockets
+from mpsd.system import host_environment, namespaces, proc, process_table, sock_diag
 from mpsd.system.doctor.readings import denied
 
 _PROC: Final = Path("/proc")
@@ -76,7 +76,7 @@ def _connected(runtime_dir: Path) -> set[int]:
     """Return the pids of the processes that are connected to mpsd's control daemons, as far as that is visible."""
     with contextlib.suppress(OSError):
         sockets = [*runtime_dir.glob("mps/*/control"), *runtime_dir.glob("mps/*/control_privileged")]
-        return {*process_table.holding([inode for each in sockets for inode in unix_sockets.connected(each)])}
+        return {*process_table.holding([inode for each in sockets for inode in sock_diag.connected(each)])}
     return set()
 
 
@@ -139,7 +139,7 @@ def _seen(pid: int, part: str, arguments: tuple[str, ...]) -> ProcessSeen:
         executable=_link(at / "exe"),
         variables=variables,
         shared_memory=_shared_memory(at),
-        apart=part != MPSD and host_environment.leads_elsewhere(pid, PurePosixPath(arguments_of or USUAL[0])),
+        apart=part != MPSD and namespaces.leads_elsewhere(pid, PurePosixPath(arguments_of or USUAL[0])),
     )
 
 
@@ -153,10 +153,10 @@ def _link(path: Path) -> Reading[str]:
 def _shared_memory(at: Path) -> Reading[int]:
     """Return the device number from the mount table: the file system itself might never answer."""
     try:
-        table = mount_table.mounts(at.name)
+        table = namespaces.mounts(at.name)
     except OSError as error:
         return denied(at / "mountinfo", error)
-    place = mount_table.place(table, PurePosixPath(host_environment.SHARED_MEMORY)) if table is not None else None
+    place = namespaces.place(table, PurePosixPath(host_environment.SHARED_MEMORY)) if table is not None else None
     if place is None:
         return Unknown(f"{at / 'mountinfo'} does not say where {host_environment.SHARED_MEMORY} is")
     major, minor = map(int, place.device.split(":"))

@@ -12,7 +12,7 @@ from typing import Final
 from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import credentials, exit_status, file_locks, process
+from mpsd.system import credentials, file_locks, process
 from mpsd.system.configuration import read_configuration
 from mpsd.system.doctor.readings import denied
 
@@ -118,7 +118,7 @@ async def units() -> Reading[Mapping[str, Mapping[str, str]]]:
     except OSError as error:
         return Unknown(f"{program}: {error.strerror}")
     if done.returncode != 0:
-        return Unknown(f"{done.command}: {done.output.strip() or exit_status.describe(done.returncode)}")
+        return Unknown(f"{done.command}: {done.output.strip() or process.describe_end(done.returncode)}")
     found = read_units(done.output)
     return Known(found) if found else Unknown(f"systemd has none of the units {', '.join(_UNITS)}")
 

@@ -123,7 +123,7 @@ def fill(service: Service, holders: list[int], leases: int, gpus: int = 1) -> No
         structs.replace(models[number % len(models)], id=f"lease-{number:010x}", arrival=number)
         for number in range(len(models) + 1, leases + 1)
     )
-    kept = keeping.keep({lease.id: lease for lease in copies}, events=())
+    kept = keeping.store({lease.id: lease for lease in copies}, events=())
     assert not kept.because, kept.because
     database.close()
 

@@ -184,7 +184,7 @@ def _plan(
         settings=settings,
         program=program,
         canary=canary,
-        source=(lambda: SimulatedGpus(simulate, directory=gpus)) if simulate is not None else (lambda: NvmlGpus(nvml)),
+        source=(lambda: SimulatedGpus(simulate, gpus)) if simulate is not None else (lambda: NvmlGpus(nvml)),
         driver=found,
         simulated=simulate is not None,
         private=private,

@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from mpsd.cli.terminal import shell
+from mpsd.cli.terminal import interactive_shell
 from mpsd.core.errors import ConfigurationError, InternalError
 from mpsd.core.settings import Settings
 from mpsd.simulator import launch
@@ -91,7 +91,7 @@ def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
             raise InternalError("the simulated node did not start", hint=f"its log:\n{_log(root)}")
         click.echo(_IN_A_SHELL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        command, more = shell.interactive("mpsd demo", variables, environment)
+        command, more = interactive_shell("mpsd demo", variables, environment)
         try:
             status = foreground.run(command, {**environment, **variables, **more})
         except OSError as error:

@@ -2,17 +2,19 @@
 
 import contextlib
 import functools
+import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, TypeVar
 
 import click
 
 from mpsd.cli import tables
-from mpsd.cli.parameters import DURATION
+from mpsd.cli.options import DURATION
 from mpsd.cli.render import as_env_file, as_exports, as_here, as_json, as_yaml, plural
 from mpsd.client import Api
 from mpsd.core.errors import (
@@ -46,9 +48,12 @@ def _elsewhere(context: click.Context, _: click.Parameter, path: str | None) -> 
 
 
 def with_api(function: Callable[..., None]) -> Callable[..., None]:
-    """Pass the API to a command; `--socket` is accepted after the command's name too, where many users write it."""
+    """Pass the API to a command, in which a missing field of an answer is an error that explains it.
+
+    `--socket` is accepted after the command's name too, where many users write it.
+    """
     option = click.option("--socket", metavar="PATH", hidden=True, expose_value=False, callback=_elsewhere)
-    return option(click.pass_obj(function))
+    return option(click.pass_obj(of_one_version()(function)))
 
 
 def with_form(*more: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -123,8 +128,7 @@ def print_listing(
             case "name":
                 text = "\n".join(map(plain, names(answer)))
             case _:
-                with of_one_version():
-                    text = view(plain(answer), listing.look)
+                text = view(plain(answer), listing.look)
         if listing.watch is not None and sys.stdout.isatty():
             click.clear()
         if text or listing.form != "name":
@@ -132,6 +136,22 @@ def print_listing(
         if listing.watch is None:
             return answer
         time.sleep(listing.watch)
+
+
+class SignalledError(Exception):
+    """A signal has arrived that ends mpsctl."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.strsignal(number))
+        self.number = number
+        self.exit_code = 128 + number
+        """The exit status in a shell."""
+
+    def end(self) -> NoReturn:
+        """End by the signal, as without this handling."""
+        signal.signal(self.number, signal.SIG_DFL)
+        signal.raise_signal(self.number)
+        os._exit(self.exit_code)
 
 
 def say(error: MpsdError) -> None:
@@ -175,12 +195,7 @@ def of_one_version() -> Iterator[None]:
 
 def print_answer(form: str, answer: T, view: Callable[[T], str]) -> None:
     """Print the API's answer: as the API's JSON, or through a view."""
-    if form == "json":
-        click.echo(as_json(answer))
-        return
-    with of_one_version():
-        text = view(plain(answer))
-    click.echo(text)
+    click.echo(as_json(answer) if form == "json" else view(plain(answer)))
 
 
 def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | None = None) -> None:
@@ -190,9 +205,9 @@ def print_lease(api: Api, form: str, lease: "answer_types.Lease", share: int | N
     elif form == "env-file":
         click.echo(as_env_file(environment(api, lease, share)))
     else:
-        from mpsd.cli import lease_views
+        from mpsd.cli import views
 
-        print_answer(form, lease, lambda safe: lease_views.lease(safe, now()))
+        print_answer(form, lease, lambda safe: views.lease(safe, now()))
 
 
 def environment(api: Api, lease: "answer_types.Lease", share: int | None = None) -> dict[str, str]:
@@ -203,28 +218,24 @@ def environment(api: Api, lease: "answer_types.Lease", share: int | None = None)
     environment of MPS, a process would run without limits. Raises InternalError for a variable that belongs to neither
     CUDA, NVIDIA nor mpsd: it could make a process run code that the lease names.
     """
-    with of_one_version():
-        state, gpus = lease["state"], len(lease["gpus"])
-        if state == "waiting":
-            raise DoesNotFitError(
-                f"{lease['id']} is still waiting, so it has no environment yet",
-                hint=f"see what it waits for: mpsctl show {lease['id']}",
-            )
-        if state == "ended":
-            raise NotFoundError(
-                f"{lease['id']} has ended: {lease['because']}", hint="take out another lease: mpsctl admit"
-            )
-        if share is None and gpus > 1:
-            raise InvalidRequestError(
-                f"{lease['id']} is on {gpus} GPUs, and a process can use only one of them",
-                hint=f"choose a share: mpsctl show {lease['id']} -o env --share 0 (to {gpus - 1})",
-            )
-        if share is not None and share >= gpus:
-            raise InvalidRequestError(
-                f"{lease['id']} has no share {share}: it is on {plural(gpus, 'GPU')}",
-                hint="shares are numbered from 0",
-            )
-        variables = lease["shares"][share]["env"] if share else lease["env"]
+    state, gpus = lease["state"], len(lease["gpus"])
+    if state == "waiting":
+        raise DoesNotFitError(
+            f"{lease['id']} is still waiting, so it has no environment yet",
+            hint=f"see what it waits for: mpsctl show {lease['id']}",
+        )
+    if state == "ended":
+        raise NotFoundError(f"{lease['id']} has ended: {lease['because']}", hint="take out another lease: mpsctl admit")
+    if share is None and gpus > 1:
+        raise InvalidRequestError(
+            f"{lease['id']} is on {gpus} GPUs, and a process can use only one of them",
+            hint=f"choose a share: mpsctl show {lease['id']} -o env --share 0 (to {gpus - 1})",
+        )
+    if share is not None and share >= gpus:
+        raise InvalidRequestError(
+            f"{lease['id']} has no share {share}: it is on {plural(gpus, 'GPU')}", hint="shares are numbered from 0"
+        )
+    variables = lease["shares"][share]["env"] if share else lease["env"]
     if not variables:
         raise InternalError(
             f"mpsd gave {lease['id']} no environment, and without it no limits apply",
@@ -246,8 +257,7 @@ class ForEval(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        evaluated = any(each.endswith("env") for each in args)
-        with _failing(evaluated=evaluated):
+        with _failing(evaluated=any(each.endswith("env") for each in args)):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> object:
@@ -259,7 +269,7 @@ class ForEval(click.Command):
 def _failing(*, evaluated: bool) -> Iterator[None]:
     try:
         yield
-    except (click.UsageError, MpsdError) as error:
+    except (click.UsageError, MpsdError, SignalledError) as error:
         if evaluated:
             click.echo(f"(exit {error.exit_code})")
         raise

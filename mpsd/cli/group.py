@@ -6,47 +6,26 @@ from typing import Final
 import click
 
 from mpsd import __version__
-from mpsd.cli.parameters import refuse_empty
+from mpsd.cli.options import refuse_empty
 from mpsd.client import Api
 from mpsd.client.connection import SOCKET
 
-_MODULES: Final = {
-    "admit": "admit",
-    "attach": "admit",
-    "cdi": "cdi",
-    "claim": "holders",
-    "clients": "lists",
-    "cluster": "cluster",
-    "config": "lists",
-    "container": "container",
-    "daemons": "lists",
-    "doctor": "doctor",
-    "drain": "operate",
-    "events": "events",
-    "explain": "explain",
-    "gpus": "lists",
-    "hand-over": "holders",
-    "hold": "operate",
-    "leases": "lists",
-    "metrics": "metrics",
-    "pardon": "operate",
-    "release": "admit",
-    "reload": "operate",
-    "renew": "admit",
-    "reset": "operate",
-    "restart": "operate",
-    "resume": "operate",
-    "run": "admit",
-    "service": "service",
-    "shell": "shell",
-    "show": "lists",
-    "status": "status",
-    "top": "status",
-    "usage": "lists",
-    "verify": "verify",
-    "web": "status",
+_COMMANDS: Final = {
+    "admit": ("admit", "attach", "claim", "hand-over", "release", "renew", "run", "shell"),
+    "cluster": ("cluster",),
+    "container": ("cdi", "container"),
+    "doctor": ("doctor",),
+    "events": ("events", "explain"),
+    "lists": ("clients", "config", "daemons", "gpus", "leases", "show", "usage"),
+    "metrics": ("metrics",),
+    "operate": ("drain", "hold", "pardon", "reload", "reset", "restart", "resume"),
+    "service": ("service",),
+    "status": ("status", "top", "web"),
+    "verify": ("verify",),
 }
-"""The module of mpsd.cli.commands in which each command is defined, under the command's own name (with `_` for `-`)."""
+"""The commands in each module of mpsd.cli.commands, under their own names (with `_` for `-`)."""
+
+_MODULES: Final = {name: f"mpsd.cli.commands.{module}" for module, names in _COMMANDS.items() for name in names}
 
 _HELP: Final = "help"
 _NAMES: Final = sorted((*_MODULES, _HELP))
@@ -102,7 +81,7 @@ class _Commands(click.Group):
             return help_
         if cmd_name not in _MODULES:
             return None
-        module = importlib.import_module(f"mpsd.cli.commands.{_MODULES[cmd_name]}")
+        module = importlib.import_module(_MODULES[cmd_name])
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         refuse_empty(command)
         return command

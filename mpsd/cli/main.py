@@ -39,22 +39,22 @@ def _end_by_signals() -> None:
 
 def _outcome() -> int:
     """Run the command, and return its exit status; an error of mpsd is printed as a sentence, its code, and a hint."""
+    import click
+
+    from mpsd.cli.command import SignalledError, say
+    from mpsd.cli.group import mpsctl
     from mpsd.core.errors import MpsdError
 
     try:
-        from mpsd.cli.group import mpsctl
-
         mpsctl(prog_name="mpsctl")
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     except MpsdError as error:
-        from mpsd.cli.command import say
-
         say(error)
         return error.exit_code
+    except SignalledError as signalled:
+        signalled.end()
     except OSError as error:
-        import click
-
         click.echo(f"mpsctl: cannot write the answer: {error.strerror}", err=True)
     return 1
 

@@ -1,4 +1,4 @@
-"""The plain-text form of values. Text of other users has passed `harmless.plain` before."""
+"""The plain-text form of values. Text of other users has passed `sanitize.plain` before."""
 
 import json
 import re
@@ -95,8 +95,13 @@ def columns(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in padded)
 
 
-def size(count: int) -> str:
-    """Print bytes as `8GiB`, rounded down to two decimals."""
+UNKNOWN: Final = "unknown"
+
+
+def size(count: int | None) -> str:
+    """Print bytes as `8GiB`, rounded down to two decimals; `unknown` for None."""
+    if count is None:
+        return UNKNOWN
     for unit, factor in _UNITS:
         if count >= factor:
             return f"{count * 100 // factor / 100:g}{unit}"
@@ -121,6 +126,11 @@ def limit(name: str, value: float | None) -> str:
     if value is None:
         return "no limit"
     return percent(value) if name == "active_thread_percentage" else size(int(value))
+
+
+def amounts(threads: float, memory: int) -> str:
+    """Print threads and memory together, as they are granted."""
+    return f"{percent(threads)} and {size(memory)}"
 
 
 _TIME: Final = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|\+00:00)"
@@ -210,6 +220,32 @@ def lack(limit: str) -> str:
 def plural(count: int, noun: str) -> str:
     """Print a count with its noun, whose plural has a plain s."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def granted_memory(gpu: "answer_types.Gpu") -> str:
+    """Print how much of a GPU's memory is granted."""
+    return f"{size(gpu['memory_granted'])} of {size(gpu['memory_total'])}"
+
+
+def taken_places(gpu: "answer_types.Gpu") -> str:
+    """Print how many clients a GPU has, and how many it can have."""
+    most = UNKNOWN if gpu["clients_max"] is None else gpu["clients_max"]
+    return f"{gpu['clients'] + gpu['clients_unleased']} of {most}"
+
+
+def state_of(daemon: "answer_types.Daemon") -> str:
+    """Print the state of a control daemon; a drain that is complete has a word of its own."""
+    return "drained" if daemon.get("drained") and daemon["state"] == "draining" else daemon["state"]
+
+
+def numbers_of_gpus(lease: "answer_types.Lease", separator: str = ", ") -> str:
+    """Print the GPUs of a lease, by number, each once."""
+    return separator.join(dict.fromkeys(share["daemon"].removeprefix("gpu") for share in lease["shares"]))
+
+
+def with_remedy(problem: "answer_types.Reason | answer_types.Violation") -> str:
+    """Describe a problem, followed by its remedy."""
+    return f"{problem['because']} -> {problem['hint']}"
 
 
 def event(answer: Mapping[str, object]) -> str:

@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple, Self, TypeAlias
 
 _GAP: Final = "  "
 _CUT: Final = "…"
@@ -34,15 +34,31 @@ class Column(NamedTuple):
     wide: bool = False
 
 
-class Figure(NamedTuple):
+def columns_of(headings: Sequence[str], *, drops: Sequence[str] = (), wide: Collection[str] = ()) -> tuple[Column, ...]:
+    """Return the columns of a table: a narrow terminal drops those of `drops`, in that order, and `wide` has the rest.
+
+    `wide` are those that only -o wide shows.
+    """
+    return tuple(
+        Column(each, rank=len(drops) - drops.index(each) if each in drops else 0, wide=each in wide)
+        for each in headings
+    )
+
+
+class Figure(str):
     """A cell that sorts by its value instead of its text."""
 
-    text: str
+    __slots__ = ("value",)
     value: float
 
+    def __new__(cls, text: str, value: float) -> Self:
+        figure = super().__new__(cls, text)
+        figure.value = value
+        return figure
 
-Cell: TypeAlias = str | Figure
-Row: TypeAlias = Sequence[Cell]
+
+Row: TypeAlias = Sequence[str]
+"""The cells of a row, of which some may be figures."""
 
 
 class Look(NamedTuple):
@@ -97,14 +113,8 @@ def table(columns: Sequence[Column], rows: Sequence[Row], look: Look, *, none: s
 
 def fitting(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> tuple[list[str], list[list[str]]]:
     """Return the headings and the texts of the columns that a table shows."""
-    texts = [[each.text if isinstance(each, Figure) else each for each in row] for row in rows]
-    chosen = _that_fit(columns, texts, look)
-    return [columns[number].heading for number in chosen], [[row[number] for number in chosen] for row in texts]
-
-
-def names(columns: Sequence[Column]) -> list[str]:
-    """Return the names of the columns to sort by."""
-    return [each.heading.lower().replace(" ", "-") for each in columns if each.heading]
+    chosen = _that_fit(columns, rows, look)
+    return [columns[number].heading for number in chosen], [[row[number] for number in chosen] for row in rows]
 
 
 def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> Sequence[Row]:
@@ -114,23 +124,24 @@ def _sorted(columns: Sequence[Column], rows: Sequence[Row], by: str | None) -> S
     if by.lower() not in known:
         import click  # its import takes longer than all other imports of a table
 
-        raise click.BadParameter(f"there is no column {by!r}: choose {', '.join(names(columns))}", param_hint="--sort")
+        names = ", ".join(filter(None, known))
+        raise click.BadParameter(f"there is no column {by!r}: choose {names}", param_hint="--sort")
     number = known.index(by.lower())
 
     def key(row: Row) -> tuple[float, str]:
         cell = row[number]
         if isinstance(cell, Figure):
-            return (cell.value, cell.text)
+            return cell.value, cell
         return (int(cell), "") if cell.isdecimal() else (float("inf"), cell)
 
     return sorted(rows, key=key)
 
 
-def _that_fit(columns: Sequence[Column], texts: Sequence[Sequence[str]], look: Look) -> list[int]:
+def _that_fit(columns: Sequence[Column], rows: Sequence[Row], look: Look) -> list[int]:
     """Return the numbers of the visible columns."""
     chosen = [number for number, each in enumerate(columns) if look.wide or not each.wide]
     widths = [
-        max([len(each.heading) if look.headings else 0, *(len(row[number]) for row in texts)])
+        max([len(each.heading) if look.headings else 0, *(len(row[number]) for row in rows)])
         for number, each in enumerate(columns)
     ]
 
@@ -154,20 +165,13 @@ def _line(cells: Sequence[str], widths: Sequence[int], look: Look, *, heading: b
         if _SHORTEST_CUT <= left < len(cells[-1]):
             padded[-1] = cells[-1][: left - 1] + _CUT
     if look.colour:
-        padded = [_coloured(each, heading=heading) for each in padded]
-        return _GAP.join(padded)
+        return _GAP.join(_coloured(each, heading=heading) for each in padded)
     return _GAP.join(padded).rstrip()
 
 
 def _coloured(cell: str, *, heading: bool) -> str:
-    if heading:
-        return _styled(cell, _BOLD)
-    colour = _COLOURS.get(cell.strip().split(",")[0].split(" ")[0])
-    return cell if colour is None else _styled(cell, colour)
-
-
-def _styled(text: str, style: str) -> str:
-    return f"\x1b[{style}m{text}\x1b[0m"
+    style = _BOLD if heading else _COLOURS.get(cell.strip().split(",")[0].split(" ")[0])
+    return cell if style is None else f"\x1b[{style}m{cell}\x1b[0m"
 
 
 def bar(part: float, encoding: str | None = None) -> str:

@@ -29,6 +29,12 @@ def user(name: str) -> User | None:
     return {"uid": found.pw_uid, "gid": found.pw_gid, "groups": os.getgrouplist(found.pw_name, found.pw_gid)}
 
 
+def uid_of(name: str) -> int | None:
+    """Return the uid of a user, by name or uid, with or without an account here; None for any other text."""
+    found = user(name)
+    return number(name) if found is None else found["uid"]
+
+
 def number(text: str) -> int | None:
     """Return the uid or gid that a text is, with or without an account here; None where it is none."""
     # Python converts no text of thousands of digits.

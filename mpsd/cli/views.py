@@ -1,22 +1,47 @@
-"""Views of the answers about the node: one function for each, from the decoded answer to its text.
+"""Views of answers: one function for each, from the decoded answer to its text.
 
-The foreign text in the answers is already made harmless (`render.plain`).
+The foreign text in the answers is already made harmless (`sanitize.plain`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from mpsd.cli.render import age, as_here, columns, fold, limit, percent, pid, plural, size
-from mpsd.cli.tables import Column, Figure, Look, bar, table
+from mpsd.cli.render import (
+    UNKNOWN,
+    age,
+    amounts,
+    as_here,
+    as_reported,
+    columns,
+    fold,
+    granted_memory,
+    holders,
+    holding_pid,
+    keepers,
+    lack,
+    limit,
+    numbers_of_gpus,
+    percent,
+    pid,
+    plural,
+    size,
+    state_of,
+    taken_places,
+    until,
+    with_remedy,
+)
+from mpsd.cli.tables import PLAIN, Figure, Look, bar, columns_of, table
 from mpsd.cli.users import name_of
+from mpsd.core.sanitize import SECRETS
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
 
-_UNKNOWN: Final = "unknown"
 _IN_SHORT: Final = 7
 """The columns of control daemons in `status`: all but the driver and the pipe directory."""
+
+_SEVERAL: Final = 2
 
 
 # -- the node ----------------------------------------------------------------------------------------------------------
@@ -43,17 +68,12 @@ def _to_know(node: "answer_types.Status", first: str, now: datetime) -> Iterator
     The lines do not repeat the first line.
     """
     for each in (*node["reasons"], *node["warnings"]):
-        yield f"  {each['subject']}: {each['hint']}" if each["because"] in first else f"  {_with_remedy(each)}"
+        yield f"  {each['subject']}: {each['hint']}" if each["because"] in first else f"  {with_remedy(each)}"
     for violation in node["violations"]:
         subject = f"{violation['kind']}, process {violation['pid']}"
-        yield f"  {subject}: {violation['hint']}" if violation["because"] in first else f"  {_with_remedy(violation)}"
+        yield f"  {subject}: {violation['hint']}" if violation["because"] in first else f"  {with_remedy(violation)}"
     for daemon in node["daemons"]:
         yield from (f"  {_drifted(drift, now)}" for drift in daemon["undone"])
-
-
-def _with_remedy(each: "answer_types.Reason | answer_types.Violation") -> str:
-    """Describe a problem, followed by its remedy."""
-    return f"{each['because']} -> {each['hint']}"
 
 
 def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
@@ -66,19 +86,11 @@ def _drifted(drift: "answer_types.Drift", now: datetime) -> str:
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 
 
-GPUS: Final = (
-    Column("GPU"),
-    Column("HEALTH"),
-    Column("THREADS"),
-    Column("MEMORY"),
-    Column("", rank=6),
-    Column("HELD", rank=3),
-    Column("CLIENTS"),
-    Column("USERS", rank=2),
-    Column("COMPUTE MODE", rank=5),
-    Column("RESERVED", wide=True),
-    Column("UUID", wide=True),
-    Column("NAME", rank=4),
+_USERS: Final = "USERS"
+GPUS: Final = columns_of(
+    ("GPU", "HEALTH", "THREADS", "MEMORY", "", "HELD", "CLIENTS", _USERS, "COMPUTE MODE", "RESERVED", "UUID", "NAME"),
+    drops=("", "COMPUTE MODE", "NAME", "HELD", _USERS),
+    wide=("RESERVED", "UUID"),
 )
 
 
@@ -94,6 +106,7 @@ def gpus(answer: "answer_types.Gpus", leases: "list[answer_types.Lease]", look: 
 
 
 def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease] | None", look: Look) -> str:
+    """Return the table of GPUs; without leases, it has no column of users."""
     users: dict[str, set[int]] = {}
     for lease in leases or ():
         for share in lease["shares"]:
@@ -103,22 +116,20 @@ def _gpu_table(gpus: "list[answer_types.Gpu]", leases: "list[answer_types.Lease]
             str(gpu["index"]),
             gpu["health"],
             Figure(f"{percent(gpu['threads_granted'])} of 100%", gpu["threads_granted"]),
-            Figure(_granted_memory(gpu), gpu["memory_granted"]),
+            Figure(granted_memory(gpu), gpu["memory_granted"]),
             bar(_granted_part(gpu)),
-            Figure(_UNKNOWN if gpu["memory_held"] is None else size(gpu["memory_held"]), gpu["memory_held"] or 0),
-            Figure(_taken_places(gpu), gpu["clients"]),
+            Figure(size(gpu["memory_held"]), gpu["memory_held"] or 0),
+            Figure(taken_places(gpu), gpu["clients"]),
             ", ".join(sorted(map(name_of, users.get(gpu["uuid"] or "", ())))) or "-",
-            gpu["compute_mode"] or _UNKNOWN,
+            gpu["compute_mode"] or UNKNOWN,
             size(gpu["memory_reserved"]),
-            gpu["uuid"] or _UNKNOWN,
-            gpu["name"] or _UNKNOWN,
+            gpu["uuid"] or UNKNOWN,
+            gpu["name"] or UNKNOWN,
         )
         for gpu in gpus
     ]
-    if leases is not None:
-        return table(GPUS, rows, look, none="no GPUs")
-    known = [number for number, each in enumerate(GPUS) if each.heading != "USERS"]
-    return table([GPUS[each] for each in known], [[row[each] for each in known] for row in rows], look, none="no GPUs")
+    shown = [number for number, each in enumerate(GPUS) if leases is not None or each.heading != _USERS]
+    return table([GPUS[each] for each in shown], [[row[each] for each in shown] for row in rows], look, none="no GPUs")
 
 
 def _granted_part(gpu: "answer_types.Gpu") -> float:
@@ -131,18 +142,9 @@ def _unleased(gpus: "list[answer_types.Gpu]") -> Iterator[str]:
     """Describe the usage of clients without a lease."""
     for gpu in gpus:
         if gpu["clients_unleased"]:
-            used = f"{percent(gpu['threads_unleased'])} and {size(gpu['memory_unleased'])}"
+            used = amounts(gpu["threads_unleased"], gpu["memory_unleased"])
             clients = plural(gpu["clients_unleased"], "client")
             yield f"GPU {gpu['index']}: {used} count as used by {clients} without a lease (mpsctl clients)"
-
-
-def _granted_memory(gpu: "answer_types.Gpu") -> str:
-    return f"{size(gpu['memory_granted'])} of {_UNKNOWN if gpu['memory_total'] is None else size(gpu['memory_total'])}"
-
-
-def _taken_places(gpu: "answer_types.Gpu") -> str:
-    taken = gpu["clients"] + gpu["clients_unleased"]
-    return f"{taken} of {_UNKNOWN if gpu['clients_max'] is None else gpu['clients_max']}"
 
 
 def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
@@ -152,16 +154,9 @@ def _trouble(name: str, part: "answer_types.Gpu | answer_types.Daemon") -> str:
 # -- control daemons ---------------------------------------------------------------------------------------------------
 
 
-DAEMONS: Final = (
-    Column("DAEMON"),
-    Column("STATE"),
-    Column("SINCE"),
-    Column("PID", rank=2),
-    Column("THREADS"),
-    Column("MEMORY"),
-    Column("SERVERS", rank=1),
-    Column("DRIVER", rank=3),
-    Column("PIPE DIRECTORY", rank=4),
+DAEMONS: Final = columns_of(
+    ("DAEMON", "STATE", "SINCE", "PID", "THREADS", "MEMORY", "SERVERS", "DRIVER", "PIPE DIRECTORY"),
+    drops=("PIPE DIRECTORY", "DRIVER", "PID", "SERVERS"),
 )
 
 
@@ -184,12 +179,12 @@ def _daemon_table(daemons: "list[answer_types.Daemon]", now: datetime, look: Loo
     rows = [
         (
             daemon["name"],
-            "drained" if daemon.get("drained") and daemon["state"] == "draining" else daemon["state"],
+            state_of(daemon),
             Figure(age(daemon["since"], now), -datetime.fromisoformat(daemon["since"]).timestamp()),
             pid(daemon["pid"]),
             *_limits(daemon),
-            _servers(daemon),
-            daemon["version"] or _UNKNOWN,
+            ", ".join(f"{each['pid']}{_kind(each)}" for each in daemon["servers"]) or "-",
+            daemon["version"] or UNKNOWN,
             daemon["pipe_directory"],
         )
         for daemon in daemons
@@ -201,23 +196,274 @@ def _limits(daemon: "answer_types.Daemon") -> tuple[str, str]:
     """Print both limits as read back, and mark drift. A daemon without a threads value has not answered yet."""
     limits, drifted = daemon["limits"], {drift["limit"] for drift in daemon["drift"] if drift["server"] is None}
     if limits["active_thread_percentage"] is None:
-        return _UNKNOWN, _UNKNOWN
-    threads, memory = (
-        limit(name, value) + (" (drift)" if name in drifted else "")
-        for name, value in (
-            ("active_thread_percentage", limits["active_thread_percentage"]),
-            ("pinned_device_mem_limit", limits["pinned_device_mem_limit"]),
-        )
+        return UNKNOWN, UNKNOWN
+    threads = limit("active_thread_percentage", limits["active_thread_percentage"])
+    memory = limit("pinned_device_mem_limit", limits["pinned_device_mem_limit"])
+    return (
+        threads + (" (drift)" if "active_thread_percentage" in drifted else ""),
+        memory + (" (drift)" if "pinned_device_mem_limit" in drifted else ""),
     )
-    return threads, memory
-
-
-def _servers(daemon: "answer_types.Daemon") -> str:
-    return ", ".join(f"{each['pid']}{_kind(each)}" for each in daemon["servers"]) or "-"
 
 
 def _kind(server: "answer_types.Server") -> str:
     return " (orphan)" if server["orphan"] else " (ending)" if server.get("dying") else ""
+
+
+# -- clients -----------------------------------------------------------------------------------------------------------
+
+CLIENTS: Final = columns_of(
+    ("PID", "USER", "DAEMON", "SERVER", "LEASE", "VERDICT", "SM", "UID", "GPU", "NAME"),
+    drops=("SERVER", "NAME"),
+    wide=("SM", "UID", "GPU"),
+)
+
+
+def clients(answer: "answer_types.Clients", look: Look) -> str:
+    """List the processes that are connected to an MPS server."""
+    rows = [
+        (
+            str(client["pid"]),
+            name_of(client["uid"]),
+            client["daemon"],
+            str(client["server"]),
+            client["lease"] or "none",
+            client["verdict"],
+            sm_activity(client),
+            UNKNOWN if client["uid"] is None else str(client["uid"]),
+            client["gpu"],
+            client["name"],
+        )
+        for client in answer["clients"]
+    ]
+    lines = []
+    for client in answer["clients"]:
+        lines += [as_here(f"{client['verdict']}: {client['because']}")] if client["because"] else []
+        lines += [as_here(f"  hint: {client['hint']}")] if client["hint"] else []
+    return "\n".join([table(CLIENTS, rows, look, none="no clients"), *lines])
+
+
+def sm_activity(client: "answer_types.Client") -> Figure:
+    """Print how busy a client kept the SMs; a dash where NVML does not report it."""
+    activity = client["sm_activity"]
+    return Figure("-", -1) if activity is None else Figure(percent(activity), activity)
+
+
+VERIFIED: Final = columns_of(
+    ("PID", "DAEMON", "SERVER", "THREADS", "MEMORY", "HOLDS", "VERDICT"), drops=("SERVER", "DAEMON")
+)
+_VERDICTS: Final = {"violation": "not ok", "nothing": "not ok"}
+
+
+def verified(answer: "answer_types.Verify", look: Look = PLAIN) -> str:
+    """Print the verdict on a lease, then the limits and memory of each of its processes."""
+    rows = [
+        (
+            str(each["pid"]),
+            each["daemon"],
+            pid(each["server"]),
+            _in_force(each, "active_thread_percentage"),
+            _in_force(each, "pinned_device_mem_limit"),
+            size(each["memory_held"]),
+            "ok" if each["ok"] else as_here(each["because"]),
+        )
+        for each in answer["processes"]
+    ]
+    lines = [f"{_VERDICTS.get(answer['verdict'], answer['verdict'])}: {answer['because']}"]
+    lines += [f"  hint: {answer['hint']}"] if answer["hint"] else []
+    lines += [f"  {each}" for each in answer["violations"] if each not in answer["because"]]
+    lines += [f"  unknown: {each}" for each in answer["unknown"] if each != answer["because"]]
+    lines = [as_here(each) for each in lines]
+    if rows:
+        lines += ["", table(VERIFIED, rows, look, none="")]
+    return "\n".join(lines)
+
+
+def _in_force(
+    each: "answer_types.Process", name: Literal["active_thread_percentage", "pinned_device_mem_limit"]
+) -> str:
+    """Print the limit of a process beside its granted limit; as a range, if only the bounds are known."""
+    exact, in_force, at_least = each["limits_granted"][name], each["limits_in_force"], each["limits_at_least"]
+    if in_force is None:
+        return f"{UNKNOWN if each['mps'] else '-'} of {limit(name, exact)}"
+    granted = limit(name, in_force[name] if in_force[name] == as_reported(exact) else exact)  # with the same precision
+    most = limit(name, in_force[name])
+    least = "?" if at_least is None else limit(name, at_least[name])
+    if least != most:
+        return f"{least} to {most} of {granted}"
+    # A process that may have more than its part can have lowered it itself, which nothing shows.
+    is_known = each["verdict"] != UNKNOWN or in_force[name] == as_reported(exact)
+    return f"{most} of {granted}" if is_known else f"up to {most} of {granted}"
+
+
+# -- leases ------------------------------------------------------------------------------------------------------------
+
+LEASES: Final = columns_of(
+    (
+        *("LEASE", "STATE", "GPU", "THREADS", "MEMORY", "USER", "PID", "CLIENTS", "AGE", "EXPIRES"),
+        *("HOLDER", "PRIORITY", "LABELS", "NAME"),
+    ),
+    drops=("CLIENTS", "EXPIRES", "PID", "AGE", "NAME"),
+    wide=("HOLDER", "PRIORITY", "LABELS"),
+)
+
+
+def leases(answer: "answer_types.Leases", now: datetime, look: Look) -> str:
+    """List leases: the granted ones, the waiting ones in the order of the queue, and the ended ones.
+
+    Lines below the table show what each lease waits for, its problems, and the sum of the leases that this caller may
+    not see.
+    """
+    ordered = sorted(answer["leases"], key=_queue_position)
+    rows = [
+        (
+            lease["id"],
+            _place(lease),
+            numbers_of_gpus(lease, ",") or "-",
+            *_share_figures(lease),
+            name_of(lease["owner"]["uid"]),
+            holding_pid(lease),
+            f"{len(lease['clients'])} of {lease['processes'] * max(len(lease['shares']), 1) or 'any'}",
+            Figure(age(lease["created"], now), -datetime.fromisoformat(lease["created"]).timestamp()),
+            _expiry(lease, now),
+            holders(lease),
+            str(lease["priority"]),
+            _labels(lease),
+            lease["name"] or "-",
+        )
+        for lease in ordered
+    ]
+    lines = [line for lease in ordered for line in _judged(lease, now)]
+    return "\n".join([table(LEASES, rows, look, none="no leases"), *lines, *_of_others(answer["others"])])
+
+
+def _queue_position(lease: "answer_types.Lease") -> tuple[bool, int]:
+    """Return the sort key: granted leases, then waiting ones, then ended ones."""
+    return lease["ended"] is not None, lease["wait"]["position"] if lease["wait"] else 0
+
+
+def _place(lease: "answer_types.Lease") -> str:
+    """Print the state, and the place of a waiting lease."""
+    wait = lease["wait"]
+    return f"{lease['state']}, place {wait['position']}" if wait else lease["state"]
+
+
+def _share_figures(lease: "answer_types.Lease") -> tuple[Figure, Figure]:
+    threads, memory = _share(lease)
+    return (
+        Figure(threads, lease["active_thread_percentage"] or 0.0),
+        Figure(memory, lease["pinned_device_mem_limit"] or 0.0),
+    )
+
+
+def _expiry(lease: "answer_types.Lease", now: datetime) -> Figure:
+    expires = lease["expires"]
+    if expires is None or lease["ended"]:
+        return Figure("-", float("inf"))
+    return Figure(until(expires, now), datetime.fromisoformat(expires).timestamp())
+
+
+def _labels(lease: "answer_types.Lease") -> str:
+    return " ".join(f"{key}={value}" for key, value in lease["labels"].items()) or "-"
+
+
+def _judged(lease: "answer_types.Lease", now: datetime) -> Iterator[str]:
+    """Yield lines about the wait of a lease, its open violations, and its unknown processes."""
+    if wait := lease["wait"]:
+        waited = f"has waited {age(lease['created'], now)}{lack(wait['waits_for'])}"
+        yield as_here(f"{lease['id']}: {waited}: {wait['because']}")
+    if found := keepers(lease):
+        yield f"{lease['id']}: its holder is gone; it lives for {found}; to end it: mpsctl release {lease['id']}"
+    for each in lease["violations"]:
+        yield from (as_here(f"{lease['id']}: violation: {each['because']}"), as_here(f"  hint: {each['hint']}"))
+    yield from (f"{lease['id']}: unknown: {each}" for each in lease["unknown"])
+
+
+def _of_others(others: "answer_types.Others") -> list[str]:
+    """Describe the sum of the leases that are not listed; empty where there are none."""
+    if not others["leases"]:
+        return []
+    waiting = f", {others['waiting']} of them waiting" if others["waiting"] else ""
+    granted = amounts(others["threads_granted"], others["memory_granted"])
+    return [f"and {plural(others['leases'], 'lease')} of other users, of {granted} in all{waiting}"]
+
+
+def _share(lease: "answer_types.Lease") -> tuple[str, str]:
+    """Print threads and memory on each GPU; a lease that waits for a fraction has none yet."""
+    if lease["shares"]:
+        threads = _alike(percent(share["active_thread_percentage"]) for share in lease["shares"])
+        return threads, _alike(size(share["pinned_device_mem_limit"]) for share in lease["shares"])
+    wanted, memory = lease["active_thread_percentage"], lease["pinned_device_mem_limit"]
+    return "-" if wanted is None else percent(wanted), "-" if memory is None else size(memory)
+
+
+def _alike(values: Iterable[str]) -> str:
+    """Print values, only once where they are all the same."""
+    return ",".join(dict.fromkeys(values))
+
+
+def lease(answer: "answer_types.Lease", now: datetime) -> str:
+    """Show all facts about one lease."""
+    threads, memory = _share(answer)
+    shares = answer["shares"]
+    is_on_several = len(shares) >= _SEVERAL
+    each_gpu = " on each GPU" if is_on_several else ""
+    most = f"{answer['processes']}{each_gpu} at most" if answer["processes"] else "any number"
+    wait, expires, ended = answer["wait"], answer["expires"], answer["ended"]
+    if answer["pinned_device_mem_limit"] is not None and not is_on_several:
+        memory += f" ({answer['pinned_device_mem_limit']} bytes)"
+    rows = [
+        ("lease", answer["id"]),
+        ("state", f"{answer['state']}: {answer['because']}"),
+        *([("waits", f"at position {wait['position']} for {wait['waits_for']}: {wait['because']}")] if wait else []),
+        ("name", answer["name"] or "-"),
+        ("labels", _labels(answer)),
+        ("priority", str(answer["priority"])),
+        *([] if is_on_several else [("daemon", answer["daemon"] or "-"), ("GPU", " ".join(answer["gpus"]) or "-")]),
+        ("threads", threads),
+        ("memory", memory),
+        ("holder", holders(answer)),
+        ("clients", f"{' '.join(map(str, answer['clients'])) or '-'} (of {most})"),
+        *_lost(answer),
+        *_what_keeps(answer),
+        ("created", f"{answer['created']} ({age(answer['created'], now)} ago)"),
+        *([("expires", f"{expires} (in {until(expires, now)}, unless renewed)")] if expires else []),
+        *([("ended", f"{ended} ({age(ended, now)} ago)")] if ended else []),
+        *(("violation", f"{each['because']}; {each['hint']}") for each in answer["violations"]),
+        *(("unknown", each) for each in answer["unknown"]),
+        *(_each_gpu(answer) if is_on_several else _environment("env", answer["env"])),
+    ]
+    return columns((label, as_here(text) if label in _SENTENCES else text) for label, text in rows)
+
+
+_SENTENCES: Final = frozenset(
+    {"state", "waits", "holder", "lost", "created", "expires", "ended", "violation", "unknown"}
+)
+"""The fields of a lease with sentences of mpsd, not of its user."""
+
+
+def _lost(lease: "answer_types.Lease") -> list[tuple[str, str]]:
+    """Show the clients whose work ended with their control daemon."""
+    pids = " ".join(map(str, lease.get("lost", ())))
+    return [("lost", f"{pids}: their work ended with their control daemon, and all their calls fail")] if pids else []
+
+
+def _what_keeps(lease: "answer_types.Lease") -> list[tuple[str, str]]:
+    """Show the processes that keep a lease beside its holders, or instead of them."""
+    if found := keepers(lease):
+        return [("kept by", f"{found}; its holder is gone")]
+    return [("kept by", f"{' '.join(map(str, lease['bearers']))} (by its token)")] if lease["bearers"] else []
+
+
+def _each_gpu(lease: "answer_types.Lease") -> Iterator[tuple[str, str]]:
+    """Show the share on each of several GPUs, with its number for `show --share`."""
+    for number, share in enumerate(lease["shares"]):
+        granted = amounts(share["active_thread_percentage"], share["pinned_device_mem_limit"])
+        yield f"share {number}", f"{share['daemon']}, {share['gpu']}: {granted}"
+        yield from _environment("  env", share["env"])
+
+
+def _environment(label: str, variables: "dict[str, str]") -> list[tuple[str, str]]:
+    return [(label, f"{name}={value}") for name, value in variables.items() if name not in SECRETS]
 
 
 # -- settings and operations -------------------------------------------------------------------------------------------

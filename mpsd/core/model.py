@@ -115,8 +115,11 @@ class HoldingGroup(Struct, frozen=True, tag="cgroup", tag_field="kind"):
     the kernel does not count it."""
 
 
-class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
-    """The lease has no holder yet: the first process that presents its token in time becomes one."""
+Holder: TypeAlias = HoldingProcess | HoldingGroup
+
+
+class Claim(Struct, frozen=True):
+    """What a lease has instead of a holder: the first process that presents its token in time becomes its holder."""
 
     seconds: float
     """How long it waits for that, from the grant on."""
@@ -124,9 +127,6 @@ class Claim(Struct, frozen=True, tag="claim", tag_field="kind"):
     """The uid whose processes alone can take it; None: any uid."""
     deadline: float | None = None
     """The end of that time, in seconds of the clock that does not jump; None before the grant."""
-
-
-Holder: TypeAlias = HoldingProcess | HoldingGroup | Claim
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
@@ -481,10 +481,12 @@ class Lease(Struct, frozen=True):
     owner: Owner
     holders: tuple[Holder, ...]
     """The processes or groups that its life is tied to, the first one first; those that are gone are left out, except
-    the last."""
+    the last. None while it is a claim."""
     request: LeaseRequest
     arrival: int
     created: Moment
+    claim: Claim | None = None
+    """Set while no holder has taken it yet: no process of it is expected then."""
     shares: tuple[Share, ...] = ()
     attached: tuple[AttachedProcess, ...] = ()
     """The living client processes that were attributed to it, each on the GPU whose server lists it."""

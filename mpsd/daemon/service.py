@@ -5,10 +5,12 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from typing import NamedTuple
 
 from mpsd.core import roles
 from mpsd.core.admission.ledger import Ledger
@@ -21,18 +23,19 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, stored_usage
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.server import Api
-from mpsd.daemon.canary.canary import Canaries
-from mpsd.daemon.canary.watch import ServerWatches
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.gpu.compute_modes import ComputeModes
+from mpsd.daemon.gpu.gpus import Gpus
+from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_FIRST, LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
-from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.metrics.endpoint import Endpoint
+from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import Events
@@ -49,6 +52,7 @@ from mpsd.system.driver import Driver
 from mpsd.system.gpu import GpuSource
 from mpsd.system.notify import ServiceManager
 from mpsd.system.rundir import RunDir
+from mpsd.system.saved_compute_modes import SavedComputeModes
 
 
 class StopDaemons(StrEnum):
@@ -100,8 +104,7 @@ async def serve(plan: Plan) -> None:
     # With another umask, a control daemon would open its privileged socket to all users, or close its log to its
     # clients.
     os.umask(0o022)
-    settings = plan.settings
-    source = plan.source()
+    settings, source = plan.settings, plan.source()
     try:
         inventory = await source.inventory()
         names = [f"gpu{index}" for index in (*(gpu.index for gpu in inventory.gpus), *inventory.unknown)]
@@ -112,75 +115,96 @@ async def serve(plan: Plan) -> None:
             stack.callback(run_dir.close)
             if plan.driver is not None:
                 drivers.link(plan.driver, run_dir.libraries)
-            history = Database(run_dir.history, HISTORY_SCHEMA, lasting=True)
-            stack.callback(history.close)
-            store = Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST, first=LEASES_FIRST)
-            stack.callback(store.close)
-            accounts = Database(run_dir.accounts, ACCOUNTS_SCHEMA, lasting=True)
-            stack.callback(accounts.close)
-            counter = Counter(run_dir.last_event)
-            stack.callback(counter.close)
-            events = Events(history, counter, count=settings.api.events, age=settings.api.events_age)
-            stack.callback(events.close)
-            log = logs.configure(settings.log.format, events.record, journal=plan.manager.journal)
+            stores = stack.enter_context(_opened(run_dir, settings))
+            log = logs.configure(settings.log.format, stores.events.record, journal=plan.manager.journal)
             stack.callback(log.close)
             stack.callback(logs.LibraryReports(log).close)
-            _report(log, events, store, history, accounts)
-            half_life = settings.admission.usage_half_life
-            lease_store = LeaseStore(store)
-            ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(accounts, half_life)))
-            live = LiveSettings(settings)
-            accountant = Accountant(AccountStore(accounts), live, log)
-            quarantine = Quarantine(run_dir.quarantines, live, log)
-            pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=live, log=log)
-            limit_gates = LimitGates(live, pipe_access)
-            endings = Endings(EndStore(run_dir.ends), live, log)
-            leases = Leases(
-                ledger,
-                lease_store,
-                limit_gates,
-                endings,
-                log,
-                settings=live,
-                publish=events.publish,
-                published=events.batch,
-                account=accountant.note,
-            )
-            completeness = Completeness(lease_store, log)
-            completeness.completed.connect(limit_gates.look)
-            limit_gates.is_lost = lambda gpu: bool(leases.unrestored.on(gpu) or completeness.because(gpu))
-            node = Node(
-                source,
-                plan.program,
-                run_dir=run_dir,
-                settings=live,
-                leases=leases,
-                completeness=completeness,
-                limit_gates=limit_gates,
-                pipe_access=pipe_access,
-                server_watches=ServerWatches(Canaries(plan.canary, plan.program, limit_gates, pipe_access), live, log),
-                quarantine=quarantine,
-                endings=endings,
-                log=log,
-                simulated=plan.simulated,
-                simulated_program=plan.driver is None,
-            )
+            _report(log, stores)
+            node = _node(plan, source, run_dir, stores, log)
+            accountant = Accountant(AccountStore(stores.accounts), node.settings, log)
+            node.leases.group_commit.committed.connect(accountant.note)
             _report_names(settings, log)
             await node.open(inventory)
-            await _run(plan, node, events, accountant, log)
+            await _run(plan, node, stores.events, accountant, log)
     finally:
         source.close()
 
 
-def _report(log: Logger, events: Events, *databases: Database) -> None:
+class _Stores(NamedTuple):
+    history: Database
+    leases: Database
+    accounts: Database
+    events: Events
+
+
+@contextlib.contextmanager
+def _opened(run_dir: RunDir, settings: Settings) -> Iterator[_Stores]:
+    """Open the stores, and continue the events of an earlier mpsd."""
+    with (
+        closing(Database(run_dir.history, HISTORY_SCHEMA, lasting=True)) as history,
+        closing(Database(run_dir.leases, LEASES_SCHEMA, ballast=LEASES_BALLAST, first=LEASES_FIRST)) as leases,
+        closing(Database(run_dir.accounts, ACCOUNTS_SCHEMA, lasting=True)) as accounts,
+        closing(Counter(run_dir.last_event)) as counter,
+        closing(Events(history, counter, count=settings.api.events, age=settings.api.events_age)) as events,
+    ):
+        yield _Stores(history, leases, accounts, events)
+
+
+def _report(log: Logger, stores: _Stores) -> None:
     """Log the problems of the stores that an earlier mpsd left, and later problems of the events."""
-    events.unstored.connect(lambda because: log.error(EventName.STORE_FULL, because=because))
-    events.rewritten.connect(lambda because: log.error(EventName.STORE_REWRITTEN, because=because))
-    for database in databases:
+    stores.events.unstored.connect(lambda because: log.error(EventName.STORE_FULL, because=because))
+    stores.events.rewritten.connect(lambda because: log.error(EventName.STORE_REWRITTEN, because=because))
+    for database in (stores.leases, stores.history, stores.accounts):
         if database.aside is not None:
             log.error(EventName.STORE_SET_ASIDE, because=database.because, file=str(database.aside))
-    if events.lost:
-        log.error(EventName.EVENTS_LOST, because=events.lost)
+    if stores.events.lost:
+        log.error(EventName.EVENTS_LOST, because=stores.events.lost)
+
+
+def _node(plan: Plan, source: GpuSource, run_dir: RunDir, stores: _Stores, log: Logger) -> Node:
+    """Compose the node: each part gets the parts that it uses. The owner of two parts connects their signals."""
+    settings, half_life = LiveSettings(plan.settings), plan.settings.admission.usage_half_life
+    gpus = Gpus(source, ComputeModes(source, SavedComputeModes(run_dir.saved_compute_modes), log), log)
+    ledger = Ledger(AdmissionRules(), Usage(half_life, stored_usage(stores.accounts, half_life)))
+    quarantine = Quarantine(run_dir.quarantines, settings, log)
+    pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=settings, log=log)
+    endings = Endings(EndStore(run_dir.ends), settings, log)
+    lease_store = LeaseStore(stores.leases)
+    completeness = Completeness(lease_store, log)
+    leases = Leases(
+        ledger,
+        lease_store,
+        completeness,
+        Ceilings(settings, pipe_access, completeness),
+        endings=endings,
+        events=stores.events,
+        settings=settings,
+        log=log,
+    )
+    control_daemons = ControlDaemons(
+        plan.program,
+        plan.canary,
+        knows_many_users=plan.driver is None,
+        gpus=gpus,
+        leases=leases,
+        pipe_access=pipe_access,
+        quarantine=quarantine,
+        endings=endings,
+        settings=settings,
+        log=log,
+    )
+    return Node(
+        gpus,
+        control_daemons,
+        leases,
+        pipe_access=pipe_access,
+        quarantine=quarantine,
+        endings=endings,
+        run_dir=run_dir,
+        settings=settings,
+        log=log,
+        simulated=plan.simulated,
+    )
 
 
 async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, log: Logger) -> None:
@@ -191,7 +215,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
     # still answers; 4. the socket's name goes; 5. the last event, and only then the followers' connections;
     # 6. control daemons that end at once.
     settings = plan.settings
-    notifier = ServiceNotifier(plan.manager, log, heartbeats=node.heartbeats, status_of=node.status)
+    notifier = ServiceNotifier(plan.manager, node, log)
     reload = partial(_reload, plan, node, notifier, log, asyncio.Lock())
     collector = Collector(node, log)
     api = Api(node, events, accountant, collector, log=log, reload=reload)
@@ -207,7 +231,7 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
             if plan.manager.listener is not None or plan.stop_now or plan.settle:
                 # Clients that waited at the socket must not get answers with an unknown state.
                 await asyncio.sleep(0)
-                await node.settled(settings.daemon.answer_deadline)
+                await node.control_daemons.until_known(settings.daemon.answer_deadline)
             serving = group.create_task(api.serve(listener))
             log.info(EventName.API_LISTENING, socket=str(settings.socket), mode=f"{settings.api.mode:04o}")
             await asyncio.sleep(0)
@@ -229,12 +253,12 @@ async def _run(plan: Plan, node: Node, events: Events, accountant: Accountant, l
             serving.cancel()
             await api.close()
             if plan.stop_daemons is StopDaemons.AT_ONCE:
-                await node.stop_daemons(force=True)
-            left = sum(each.process is not None for each in node.daemons())
+                await node.control_daemons.stop(force=True)
+            left = sum(each.process is not None for each in node.control_daemons.all())
             for each in tasks:
                 each.cancel()
-        notifier.ended(left, of=len(node.daemons()))
-        plan.farewell(left, len(node.daemons()))
+        notifier.ended(left, of=len(node.control_daemons.all()))
+        plan.farewell(left, len(node.control_daemons.all()))
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # the loop's handler ends with the loop
         withdraw()
@@ -260,7 +284,7 @@ def _heed_signals() -> tuple[asyncio.Event, asyncio.Event, asyncio.Event]:
 
 async def _drain(node: Node, at_once: asyncio.Event, group: asyncio.TaskGroup) -> None:
     """Stop each control daemon after its last lease and client; a second signal leaves the others running."""
-    stopping = group.create_task(node.stop_daemons(force=False))
+    stopping = group.create_task(node.control_daemons.stop(force=False))
     hurried = group.create_task(at_once.wait())
     await asyncio.wait({stopping, hurried}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -297,7 +321,7 @@ async def _reload(
             notifier.reloaded(refused=error.detail)
             raise
         applied, waiting = node.settings.reload(wanted)
-        daemons = {each.name: list(each.restart_for) for each in node.daemons() if each.restart_for}
+        daemons = {each.name: list(each.restart_for) for each in node.control_daemons.all() if each.restart_for}
         log.info(EventName.SETTINGS_RELOADED, applied=list(applied), needs_restart=list(waiting), daemons=daemons)
         _report_names(wanted, log)
         notifier.reloaded()

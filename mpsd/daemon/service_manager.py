@@ -1,4 +1,4 @@
-"""Notifications to the service manager while mpsd runs: watchdog notifications, and the status of the node.
+"""Notifications to the service manager while mpsd runs: watchdog notifications, and the status of the node in a line.
 
 A watchdog notification is useful only if it proves that mpsd works. Each supervisor therefore announces, before
 it starts or awaits something, when it will report again; while one of them is late, no notification is sent. A blocked
@@ -6,12 +6,13 @@ event loop sends none either. The manager then ends mpsd and starts another one,
 """
 
 import asyncio
-from collections.abc import Callable
 from math import inf
 from typing import Final
 
 from mpsd.core.events import EventName
-from mpsd.daemon.control.state import Heartbeat
+from mpsd.core.lifecycle import State
+from mpsd.core.sanitize import plain
+from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.notify import ServiceManager
@@ -22,24 +23,19 @@ _TICK: Final = 1.0
 _EXTENSION: Final = 30.0
 """Seconds by which each notification extends the stop timeout of an mpsd that waits for clients to exit."""
 
+_LONGEST: Final = 400
+"""Maximum characters of a status: `systemctl status` shows it in one line."""
+
 
 class ServiceNotifier:
     """Sends notifications to the service manager."""
 
-    def __init__(
-        self,
-        manager: ServiceManager,
-        log: Logger,
-        *,
-        heartbeats: Callable[[], dict[str, Heartbeat]],
-        status_of: Callable[[str], str],
-    ) -> None:
-        """`heartbeats` returns those of the supervisors, by name; `status_of` makes a status, from a refusal."""
+    def __init__(self, manager: ServiceManager, node: Node, log: Logger) -> None:
         self._manager = manager
+        self._node = node
         self._log = log
-        self._heartbeats = heartbeats
-        self._status_of = status_of
         self._refused = ""
+        """Why the last reload was refused; empty where it was not."""
         self._last = ""
         self._late: list[str] = []
         self._stopping = False
@@ -86,14 +82,29 @@ class ServiceNotifier:
         self.ready()
 
     def _new_status(self) -> list[str]:
-        line = self._status_of(self._refused)
+        line = self._status()
         if line == self._last:
             return []
         self._last = line
         return [f"STATUS={line}"]
 
+    def _status(self) -> str:
+        """Summarise the node for an operator: what is ready, how many leases there are, and what is wrong."""
+        node, ledger = self._node.health(), self._node.leases.ledger
+        ready = sum(each.state is State.READY for each in node.daemons)
+        leases = len(ledger.leases)
+        held = "1 lease" if leases == 1 else f"{leases} leases"
+        parts = [f"{ready} of {len(node.daemons)} control daemons ready, {held}, {len(ledger.waiting)} waiting"]
+        parts += [each.because for each in node.reasons]
+        count = len(node.violations)
+        parts += [f"{count} violation{'s' if count > 1 else ''}: {node.violations[0]}"] if count else []
+        parts += [each.because for each in node.warnings]
+        parts += [f"reload refused: {self._refused}"] if self._refused else []
+        line = plain("; ".join(parts))
+        return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
     def _is_late(self) -> bool:
-        late = [name for name, heartbeat in self._heartbeats().items() if heartbeat.is_late]
+        late = [name for name, heartbeat in self._node.control_daemons.heartbeats().items() if heartbeat.is_late]
         if late != self._late:
             self._late = late
             if late:

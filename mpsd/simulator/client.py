@@ -33,7 +33,6 @@ It initialises CUDA, makes its primary context, and prints its place and its lim
 - `ignore SIGNAL`: ignore a signal such as TERM
 - `catch SIGNAL`: exit at once when the signal comes, even during a kernel, as programs in Go and Java do
 - `obey SIGNAL`: exit with status 0 when the signal comes and the kernel has ended, after a goodbye to the server
-- `hang`: stop answering; only a signal ends it
 - `exit [STATUS]`: exit, as at the end of stdin
 
 An answer has `ok`, and with it the result, or the CUDA error by name and number. An error after which CUDA cannot
@@ -120,9 +119,9 @@ class _Signals:
         os.set_blocking(sink, False)
         signal.set_wakeup_fd(sink)
 
-    def wait(self, *inputs: int) -> None:
-        """Wait until one of these descriptors is readable, or a signal comes that Python handles."""
-        select.select([*inputs, self._wakes], [], [])
+    def wait_for_input(self) -> None:
+        """Wait until stdin is readable, or a signal comes that Python handles."""
+        select.select([0, self._wakes], [], [])
 
     def obey(self, number: signal.Signals) -> None:
         """Exit when the signal comes and no kernel is in flight."""
@@ -173,7 +172,7 @@ class _Input:
             if _is_on_a_terminal():
                 sys.stdout.write(PROMPT)
                 sys.stdout.flush()
-            self._signals.wait(0)
+            self._signals.wait_for_input()
             if not (more := os.read(0, 4096)):
                 return
             self._text += more
@@ -206,11 +205,6 @@ def _set_title(title: str) -> None:
     ctypes.memmove(begin, title.encode().ljust(end - begin, b"\0"), end - begin)
 
 
-def _hang(signals: _Signals) -> NoReturn:
-    while True:
-        signals.wait()
-
-
 def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arguments: list[str]) -> dict[str, Any]:  # noqa: C901, PLR0911, PLR0912 - one case for each verb
     """Execute one line and return its answer. Raises FailedError, and ValueError for an invalid line."""
     match verb, arguments:
@@ -218,18 +212,6 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
             return _where(cuda)
         case "context", []:
             return described(cuda.context())
-        case "destroy", [number]:
-            cuda.destroy(int(number))
-            return {}
-        case "reset", []:
-            cuda.reset()
-            return {}
-        case "setenv", [name, value]:
-            os.environ[name] = value
-            return {}
-        case "title", _:
-            _set_title(" ".join(arguments))
-            return {}
         case "alloc", [size]:
             cuda.alloc(parse_size(size))
             return {"allocated": cuda.allocated}
@@ -243,28 +225,31 @@ def _execute(cuda: CudaProcess, signals: _Signals, stdin: _Input, verb: str, arg
             return {"seconds": signals.compute(cuda, float(work), first=verb == "launch")}
         case "loop", [work]:
             return _loop(cuda, signals, stdin, float(work))
+        case "help", []:
+            return {"help": _HELP}
+        case "destroy", [number]:
+            cuda.destroy(int(number))
+        case "reset", []:
+            cuda.reset()
+        case "setenv", [name, value]:
+            os.environ[name] = value
+        case "title", _:
+            _set_title(" ".join(arguments))
         case "sync", []:
             cuda.sync()
-            return {}
         case "fault", []:
             cuda.fault()
         case "wedge", []:
             cuda.wedge()
-            return {}
         case "ignore", [name]:
             signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_IGN)
-            return {}
         case "catch", [name]:
             signals.catch(signal.Signals[f"SIG{name}"])
-            return {}
         case "obey", [name]:
             signals.obey(signal.Signals[f"SIG{name}"])
-            return {}
-        case "hang", []:
-            _hang(signals)
-        case "help", []:
-            return {"help": _HELP}
-    raise ValueError(f"{verb!r} with {len(arguments)} arguments is nothing that a client does")
+        case _:
+            raise ValueError(f"{verb!r} with {len(arguments)} arguments is nothing that a client does")
+    return {}
 
 
 def _serve(cuda: CudaProcess, signals: _Signals) -> int:

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from mpsd.simulator.answers import BRANCHES, CHILD_LOGS_START, PID_FILE, ControlDaemon
+from mpsd.simulator import answers
+from mpsd.simulator.answers import ControlDaemon, Reply
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.front_end import END, LAST_WORDS, SERVED, TURNED_AWAY
 from mpsd.simulator.links import UCRED, FrontEnd, Gpus, Link, Waiting
-from mpsd.simulator.replies import AskServer, ForceServer, Leave, PassOn, Quit, Reply, StartServer
 
 SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 """Looked up in PATH, as by NVIDIA's control daemon."""
@@ -208,11 +208,11 @@ class _Service:
         reply = self._daemon.answer(line, front_end.uid)
         self._log_all(reply.logged)
         self._do(reply)
-        if isinstance(reply.effect, AskServer):
+        if isinstance(reply.effect, answers.AskServer):
             link = front_end.awaits = self._links[reply.effect.pid]
             number = link.begin(reply.effect.name, reply.effect.arguments)
             self._on(link, lambda: self._receive_answer(front_end, link, number))
-        elif not isinstance(reply.effect, Quit):
+        elif not isinstance(reply.effect, answers.Quit):
             front_end.print(reply.printed)
 
     def _receive_answer(self, front_end: FrontEnd, link: Link, number: int) -> None:
@@ -237,13 +237,13 @@ class _Service:
 
     def _do(self, reply: Reply) -> None:
         match reply.effect:
-            case StartServer(uid):
+            case answers.StartServer(uid):
                 self._start(uid)
-            case ForceServer(pid):
+            case answers.ForceServer(pid):
                 os.kill(pid, signal.SIGINT)
-            case Leave(pid):
+            case answers.Leave(pid):
                 self._links[pid].leave()
-            case Quit(seconds):
+            case answers.Quit(seconds):
                 for link in self._links.values():
                     link.leave()
                 for client in tuple(self._waiting):
@@ -258,7 +258,9 @@ class _Service:
         pid = os.fork()
         if pid == 0:
             line = f"Starting new server {os.getpid()} for user {uid}"
-            _write_line(_stamped("Control", os.getpid() if self._daemon.branch >= CHILD_LOGS_START else ours, line))
+            _write_line(
+                _stamped("Control", os.getpid() if self._daemon.branch >= answers.CHILD_LOGS_START else ours, line)
+            )
             with contextlib.suppress(OSError):
                 if self._gpus is not None:
                     self._gpus.become_server(there)
@@ -332,7 +334,7 @@ class _Service:
         self._log("Accepting connection...")
         reply = self._daemon.arrived(client.pid, client.uid)
         self._log_all(reply.logged)
-        if isinstance(reply.effect, PassOn):
+        if isinstance(reply.effect, answers.PassOn):
             self._links[reply.effect.pid].pass_on(client)
             return
         self._waiting.append(client)
@@ -368,8 +370,8 @@ def main(branch: int, *, many_users: bool = False, gpus: str | None = None) -> i
 
     `gpus` is the directory of the simulated GPUs (see `devices`); without one there is no GPU.
     """
-    if branch not in BRANCHES:
-        sys.stderr.write(f"driver branch {branch} is none of {', '.join(map(str, BRANCHES))}\n")
+    if branch not in answers.BRANCHES:
+        sys.stderr.write(f"driver branch {branch} is none of {', '.join(map(str, answers.BRANCHES))}\n")
         return 1
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -377,7 +379,7 @@ def main(branch: int, *, many_users: bool = False, gpus: str | None = None) -> i
     log_directory = Path(os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/var/log/nvidia-mps"))
     _check_log_directory(log_directory, pipe_directory / "log")
     try:
-        directory = _PipeDirectory(pipe_directory, pid_file=branch >= PID_FILE)
+        directory = _PipeDirectory(pipe_directory, pid_file=branch >= answers.PID_FILE)
     except _PipeDirectoryError as error:
         if error.args:
             _write_line(str(error))

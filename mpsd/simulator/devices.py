@@ -82,11 +82,6 @@ class Device:
             (self._path / "lock").touch()
             (self._path / "lock").chmod(0o666)
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is such a GPU."""
-        return self._path.is_dir()
-
     # -- memory --
 
     def hold(self, pid: int, memory: int, kind: Kind) -> bool:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Final
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.errors import InvalidRequestError
 from mpsd.core.model import Gpu, GpuFault, GpuProcess, GpuUsage, Inventory, Known, Reading, Unknown
 from mpsd.simulator.devices import FAULTS, MEMORY, Device, Kind
 
@@ -24,21 +23,14 @@ _LOOK_INTERVAL: Final = 0.5
 class SimulatedGpus:
     """Replaces NVML on a simulated node. Its UUIDs are the same each time, so a lease finds its GPU again."""
 
-    def __init__(self, count: int, *, driver_version: str = DRIVER_VERSION, directory: Path | None = None) -> None:
-        """Make `count` GPUs; without a `directory`, only this process knows them.
-
-        Raises InvalidRequestError when `count` is below one.
-        """
-        if count < 1:
-            raise InvalidRequestError(f"cannot simulate {count} GPUs", hint="simulate at least 1 GPU")
+    def __init__(self, count: int, directory: Path) -> None:
+        """Make `count` GPUs in a directory of `devices`."""
         self._gpus = tuple(
-            Gpu(index, _uuid(index), _NAME, MEMORY, _COMPUTE_CAPABILITY, mig=False, driver_version=driver_version)
+            Gpu(index, _uuid(index), _NAME, MEMORY, _COMPUTE_CAPABILITY, mig=False, driver_version=DRIVER_VERSION)
             for index in range(count)
         )
         self._directory = directory
-        self._faults = None if directory is None else directory / FAULTS
-        self._modes: dict[str, ComputeMode] = {}
-        """The modes by UUID, where there is no directory."""
+        self._faults = directory / FAULTS
         self._seen = len(self._reported())
 
     async def inventory(self) -> Inventory:
@@ -49,8 +41,6 @@ class SimulatedGpus:
         """Return what is in use on a GPU. Unknown for one that is lost, and for a GPU of another node."""
         if gpu not in self._gpus:
             return Unknown(f"{gpu.uuid} is none of the simulated GPUs")
-        if self._directory is None:
-            return Known(GpuUsage(0, compute_mode=self._modes.get(gpu.uuid, ComputeMode.DEFAULT)))
         device = Device(self._directory, gpu.uuid)
         device.create()
         if device.lost:
@@ -64,10 +54,7 @@ class SimulatedGpus:
         usage = await self.usage(gpu)
         if isinstance(usage, Unknown):
             return usage
-        if self._directory is None:
-            self._modes[gpu.uuid] = mode
-        else:
-            Device(self._directory, gpu.uuid).set_compute_mode(mode)
+        Device(self._directory, gpu.uuid).set_compute_mode(mode)
         return Known(mode)
 
     async def faults(self) -> Reading[tuple[GpuFault, ...]]:
@@ -82,7 +69,7 @@ class SimulatedGpus:
         return Known(())
 
     def _reported(self) -> list[GpuFault]:
-        if self._faults is None or not self._faults.exists():
+        if not self._faults.exists():
             return []
         lines = self._faults.read_text(encoding="utf-8").splitlines()
         return [GpuFault(uuid, int(xid)) for uuid, xid in map(str.split, lines)]

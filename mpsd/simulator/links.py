@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 from mpsd.simulator import server
 from mpsd.simulator.cuda import CudaError, visible
@@ -27,14 +27,13 @@ UCRED: Final = struct.Struct("iII")
 """The layout of SO_PEERCRED: pid, uid, gid. Source: socket(7)."""
 
 
-class Waiting:
+class Waiting(NamedTuple):
     """A client that was not passed on yet."""
 
-    def __init__(self, connection: socket.socket, pid: int, uid: int, hello: Mapping[str, Any]) -> None:
-        self.connection = connection
-        self.pid = pid
-        self.uid = uid
-        self.hello = hello
+    connection: socket.socket
+    pid: int
+    uid: int
+    hello: Mapping[str, Any]
 
     @classmethod
     def read(cls, connection: socket.socket) -> Self | None:
@@ -66,7 +65,7 @@ class Link:
 
     def start(self, message: Mapping[str, Any]) -> None:
         """Send the server its start values."""
-        self._send({**message})
+        self._send(message)
 
     def is_ready(self) -> bool:
         """Read the server's first message; False when it ended instead."""

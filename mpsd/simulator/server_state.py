@@ -6,17 +6,19 @@ and each rule names its source. Sources by the short names of NVIDIA's pages: AR
 is kai-scheduler/gpu-fractioning and its pull request 147, which report statements that they attribute to NVIDIA.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import ClassVar, Final, NamedTuple
 
 from mpsd.core.mps_facts import CLIENTS_VOLTA, Binds
-from mpsd.simulator import figures, server_words
+from mpsd.simulator import figures
 from mpsd.simulator.cuda import CudaError, Pinned, of_context, pinned
-from mpsd.simulator.server_words import PAIR
 
 _PS: Final = "{:<5} {:<2} {:<6} {:<22} {:<10} {}"
 """A line of `ps`: PID ID SERVER DEVICE NAMESPACE COMMAND (OLD)."""
+
+_PAIR: Final = "{{PID: {}, Context ID: {}}}"
+"""The log's name for a client's context (LOG). A process without a context is named by its first, which is 0."""
 
 
 class Status(StrEnum):
@@ -50,22 +52,18 @@ class Context(NamedTuple):
     pinned: Pinned
 
 
-class Process(NamedTuple):
-    """A process that initialises CUDA."""
-
-    pid: int
-    command: str
-    namespace: str
-    """The inode of its pid namespace."""
-    environment: Mapping[str, str]
-    """The variables of CUDA at this time."""
-
-
 class Client:
     """A process that has initialised CUDA, with the contexts that it has made since, possibly none."""
 
-    def __init__(self, process: Process, gpu: str, bound: Pinned | None) -> None:
-        self.pid, self.command, self.namespace, self.environment = process
+    def __init__(
+        self, pid: int, command: str, namespace: str, environment: Mapping[str, str], *, gpu: str, bound: Pinned | None
+    ) -> None:
+        self.pid = pid
+        self.command = command
+        self.namespace = namespace
+        """The inode of its pid namespace."""
+        self.environment = environment
+        """The variables of CUDA when it initialised CUDA."""
         self.gpu = gpu
         """The first GPU that it sees, on which it works."""
         self.bound = bound
@@ -79,16 +77,13 @@ class Client:
         """The number of contexts that it has made so far."""
 
 
-class Answer:
+class Answer(NamedTuple):
     """The result of a command about this server: lines for the front-end, and the client whose contexts were ended."""
 
-    def __init__(
-        self, printed: Sequence[str] = (), *, terminated: int | None = None, awaits: int | None = None
-    ) -> None:
-        self.printed = list(printed)
-        self.terminated = terminated
-        self.awaits = awaits
-        """The client whose work must end first: nothing is printed before that."""
+    printed: Sequence[str] = ()
+    terminated: int | None = None
+    awaits: int | None = None
+    """The client whose work must end first: nothing is printed before that."""
 
 
 class Server:
@@ -140,7 +135,7 @@ class Server:
         A wedged server lists the process and never answers it, so the caller must check `wedged`.
         """
         if not self.wedged:  # a wedged server logs nothing any more (KAI)
-            self._log(f"Received new client request for {PAIR.format(pid, 0)}")
+            self._log(f"Received new client request for {_PAIR.format(pid, 0)}")
         # On all of its devices (OLD); and with this error also while the contexts of another client are being ended
         # (TS).
         if self.status is not Status.ACTIVE or (self._terminating and not self.wedged):
@@ -149,10 +144,10 @@ class Server:
         if isinstance(share, CudaError):
             return share
         bound = share if self._binds is Binds.CONNECT else None
-        client = self.clients[pid] = Client(Process(pid, command, namespace, environment), share.gpu, bound)
+        client = self.clients[pid] = Client(pid, command, namespace, environment, gpu=share.gpu, bound=bound)
         if not self.wedged:
-            self._log(f"Client {PAIR.format(pid, 0)} connected")
-            self._log(f"Creating worker thread for client {PAIR.format(pid, 0)}")
+            self._log(f"Client {_PAIR.format(pid, 0)} connected")
+            self._log(f"Creating worker thread for client {_PAIR.format(pid, 0)}")
         return client
 
     def context(self, pid: int, environment: Mapping[str, str] | None = None) -> Context | CudaError:
@@ -174,7 +169,7 @@ class Server:
             return share
         if share.memory is not None and share.memory < self._context_memory:
             return CudaError.OUT_OF_MEMORY
-        pair = PAIR.format(pid, client.made)
+        pair = _PAIR.format(pid, client.made)
         if client.made:
             self._log(f"Received new client request for {pair}")
             self._log(f"Client {pair} connected")
@@ -190,7 +185,7 @@ class Server:
         """Destroy a context of a client; False where it has none with this number."""
         if self.clients[pid].contexts.pop(number, None) is None:
             return False
-        self._log(f"Client {PAIR.format(pid, number)} exit")
+        self._log(f"Client {_PAIR.format(pid, number)} exit")
         return True
 
     def left(self, pid: int, *, said: bool) -> tuple[int, ...]:
@@ -226,7 +221,7 @@ class Server:
         contexts = [*client.contexts] if client is not None else []
         others = sum(len(each.contexts) for each in self.clients.values())
         listed = client is not None
-        for line in server_words.left(self._branch, pid, contexts, others=others, listed=listed):
+        for line in _end_lines(self._branch, pid, contexts, others=others, listed=listed):
             self._log(line)
         self.wedged = client is not None and client.wedges
         self._affected.discard(pid)
@@ -251,7 +246,7 @@ class Server:
         self._affected.update(hit)
         for pid in hit:
             self.clients[pid].working = False
-        for line in server_words.fault(self._branch, hit, len(self._devices)):
+        for line in _fault_lines(self._branch, hit, len(self._devices)):
             self._log(line)
         return hit
 
@@ -266,7 +261,7 @@ class Server:
             return Answer(awaits=pid)
         self._terminating.discard(pid)
         del self.clients[pid]
-        self._log(f"Client {PAIR.format(pid, 0)} exit")  # NVIDIA's words for this are unknown
+        self._log(f"Client {_PAIR.format(pid, 0)} exit")  # NVIDIA's words for this are unknown
         return Answer(["0"], terminated=pid)
 
     # -- commands --
@@ -275,37 +270,33 @@ class Server:
         """Answer a command that names this server; its pid is no longer among the arguments."""
         if name == "terminate_client":
             return self.terminate(figures.integer([*arguments, ""][0]))
-        answer = Answer()
-        self.COMMANDS[name](self, answer, [*arguments, "", ""])
-        return answer
+        return Answer(list(self.COMMANDS[name](self, [*arguments, "", ""])))
 
-    def _get_server_status(self, answer: Answer, _arguments: list[str]) -> None:
-        answer.printed.append(self.status)
+    def _get_server_status(self, _arguments: list[str]) -> Iterable[str]:
+        return [self.status]
 
-    def _get_client_list(self, answer: Answer, _arguments: list[str]) -> None:
-        answer.printed += [str(pid) for pid in self.clients]
+    def _get_client_list(self, _arguments: list[str]) -> Iterable[str]:
+        return map(str, self.clients)
 
-    def _get_device_client_list(self, answer: Answer, _arguments: list[str]) -> None:
+    def _get_device_client_list(self, _arguments: list[str]) -> Iterable[str]:
         # "Lists the devices and PIDs of client applications that enumerated this device" (V2): the format is unknown.
         for device in self._devices:
-            answer.printed.append(device)
-            answer.printed += [str(client.pid) for client in self.clients.values() if client.gpu == device]
+            yield device
+            yield from (str(client.pid) for client in self.clients.values() if client.gpu == device)
 
-    def _ps(self, answer: Answer, _arguments: list[str]) -> None:
+    def _ps(self, _arguments: list[str]) -> Iterable[str]:
         # "A snapshot of the current client processes" (man pages of 535 to 555): it is unknown whether a client with
         # several contexts has several lines, and what ID is; the number of a context is a guess. Nothing depends on it.
-        answer.printed.append(_PS.format("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND"))
+        yield _PS.format("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND")
         for client in self.clients.values():
             device = "-".join(client.gpu.split("-")[:4])
             for number in client.contexts or (0,):
-                answer.printed.append(
-                    _PS.format(client.pid, number, self.pid, device, client.namespace, client.command)
-                )
+                yield _PS.format(client.pid, number, self.pid, device, client.namespace, client.command)
 
-    def _get_active_thread_percentage(self, answer: Answer, _arguments: list[str]) -> None:
-        answer.printed.append(f"{self._percentage:.1f}")
+    def _get_active_thread_percentage(self, _arguments: list[str]) -> Iterable[str]:
+        return [f"{self._percentage:.1f}"]
 
-    def _set_active_thread_percentage(self, answer: Answer, arguments: list[str]) -> None:
+    def _set_active_thread_percentage(self, arguments: list[str]) -> Iterable[str]:
         """Set the percentage of clients that are created afterwards (V2).
 
         The output is assumed to be that of the default's setter.
@@ -313,20 +304,20 @@ class Server:
         percentage = figures.real(arguments[0])
         if 0 < percentage <= 100:  # noqa: PLR2004 - it is a percentage
             self._percentage = percentage
-        answer.printed.append(f"{self._percentage:.1f}")
+        return [f"{self._percentage:.1f}"]
 
-    def _get_device_pinned_mem_limit(self, answer: Answer, arguments: list[str]) -> None:
+    def _get_device_pinned_mem_limit(self, arguments: list[str]) -> Iterable[str]:
         limit = self._limits.get(figures.device(arguments[0])[0])
-        if limit:
-            answer.printed.append(figures.reported(limit))
+        return [figures.reported(limit)] if limit else []
 
-    def _set_device_pinned_mem_limit(self, _answer: Answer, arguments: list[str]) -> None:
+    def _set_device_pinned_mem_limit(self, arguments: list[str]) -> Iterable[str]:
         """Set the limit of clients that are created afterwards; it may be higher than the default (V2)."""
         device, whole = figures.device(arguments[0])
         if 0 <= device < len(self._devices):
             self._limits[device] = figures.limit(arguments[1]) if whole else 0
+        return []
 
-    COMMANDS: ClassVar[Mapping[str, Callable[["Server", Answer, list[str]], None]]] = {
+    COMMANDS: ClassVar[Mapping[str, Callable[["Server", list[str]], Iterable[str]]]] = {
         "get_server_status": _get_server_status,
         "get_client_list": _get_client_list,
         "get_device_client_list": _get_device_client_list,
@@ -336,3 +327,70 @@ class Server:
         "get_device_pinned_mem_limit": _get_device_pinned_mem_limit,
         "set_device_pinned_mem_limit": _set_device_pinned_mem_limit,
     }
+
+
+# -- the words of a server's log ---------------------------------------------------------------------------------------
+#
+# 580 was measured on an H200. 470 has the words of a public log of 460, and for the fault those of NVIDIA's
+# documentation of that time; the branches between have the latter without the prefix, which is a belief.
+
+_UNPREFIXED: Final = 535
+"""The first branch whose servers print no `Volta MPS: `."""
+_MEASURED: Final = 580
+"""The branch whose words were measured."""
+
+
+def _fault_lines(branch: int, hit: Sequence[int], devices: int) -> Iterator[str]:
+    """Yield the lines about a fault that hits these clients, on this number of devices. The first of them caused it."""
+    if branch >= _MEASURED:
+        if hit:
+            yield f"Client {{PID: {hit[0]}, Context: 1}} encountered a fatal GPU error."
+        yield "Server is handling a fatal GPU error."
+        for pid in hit:
+            yield f"Client {_PAIR.format(pid, 1)} on device 0 to be torn down"
+        for pid in hit:
+            yield f"All clients belonging to error trigging process {pid} will be torn down"
+            yield f"Client {_PAIR.format(pid, 1)} on the error-trigging process {pid} to be torn down"
+        yield "The following devices will be reset:"
+    else:
+        yield _old(branch, "Server is handling a fatal GPU error.")
+        for pid in hit:
+            yield _old(branch, f"status of client {_PAIR.format(pid, 0)} is INACTIVE")
+        yield _old(branch, "The following devices")
+    for device in range(devices):
+        yield _old(branch, str(device))
+    if branch >= _MEASURED:
+        yield "The following client process have a sticky error set:"
+    else:
+        yield _old(branch, "The following clients have a sticky error set:")
+    for pid in hit:
+        yield _old(branch, str(pid))
+
+
+def _end_lines(branch: int, pid: int, contexts: Sequence[int], *, others: int, listed: bool) -> Iterator[str]:
+    """Yield the lines about the end of a client that had these contexts, while its `others` have theirs.
+
+    They are those of every end, also a normal one. `listed` tells whether the server had the client until then.
+    """
+    if branch >= _MEASURED:
+        for left_behind, context in enumerate(reversed(contexts), start=1):
+            yield f"Server failed to recevie command with status 806, assuming client {_PAIR.format(pid, context)} exit"
+            count = others + len(contexts) - left_behind
+            yield f"Client {_PAIR.format(pid, context)} exiting. Number of active client contexts is {count}."
+        yield f"Server failed to recevie command with status 806, assuming client {_PAIR.format(pid, 0)} exit"
+        yield f"Client process {pid} disconnected"
+    elif branch < _UNPREFIXED:
+        for left_behind, _ in enumerate(contexts, start=1):
+            yield "Receive command failed, assuming client exit"
+            count = others + len(contexts) - left_behind
+            yield _old(branch, f"Client disconnected. Number of active client contexts is {count}")
+        yield "Receive command failed, assuming client exit"
+        yield _old(branch, "Client process disconnected")
+    else:
+        yield "Receive command failed, assuming client exit. Client process disconnected"
+        if listed:
+            yield f"Client {_PAIR.format(pid, 0)} exit"
+
+
+def _old(branch: int, text: str) -> str:
+    return f"Volta MPS: {text}" if branch < _UNPREFIXED else text

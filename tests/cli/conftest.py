@@ -52,7 +52,7 @@ def start_mpsctl(
 AS_USER: Final = """
 import email.parser, encodings.idna, http.server, os  # modules that the other user may not read
 import decimal, difflib, locale, mpsd.cli.main, mpsd.cli.web.serve
-from mpsd.cli.commands import admit, events, explain, operate, status
+from mpsd.cli.commands import admit, events, operate, status
 uid = int(os.environ["MPSD_TEST_UID"])
 os.setgroups([])
 os.setresgid(uid, uid, uid)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli import lease_views, render, views
+from mpsd.cli import render, views
 from mpsd.cli.render import when
 from mpsd.cli.tables import PLAIN, Look, bar
 from mpsd.core.events import EventName
@@ -213,18 +213,18 @@ def test_judged_clients_and_leases() -> None:
     well: Any = {"verdict": "ok", "because": "", "hint": "", "sm_activity": 45}
     doubt: Any = {"verdict": "unknown", "because": "process 9 may", "hint": "", "sm_activity": None}
     wrong: Any = {"verdict": "violation", "because": "process 9 has", "hint": "end it", "sm_activity": None}
-    lines = lease_views.clients({"clients": [client | well, client | doubt, client | wrong]}, PLAIN).splitlines()
+    lines = views.clients({"clients": [client | well, client | doubt, client | wrong]}, PLAIN).splitlines()
     assert [line.split()[5] for line in lines[:4]] == ["VERDICT", "ok", "unknown", "violation"]
     assert lines[4:] == ["unknown: process 9 may", "violation: process 9 has", "  hint: end it"]
-    wide = lease_views.clients({"clients": [client | doubt, client | well]}, Look(wide=True, sort="sm")).splitlines()
+    wide = views.clients({"clients": [client | doubt, client | well]}, Look(wide=True, sort="sm")).splitlines()
     assert [line.split()[6] for line in wide[:3]] == ["SM", "-", "45%"]
     judged = lease(violations=[violation(because="process 7 has less")], unknown=["process 9 may"])
-    assert lease_views.leases({"leases": [judged], "others": NO_OTHERS}, NOW, PLAIN).splitlines()[2:] == [
+    assert views.leases({"leases": [judged], "others": NO_OTHERS}, NOW, PLAIN).splitlines()[2:] == [
         f"{judged['id']}: violation: process 7 has less",
         "  hint: h",
         f"{judged['id']}: unknown: process 9 may",
     ]
-    shown = lease_views.lease(judged, NOW)
+    shown = views.lease(judged, NOW)
     assert "process 7 has less; h" in shown
     assert "process 9 may" in shown
 
@@ -240,7 +240,7 @@ def verified(granted: Any, most: Any, least: Any) -> list[str]:
     process = {"pid": 9, "daemon": "gpu0", "server": 8, "mps": True, "memory_held": None, "ok": True, **judged}
     process |= {"limits_granted": granted, "limits_in_force": most, "limits_at_least": least}
     answer: Any = {**judged, "violations": [], "unknown": [], "processes": [process], "hint": "do"}
-    return lease_views.verified(answer).splitlines()
+    return views.verified(answer).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_what_is_unknown() -> None:
     assert row.count("unknown") == 5
     client: Any = {"pid": 9, "name": "", "uid": None, "daemon": "gpu0", "gpu": "GPU-1", "server": 8, "lease": None}
     client |= {"verdict": "ok", "because": "", "hint": "", "sm_activity": None}
-    (row,) = lease_views.clients({"clients": [client]}, PLAIN).splitlines()[1:]
+    (row,) = views.clients({"clients": [client]}, PLAIN).splitlines()[1:]
     assert row.split() == ["9", "unknown", "gpu0", "8", "none", "ok"]
 
 
@@ -330,8 +330,8 @@ def test_nothing_there() -> None:
     """An empty list is a sentence, not a line of headings."""
     assert views.gpus({"gpus": []}, [], PLAIN) == "no GPUs"
     assert views.daemons({"daemons": []}, NOW, PLAIN) == "no control daemons"
-    assert lease_views.leases({"leases": [], "others": NO_OTHERS}, NOW, PLAIN) == "no leases"
-    assert lease_views.clients({"clients": []}, PLAIN) == "no clients"
+    assert views.leases({"leases": [], "others": NO_OTHERS}, NOW, PLAIN) == "no leases"
+    assert views.clients({"clients": []}, PLAIN) == "no clients"
     assert "no control daemons" in status(gpus=[], daemons=[])
 
 
@@ -380,8 +380,7 @@ def lease(*shares: Any, **other: Any) -> Any:
 def rows(*found: Any, others: Any = NO_OTHERS) -> list[list[str]]:
     """Return the lines below the headings of the list of leases, as words."""
     return [
-        line.split()
-        for line in lease_views.leases({"leases": list(found), "others": others}, NOW, PLAIN).splitlines()[1:]
+        line.split() for line in views.leases({"leases": list(found), "others": others}, NOW, PLAIN).splitlines()[1:]
     ]
 
 
@@ -397,7 +396,7 @@ def test_a_lease() -> None:
         labels={"team": "a", "run": "7"},
         ended=THEN,
     )
-    assert lease_views.lease(ended, NOW).splitlines() == [
+    assert views.lease(ended, NOW).splitlines() == [
         "lease     lease-1",
         "state     ended: root released it",
         "name      -",
@@ -413,14 +412,14 @@ def test_a_lease() -> None:
         f"ended     {when(THEN)} (2m ago)",
         "env       CUDA_VISIBLE_DEVICES=GPU-1",
     ]
-    assert "ended " not in lease_views.lease(lease(share(1)), NOW)
+    assert "ended " not in views.lease(lease(share(1)), NOW)
     assert rows(ended) == [["lease-1", "ended", "1", "33.3%", "1.5GiB", "70001", "99", "2", "of", "4", "2m", "-", "-"]]
 
 
 def test_a_lease_on_several_gpus() -> None:
     """Each share is shown under its number with its own limits and environment, and the list shows what differs."""
     several = lease(share(0), share(3, pinned_device_mem_limit=GIB))
-    lines = lease_views.lease(several, NOW).splitlines()
+    lines = views.lease(several, NOW).splitlines()
     assert lines[-4:] == [
         "share 0   gpu0, GPU-0: 33.3% and 1.5GiB",
         "  env     CUDA_VISIBLE_DEVICES=GPU-0",
@@ -439,7 +438,7 @@ def test_a_lease_that_waits() -> None:
     """
     wait = {"position": 2, "waits_for": "memory", "because": "8GiB are left"}
     waiting = lease(state="waiting", wait=wait)
-    assert "waits     at position 2 for memory: 8GiB are left" in lease_views.lease(waiting, NOW).splitlines()
+    assert "waits     at position 2 for memory: 8GiB are left" in views.lease(waiting, NOW).splitlines()
     row, line = rows(waiting)
     assert row == ["lease-1", "waiting,", "place", "2", "-", "-", "-", "70001", "99", "0", "of", "1", "2m", "-", "-"]
     assert " ".join(line) == "lease-1: has waited 2m for memory: 8GiB are left"
@@ -458,17 +457,17 @@ def test_the_order_of_leases() -> None:
 
 def test_a_time_to_live() -> None:
     """A lease with a time to live shows when it ends, and how long that is from now."""
-    lines = lease_views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
+    lines = views.lease(lease(share(0), expires="2026-11-21T03:01:30.5Z"), NOW).splitlines()
     assert f"expires   {when('2026-11-21T03:01:30.5Z')} (in 1m, unless renewed)" in lines
 
 
 def test_leases_of_others() -> None:
     """A user that may not see all leases gets the sums of the others in one line."""
     others: Any = {"leases": 3, "waiting": 1, "threads_granted": 150.0, "memory_granted": 24 * GIB}
-    text = lease_views.leases({"leases": [], "others": others}, NOW, PLAIN)
+    text = views.leases({"leases": [], "others": others}, NOW, PLAIN)
     assert text == "no leases\nand 3 leases of other users, of 150% and 24GiB in all, 1 of them waiting"
     others |= {"leases": 1, "waiting": 0}
-    text = lease_views.leases({"leases": [], "others": others}, NOW, PLAIN)
+    text = views.leases({"leases": [], "others": others}, NOW, PLAIN)
     assert text == "no leases\nand 1 lease of other users, of 150% and 24GiB in all"
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -142,11 +143,11 @@ REFUSED_BEFORE: Final[dict[str, Callable[[], object]]] = {
 }
 
 
-def test_refused_values_never_reach_the_pipe(bench: Bench) -> None:
+def test_refused_values_never_reach_the_pipe(bench: Bench, tmp_path: Path) -> None:
     """When an invalid value is added to a conversation, nothing is sent: the daemon's log has no such command."""
 
     async def test() -> None:
-        inventory = await SimulatedGpus(2).inventory()
+        inventory = await SimulatedGpus(2, tmp_path).inventory()
         conversation = Conversation()
         for bad in REFUSED_BEFORE.values():
             with pytest.raises(InvalidRequestError):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpsd.core.holders.group_names import GroupName, name_of
+from mpsd.core.holders import GroupName, group_name
 
 ID = "3f5c0d2e9a" + "0" * 54
 SHORT = ID[:12]
@@ -48,10 +48,10 @@ UNDERSCORED = POD.replace("-", "_")
 )
 def test_names(path: str, name: GroupName) -> None:
     """Units, containers of each runtime and pods are recognised by their paths, and nothing else is."""
-    assert name_of(path) == name
+    assert group_name(path) == name
 
 
 def test_facts() -> None:
     """An event contains only the facts that exist."""
-    assert name_of(f"/kubepods/pod{POD}/{ID}").facts() == {"container": SHORT, "pod": POD}
-    assert name_of("/slurm/job_7").facts() == {}
+    assert group_name(f"/kubepods/pod{POD}/{ID}").facts() == {"container": SHORT, "pod": POD}
+    assert group_name("/slurm/job_7").facts() == {}

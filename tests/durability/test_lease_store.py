@@ -44,7 +44,7 @@ def events(lease: Lease) -> LeaseEvent:
 
 def keep(keeping: LeaseStore, *leases: Lease) -> None:
     """Store leases in one commit, each with its event."""
-    assert not keeping.keep({lease.id: lease for lease in leases}, [events(lease) for lease in leases]).because
+    assert not keeping.store({lease.id: lease for lease in leases}, [events(lease) for lease in leases]).because
 
 
 def numbered(count: int) -> list[Lease]:
@@ -148,7 +148,7 @@ def test_an_end_needs_no_room(short_tmp: Path) -> None:
                 keep(keeping, lease)
             fill(short_tmp)
             more = [replace(LEASE, id=f"more-{number}") for number in range(100)]
-            refused = keeping.keep({lease.id: lease for lease in more}, [])
+            refused = keeping.store({lease.id: lease for lease in more}, [])
             assert (len(refused.refused), "full" in refused.because) == (100, True)
             for lease in random.Random(1).sample(leases, 400):
                 keep(keeping, ended(lease))
@@ -178,7 +178,7 @@ def test_directory_is_gone(tmp_path: Path) -> None:
         for _ in range(2):
             with pytest.raises(StorageError):
                 keeping.mend(living.get)
-        assert keeping.keep({"lease-9": replace(LEASE, id="lease-9")}, []).because
+        assert keeping.store({"lease-9": replace(LEASE, id="lease-9")}, []).because
         (tmp_path / "away").rename(directory)
         assert keeping.mend(living.get)
         assert not keeping.mend(living.get)

@@ -25,13 +25,17 @@ from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
-from mpsd.daemon.holders.named_holder import NamedHolder
+from mpsd.daemon.leases.ceilings import Ceilings
+from mpsd.daemon.leases.completeness import Completeness
+from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore
 from mpsd.daemon.leases.leases import Leases
-from mpsd.daemon.leases.limit_gates import LimitGates
 from mpsd.daemon.leases.quarantine import Quarantine
+from mpsd.daemon.record.events import Events
+from mpsd.daemon.record.history import HISTORY_SCHEMA
 from mpsd.daemon.record.log import configure
 from mpsd.system import process
+from mpsd.system.counter import Counter
 from mpsd.system.database import Database
 from mpsd.system.rundir import RunDir
 from tests.daemon.caller import calling
@@ -215,6 +219,9 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
     """Run mpsd's lease keeping on stores in a directory, and end it like SIGKILL: at once."""
     with (
         closing(Database(directory / "leases.db", LEASES_SCHEMA)) as store,
+        closing(Database(directory / "history.db", HISTORY_SCHEMA)) as history,
+        closing(Counter(directory / "last-event")) as counter,
+        closing(Events(history, counter, count=1, age=1.0)) as events,
         (directory / "log").open("a") as stream,
     ):
         ledger, log = Ledger(AdmissionRules(), Usage(3600)), configure(LogFormat.JSON, stream=stream)
@@ -223,20 +230,21 @@ async def mpsd(directory: Path) -> AsyncIterator[Leases]:
         quarantine = Quarantine(directory / "quarantines.json", settings, log)
         pipe_access = NodePipeAccess(run_dir.daemon, ledger.holders, quarantine, settings=settings, log=log)
         pipe_access.of(OFFER.daemon, OFFER.gpu)
+        lease_store = LeaseStore(store)
+        completeness = Completeness(lease_store, log)
         leases = Leases(
             ledger,
-            LeaseStore(store),
-            LimitGates(settings, pipe_access),
-            Endings(EndStore(directory), settings, log),
-            log,
+            lease_store,
+            completeness,
+            Ceilings(settings, pipe_access, completeness),
+            endings=Endings(EndStore(directory), settings, log),
+            events=events,
             settings=settings,
-            publish=lambda batch: batch,
-            published=0,
-            account=lambda *_: None,
+            log=log,
         )
         leases.offer([OFFER], {})
         leases.restore()
-        running = asyncio.create_task(leases.run(lambda: None))
+        running = asyncio.create_task(leases.run())
         await asyncio.sleep(0)  # it begins
         yield leases
         running.cancel()
@@ -298,7 +306,7 @@ def test_clients_outlive_the_holder(tmp_path: Path, *, restarted: bool) -> None:
     async def rest(leases: Leases, lease: str, pids: list[int]) -> None:
         parent, first, second = pids
         await eventually(
-            lambda: not any(leases.has_holder(lease, each) for each in leases.find(lease).holders),
+            lambda: not any(leases.holder_watch.lives(lease, each) for each in leases.find(lease).holders),
             what="the holder to be gone",
         )
         os.kill(first, signal.SIGKILL)

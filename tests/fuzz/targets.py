@@ -20,6 +20,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd.cli.render import as_json
+from mpsd.core import holders
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.rules import AdmissionRules
 from mpsd.core.admission.usage import Usage
@@ -28,7 +29,6 @@ from mpsd.core.enforcement import drift, violations
 from mpsd.core.enforcement.opened import by_commands, widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.events import EventName
-from mpsd.core.holders import holders
 from mpsd.core.metrics import families
 from mpsd.core.metrics.samples import Samples
 from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack
@@ -52,8 +52,9 @@ from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.control.process import DaemonRecord, orphans
 from mpsd.daemon.control.state import DeathTally, Ended
 from mpsd.daemon.http.problems import problem_answer
+from mpsd.daemon.leases.completeness import Completeness
+from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore, UnrestoredLease
 from mpsd.daemon.leases.quarantine import Quarantine
-from mpsd.daemon.leases.unrestored import UnrestoredLease, UnrestoredLeases
 from mpsd.daemon.metrics.collector import OPENMETRICS, TEXT, negotiated
 from mpsd.daemon.metrics.exposition import render
 from mpsd.daemon.record.log import configure
@@ -61,6 +62,7 @@ from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock, proc
 from mpsd.system.control_pipe import Conversation
+from mpsd.system.database import Database
 from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system.log_file import LogFollower
 from mpsd.system.retry import CollisionError
@@ -388,23 +390,27 @@ def written(stream: TextIO) -> bytes:
 
 def stored_lease(data: bytes) -> None:
     """A stored lease is restored unchanged, or set aside; mpsd starts, and a lease that it rejected holds its GPU."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as stream:
-        unrestored = UnrestoredLeases(lambda _: None, configure(LogFormat.JSON, stream=stream))
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as stream,
+        tempfile.TemporaryDirectory() as directory,
+        closing(Database(Path(directory, "leases.db"), LEASES_SCHEMA)) as database,
+    ):
+        completeness = Completeness(LeaseStore(database), configure(LogFormat.JSON, stream=stream))
         ledger = Ledger(AdmissionRules(), Usage(60.0, {}))
         try:
             lease = msgspec.json.decode(text_of(data), type=Lease)
         except NOT_UNDERSTOOD as error:
-            unrestored.set_aside([UnrestoredLease.of_row(1, text_of(data), error)])
+            completeness.set_aside([UnrestoredLease.of_row(1, text_of(data), error)])
         else:
-            unrestored.attempt(lease, [lambda each: ledger.restore(each, 1.0)], lambda _: 1)
+            completeness.attempt(lease, lambda each: ledger.restore(each, 1.0), lambda _: 1)
             assert msgspec.json.decode(to_json(lease), type=Lease) == lease
             for holder in holders.processes(lease):
                 clock.at_ticks(holder.start_ticks)
-        held = unrestored.on(GPU)
+        held = completeness.unrestored(GPU)
         assert all(plain(each).isprintable() for each in held)
-        unrestored.look([GPU], [GPU])
-        unrestored.clear(GPU)
-        assert not unrestored.on(GPU)
+        completeness.check_unrestored([GPU], [GPU])
+        completeness.clear(GPU, "an operator resumed it")
+        assert not completeness.unrestored(GPU)
         assert all(json.loads(line) for line in written(stream).splitlines())
 
 

@@ -9,7 +9,7 @@ from tests.gate.source import ROOT
 
 DOOR: Final = Path("mpsd/system/foreign_files.py")
 
-APART: Final = ("mpsd/cli/leases/calling_process.py", "mpsd/simulator/")
+APART: Final = ("mpsd/cli/leases/caller.py", "mpsd/simulator/")
 """mpsctl reads the command lines of its own ancestors; a simulated program does what a CUDA program does."""
 
 PSUTIL: Final = Path("mpsd/system/resources.py")

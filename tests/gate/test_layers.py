@@ -27,10 +27,9 @@ ROOMS: Final = {
     "core": frozenset[str](),
     "core/configuration": frozenset({"core"}),
     "core/mps": frozenset({"core"}),
-    "core/holders": frozenset({"core"}),
-    "core/admission": frozenset({"core", "core/mps", "core/holders"}),
+    "core/admission": frozenset({"core", "core/mps"}),
     "core/accounting": frozenset({"core"}),
-    "core/enforcement": frozenset({"core", "core/mps", "core/holders"}),
+    "core/enforcement": frozenset({"core", "core/mps"}),
     "core/supervision": frozenset({"core"}),
     "core/metrics": frozenset({"core", "core/mps", "core/admission"}),
     "core/doctor": frozenset({"core", "core/mps"}),
@@ -44,8 +43,7 @@ ROOMS: Final = {
     "daemon/gpu": frozenset({"daemon/record"}),
     "daemon/ends": frozenset({"daemon/record"}),
     "daemon/control": frozenset({"daemon/record", "daemon/ends"}),
-    "daemon/holders": frozenset[str](),
-    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control", "daemon/holders"}),
+    "daemon/leases": frozenset({"daemon/record", "daemon/ends", "daemon/control"}),
     "daemon/violations": frozenset({"daemon/record", "daemon/ends", "daemon/leases"}),
     "daemon/canary": frozenset({"daemon/record", "daemon/gpu", "daemon/control", "daemon/leases"}),
     "daemon/node": frozenset(
@@ -54,7 +52,6 @@ ROOMS: Final = {
             "daemon/gpu",
             "daemon/ends",
             "daemon/control",
-            "daemon/holders",
             "daemon/leases",
             "daemon/violations",
             "daemon/canary",
@@ -70,7 +67,7 @@ ROOMS: Final = {
             "daemon/http",
             "daemon/gpu",
             "daemon/control",
-            "daemon/holders",
+            "daemon/leases",
             "daemon/canary",
             "daemon/node",
         }
@@ -92,12 +89,11 @@ ROOMS: Final = {
     ),
     "client": frozenset[str](),
     "cli": frozenset({"cli/commands"}),  # doctor's own room uses nothing else
-    "cli/terminal": frozenset({"cli"}),
-    "cli/leases": frozenset({"cli", "cli/terminal"}),
+    "cli/leases": frozenset({"cli"}),
     "cli/top": frozenset({"cli"}),
     "cli/history": frozenset({"cli", "cli/leases"}),
     "cli/web": frozenset({"cli", "cli/history"}),
-    "cli/commands": frozenset({"cli", "cli/terminal", "cli/leases", "cli/top", "cli/history", "cli/web"}),
+    "cli/commands": frozenset({"cli", "cli/leases", "cli/top", "cli/history", "cli/web"}),
     "simulator": frozenset[str](),
     "kubernetes/protocol": frozenset[str](),
     "kubernetes": frozenset({"kubernetes/protocol"}),
@@ -113,12 +109,11 @@ LONG: Final = 600
 
 MAY_IMPORT_MORE: Final = {
     "mpsd/cli/doctor_run.py": frozenset({"system"}),  # it looks at the machine itself, for doctor alone
-    "mpsd/cli/commands/cdi.py": frozenset({"system"}),  # it writes files that container runtimes read, mostly as root
     "mpsd/cli/commands/cluster.py": frozenset({"system"}),  # it runs kubectl
-    "mpsd/cli/commands/container.py": frozenset({"system"}),  # it runs a container runtime, and is its hook
+    # it runs a container runtime, is its hook, and writes its files
+    "mpsd/cli/commands/container.py": frozenset({"system"}),
     "mpsd/cli/commands/metrics.py": frozenset({"system"}),  # it writes a file that node_exporter reads, at once
-    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it makes mpsd a service, with or without a running mpsd
-    "mpsd/cli/commands/wrap.py": frozenset({"system"}),  # it writes drop-ins, and is called by them
+    "mpsd/cli/commands/service.py": frozenset({"system"}),  # it writes units and drop-ins, and is called by them
     "mpsd/cli/web/server.py": frozenset({"system"}),  # it asks the kernel for the user of each connection
 }
 """The further folders that a single module may import from, with the reason."""

@@ -3,12 +3,12 @@
 import asyncio
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mpsd.core.compute_mode import ComputeMode
-from mpsd.core.errors import InvalidRequestError
 from mpsd.core.gpus import driver_branch, unsupported
 from mpsd.core.model import GpuUsage, Known, Unknown
 from mpsd.simulator.gpus import SimulatedGpus
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("count", [1, 2, 17])
-def test_inventory_has_as_many_gpus_as_asked_for(count: int) -> None:
+def test_inventory_has_as_many_gpus_as_asked_for(tmp_path: Path, count: int) -> None:
     """There are so many, each with its index and a UUID in NVIDIA's format; all of them can run MPS."""
-    source: GpuSource = SimulatedGpus(count)
+    source: GpuSource = SimulatedGpus(count, tmp_path)
     inventory = asyncio.run(source.inventory())
     assert inventory.unknown == {}
     assert [gpu.index for gpu in inventory.gpus] == list(range(count))
@@ -31,20 +31,15 @@ def test_inventory_has_as_many_gpus_as_asked_for(count: int) -> None:
         assert driver_branch(gpu.driver_version) == 555
 
 
-def test_gpus_are_the_same_each_time() -> None:
+def test_gpus_are_the_same_each_time(tmp_path: Path) -> None:
     """A node that is simulated again has the same GPUs, since leases and control daemons name them."""
-    assert asyncio.run(SimulatedGpus(3).inventory()) == asyncio.run(SimulatedGpus(3).inventory())
+    first, second = (asyncio.run(SimulatedGpus(3, tmp_path).inventory()) for _ in range(2))
+    assert first == second
 
 
-def test_driver_version_is_a_choice() -> None:
-    """A node with another control daemon is simulated with that daemon's driver version."""
-    (gpu,) = asyncio.run(SimulatedGpus(1, driver_version="470.256.02").inventory()).gpus
-    assert driver_branch(gpu.driver_version) == 470
-
-
-def test_nothing_is_in_use() -> None:
+def test_nothing_is_in_use(tmp_path: Path) -> None:
     """A simulated GPU is not in use; for an unknown GPU nothing is known."""
-    source = SimulatedGpus(1)
+    source = SimulatedGpus(1, tmp_path)
     (gpu,) = asyncio.run(source.inventory()).gpus
     assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(memory_used=0, processes={}))
     stranger = replace(gpu, uuid="GPU-5ba1e000-0000-4000-8000-00000000000a")
@@ -52,16 +47,11 @@ def test_nothing_is_in_use() -> None:
     source.close()
 
 
-def test_compute_mode_without_a_directory() -> None:
-    """Without a shared directory, the modes are known in this process only."""
-    source = SimulatedGpus(1)
+def test_compute_mode(tmp_path: Path) -> None:
+    """A compute mode that was set is read back, by another reader of the same GPUs too."""
+    source = SimulatedGpus(1, tmp_path)
     (gpu,) = asyncio.run(source.inventory()).gpus
+    assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(0, compute_mode=ComputeMode.DEFAULT))
     assert asyncio.run(source.set_compute_mode(gpu, ComputeMode.PROHIBITED)) == Known(ComputeMode.PROHIBITED)
-    assert asyncio.run(source.usage(gpu)) == Known(GpuUsage(0, compute_mode=ComputeMode.PROHIBITED))
-
-
-@pytest.mark.parametrize("count", [0, -1])
-def test_node_has_at_least_one_gpu(count: int) -> None:
-    """A simulated node has at least one GPU."""
-    with pytest.raises(InvalidRequestError):
-        SimulatedGpus(count)
+    for each in (source, SimulatedGpus(1, tmp_path)):
+        assert asyncio.run(each.usage(gpu)) == Known(GpuUsage(0, compute_mode=ComputeMode.PROHIBITED))

@@ -1,22 +1,20 @@
-"""The commands about the caller's own leases: admit, run, renew and release."""
+"""The commands about the caller's own leases: admit, run, shell, claim, hand-over, renew, attach and release."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import floor, isfinite
 from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import ForEval, note, print_lease, with_api, with_form
-from mpsd.cli.completion import gpu_names, lease_names, program
-from mpsd.cli.leases import another_user, end, find, guard, start
-from mpsd.cli.leases import wait as waiting
-from mpsd.cli.leases.calling_process import calling_program, name, reading_program
-from mpsd.cli.leases.use import use
-from mpsd.cli.parameters import DURATION, PERCENTAGE, WAIT, Single
-from mpsd.cli.signals import SignalledError
-from mpsd.cli.users import User, number, user, without_account
+from mpsd.cli.command import ForEval, environment, note, print_lease, with_api, with_form
+from mpsd.cli.leases import caller, end, find, start
+from mpsd.cli.leases.take import new_request_id, released_unless_printed, take
+from mpsd.cli.options import DURATION, PERCENTAGE, WAIT, Single, gpu_names, lease_names, program
+from mpsd.cli.render import amounts, numbers_of_gpus
+from mpsd.cli.terminal import interactive_shell
+from mpsd.cli.users import User, number, user, variables_of, without_account
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.sanitize import plain
@@ -157,12 +155,6 @@ def with_request(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
-    """Return the requested lease; mpsd fills in the defaults."""
-    request = {name: value for name, value in options.items() if value is not None}
-    return waiting.admit(api, request, wait=wait) if wait else api.admit(request)
-
-
 def _holder(
     pid: int | None,
     cgroup: str | None,
@@ -245,8 +237,8 @@ def admit(
     holder = _holder(pid, cgroup, unit, life, claim_deadline, claim=claim)
     reader = None
     if holder is None and pid is None:
-        reader = reading_program() if form == "env" else None
-        pid = calling_program() if reader is None else reader
+        reader = caller.reading_program() if form == "env" else None
+        pid = caller.calling_program() if reader is None else reader
     if pid == 0:
         raise click.UsageError("The caller is in another pid namespace: name the holder of the lease with --pid.")
     if form in {"env", "env-file"} and request["gpus"] not in {None, 1}:
@@ -254,20 +246,15 @@ def admit(
             f"-o {form} works for one GPU only: a process can use one GPU, and the environment names it",
             hint="take out the lease with -o json, then in each process: mpsctl show LEASE -o env --share N",
         )
-    request_id = waiting.new_request_id()
-    try:
-        with guard.released_unless_printed(api, request_id):
-            lease = take(api, {**request, "pid": pid, "holder": holder, "request_id": request_id}, wait=wait)
-            with start.released_on_failure(api, lease):
-                print_lease(api, form, lease)
-    except SignalledError as signal:
-        if form == "env":
-            click.echo(f"(exit {signal.exit_code})")
-        signal.end()
+    request_id = new_request_id()
+    with released_unless_printed(api, request_id):
+        lease = take(api, {**request, "pid": pid, "holder": holder, "request_id": request_id}, wait=wait)
+        with start.released_on_failure(api, lease):
+            print_lease(api, form, lease)
     if form == "table" or (form == "env" and holder is None and reader is None):
         note(f"{_ends_with(lease)}; to end it: mpsctl release {lease['id']}")
     if form == "table" and not claim:
-        note(f"no process uses it yet; {use(lease)}")
+        note(f"no process uses it yet; {caller.use(lease)}")
 
 
 def _ends_with(lease: "answer_types.Lease") -> str:
@@ -275,7 +262,7 @@ def _ends_with(lease: "answer_types.Lease") -> str:
     for each in lease["holders"]:
         match each:
             case {"kind": "process", "pid": int(pid)}:
-                return f"{lease['id']} ends with {name(pid)}"
+                return f"{lease['id']} ends with {caller.name(pid)}"
             case {"unit": str(unit)} | {"container": str(unit)} | {"cgroup": str(unit)}:
                 return f"{lease['id']} ends with {unit}"
     return f"{lease['id']} has no holder until its claim is taken, and ends if that takes too long"
@@ -311,19 +298,41 @@ def run(api: Api, command: tuple[str, ...], wait: float, owner: User | None, **r
             "only root can start a program as another user",
             hint="run it as root: sudo mpsctl run --user NAME -- PROGRAM",
         )
-    try:
-        lease = take(api, {**request, "owner": owner}, wait=wait)
-    except SignalledError as signal:
-        signal.end()
+    lease = take(api, {**request, "owner": owner}, wait=wait)
     with start.released_on_failure(api, lease):
         if lease["expires"] and request["ttl"] is None:
             note(
                 f"{lease['id']} ends at {lease['expires']} unless it is renewed: mpsctl renew {lease['id']}"
                 " --ttl DURATION"
             )
-        if os.geteuid() == 0 and owner is None and (warning := another_user.warning(command)):
+        if os.geteuid() == 0 and owner is None and (warning := start.warning_of_another_user(command)):
             note(warning)
         start.become(api, lease, command, owner=owner)
+
+
+@click.command()
+@with_request
+@with_api
+def shell(api: Api, wait: float, owner: User | None, **request: object) -> None:
+    """Open a shell under a lease: what it starts has the lease's environment, and its prompt shows the lease.
+
+    \b
+        mpsctl shell --fraction 0.25
+
+    The shell is the one that SHELL names, or with --user that user's; it holds the lease, which ends with it. With
+    --wait, Ctrl-C gives up the place in the queue.
+    """  # noqa: D301 - click knows by that character what not to wrap
+    if owner is not None and os.geteuid() != 0:
+        raise NotPermittedError("only root can open a shell of another user", hint="use sudo mpsctl shell --user")
+    lease = take(api, {**request, "owner": owner}, wait=wait)
+    with start.released_on_failure(api, lease):
+        found = caller.environment()
+        if owner is not None:
+            found["SHELL"] = variables_of(owner["uid"])["SHELL"]
+        command, more = interactive_shell(lease["id"], environment(api, lease, share=0), found)
+        share = amounts(lease["active_thread_percentage"] or 0.0, lease["pinned_device_mem_limit"] or 0)
+        note(f"{lease['id']}: {share} on GPU {numbers_of_gpus(lease)}, until you leave this shell")
+        start.become(api, lease, command, owner=owner, more=more)
 
 
 @click.command()
@@ -376,3 +385,89 @@ def release(api: Api, leases: tuple[str, ...], *, end_clients: bool) -> None:
         click.echo(f"{plain(lease)} {'is released' if is_released else 'had ended already'}")
 
     find.for_each(api, leases, end_one)
+
+
+_TOKEN: Final = "MPSD_LEASE_TOKEN"  # noqa: S105 - the variable's name
+
+
+@click.command("hand-over")
+@click.argument("lease", required=False, shell_complete=lease_names)
+@click.option("--pid", type=int, metavar="PID", help="Process that holds the lease from now on.")
+@click.option("--group", is_flag=True, help="With --pid: the control group of that process, and not the process.")
+@click.option(
+    "--cgroup",
+    metavar="PATH",
+    callback=group_path,
+    help="Control group, as in /proc/PID/cgroup or below /sys/fs/cgroup.",
+)
+@click.option("--unit", metavar="NAME", help="Unit of systemd that runs.")
+@click.option(
+    "--while",
+    "life",
+    type=click.Choice(["populated", "exists"]),
+    help="How long a control group holds it: while it has processes, or until it is removed.  [default: populated]",
+)
+@click.option("--keep", is_flag=True, help="Add the holder, and keep the others.")
+@with_form("env")
+@with_api
+def hand_over(
+    api: Api,
+    lease: str | None,
+    form: str,
+    *,
+    pid: int | None,
+    cgroup: str | None,
+    unit: str | None,
+    life: str | None,
+    group: bool,
+    keep: bool,
+) -> None:
+    """Hand a lease over to another holder: a process, a control group, or a unit. Without LEASE: the one in MPSD_LEASE.
+
+    The lease then ends with that holder, and no longer with the earlier ones. With --keep it lives while any of its
+    holders lives. A launcher that needs the lease's environment first can hand the lease over to the process or
+    container that it started:
+
+    \b
+        mpsctl hand-over "$MPSD_LEASE" --pid "$(podman inspect -f '{{.State.Pid}}' NAME)" --group
+    """  # noqa: D301 - click knows by that character what not to wrap
+    if sum(each is not None for each in (pid, cgroup, unit)) != 1:
+        raise click.UsageError("Name one holder: --pid, --cgroup or --unit.")
+    if group and pid is None:
+        raise click.UsageError("--group is for --pid: it names the control group of that process.")
+    request: dict[str, object] = {"replace": not keep, "group": group}
+    request |= {"pid": pid, "cgroup": cgroup, "unit": unit} | ({"while": life} if life else {})
+    print_lease(api, form, api.hold(find.find(api, lease), request))
+
+
+class _WithoutLease(click.Command):
+    """A command whose first argument may be left out before `--`, which click would remove, and take COMMAND for it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments, with the lease of this process as LEASE where they begin with `--`."""
+        if args[:1] == ["--"]:
+            args = ["" if ctx.resilient_parsing else find.own(), *args]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_WithoutLease, context_settings={"allow_interspersed_args": False})
+@click.argument("lease", metavar="[LEASE]", shell_complete=lease_names)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=program)
+@with_api
+def claim(api: Api, lease: str, command: tuple[str, ...]) -> None:
+    """Take a claimed lease, and run COMMAND with its environment. Without LEASE (`-- COMMAND`): the one in MPSD_LEASE.
+
+    The token of the lease is taken from the environment variable MPSD_LEASE_TOKEN, never from an argument, which any
+    user could read. mpsctl is replaced by COMMAND, which keeps its pid and holds the lease. If the claim cannot be
+    taken, COMMAND is not run: without a lease it would run outside MPS, without limits.
+    """
+    if command[0] == "--":  # click leaves `--` there after an argument
+        command = command[1:]
+    if not command or not command[0]:
+        raise click.UsageError("COMMAND is empty.")
+    token = os.environ.get(_TOKEN)
+    if not token:
+        raise InvalidRequestError(
+            f"{_TOKEN} is not set, so the claim cannot be taken", hint="set it to the token that came with the lease"
+        )
+    start.become(api, api.hold(find.find(api, lease), {"token": token}), command)

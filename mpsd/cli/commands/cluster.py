@@ -9,7 +9,7 @@ import click
 
 from mpsd.cli.command import note, print_answer, with_form
 from mpsd.cli.render import size
-from mpsd.cli.tables import Column, look_of, table
+from mpsd.cli.tables import columns_of, look_of, table
 from mpsd.core.errors import NotFoundError, UnreachableError
 from mpsd.core.kubernetes import cluster_table
 from mpsd.core.kubernetes.cluster_table import NodeRow
@@ -20,14 +20,7 @@ _MOST: Final = 1024 * 1024 * 1024
 
 _LABEL: Final = "mpsd/gpus"
 
-_COLUMNS: Final = (
-    Column("NODE"),
-    Column("GPU"),
-    Column("MODEL", rank=1),
-    Column("THREADS"),
-    Column("MEMORY"),
-    Column("STATE / POD"),
-)
+_COLUMNS: Final = columns_of(("NODE", "GPU", "MODEL", "THREADS", "MEMORY", "STATE / POD"), drops=("MODEL",))
 
 
 @click.command()

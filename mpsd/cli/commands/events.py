@@ -1,4 +1,4 @@
-"""The command that shows mpsd's decisions: events."""
+"""The commands that show mpsd's decisions: events, and explain for the history of one thing."""
 
 import select
 import signal
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from mpsd.cli import render, tables
-from mpsd.cli.command import note, of_one_version, with_api, with_form
-from mpsd.cli.commands.lists import chosen_uid
-from mpsd.cli.completion import daemon_names, gpu_names, lease_names
-from mpsd.cli.history.moments import MOMENT, TIME
+from mpsd.cli.command import note, with_api, with_form
+from mpsd.cli.commands.lists import chosen_gpu, chosen_uid
 from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
 from mpsd.cli.history.sentences import line
+from mpsd.cli.history.story import Story, lines_of, story_of
+from mpsd.cli.options import MOMENT, TIME, daemon_names, gpu_names, lease_names
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, UnreachableError
 from mpsd.core.events import EventName
@@ -116,22 +116,20 @@ def events(  # noqa: PLR0917 - one option each
     if follow and until is not None:
         raise click.UsageError("Use --follow or --until, not both: events to come have no end.")
     selection = Selection(
-        since, until, lease, _known_daemon(api, daemon), gpu_of(api, gpu), chosen_uid(owner, mine=mine), kinds
+        since, until, lease, _known_daemon(api, daemon), _gpu_names(api, gpu), chosen_uid(owner, mine=mine), kinds
     )
     look = tables.look_of()
     nothing = True
     for text, event in _chosen(api, Selector(selection), after, last, follow=follow):
-        said = harmless_json(text) if form == "json" else _in_words(event, form, look)
         nothing = False
+        if form == "json":
+            said = harmless_json(text)
+        else:
+            said = render.event(plain(event)) if form == "wide" else line(plain(event), look)
         sys.stdout.write(f"{said}\n")  # click.echo checks the terminal each time, and there may be thousands of lines
         sys.stdout.flush()
     if nothing and form != "json":
         click.echo("no events")
-
-
-def _in_words(event: "answer_types.Event", form: str, look: tables.Look) -> str:
-    with of_one_version():
-        return render.event(plain(event)) if form == "wide" else line(plain(event), look)
 
 
 def _known_daemon(api: Api, daemon: str | None) -> str | None:
@@ -147,16 +145,13 @@ def _known_daemon(api: Api, daemon: str | None) -> str | None:
     return daemon
 
 
-def gpu_of(api: Api, gpu: str | None) -> GpuNames | None:
-    """Return a GPU with all of its names, if one is given. Raises click.BadParameter for an unknown name."""
-    if gpu is None:
+def _gpu_names(api: Api, gpu: str | None) -> GpuNames | None:
+    """Return a GPU with all of its names, if one is given."""
+    found = chosen_gpu(api, gpu)
+    if found is None:
         return None
-    for each in api.gpus()["gpus"]:
-        if gpu in {f"{each['index']}", each["uuid"]}:
-            uuid = each["uuid"]
-            names = [daemon["name"] for daemon in api.daemons()["daemons"] if daemon["gpu"] == uuid]
-            return GpuNames(each["index"], uuid, names[0] if names else None)
-    raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
+    daemon = next((each["name"] for each in api.daemons()["daemons"] if each["gpu"] == found["uuid"]), None)
+    return GpuNames(found["index"], found["uuid"], daemon)
 
 
 def _chosen(
@@ -166,17 +161,14 @@ def _chosen(
     if last is not None:
         latest: deque[tuple[str, answer_types.Event]] = deque(maxlen=last)
         for text, event in _shown(api, after, follow=False):
-            with of_one_version():
-                after = _number(event)
-                if selector.takes(event):
-                    latest.append((text, event))
+            after = _number(event)
+            if selector.takes(event):
+                latest.append((text, event))
         yield from latest
         if not follow:
             return
     for text, event in _shown(api, after, follow=follow):
-        with of_one_version():
-            taken = selector.takes(event)
-        if taken:
+        if selector.takes(event):
             yield text, event
 
 
@@ -187,8 +179,7 @@ def _shown(api: Api, after: int, *, follow: bool) -> Iterator[tuple[str, "answer
     while True:
         try:
             for text, event in api.events(after, follow=follow, meanwhile=_end_with_the_reader):
-                with of_one_version():
-                    after, away = _number(event), False
+                after, away = _number(event), False
                 yield text, event
         except UnreachableError as error:
             if not follow or not error.retryable:
@@ -216,3 +207,44 @@ def _end_with_the_reader() -> float:
     if any(state & (select.POLLERR | select.POLLHUP) for _, state in reader.poll(0)):
         signal.raise_signal(signal.SIGPIPE)
     return _LOOK
+
+
+# -- the history of one thing ------------------------------------------------------------------------------------------
+
+_MOST_EVENTS: Final = 50
+
+
+def _subjects(context: click.Context, parameter: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    offers = (daemon_names, lease_names, gpu_names)
+    return [each for offer in offers for each in offer(context, parameter, incomplete)]
+
+
+@click.command()
+@click.argument("subject", metavar="LEASE|DAEMON|GPU", shell_complete=_subjects)
+@click.option(
+    "-n",
+    "--last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=_MOST_EVENTS,
+    show_default=True,
+    help="Show the latest N events.",
+)
+@click.option("--since", type=MOMENT, metavar="TIME", help="Show only later events; TIME is as for `mpsctl events`.")
+@with_form()
+@with_api
+def explain(api: Api, subject: str, form: str, last: int, since: datetime | None) -> None:
+    """Show the history of a lease, a control daemon or a GPU, its present state, and the next steps.
+
+    A lease is named by its id, the beginning of one, or its name, even after it has ended, as long as mpsd stores its
+    events. For a control daemon, the output includes the last lines of its log, if you may read the log. For leases of
+    other users, it contains only the number of events.
+    """
+    found = story_of(api, subject)
+    since_then = [each for each in found.events if since is None or datetime.fromisoformat(str(each["at"])) >= since]
+    found = found._replace(events=since_then[-last:])
+    if form == "json":
+        click.echo(render.as_json(found._asdict()))
+        return
+    earlier = len(since_then) - len(found.events)
+    click.echo("\n".join(lines_of(Story._make(map(plain, found)), earlier, tables.look_of())))

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli import lease_views, views
+from mpsd.cli import views
 from mpsd.cli.command import (
     ForEval,
     Listing,
     now,
-    of_one_version,
     print_answer,
     print_lease,
     print_listing,
@@ -21,12 +20,12 @@ from mpsd.cli.command import (
     with_form,
     with_listing,
 )
-from mpsd.cli.completion import gpu_names, lease_names
 from mpsd.cli.history import usage as hours
-from mpsd.cli.history.moments import MOMENT, TIME
+from mpsd.cli.leases import find
+from mpsd.cli.options import MOMENT, TIME, gpu_names, lease_names
 from mpsd.cli.render import as_json
 from mpsd.cli.tables import Look
-from mpsd.cli.users import number, user
+from mpsd.cli.users import uid_of
 from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
@@ -80,11 +79,11 @@ def clients(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, m
     wanted = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Clients":
-        chosen = _gpu_uuid(api, gpu)
+        chosen = _chosen_uuid(api, gpu)
         found = api.clients()["clients"]
         return {"clients": [each for each in found if wanted in {None, each["uid"]} and chosen in {None, each["gpu"]}]}
 
-    print_listing(listing, ask, lease_views.clients, lambda answer: (f"{each['pid']}" for each in answer["clients"]))
+    print_listing(listing, ask, views.clients, lambda answer: (f"{each['pid']}" for each in answer["clients"]))
 
 
 @click.command()
@@ -97,7 +96,7 @@ def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mi
     wanted = chosen_uid(owner, mine=mine)
 
     def ask() -> "answer_types.Leases":
-        chosen = _gpu_uuid(api, gpu)
+        chosen = _chosen_uuid(api, gpu)
         answer = api.leases(ended=everything)
         found = [
             each
@@ -109,7 +108,7 @@ def leases(api: Api, listing: Listing, gpu: str | None, owner: str | None, *, mi
     print_listing(
         listing,
         ask,
-        lambda safe, look: lease_views.leases(safe, now(), look),
+        lambda safe, look: views.leases(safe, now(), look),
         lambda answer: (each["id"] for each in answer["leases"]),
     )
 
@@ -122,21 +121,25 @@ def chosen_uid(owner: str | None, *, mine: bool) -> int | None:
         return os.getuid()
     if owner is None:
         return None
-    found = user(owner)
-    uid = number(owner) if found is None else found["uid"]
+    uid = uid_of(owner)
     if uid is None:
         raise click.BadParameter(f"there is no user {owner!r}", param_hint="--user")
     return uid
 
 
-def _gpu_uuid(api: Api, gpu: str | None) -> str | None:
-    """Return the UUID of a GPU, by its index or UUID."""
+def chosen_gpu(api: Api, gpu: str | None) -> "answer_types.Gpu | None":
+    """Return the GPU whose rows are listed, by its index or UUID; None for all GPUs."""
     if gpu is None:
         return None
     for each in api.gpus()["gpus"]:
         if gpu in {f"{each['index']}", each["uuid"]}:
-            return each["uuid"]
+            return each
     raise click.BadParameter(f"there is no GPU {gpu!r}: see mpsctl gpus", param_hint="--gpu")
+
+
+def _chosen_uuid(api: Api, gpu: str | None) -> str | None:
+    found = chosen_gpu(api, gpu)
+    return None if found is None else found["uuid"]
 
 
 _BY: Final = re.compile(r"gpu|user|name|lease|label:[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
@@ -183,15 +186,13 @@ def usage(  # noqa: PLR0917 - an option each
 
     -o csv prints GPU and GiB hours in full precision, for a spreadsheet.
     """
-    wanted, chosen = chosen_uid(owner, mine=mine), _gpu_uuid(api, gpu)
+    wanted, chosen = chosen_uid(owner, mine=mine), _chosen_uuid(api, gpu)
     query = {"by": by, "since": _rfc3339(since), "totals": "true"}
     query |= {"until": _rfc3339(until)} if until is not None else {}
     query |= {"gpu": chosen} if chosen is not None else {}
     query |= {"user": str(wanted)} if wanted is not None else {}
     if listing.form == "csv":
-        answer = api.history(**query)
-        with of_one_version():
-            click.echo(hours.as_csv(answer, headings=listing.look.headings))
+        click.echo(hours.as_csv(api.history(**query), headings=listing.look.headings))
         return
 
     def view(safe: "answer_types.History", look: Look) -> str:
@@ -233,24 +234,21 @@ def show(api: Api, leases: tuple[str, ...], form: str, share: int | None) -> Non
         raise click.UsageError("--share needs -o env or -o env-file.")
     if form in {"env", "env-file"} and len(leases) > 1:
         raise click.UsageError(f"-o {form} is for one LEASE: a process has one environment.")
-    from mpsd.cli.leases import find
-
+    in_one_document = form == "json" and len(leases) > 1
     found: list[answer_types.Lease] = []
 
     def show_one(lease: str) -> None:
         answer = api.lease(lease)
-        if form == "json" and len(leases) > 1:
-            found.append(answer)
-            return
-        if len(leases) > 1 and found:
-            click.echo()
+        if not in_one_document:
+            if found:
+                click.echo()
+            print_lease(api, form, answer, share)
         found.append(answer)
-        print_lease(api, form, answer, share)
 
     try:
         find.for_each(api, leases, show_one)
     finally:
-        if form == "json" and len(leases) > 1:
+        if in_one_document:
             click.echo(as_json({"leases": found}))
 
 

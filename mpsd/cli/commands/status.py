@@ -10,8 +10,8 @@ import click
 
 from mpsd.cli import views
 from mpsd.cli.command import Listing, now, print_listing, with_api, with_listing
-from mpsd.cli.parameters import DURATION
-from mpsd.cli.users import number, user
+from mpsd.cli.options import DURATION
+from mpsd.cli.users import uid_of
 from mpsd.client import Api
 from mpsd.core.errors import ConfigurationError
 
@@ -55,8 +55,7 @@ def top(api: Api, every: float) -> None:
 
 
 def _uids(_: click.Context, __: click.Parameter, names: tuple[str, ...]) -> list[int]:
-    found = {name: user(name) for name in names}
-    uids = {name: number(name) if each is None else each["uid"] for name, each in found.items()}
+    uids = {name: uid_of(name) for name in names}
     if unknown := [name for name, uid in uids.items() if uid is None]:
         raise click.BadParameter(f"there is no user {unknown[0]!r}")
     return [uid for uid in uids.values() if uid is not None]

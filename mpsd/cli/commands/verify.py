@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mpsd.cli import lease_views
+from mpsd.cli import views
 from mpsd.cli.command import print_answer, with_api, with_form
-from mpsd.cli.completion import daemon_names, lease_names
 from mpsd.cli.leases import find
-from mpsd.cli.leases.calling_process import calling_program, family
+from mpsd.cli.leases.caller import calling_program, family
+from mpsd.cli.options import daemon_names, lease_names
 from mpsd.cli.tables import look_of
 from mpsd.client import Api
 from mpsd.core.errors import NotFoundError
@@ -65,7 +65,7 @@ def verify(api: Api, lease: str | None, form: str, pid: int | None, canary: str 
     else:
         lease = (os.environ.get("MPSD_LEASE") if pid is None else None) or _lease_of(api, pid or calling_program())
     answer = api.verify(lease)
-    print_answer(form, answer, lambda safe: lease_views.verified(safe, look_of()))
+    print_answer(form, answer, lambda safe: views.verified(safe, look_of()))
     if not answer["ok"]:
         click.get_current_context().exit(1)
 

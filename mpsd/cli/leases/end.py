@@ -3,18 +3,13 @@
 import time
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli import signals
-from mpsd.cli.command import note
+from mpsd.cli.command import SignalledError, note
+from mpsd.cli.terminal import pauses, raised_signals
 from mpsd.client import Api
 from mpsd.core.errors import NotFoundError, UnreachableError
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
-
-_FIRST_PAUSE: Final = 0.05
-"""Seconds between the first two checks; each pause is half as long again as the one before."""
-
-_LONGEST_PAUSE: Final = 2.0
 
 _QUIET: Final = 2.0
 """Seconds after which the progress is shown."""
@@ -32,12 +27,11 @@ def follow(api: Api, lease: str) -> bool:
         _check_clients(api, before)
         return False
     found, began = api.end(lease), time.monotonic()
-    shown, pause = "", _FIRST_PAUSE
-    with signals.raised():
+    shown, until_next = "", pauses()
+    with raised_signals():
         try:
             while found["state"] != _ENDED:
-                time.sleep(pause)
-                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                time.sleep(next(until_next))
                 try:
                     found = api.lease(lease)
                     progress = f"{found['because']}; its clients: {', '.join(map(str, found['clients'])) or 'none'}"
@@ -48,9 +42,9 @@ def follow(api: Api, lease: str) -> bool:
                 if progress != shown and found["state"] != _ENDED and time.monotonic() - began > _QUIET:
                     shown = progress
                     note(f"{lease}: {shown}")
-        except signals.SignalledError as signal:
+        except SignalledError:
             note(f"the end of {lease} continues")
-            signal.end()
+            raise
     return True
 
 

@@ -3,13 +3,14 @@
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from mpsd.cli.command import environment
-from mpsd.cli.leases import calling_process
+from mpsd.cli.leases import caller
 from mpsd.cli.users import User, variables_of
 from mpsd.client import Api
 from mpsd.core.errors import MpsdError
@@ -27,7 +28,12 @@ def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]
     """Release an unused lease if the block fails; where the release fails too, the lease ends with its holder."""
     try:
         yield
-    except (OSError, MpsdError, click.exceptions.Exit):
+    except (
+        OSError,
+        KeyError,
+        MpsdError,
+        click.exceptions.Exit,
+    ):  # KeyError: a field that an mpsd of another version lacks
         with contextlib.suppress(MpsdError):
             api.release(lease["id"])
         raise
@@ -50,7 +56,7 @@ def become(
     try:
         if owner is not None:
             variables |= _become(owner)
-        os.execvpe(command[0], [*command], {**calling_process.environment(), **variables, **more})  # noqa: S606 - that is what it is for
+        os.execvpe(command[0], [*command], {**caller.environment(), **variables, **more})  # noqa: S606 - that is what it is for
     except OSError as error:
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
         click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)
@@ -62,3 +68,36 @@ def _become(owner: User) -> dict[str, str]:
     os.setgid(owner["gid"])
     os.setuid(owner["uid"])
     return variables_of(owner["uid"])
+
+
+# -- programs of other users -------------------------------------------------------------------------------------------
+
+_ALWAYS: Final[tuple[str, ...]] = ()
+_CHANGERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "su": _ALWAYS,
+    "runuser": _ALWAYS,
+    "sudo": _ALWAYS,
+    "doas": _ALWAYS,
+    "run0": _ALWAYS,
+    "pkexec": _ALWAYS,
+    "gosu": _ALWAYS,
+    "su-exec": _ALWAYS,
+    "setuidgid": _ALWAYS,
+    "s6-setuidgid": _ALWAYS,
+    "setpriv": ("--reuid", "--ruid", "--euid"),
+    "chroot": ("--userspec",),
+    "chpst": ("-u", "-U"),
+}
+"""By command, the options that make it change the user, if it does not always do so."""
+
+
+def warning_of_another_user(command: Sequence[str]) -> str:
+    """Warn about a command of root that starts a program as another user; empty for any other command."""
+    name = Path(command[0]).name
+    options = _CHANGERS.get(name)
+    if options is None or (options and not any(each.startswith(options) for each in command[1:])):
+        return ""
+    return (
+        f"a program that {name} starts as another user has no part in this lease: it gets error 46, or the whole GPU"
+        " without limits; start it by mpsctl run --user NAME -- PROGRAM"
+    )

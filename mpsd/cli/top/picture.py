@@ -7,44 +7,27 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mpsd.cli.command import of_one_version
-from mpsd.cli.lease_views import sm_activity
-from mpsd.cli.render import holder_in_short, percent, size
-from mpsd.cli.tables import Column, Figure, Look, bar, fitting, table
+from mpsd.cli.render import granted_memory, holder_in_short, percent, size, taken_places
+from mpsd.cli.tables import Figure, Look, bar, columns_of, fitting, table
 from mpsd.cli.users import name_of
+from mpsd.cli.views import sm_activity
 from mpsd.client import Api
 from mpsd.core.sanitize import plain
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
 
-GPUS: Final = (
-    Column("GPU"),
-    Column("HEALTH", rank=1),
-    Column("DAEMON"),
-    Column("THREADS"),
-    Column("MEMORY"),
-    Column("HELD", rank=2),
-    Column("CLIENTS", rank=3),
+GPUS: Final = columns_of(
+    ("GPU", "HEALTH", "DAEMON", "THREADS", "MEMORY", "HELD", "CLIENTS"), drops=("CLIENTS", "HELD", "HEALTH")
 )
-
-COLUMNS: Final = (
-    Column("PID"),
-    Column("USER"),
-    Column("GPU"),
-    Column("THREADS"),
-    Column("SM", rank=3),
-    Column("HELD"),
-    Column("GRANTED"),
-    Column("LEASE", rank=2),
-    Column("HOLDER", rank=4),
-    Column("VERDICT", rank=1),
-    Column("COMMAND"),
+COLUMNS: Final = columns_of(
+    ("PID", "USER", "GPU", "THREADS", "SM", "HELD", "GRANTED", "LEASE", "HOLDER", "VERDICT", "COMMAND"),
+    drops=("HOLDER", "SM", "LEASE", "VERDICT"),
 )
 
 _ENCODING: Final = "utf-8"
 """The encoding of the screen, which Textual uses for its own drawing."""
 _NONE: Final = "-"
-_UNKNOWN: Final = "unknown"
 _NOTHING: Final = Figure(_NONE, 0)
 
 
@@ -54,7 +37,7 @@ class Entry(NamedTuple):
     key: str
     lease: str | None
     daemon: str
-    cells: tuple[str | Figure, ...]
+    cells: tuple[str, ...]
     """The cells, in the order of COLUMNS."""
 
     @property
@@ -91,7 +74,7 @@ def arranged(entries: tuple[Entry, ...], *, sort: str, text: str) -> list[Entry]
     """Return the entries that contain a text, sorted by a column; the largest figures first."""
     number = [each.heading for each in COLUMNS].index(sort)
     text = text.lower()
-    found = [each for each in entries if not text or any(text in _text(cell).lower() for cell in each.cells)]
+    found = [each for each in entries if any(text in cell.lower() for cell in each.cells)]
     return sorted(found, key=lambda each: _order(each.cells[number]))
 
 
@@ -107,12 +90,8 @@ def rows(entries: list[Entry], width: int) -> tuple[list[str], list[list[str]]]:
     return fitting(COLUMNS, [each.cells for each in entries], Look(width))
 
 
-def _order(cell: str | Figure) -> tuple[float, str]:
-    return (-cell.value, cell.text) if isinstance(cell, Figure) else (0.0, cell)
-
-
-def _text(cell: str | Figure) -> str:
-    return cell.text if isinstance(cell, Figure) else cell
+def _order(cell: str) -> tuple[float, str]:
+    return (-cell.value if isinstance(cell, Figure) else 0.0), cell
 
 
 def _gpu(gpu: "answer_types.Gpu", daemons: "dict[str, answer_types.Daemon]") -> tuple[str, ...]:
@@ -124,18 +103,18 @@ def _gpu(gpu: "answer_types.Gpu", daemons: "dict[str, answer_types.Daemon]") -> 
         "refused" if gpu["health"] == "ok" and gpu["refused"] else gpu["health"],
         daemon["state"] if daemon is not None else _NONE,
         f"{bar(gpu['threads_granted'] / 100, _ENCODING)} {percent(gpu['threads_granted'])}",
-        f"{bar(part, _ENCODING)} {size(gpu['memory_granted'])} of {_UNKNOWN if total is None else size(total)}",
-        _UNKNOWN if gpu["memory_held"] is None else size(gpu["memory_held"]),
-        f"{gpu['clients'] + gpu['clients_unleased']} of {gpu['clients_max'] or _UNKNOWN}",
+        f"{bar(part, _ENCODING)} {granted_memory(gpu)}",
+        size(gpu["memory_held"]),
+        taken_places(gpu),
     )
 
 
 def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Lease]") -> Iterator[Entry]:
     by_id = {lease["id"]: lease for lease in leases}
-    seen = set[tuple[str, str]]()
+    seen = {(client["lease"], client["daemon"]) for client in clients}
     for client in clients:
         lease = by_id.get(client["lease"] or "")
-        seen.add((client["lease"] or "", client["daemon"]))
+        held = client["memory_held"]
         yield Entry(
             f"{client['daemon']}/{client['pid']}",
             client["lease"],
@@ -144,7 +123,7 @@ def _entries(clients: "list[answer_types.Client]", leases: "list[answer_types.Le
                 str(client["pid"]),
                 name_of(client["uid"]),
                 client["daemon"].removeprefix("gpu"),
-                *_granted(lease, client["daemon"], sm_activity(client), _held(client)),
+                *_granted(lease, client["daemon"], sm_activity(client), Figure(size(held), held or 0)),
                 client["lease"] or "none",
                 _NONE if lease is None else holder_in_short(lease),
                 client["verdict"],
@@ -178,8 +157,3 @@ def _granted(lease: "answer_types.Lease | None", daemon: str, activity: Figure, 
             threads, memory = share["active_thread_percentage"], share["pinned_device_mem_limit"]
             return Figure(percent(threads), threads), activity, held, Figure(size(memory), memory)
     return _NOTHING, activity, held, _NOTHING
-
-
-def _held(client: "answer_types.Client") -> Figure:
-    held = client["memory_held"]
-    return Figure(_UNKNOWN, 0) if held is None else Figure(size(held), held)

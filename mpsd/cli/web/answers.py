@@ -1,19 +1,19 @@
 """The page's data: mpsd's own answers, with the names and sentences that mpsctl prints for them.
 
-Each answer passes `plain`, as mpsctl's output on a terminal does, so that no text of another user hides or reorders the
-text beside it. The parts of a lease's environment that are only for its processes are removed.
+Each answer passes `shown`, as mpsctl's output on a terminal passes `plain`, so that no text of another user hides or
+reorders the text beside it. The parts of a lease's environment that are only for its processes are removed.
 """
 
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from mpsd.cli.command import now
-from mpsd.cli.history.explanation import story_of
 from mpsd.cli.history.selection import leases_of
 from mpsd.cli.history.sentences import sentence
+from mpsd.cli.history.story import story_of
 from mpsd.cli.render import as_here, when
 from mpsd.cli.users import name_of
 from mpsd.client import Api
@@ -22,8 +22,6 @@ from mpsd.core.supervision.drain import TIMEOUT, Intent
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types
-
-T = TypeVar("T")
 
 FIRST: Final = 200
 """The number of latest events for a page that has no events yet."""
@@ -36,60 +34,38 @@ _DAY: Final = 86_400
 _HOUR: Final = 3600
 """Seconds."""
 
-
-def harmless(answer: T) -> T:
-    """Return an answer without secrets and with all unprintable characters escaped."""
-    return plain(_public(answer))
-
-
-def _public(value: T) -> T:
-    match value:
-        case dict():
-            return {name: _public(each) for name, each in value.items() if name not in SECRETS}  # type: ignore[return-value]
-        case list():
-            return [_public(each) for each in value]  # type: ignore[return-value]
-        case _:
-            return value
-
-
 _SENTENCES: Final = frozenset({"because", "headline", "hint", "refused", "notes"})
 """The fields whose values are sentences of mpsd."""
 
 
-def _as_here(value: T) -> T:
-    """Return an answer with the times and users in its sentences formatted as mpsctl prints them."""
-    match value:
+def shown(answer: object, field: str = "") -> object:
+    """Return an answer, or the value of a field, as the page may show it.
+
+    It has no secrets, its unprintable characters are escaped, and the times and users in its sentences are as mpsctl
+    prints them.
+    """
+    match answer:
         case dict():
-            return {  # type: ignore[return-value]
-                name: _sentence(each) if name in _SENTENCES else _as_here(each) for name, each in value.items()
-            }
+            return {plain(name): shown(each, name) for name, each in answer.items() if name not in SECRETS}
         case list():
-            return [_as_here(each) for each in value]  # type: ignore[return-value]
+            return [shown(each, field) for each in answer]
+        case str() if field in _SENTENCES:
+            return as_here(plain(answer))
         case _:
-            return value
+            return plain(answer)
 
 
-def _sentence(value: object) -> object:
-    match value:
-        case str():
-            return as_here(value)
-        case list():
-            return [_sentence(each) for each in value]
-        case _:
-            return value
-
-
-def node(api: Api) -> dict[str, object]:
+def node(api: Api) -> object:
     """Return the node for the page: mpsd's answers, and the names of the users in them."""
     status, leases, clients = api.status(), api.leases(ended=True), api.clients()
     uids = {*(each["owner"]["uid"] for each in leases["leases"]), *(each["uid"] for each in clients["clients"])}
-    return harmless(
+    return shown(
         {
             "now": now().isoformat(),
-            "status": _as_here(status),
-            "leases": _as_here(leases["leases"]),
+            "status": status,
+            "leases": leases["leases"],
             "others": leases["others"],
-            "clients": _as_here(clients["clients"]),
+            "clients": clients["clients"],
             "users": {f"{uid}": name_of(uid) for uid in uids},
         }
     )
@@ -117,9 +93,9 @@ def principal(api: Api) -> dict[str, object]:
     }
 
 
-def event(found: "answer_types.Event") -> dict[str, object]:
+def event(found: "answer_types.Event") -> object:
     """Return an event with the sentence that mpsctl prints for it."""
-    return harmless(
+    return shown(
         {
             "seq": found["seq"],
             "level": found.get("level", "info"),
@@ -155,7 +131,7 @@ def events(api: Api, after: int | None, has_ended: Callable[[], bool], look: flo
         yield b"\n" if found["event"] == "heartbeat" else _line(event(found))
 
 
-def history(api: Api, by: str) -> dict[str, object]:
+def history(api: Api, by: str) -> object:
     """Return the history of the last day for the page, by `gpu`, `user`, `name`, `lease` or `label:KEY`.
 
     `users` has the names of the users in it. Of GPUs there are few, and mpsd chooses the length of their samples. Of
@@ -163,7 +139,7 @@ def history(api: Api, by: str) -> dict[str, object]:
     """
     found = api.history(by=by, since=f"{_DAY}", **({} if by == "gpu" else {"step": f"{_HOUR}"}))
     uids = [each["key"] for each in found["history"] if by == "user" and each["key"]]
-    return harmless({**found, "users": {uid: name_of(int(uid)) for uid in uids}})
+    return shown({**found, "users": {uid: name_of(int(uid)) for uid in uids}})
 
 
 class EndedError(Exception):
@@ -174,10 +150,10 @@ def _line(answer: object) -> bytes:
     return json.dumps(answer).encode() + b"\n"
 
 
-def story(api: Api, subject: str) -> dict[str, object]:
+def story(api: Api, subject: str) -> object:
     """Return a story with the content that `mpsctl explain` prints. Raises the errors of `story_of`."""
     found = story_of(api, subject)
-    return harmless(
+    return shown(
         {
             "about": found.about,
             "events": [event(each) for each in found.events[-FIRST:]],

@@ -1,4 +1,4 @@
-"""The checks of a request's origin, by its headers, and the refusals. Pure.
+"""What a request of a browser may do: the checks of its origin, links and sessions, and the routes that are passed on.
 
 Any page in the same browser can send requests to a loopback port; under a name of its own that resolves to the loopback
 address (DNS rebinding), it can even read the answers. A request must therefore name this server as its host and come
@@ -6,11 +6,20 @@ from this page. A request about the node also needs a session, which a browser d
 cookie.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+import secrets
+import threading
+from collections import deque
+from collections.abc import Sequence
+from email.message import Message
+from hmac import compare_digest
 from typing import Final, NamedTuple
 
-from mpsd.cli.web.sessions import ANOTHER_LINK
+from mpsd.core.errors import NotPermittedError
 
+# -- the origin of a request -------------------------------------------------------------------------------------------
+
+ANOTHER_LINK: Final = "press Enter in the terminal of mpsctl web for another link, or start it again"
 _OWN: Final = frozenset({"same-origin"})
 _BY_HAND: Final = frozenset({"same-origin", "none"})
 _DOCUMENT: Final = "document"
@@ -18,25 +27,22 @@ _SAFE: Final = frozenset({"GET", "HEAD"})
 _BEARER: Final = "Bearer "
 
 
-class Refusal(NamedTuple):
-    """The reason why a request is not served, as the fields of a problem document."""
-
-    status: int
-    code: str
-    detail: str
-    hint: str
+def no_session() -> NotPermittedError:
+    """Return the refusal of a request about the node without a session; its code is the page's, not of mpsd's API."""
+    error = NotPermittedError("the request has no session of this mpsctl web", hint=ANOTHER_LINK)
+    error.status, error.code = 401, "no_session"
+    return error
 
 
 class Head(NamedTuple):
-    """The request line and the headers of a request; the names of headers are in lower case."""
+    """The method and the headers of a request."""
 
     method: str
-    path: str
-    headers: Mapping[str, Sequence[str]]
+    headers: Message
 
     def only(self, name: str) -> str | None:
         """Return the value of a header; None if it is absent or occurs several times."""
-        values = self.headers.get(name, ())
+        values = self.headers.get_all(name, ())
         return values[0] if len(values) == 1 else None
 
     @property
@@ -46,35 +52,112 @@ class Head(NamedTuple):
         return said.removeprefix(_BEARER) if said.startswith(_BEARER) else ""
 
 
-def refusal_of_site(head: Head, port: int, *, is_page: bool, is_asset: bool) -> Refusal | None:
-    """Return the refusal of a request from another site; None for a request of this page, or one that the user typed.
+def check_site(head: Head, port: int, *, is_page: bool, is_asset: bool) -> None:
+    """Raise NotPermittedError for a request from another site; neither this page nor the user has sent that.
 
     `is_page` stands for the document itself, which contains nothing about the node: any site may link to it, but none
     may frame it. `is_asset` stands for the document and the files that it loads.
     """
     host = head.only("host")
     if host not in {f"127.0.0.1:{port}", f"localhost:{port}"}:
-        return Refusal(
-            403,
-            "not_permitted",
+        raise NotPermittedError(
             "the request does not name this server as its host",
-            f"open http://127.0.0.1:{port}/; through ssh, forward the same port: ssh -L {port}:127.0.0.1:{port}",
+            hint=f"open http://127.0.0.1:{port}/; through ssh, forward the same port: ssh -L {port}:127.0.0.1:{port}",
         )
+    foreign = False
     if "sec-fetch-site" in head.headers:
         site = head.only("sec-fetch-site")
         if is_page and head.method in _SAFE:
             foreign = head.only("sec-fetch-dest") != _DOCUMENT
         else:
             foreign = site not in (_BY_HAND if is_asset else _OWN)
-        if foreign:
-            return _OTHER_SITE
     if "origin" in head.headers or head.method not in _SAFE:
-        return None if head.only("origin") == f"http://{host}" else _OTHER_SITE
-    return None
+        foreign = foreign or head.only("origin") != f"http://{host}"
+    if foreign:
+        raise NotPermittedError("the request comes from another site", hint="open the link that mpsctl web printed")
 
 
-NO_SESSION: Final = Refusal(401, "no_session", "the request has no session of this mpsctl web", ANOTHER_LINK)
+# -- links and sessions: a link opens the page in one browser, which gets a session for it -----------------------------
 
-_OTHER_SITE: Final = Refusal(
-    403, "not_permitted", "the request comes from another site", "open the link that mpsctl web printed"
+_MOST: Final = 8
+"""Unused links, used links, and sessions at most, each; one more makes the oldest void."""
+
+_BYTES: Final = 32
+
+
+class Sessions:
+    """Links and sessions, each a random text of 256 bits. It is safe to use from several threads."""
+
+    def __init__(self) -> None:
+        """Begin without links and sessions."""
+        self._lock = threading.Lock()
+        self._links: deque[str] = deque(maxlen=_MOST)
+        self._used: deque[str] = deque(maxlen=_MOST)
+        self._sessions: deque[str] = deque(maxlen=_MOST)
+
+    def link(self) -> str:
+        """Return a token that opens one session."""
+        token = secrets.token_urlsafe(_BYTES)
+        with self._lock:
+            self._links.append(token)
+        return token
+
+    def open(self, token: str) -> str:
+        """Return a new session for a link, and make the link void. Raises NotPermittedError for any other token."""
+        with self._lock:
+            if _is_among(token, self._links):
+                self._links.remove(token)
+                self._used.append(token)
+                self._sessions.append(secrets.token_urlsafe(_BYTES))
+                return self._sessions[-1]
+            if _is_among(token, self._used):
+                raise NotPermittedError("this link was used before, and a link opens the page once", hint=ANOTHER_LINK)
+        raise NotPermittedError("this link is not one of this mpsctl web", hint=ANOTHER_LINK)
+
+    def knows(self, session: str) -> bool:
+        """Tell whether a text is a valid session."""
+        with self._lock:
+            return _is_among(session, self._sessions)
+
+
+def _is_among(text: str, secret: deque[str]) -> bool:
+    """Tell whether a text is one of the secrets, in a time that reveals nothing about the other secrets."""
+    raw = text.encode(errors="surrogateescape")
+    return any(compare_digest(raw, each.encode()) for each in secret)
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+#
+# The server passes on these requests of the API for the page, and no others. It compares a path as it was sent and
+# decodes nothing in it, so it passes on no other spelling of a path.
+
+NAME: Final = r"(?!\.+(?:/|\Z))[A-Za-z0-9._-]{1,128}"
+"""The name of a lease, a control daemon or an operation, as one segment of a path."""
+
+
+class Row(NamedTuple):
+    """A route of mpsd's API."""
+
+    method: str
+    path: re.Pattern[str]
+
+
+def _row(method: str, path: str) -> Row:
+    return Row(method, re.compile(re.sub(r"\{\w+\}", lambda _: NAME, path), re.ASCII))
+
+
+PASSED_ON: Final[Sequence[Row]] = (
+    _row("GET", "/v1/operations/{id}"),
+    _row("POST", "/v1/leases/{id}/renew"),
+    _row("DELETE", "/v1/leases/{id}"),
+    _row("POST", "/v1/daemons/{name}/hold"),
+    _row("POST", "/v1/daemons/{name}/drain"),
+    _row("POST", "/v1/daemons/{name}/resume"),
+    _row("POST", "/v1/daemons/{name}/restart"),
+    _row("POST", "/v1/daemons/{name}/reset"),
 )
+
+
+def methods_of(target: str) -> frozenset[str]:
+    """Return the methods allowed for a path of the API; an empty set for all other paths, and for any query."""
+    return frozenset(each.method for each in PASSED_ON if each.path.fullmatch(target))

@@ -13,8 +13,8 @@ from typing import Final
 
 import click
 
-from mpsd.cli import signals
 from mpsd.cli.command import note
+from mpsd.cli.terminal import raised_signals
 from mpsd.cli.web.server import LOOPBACK, Server
 from mpsd.client import Api
 from mpsd.core.errors import ConfigurationError
@@ -37,19 +37,14 @@ def run(api: Api, port: int, users: Collection[int], *, opens: bool) -> None:
             hint="choose another --port, or none for one that is free",
         ) from error
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True).start()
-    with signals.raised(), contextlib.ExitStack() as stack:
-        try:
-            click.echo(server.link())
-            if sys.stdin.isatty():
-                note("a link opens the page once; Enter prints another, Ctrl-C ends the page")
-            if opens:
-                stack.enter_context(_opened(server.link()))
-            note(f"the page ends: {_wait(server, parent)}")
-        except signals.SignalledError as signal:
-            stack.close()
-            _end(server)
-            signal.end()
-        _end(server)
+    with raised_signals(), contextlib.ExitStack() as stack:
+        stack.callback(_end, server)
+        click.echo(server.link())
+        if sys.stdin.isatty():
+            note("a link opens the page once; Enter prints another, Ctrl-C ends the page")
+        if opens:
+            stack.enter_context(_opened(server.link()))
+        note(f"the page ends: {_wait(server, parent)}")
 
 
 def _end(server: Server) -> None:

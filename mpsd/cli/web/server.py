@@ -1,8 +1,9 @@
 """The server of the page: HTTP/1.1 on the loopback address, with one thread for each connection, and at most MOST.
 
 The server accepts connections from its own users only, by the uid that the kernel reports for the other end's socket.
-Every request passes `guard`. The answer is a file of the page, one of the page's own answers, or mpsd's answer to a row
-of `routes`. mpsd sees the credentials of this process, so a page shows and does only what its user may see and do.
+Every request passes `guard`. The answer is a file of `page/`, one of the page's own answers, or mpsd's answer to a
+route that `guard` passes on. mpsd sees the credentials of this process, so a page shows and does only what its user may
+see and do.
 """
 
 import contextlib
@@ -16,7 +17,8 @@ import time
 from collections.abc import Callable, Collection
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 import click
@@ -24,13 +26,19 @@ import click
 from mpsd import __version__
 from mpsd.cli.command import of_one_version
 from mpsd.cli.web import answers
-from mpsd.cli.web.assets import HEADERS, PAGE, assets
-from mpsd.cli.web.guard import NO_SESSION, Head, Refusal, refusal_of_site
-from mpsd.cli.web.routes import methods_of
-from mpsd.cli.web.sessions import Sessions
+from mpsd.cli.web.guard import Head, Sessions, check_site, methods_of, no_session
 from mpsd.client import Api
 from mpsd.client.connection import DEADLINE
-from mpsd.core.errors import ConfigurationError, MpsdError, UnreachableError, UntrustedSocketError
+from mpsd.core.errors import (
+    BodyTooLargeError,
+    ConfigurationError,
+    InvalidRequestError,
+    MethodNotAllowedError,
+    MpsdError,
+    NotFoundError,
+    UnreachableError,
+    UntrustedSocketError,
+)
 from mpsd.system.tcp_peers import uid_of
 
 LOOPBACK: Final = "127.0.0.1"
@@ -54,6 +62,55 @@ _PRINCIPAL: Final = "/page/principal"
 _EVENTS: Final = "/page/events"
 _STORY: Final = "/page/story/"
 _HISTORY: Final = "/page/history?by="
+
+_PAGE: Final = "/"
+_FOLDER: Final = Path(__file__).parent / "page"
+_MEDIA_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+_POLICY: Final = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "'none'",  # no text can become HTML: the page makes text and elements only
+}
+
+_HEADERS: Final = {
+    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=(), usb=()",
+    "Cache-Control": "no-store",
+}
+
+
+class _Asset(NamedTuple):
+    """A file of the page."""
+
+    media_type: str
+    body: bytes
+
+
+def _assets() -> dict[str, _Asset]:
+    """Return the files of the page by the path at which each is served."""
+    return {
+        _PAGE if each.name == "index.html" else f"/{each.name}": _Asset(_MEDIA_TYPES[each.suffix], each.read_bytes())
+        for each in _FOLDER.iterdir()
+        if each.suffix in _MEDIA_TYPES
+    }
 
 
 class _Input(io.RawIOBase):
@@ -103,7 +160,7 @@ class Server(ThreadingHTTPServer):
         Raises OSError and ConfigurationError.
         """
         self.sessions = Sessions()
-        self.assets = assets()
+        self.assets = _assets()
         self.api = api
         self.opened = opened
         self.ending = threading.Event()
@@ -202,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a request that http.server cannot parse or does not support."""
         self.close_connection = True
         detail = f"the request is not served: {message or HTTPStatus(code).phrase}"
-        self._refuse(Refusal(code, "invalid_request", detail, "see GET, POST and DELETE of the page's own requests"))
+        self._refuse(_invalid(code, detail, "see GET, POST and DELETE of the page's own requests"))
 
     def do_GET(self) -> None:
         """Answer a request of any method."""
@@ -210,9 +267,9 @@ class _Handler(BaseHTTPRequestHandler):
             with of_one_version():
                 self._answer()
         except MpsdError as error:
-            self._fail(error)
+            self._refuse(error)
         except click.UsageError as error:
-            self._refuse(Refusal(422, "invalid_request", error.format_message(), "choose one in the table of leases"))
+            self._refuse(InvalidRequestError(error.format_message(), hint="choose one in the table of leases"))
 
     do_HEAD = do_GET  # noqa: N815 - http.server's names
     do_POST = do_GET  # noqa: N815
@@ -221,31 +278,21 @@ class _Handler(BaseHTTPRequestHandler):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        headers: dict[str, list[str]] = {}
-        for name, value in self.headers.items():
-            headers.setdefault(name.lower(), []).append(value)
-        head = Head(self.command, self.path, headers)
+        head = Head(self.command, self.headers)
         asset = self.server.assets.get(self.path)
-        refusal = refusal_of_site(head, self.server.port, is_page=self.path == PAGE, is_asset=asset is not None)
-        if refusal is not None:
-            self._refuse(refusal)
-        elif asset is not None:
-            if self._is_by("GET", "HEAD"):
-                self._send(200, asset.media_type, asset.body)
+        check_site(head, self.server.port, is_page=self.path == _PAGE, is_asset=asset is not None)
+        if asset is not None:
+            self._require("GET", "HEAD")
+            self._send(200, asset.media_type, asset.body)
         elif self.path == _OPEN:
-            if self._is_by("POST"):
-                self._open()
-        elif not self.server.sessions.knows(head.session):
-            self._refuse(NO_SESSION)
-        else:
-            self._answer_session()
-
-    def _open(self) -> None:
-        body = self._body()
-        if body is not None:
-            session = self.server.sessions.open(str(body.get("token")))
+            self._require("POST")
+            session = self.server.sessions.open(str(self._body().get("token")))
             self.server.opened()
             self._json({"session": session})
+        elif self.server.sessions.knows(head.session):
+            self._answer_session()
+        else:
+            raise no_session()
 
     def _answer_session(self) -> None:
         path, mark, query = self.path.partition("?")
@@ -266,31 +313,28 @@ class _Handler(BaseHTTPRequestHandler):
             self._pass_on()
 
     def _ask(self, ask: Callable[[Api], object]) -> None:
-        if self._is_by("GET"):
-            with self._mpsd() as api:
-                self._json(ask(api))
+        self._require("GET")
+        with self._mpsd() as api:
+            self._json(ask(api))
 
     def _pass_on(self) -> None:
-        """Pass a request for one of `routes` on to mpsd unchanged."""
+        """Pass a request for a route of `guard` on to mpsd unchanged."""
         methods = methods_of(self.path)
         if not methods:
-            self._refuse(_NOTHING_THERE)
-        elif self._is_by(*methods):
-            with self._mpsd() as api:
-                if self.command == "POST":
-                    body = self._body()
-                    if body is not None:
-                        self._json(answers.harmless(api.post(self.path, body)))
-                elif self.command == "DELETE":
-                    api.delete(self.path)
-                    self._send(204, "", b"")
-                else:
-                    self._json(answers.harmless(api.get(self.path)))
+            raise NotFoundError("the page has nothing there", hint="see mpsctl for all of mpsd's API")
+        self._require(*methods)
+        with self._mpsd() as api:
+            if self.command == "POST":
+                self._json(answers.shown(api.post(self.path, self._body())))
+            elif self.command == "DELETE":
+                api.delete(self.path)
+                self._send(204, "", b"")
+            else:
+                self._json(answers.shown(api.get(self.path)))
 
     def _stream(self, after: int | None) -> None:
         """Send events until the browser, mpsd or this server ends; a last line reports the end of the server."""
-        if not self._is_by("GET"):
-            return
+        self._require("GET")
         self.close_connection = True
         with self._mpsd() as api:
             lines = answers.events(api, after, self.server.ending.is_set, _LOOK)
@@ -311,53 +355,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
-    def _is_by(self, *methods: str) -> bool:
-        """Tell whether the request has one of these methods; refuse it otherwise."""
-        if self.command in methods:
-            return True
-        self._refuse(
-            Refusal(
-                405, "method_not_allowed", f"{self.path} is not there for {self.command}", " ".join(sorted(methods))
-            ),
-            allow=", ".join(sorted(methods)),
-        )
-        return False
+    def _require(self, *methods: str) -> None:
+        """Raise MethodNotAllowedError, whose hint is the list of these methods, for a request of another."""
+        if self.command not in methods:
+            detail = f"{self.path} is not there for {self.command}"
+            raise MethodNotAllowedError(detail, hint=" ".join(sorted(methods)))
 
-    def _body(self) -> dict[str, object] | None:
-        """Return the JSON object in the body of a request; refuse any other body."""
+    def _body(self) -> dict[str, object]:
+        """Return the JSON object in the body of a request. Raises InvalidRequestError for any other body."""
         length = self.headers.get("Content-Length", "")
+        has_length = length.isascii() and length.isdecimal() and len(length) < _DIGITS
         is_json = self.headers.get("Content-Type", "").partition(";")[0].strip().lower() == "application/json"
-        if (
-            is_json
-            and length.isascii()
-            and length.isdecimal()
-            and len(length) < _DIGITS
-            and "Transfer-Encoding" not in self.headers
-        ):
+        if is_json and has_length and "Transfer-Encoding" not in self.headers:
             if int(length) > _LONGEST:
-                self.close_connection = True
-                self._refuse(Refusal(413, "body_too_large", f"a body has {_LONGEST} bytes at most", "send less"))
-                return None
+                raise BodyTooLargeError(f"a body has {_LONGEST} bytes at most", hint="send less")
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(self.rfile.read(int(length)))
                 if isinstance(found, dict):
                     return found
-        self.close_connection = True
-        self._refuse(Refusal(400, "invalid_request", "the body is not a JSON object", "send application/json"))
-        return None
+        raise _invalid(400, "the body is not a JSON object", "send application/json")
 
     def _json(self, answer: object) -> None:
         self._send(200, "application/json", json.dumps(answer).encode())
 
-    def _fail(self, error: MpsdError) -> None:
+    def _refuse(self, error: MpsdError) -> None:
         is_away = isinstance(error, UnreachableError | UntrustedSocketError)
-        self._refuse(Refusal(502 if is_away else error.status, error.code, error.detail, error.hint))
-
-    def _refuse(self, refusal: Refusal, *, allow: str = "") -> None:
-        body = answers.harmless({**refusal._asdict(), "title": HTTPStatus(refusal.status).phrase})
+        status = 502 if is_away else error.status
+        title = HTTPStatus(status).phrase
+        problem = {"status": status, "code": error.code, "detail": error.detail, "hint": error.hint, "title": title}
+        allow = ", ".join(error.hint.split()) if isinstance(error, MethodNotAllowedError) else ""
         if self.command not in {"GET", "HEAD"}:
             self.close_connection = True  # the request may have a body that was not read
-        self._send(refusal.status, "application/problem+json", json.dumps(body).encode(), allow)
+        self._send(status, "application/problem+json", json.dumps(answers.shown(problem)).encode(), allow)
 
     def _send(self, status: int, media_type: str, body: bytes, allow: str = "") -> None:
         self._head(status, media_type, allow)
@@ -375,8 +404,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Allow", allow)
         if self.close_connection:
             self.send_header("Connection", "close")
-        for name, value in HEADERS.items():
+        for name, value in _HEADERS.items():
             self.send_header(name, value)
 
 
-_NOTHING_THERE: Final = Refusal(404, "not_found", "the page has nothing there", "see mpsctl for all of mpsd's API")
+def _invalid(status: int, detail: str, hint: str) -> InvalidRequestError:
+    error = InvalidRequestError(detail, hint=hint)
+    error.status = status
+    return error

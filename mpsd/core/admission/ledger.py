@@ -11,14 +11,12 @@ from msgspec import structs
 
 from mpsd.core.admission import admission
 from mpsd.core.admission.admission import Amount, Candidate, Offer, Shortage
-from mpsd.core.admission.deadlines import Deadlines
 from mpsd.core.admission.offers import Offers
-from mpsd.core.admission.queue import Queue, keep
+from mpsd.core.admission.queue import Queue, reserve
 from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.rules import AdmissionRules, Now, QueuePlace
 from mpsd.core.admission.usage import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import CapacityError, TooManyLeasesError
-from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import AttachedProcess, Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 
 
@@ -37,7 +35,8 @@ class Ledger:
         """By uid, the use by the user's clients without a lease."""
         self._worth: dict[str, Amount] = {}
         """By waiting lease, the amount that counts against the quota of its user."""
-        self._deadlines = Deadlines()
+        self._deadlines: dict[str, float] = {}
+        """When each lease ends by itself, if it does: with its wait, its claim, or its time to live."""
         self._claimed: set[str] = set()
         """The claims that no holder has taken yet."""
         self._arrivals = 0
@@ -102,13 +101,15 @@ class Ledger:
 
     def overdue(self, now: float) -> list[Lease]:
         """Return the leases whose time to live, to wait, or to be taken is over."""
-        found = map(self.find, self._deadlines.due(now))
-        return [lease for lease in found if lease is not None]
+        return [lease for lease_id in self._due(now) if (lease := self.find(lease_id)) is not None]
 
     def expiring(self, until: float) -> list[Lease]:
         """Return the granted leases whose time to live ends by then."""
-        found = filter(None, map(self.leases.get, self._deadlines.due(until)))
+        found = filter(None, map(self.leases.get, self._due(until)))
         return [lease for lease in found if lease.expires is not None and lease.expires <= until]
+
+    def _due(self, until: float) -> list[str]:
+        return [lease_id for lease_id, at in self._deadlines.items() if at <= until]
 
     def impossible(self) -> list[tuple[Lease, Shortage]]:
         """Return the waiting leases that the present GPUs can never grant, with the reasons.
@@ -148,7 +149,7 @@ class Ledger:
             return
         self._arrivals = max(self._arrivals, lease.arrival)
         if lease.state is LeaseState.WAITING:
-            self._join(lease)
+            self._join_queue(lease)
         else:
             self._enter(lease, now)
 
@@ -181,7 +182,7 @@ class Ledger:
             raise shortage.raised(fits_elsewhere=self._fits_elsewhere(lease, now.seconds))
         self._queue.check(lease.owner.uid, self.rules.queue_per_uid, self.rules.queue_length)
         lease = structs.replace(lease, arrival=self._arrivals, because=shortage.because)
-        self._join(lease)
+        self._join_queue(lease)
         return lease
 
     def settle(self, now: Now) -> list[Lease]:
@@ -205,9 +206,9 @@ class Ledger:
             candidates = self._candidates(lease)
             chosen = self._find(lease, candidates, reserved)
             if chosen:
-                self._part(lease)
+                self._leave_queue(lease)
                 granted.append(self._grant(lease, chosen, now, lease.arrival))
-            elif keep(lease, candidates, self._room, reserved):
+            elif reserve(lease, candidates, self._room, reserved):
                 self._queue.stands_first(lease.id, now.seconds)
             else:
                 continue
@@ -218,13 +219,13 @@ class Ledger:
     def renew(self, lease_id: str, ttl: float, now: float) -> Lease:
         """Set the time to live of a granted lease to this many seconds from now."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], ttl=ttl, expires=now + ttl)
-        self._deadlines.follow(lease)
+        self._note_deadline(lease)
         return lease
 
     def close(self, lease_id: str, because: str) -> Lease:
         """Note that a lease ends with its clients and admits no more; its time to live no longer applies."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], closing=because, expires=None)
-        self._deadlines.follow(lease)
+        self._note_deadline(lease)
         return lease
 
     def attach(
@@ -248,7 +249,7 @@ class Ledger:
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], lost=lost)
         return lease
 
-    def hold(self, lease_id: str, holders: tuple[Holder, ...]) -> Lease:
+    def set_holders(self, lease_id: str, holders: tuple[Holder, ...]) -> Lease:
         """Note the holders of a lease from now on."""
         lease = self.leases[lease_id] = structs.replace(self.leases[lease_id], holders=holders)
         return lease
@@ -267,7 +268,7 @@ class Ledger:
         except CapacityError:
             self._enter(before, now)
             raise
-        lease = structs.replace(before, owner=owner, holders=(holder,))
+        lease = structs.replace(before, owner=owner, holders=(holder,), claim=None)
         if ttl is not None and ttl != before.ttl:
             lease = structs.replace(lease, ttl=ttl, expires=now + ttl)
         self._enter(lease, now)
@@ -285,7 +286,7 @@ class Ledger:
         """
         clients = len(lease.clients_on(gpu))
         if lease.request.processes is not None or not clients:
-            return lease.id not in self._claimed and clients < (lease.request.processes or 1)
+            return lease.claim is None and clients < (lease.request.processes or 1)
         offer = self._offers.by_gpu.get(gpu)
         return offer is None or self._room.has_place(offer)
 
@@ -295,7 +296,7 @@ class Ledger:
         if lease is None:
             return None
         if lease.state is LeaseState.WAITING:
-            self._part(lease)
+            self._leave_queue(lease)
         else:
             self._leave(lease, now.seconds)
         return structs.replace(lease, state=LeaseState.ENDED, because=because, ended=now.time)
@@ -321,7 +322,7 @@ class Ledger:
             for offer, need in chosen:
                 taken.append((offer.gpu, each.owner.uid, need, admission.part(need)))
                 self._room.enter(*taken[-1])
-            if not chosen and keep(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
+            if not chosen and reserve(each, self._candidates(each), self._room, reserved) and self._is_spent(reserved):
                 break
         chosen = self._find(lease, candidates, reserved)
         for counted in taken:  # `settle` counts these places when it grants the leases
@@ -355,9 +356,9 @@ class Ledger:
             until=None,
             expires=None if lease.ttl is None else now.seconds + lease.ttl,
         )
-        if (claim := claim_of(lease)) is not None:
-            claim = structs.replace(claim, deadline=now.seconds + claim.seconds)
-            granted = structs.replace(granted, holders=(claim,))
+        if lease.claim is not None:
+            claim = structs.replace(lease.claim, deadline=now.seconds + lease.claim.seconds)
+            granted = structs.replace(granted, claim=claim)
         self._enter(granted, now.seconds)
         return granted
 
@@ -368,9 +369,9 @@ class Ledger:
         self.leases[lease.id] = lease
         self._users[uid] = UserTotals(has.leases + 1, holds, has.awaits)
         self._weigh((uid,), now)
-        if claim_of(lease) is not None:
+        if lease.claim is not None:
             self._claimed.add(lease.id)
-        self._deadlines.follow(lease)
+        self._note_deadline(lease)
 
     def _leave(self, lease: Lease, now: float) -> None:
         uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
@@ -379,24 +380,36 @@ class Ledger:
         if has.leases > 1:
             self._users[uid] = UserTotals(has.leases - 1, holds, has.awaits)
         self._weigh((uid,), now)
-        self._deadlines.forget(lease.id)
+        self._deadlines.pop(lease.id, None)
         self._claimed.discard(lease.id)
 
-    def _join(self, lease: Lease) -> None:
+    def _join_queue(self, lease: Lease) -> None:
         uid, has = lease.owner.uid, self.user(lease.owner.uid)
         worth = self.worth(lease.request)  # first, because it refuses an invalid request
-        self._queue.join(lease)
+        self._queue.add(lease)
         self._worth[lease.id] = worth
         self._users[uid] = UserTotals(has.leases + 1, has.holds, has.awaits + worth)
-        self._deadlines.follow(lease)
+        self._note_deadline(lease)
 
-    def _part(self, lease: Lease) -> None:
+    def _leave_queue(self, lease: Lease) -> None:
         uid, has = lease.owner.uid, self._users.pop(lease.owner.uid)
-        self._queue.part(lease.id)
+        self._queue.remove(lease.id)
         worth = self._worth.pop(lease.id)
         if has.leases > 1:
             self._users[uid] = UserTotals(has.leases - 1, has.holds, has.awaits - worth)
-        self._deadlines.forget(lease.id)
+        self._deadlines.pop(lease.id, None)
+
+    def _note_deadline(self, lease: Lease) -> None:
+        if lease.state is LeaseState.WAITING:
+            ends = lease.until
+        else:
+            ends = lease.expires
+            if lease.claim is not None and lease.claim.deadline is not None:
+                ends = lease.claim.deadline if ends is None else min(ends, lease.claim.deadline)
+        if ends is None:
+            self._deadlines.pop(lease.id, None)
+        else:
+            self._deadlines[lease.id] = ends
 
     def _value_anew(self) -> None:
         """Value again what all users wait for, by the present capacity of the node."""
@@ -411,4 +424,4 @@ class Ledger:
         """Weigh what users hold by the present capacity of the node."""
         for uid in uids:
             holds, unleased = self._users.get(uid, NEWCOMER).holds, self._unleased.get(uid)
-            self.usage.hold(uid, self._offers.part(holds if unleased is None else holds + unleased), now)
+            self.usage.note_share(uid, self._offers.part(holds if unleased is None else holds + unleased), now)

@@ -47,7 +47,7 @@ class Queue:
         self._first_since: dict[str, float] = {}
         """Since when a lease has stood first on a GPU. A lease that was overtaken later keeps its time."""
 
-    def join(self, lease: Lease) -> None:
+    def add(self, lease: Lease) -> None:
         self.leases[lease.id] = lease
         self._of[lease.owner.uid] += 1
 
@@ -66,7 +66,7 @@ class Queue:
                 limit="queue",
             )
 
-    def part(self, lease_id: str) -> None:
+    def remove(self, lease_id: str) -> None:
         """Remove a lease that was granted or has ended."""
         uid = self.leases.pop(lease_id).owner.uid
         self._of[uid] -= 1
@@ -108,7 +108,7 @@ class Queue:
         return -lease.request.priority, first if first <= since else _NEVER, rank, lease.arrival, lease.id
 
 
-def keep(lease: Lease, candidates: Sequence[Candidate], room: Room, reserved: Reservations) -> bool:
+def reserve(lease: Lease, candidates: Sequence[Candidate], room: Room, reserved: Reservations) -> bool:
     """Reserve a lease's amount where nothing is reserved for an earlier one; tell whether that was possible."""
     uid = lease.owner.uid
     places, own = room.closest(candidates, uid, lease.request.gpus, reserved)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from mpsd.core import holders
 from mpsd.core.errors import RequestIdReusedError
-from mpsd.core.holders import holders
 from mpsd.core.model import Claim, Holder, Lease, LeaseRequest
 
 _NAMES = (
@@ -47,11 +47,11 @@ class RequestIds:
         if self._leases.get(key) == lease.id:
             del self._leases[key]
 
-    def earlier(self, request: LeaseRequest, uid: int, named: Holder | None) -> Lease | None:
+    def earlier(self, request: LeaseRequest, uid: int, named: Holder | Claim | None) -> Lease | None:
         """Return the lease, or its place in the queue, that an earlier attempt of this request got.
 
-        `named` is the holder that the request names, if any. A claim still belongs to its request after it was taken.
-        Raises RequestIdReusedError where the request_id was used for a different request.
+        `named` is the holder that the request names, or the claim for one, if any. A claim still belongs to its request
+        after it was taken. Raises RequestIdReusedError where the request_id was used for a different request.
         """
         if request.request_id is None:
             return None
@@ -74,12 +74,14 @@ def _key(lease: Lease, request_id: str) -> tuple[int, str]:
     return (lease.owner.uid if lease.claimed_for is None else lease.claimed_for), request_id
 
 
-def _other_holder(lease: Lease, named: Holder | None) -> Iterator[str]:
+def _other_holder(lease: Lease, named: Holder | Claim | None) -> Iterator[str]:
     if lease.claimed_for is not None:
         if not isinstance(named, Claim):
             yield f"the holder was a claim, and is {'its caller' if named is None else holders.said(named)}"
-    elif named is not None and not any(holders.are_same(each, named) for each in lease.holders):
-        yield f"the holder was {holders.said(lease.holders[0])}, and is {holders.said(named)}"
+    elif named is not None and (
+        isinstance(named, Claim) or not any(holders.are_same(each, named) for each in lease.holders)
+    ):
+        yield f"the holder was {holders.said(holders.bound_to(lease)[0])}, and is {holders.said(named)}"
 
 
 def _differences(lease: Lease, request: LeaseRequest) -> Iterator[str]:

@@ -67,7 +67,7 @@ class Usage:
         account = self._accounts.get(uid)
         return 0.0 if account is None else round(self._value(account, now) + account.rate * _AHEAD, 6)
 
-    def hold(self, uid: int, share: float, now: float) -> None:
+    def note_share(self, uid: int, share: float, now: float) -> None:
         """Note that a user holds this share of the node from now on.
 
         It is the whole share, not a change of it: a sum of changes would drift and never return to zero.

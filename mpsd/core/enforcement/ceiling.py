@@ -175,7 +175,7 @@ class ExpectedClients:
         self._once.discard(lease_id)
         self._asking.add(lease_id)
 
-    def hold(self, lease_id: str) -> None:
+    def keep_slot(self, lease_id: str) -> None:
         """Keep the turn of a lease from passing while the lease waits for its turn on another GPU.
 
         A lease takes its turns on several GPUs in the order of the GPUs, so that no two leases wait for each other.
@@ -207,10 +207,10 @@ class ExpectedClients:
         return lease_id in self._expected
 
     def is_open_to(self, lease_id: str) -> bool:
-        """Tell whether processes of a lease may attach now, by the last `settle`."""
+        """Tell whether processes of a lease may attach now, by the last `ceiling`."""
         return self.expects(lease_id) and (self._slot is None or self._slot.lease == lease_id)
 
-    def settle(self, rules: CeilingRules, now: float) -> Ceiling:
+    def ceiling(self, rules: CeilingRules, now: float) -> Ceiling:
         """Return how far the ceiling is open now."""
         if rules.attach is Attach.STRICT:
             return self._strictly(rules, now)

@@ -8,8 +8,8 @@ closed.
 from collections.abc import Iterable
 from typing import Final
 
+from mpsd.core import holders
 from mpsd.core.enforcement.violations import Violation
-from mpsd.core.holders import holders
 from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity, Share, ViolationKind
 
 HINT: Final = "a lease is for one user's processes, and root starts those of another user: mpsctl run --help"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from mpsd.core import holders
 from mpsd.core.enforcement import violations
 from mpsd.core.enforcement.violations import AttributedClient, Violation
-from mpsd.core.holders import holders
 from mpsd.core.model import (
     Client,
     GpuProcess,

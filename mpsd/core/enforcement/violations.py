@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from mpsd.core import holders
 from mpsd.core.enforcement import ceiling
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.opened import ANYTHING
-from mpsd.core.holders import holders
 from mpsd.core.model import (
     Client,
     GpuProcess,

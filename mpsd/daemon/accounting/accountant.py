@@ -81,7 +81,7 @@ class Accountant:
         """Continue from the last sample of an earlier mpsd."""
         # Leases that ended with their holders, while no mpsd ran, end in this turn of the loop: without their events,
         # they would end at the last sample, and count again with the events.
-        node.leases.as_stored()
+        node.leases.group_commit.commit()
         events.flush()
         self._batches.clear()  # the replay below has the same changes
         cursor = self._store.cursor or Cursor(0, events.latest)

@@ -10,8 +10,7 @@ from mpsd.core.admission import quota
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.containers import cdi
 from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
-from mpsd.core.holders import holders
-from mpsd.core.model import Claim, Lease, LeaseState, Share
+from mpsd.core.model import Lease, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
@@ -76,16 +75,16 @@ class LeaseHandlers:
                 memory_granted=sum(share.memory.bytes for share in shares),
             ),
         )
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         return answer
 
     def _shown(self, lease: Lease, place: QueuePlace | None, *, secret: bool) -> answer_types.Lease:
         """Return a lease with the state of its holders, and the processes that keep it where all holders are gone."""
         answer = rendering.lease(lease, place, secret=secret)
-        if lease.state is LeaseState.ENDED:
+        if lease.state is LeaseState.ENDED or lease.claim is not None:
             return answer
         for holder, said in zip(lease.holders, answer["holders"], strict=True):
-            if not isinstance(holder, Claim) and not self._node.leases.has_holder(lease.id, holder):
+            if not self._node.leases.holder_watch.lives(lease.id, holder):
                 said["gone"] = True
         if all("gone" in each for each in answer["holders"]):
             # A bearer that has become a client is named once, as the client.
@@ -124,7 +123,7 @@ class LeaseHandlers:
         lease = self._theirs(request, act=False)
         place = self._node.leases.ledger.place(lease.id, clock.monotonic())
         (answer,) = self._judged([self._shown(lease, place, secret=is_own(request, lease))])
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         return answer
 
     async def admit(self, request: Request) -> answer_types.Lease:
@@ -154,7 +153,7 @@ class LeaseHandlers:
         return rendering.lease(lease)
 
     def _admit(
-        self, request: Request, body: bodies.LeaseRequest, named: naming.Named, *, is_named: bool
+        self, request: Request, body: bodies.LeaseRequest, named: naming.NamedOrClaim, *, is_named: bool
     ) -> Awaitable[Lease]:
         owner, user, holder = named
         return self._node.admit(
@@ -206,10 +205,10 @@ class LeaseHandlers:
         if body.token is None:
             self._theirs(request, act=True)
             naming.check_holders(request, lease)
-        is_claim = body.token is not None or holders.claim_of(lease) is not None
+        is_claim = body.token is not None or lease.claim is not None
         with naming.of_holder(request, body, lease, is_claim=is_claim) as (owner, user, named):
             if is_claim:
-                lease = await self._node.claim_taking.take(lease.id, owner, named, user)
+                lease = await self._node.take(lease.id, owner, named, user)
             else:
                 self._node.quarantine.check(lease.owner.uid)
                 lease = await self._node.leases.claims.add(lease.id, named, replace=body.replace)
@@ -246,7 +245,7 @@ class LeaseHandlers:
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
         ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), request.body.ttl)
-        return rendering.lease(await self._node.leases.renew(lease.id, ttl or request.body.ttl))
+        return rendering.lease(self._node.leases.renew(lease.id, ttl or request.body.ttl))
 
     async def attach(self, request: Request) -> answer_types.Lease:
         """Open a lease's limits for its further processes, and answer when they are open."""
@@ -267,7 +266,7 @@ class LeaseHandlers:
                 hint="claim a lease on one GPU for each container",
                 limit="gpus",
             )
-        self._node.leases.as_stored()
+        self._node.leases.group_commit.commit()
         device = cdi.Device(lease.id, str(self._node.settings.current.socket))
         variables = rendering.lease(lease)["env"]
         program = (str(installation.programs() / "mpsctl"),)

@@ -3,24 +3,26 @@
 import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
+from mpsd.core import holders
 from mpsd.core.admission import quota
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
-from mpsd.core.holders import holders
-from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
-from mpsd.daemon.holders.named_holder import NamedHolder
+from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.system import control_groups, named_groups, proc, process
 from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
 from mpsd.system.process import Process
 
 Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
 """The owner of a lease, the same user for its quota, and the holder."""
+
+NamedOrClaim: TypeAlias = tuple[Owner, UserIdentity, NamedHolder | Claim]
+"""The same, or a claim that a holder will take."""
 
 _ONE: Final = "name one holder"
 
@@ -37,16 +39,16 @@ def of_peer(request: Request) -> Named:
 
 
 @contextmanager
-def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[Named]:
+def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iterator[NamedOrClaim]:
     """Yield the owner and the holder that a lease request names.
 
     Raises InvalidRequestError, NotPermittedError, PeerUnknownError and QuotaError.
     """
     holder = body.holder
     if holder is None:
-        with _process(request, body.pid) as (living, uid, gid):
-            named = NamedHolder.process(living, None if body.owner is None else proc.real_uid(living.pid))
-            yield *_owner(request, body.owner, uid, gid, living), named
+        with _process(request, body.pid) as named:
+            held = NamedHolder.process(named.living, None if body.owner is None else named.real_uid)
+            yield *_owner(request, body.owner, named.uid, named.gid, named.living), held
         return
     if body.pid is not None or sum(each is not None for each in (holder.cgroup, holder.unit, holder.claim)) != 1:
         raise InvalidRequestError("a lease is held by a pid, a cgroup, a unit or a claim", hint=_ONE, limit="holder")
@@ -82,12 +84,12 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
     #    claim was made, else the user of the group's processes.
     is_bounded, life = lease.ttl is not None, GroupLife(body.life)
     if body.cgroup is None and body.unit is None:
-        with _process(request, body.pid) as (living, uid, gid):
-            owners = _owner(request, body.owner, uid, gid, None if body.group else living)
+        with _process(request, body.pid) as named:
+            living = named.living
+            owners = _owner(request, body.owner, named.uid, named.gid, None if body.group else living)
             if not body.group:
-                other = proc.real_uid(living.pid)
                 owner_uid = owners[0].uid if is_claim else lease.owner.uid
-                yield *owners, NamedHolder.process(living, None if other == owner_uid else other)
+                yield *owners, NamedHolder.process(living, None if named.real_uid == owner_uid else named.real_uid)
                 return
             group = named_groups.of_process(living.pid)
             try:
@@ -102,9 +104,8 @@ def of_holder(request: Request, body: HolderRequest, lease: Lease, *, is_claim: 
     group = _group(request, body.cgroup, body.unit)
     try:
         _check_group(request, group, is_bounded=is_bounded)
-        claim = claim_of(lease)
         wanted = body.owner
-        if wanted is None and claim is not None and claim.uid is not None:
+        if wanted is None and lease.claim is not None and lease.claim.uid is not None:
             wanted = RequestedOwner(lease.owner.uid, lease.owner.gid)
         uid, gid = _user_of_group(request, group, wanted) if is_claim else (lease.owner.uid, lease.owner.gid)
         yield *_owner(request, wanted, uid, gid, None), NamedHolder.group(group, life)
@@ -173,7 +174,7 @@ def _identity(request: Request, uid: int, gid: int) -> UserIdentity:
     return request.user if uid == request.user.uid else UserIdentity(uid, frozenset((gid,)))
 
 
-def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | None, settings: Settings) -> Named:
+def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | None, settings: Settings) -> NamedOrClaim:
     if not request.admin:
         raise NotPermittedError(
             "only an administrator can claim a lease for others", hint="take out a lease: mpsctl run"
@@ -185,7 +186,7 @@ def _claim(request: Request, wanted: RequestedClaim, owner: RequestedOwner | Non
     seconds = settings.admission.claim_deadline if wanted.deadline is None else wanted.deadline
     credentials = request.credentials
     claim = Claim(seconds, None if owner is None else owner.uid)
-    return *_owner(request, owner, credentials.uid, credentials.gid, None), NamedHolder.claim(claim)
+    return *_owner(request, owner, credentials.uid, credentials.gid, None), claim
 
 
 # -- control groups ----------------------------------------------------------------------------------------------------
@@ -238,15 +239,26 @@ def _user_of_group(request: Request, group: OpenGroup, wanted: RequestedOwner | 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+class _NamedProcess(NamedTuple):
+    """A process that a request names, with the kernel's facts about its user, all read while it lived."""
+
+    living: Process
+    uid: int
+    """The uid that MPS sees, which is the effective one; the lease belongs to that user."""
+    gid: int
+    real_uid: int | None
+
+
 @contextmanager
-def _process(request: Request, pid: int | None) -> Iterator[tuple[Process, int, int]]:
-    """Yield the process that a caller named, or the caller's own, with its uid and gid."""
+def _process(request: Request, pid: int | None) -> Iterator[_NamedProcess]:
+    """Yield the process that a caller named, or the caller's own."""
     if pid is None or pid == request.credentials.pid:
-        yield _connected(request), request.credentials.uid, request.credentials.gid
+        living = _connected(request)
+        yield _NamedProcess(living, request.credentials.uid, request.credentials.gid, proc.real_uid(living.pid))
         return
-    named = _named(request, pid)
+    named = _opened(request, pid)
     try:
-        yield named, *_user_of(request, named)
+        yield _with_user(request, named)
     finally:
         named.close()
 
@@ -270,7 +282,7 @@ def _connected(request: Request) -> Process:
     return connected
 
 
-def _named(request: Request, pid: int) -> Process:
+def _opened(request: Request, pid: int) -> Process:
     """Watch the process that a caller named by its pid. Raises InvalidRequestError when there is none."""
     if request.credentials.pid == 0 or proc.is_nested(request.credentials.pid):
         raise InvalidRequestError(
@@ -288,20 +300,19 @@ def _named(request: Request, pid: int) -> Process:
     return found
 
 
-def _user_of(request: Request, named: Process) -> tuple[int, int]:
-    """Return the uid and gid of a process that a caller named: one of its own, or for an administrator any.
+def _with_user(request: Request, named: Process) -> _NamedProcess:
+    """Return a process that a caller named with its user: the caller, or for an administrator any user.
 
-    The lease belongs to that user, whose uid is the one that MPS sees. Raises InvalidRequestError when the process is
-    gone by now, and NotPermittedError when it belongs to another user.
+    Raises InvalidRequestError when the process is gone by now, and NotPermittedError when it belongs to another user.
     """
-    user = proc.effective_user(named.pid)
+    user, real_uid = proc.effective_user(named.pid), proc.real_uid(named.pid)
     # A lookup by pid belongs to this process only if it still exists: then the pid was its own all the while.
     if user is None or named.is_gone():
         raise _no_process(named.pid)
     if user[0] != request.credentials.uid and not request.admin:
         because = f"process {named.pid} does not belong to uid {request.credentials.uid}"
         raise NotPermittedError(because, hint="name a process of your own")
-    return user
+    return _NamedProcess(named, *user, real_uid)
 
 
 def _no_process(pid: int) -> InvalidRequestError:

@@ -102,7 +102,7 @@ class NodeHandlers:
         return notes
 
     async def gpus(self, request: Request) -> answer_types.Gpus:
-        daemons = self._node.daemons()
+        daemons = self._node.control_daemons.all()
         gpus = [self._gpu(view, daemons, operator=request.operator) for view in self._node.gpus.views()]
         return answer_types.Gpus(gpus=gpus)
 
@@ -129,12 +129,12 @@ class NodeHandlers:
             health=view.health,
             because=view.because,
             hint=health.hint_for(view.hint, refuses=view.health is not Health.OK, operator=operator),
-            refused=health.refused(view, daemons, self._node.leases.trouble),
+            refused=health.refused(view, daemons, self._node.leases.group_commit.trouble),
         )
 
     async def daemons(self, request: Request) -> answer_types.Daemons:
         return answer_types.Daemons(
-            daemons=[rendering.daemon(each, operator=request.operator) for each in self._node.daemons()]
+            daemons=[rendering.daemon(each, operator=request.operator) for each in self._node.control_daemons.all()]
         )
 
     async def clients(self, _: Request) -> answer_types.Clients:
@@ -159,7 +159,7 @@ class NodeHandlers:
                     because=judged.get((daemon.name, pid), _WELL)[1],
                     hint=judged.get((daemon.name, pid), _WELL)[2],
                 )
-                for daemon in self._node.daemons()
+                for daemon in self._node.control_daemons.all()
                 for server in daemon.servers
                 for pid in server.clients
             ]
@@ -173,7 +173,7 @@ class NodeHandlers:
         inspected = self._node.violation_monitor.listed()
         listed = (
             (client, daemon.gpu)
-            for daemon in self._node.daemons()
+            for daemon in self._node.control_daemons.all()
             for server in daemon.servers
             for client in server.opened
         )

@@ -43,7 +43,7 @@ class OperatorHandlers:
 
     async def reset(self, request: Request) -> answer_types.Operation:
         """Clear a control daemon's deaths, and the reports and the compute mode's state of its GPU; then try again."""
-        supervisor = self._node.supervisor(request.names["name"])
+        supervisor = self._node.control_daemons.supervisor(request.names["name"])
         supervisor.reset()
         self._node.gpus.reset(supervisor.gpu.uuid)
         return self._done(request, supervisor, "reset", "reset")
@@ -51,15 +51,15 @@ class OperatorHandlers:
     async def hold(self, request: Request) -> answer_types.Operation:
         """Stop admission to a control daemon until it is resumed; stored before the answer."""
         assert isinstance(request.body, HoldRequest)  # noqa: S101 - the route table says so
-        supervisor = self._node.supervisor(request.names["name"])
+        supervisor = self._node.control_daemons.supervisor(request.names["name"])
         because = f"uid {request.credentials.uid} holds it{_quoted(request.body.reason)}"
         supervisor.intend(OperatorCommand(Intent.HOLD, because))
         return self._done(request, supervisor, "hold", "holds")
 
     async def resume(self, request: Request) -> answer_types.Operation:
         """Resume admission; stored before the answer."""
-        supervisor = self._node.supervisor(request.names["name"])
-        self._node.resume(supervisor, f"uid {request.credentials.uid} resumed it")
+        supervisor = self._node.control_daemons.supervisor(request.names["name"])
+        self._node.control_daemons.resume(supervisor, f"uid {request.credentials.uid} resumed it")
         return self._done(request, supervisor, "resume", "resumed")
 
     async def drain(self, request: Request) -> answer_types.Operation:
@@ -73,7 +73,7 @@ class OperatorHandlers:
     def _begun(self, request: Request, intent: Intent, does: str) -> answer_types.Operation:
         """Begin a long operation, or join one that has begun already, and return it."""
         assert isinstance(request.body, DrainRequest)  # noqa: S101 - the route table says so
-        supervisor, timeout = self._node.supervisor(request.names["name"]), request.body.timeout
+        supervisor, timeout = self._node.control_daemons.supervisor(request.names["name"]), request.body.timeout
         if timeout is not None and not request.admin:
             raise NotPermittedError(
                 "a drain with a timeout ends the leases of other users, which needs the role admin",
@@ -108,9 +108,9 @@ class OperatorHandlers:
 
     async def canary(self, request: Request) -> answer_types.Canary:
         """Send a canary to a control daemon, after one that runs."""
-        supervisor = self._node.supervisor(request.names["name"])
+        supervisor = self._node.control_daemons.supervisor(request.names["name"])
         reason = Suspicion(Cause.COMMAND, f"uid {request.credentials.uid} wants to know whether it serves")
-        return rendering.canary(supervisor.name, await self._node.server_watches.examine(supervisor, reason))
+        return rendering.canary(supervisor.name, await self._node.control_daemons.examine(supervisor, reason))
 
     async def pardon(self, request: Request) -> None:
         """Lift the quarantine of a uid; stored before the answer."""
@@ -123,7 +123,7 @@ class OperatorHandlers:
         operation = request.names["id"]
         if operation in self._operations:
             return self._operations[operation]
-        found = self._node.operation(operation)
+        found = self._node.control_daemons.operation(operation)
         if found is None:
             raise NotFoundError(
                 f"there is no operation {operation!r}",

@@ -6,12 +6,12 @@ from operator import attrgetter
 from typing import Final
 
 from mpsd.client import answer_types
+from mpsd.core import holders
 from mpsd.core.admission.rules import QueuePlace
 from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
 from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.health import Reason, drifted, hint_for
-from mpsd.core.holders import group_names
 from mpsd.core.model import (
     Claim,
     Daemon,
@@ -183,7 +183,7 @@ def process(process: VerifiedProcess, name: str) -> answer_types.Process:
     }
 
 
-def holder(holder: Holder) -> answer_types.Holder:
+def holder(holder: Holder | Claim) -> answer_types.Holder:
     found: answer_types.Holder
     match holder:
         case HoldingProcess(identity, started):
@@ -192,7 +192,7 @@ def holder(holder: Holder) -> answer_types.Holder:
                 found["start_time"] = time(started)
         case HoldingGroup(group, life):
             found = {"kind": "cgroup", "cgroup": group.path, "while": life.value}
-            unit, container, pod = group_names.name_of(group.path)
+            unit, container, pod = holders.group_name(group.path)
             if unit:
                 found["unit"] = unit
             if container:
@@ -241,7 +241,7 @@ def lease(lease: Lease, place: QueuePlace | None = None, *, secret: bool = True)
         "gpus": [*map(_GPU_OF, lease.shares)],
         "daemon": first["daemon"] if first else None,
         "owner": {"uid": owner.uid, "gid": owner.gid, "pid": owner.pid, "start_time": time_or_none(owner.started)},
-        "holders": [holder(each) for each in lease.holders],
+        "holders": [*map(holder, holders.bound_to(lease))],
         "active_thread_percentage": first["active_thread_percentage"] if first else _percent(request.threads),
         "pinned_device_mem_limit": first["pinned_device_mem_limit"] if first else _bytes(request.memory),
         "env": first["env"] if first else {},

@@ -24,7 +24,7 @@ from mpsd.core.supervision import wedge
 from mpsd.core.supervision.wedge import CanaryEnd, Proof
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
-from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.system import capabilities, clock, credentials, proc, process
 from mpsd.system.canary import BEGINS, CanaryProgram
 from mpsd.system.control_pipe import ControlProgram
@@ -51,11 +51,11 @@ class Canaries:
     """The canaries of a node; each control daemon has at most one at a time."""
 
     def __init__(
-        self, program: CanaryProgram, control: ControlProgram, gates: LimitGates, pipe_access: NodePipeAccess
+        self, program: CanaryProgram, control: ControlProgram, ceilings: Ceilings, pipe_access: NodePipeAccess
     ) -> None:
         self._program = program
         self._control = control
-        self._gates = gates
+        self._ceilings = ceilings
         self._pipe_access = pipe_access
 
     async def send(self, supervisor: Supervisor, seconds: float, *, by_command: bool) -> CanaryEnd:
@@ -69,7 +69,7 @@ class Canaries:
         if uid != os.geteuid() and not capabilities.can_serve_users():
             return _unable(f"mpsd cannot become uid {uid} to send a canary: it has no CAP_SETUID")
         opened = (
-            self._gates.opened_for_canary(supervisor.name, wedge.LIMITS) if by_command else contextlib.nullcontext()
+            self._ceilings.opened_for_canary(supervisor.name, wedge.LIMITS) if by_command else contextlib.nullcontext()
         )
         try:
             async with opened:

@@ -19,7 +19,7 @@ _NO_ROOM: Final = "free space on the file system of paths.state_dir, then: mpsct
 
 
 class ComputeModes:
-    """The compute mode of each GPU. `settle` is called with each reading, one at a time."""
+    """The compute mode of each GPU. `advance` is called with each reading, one at a time."""
 
     def __init__(self, source: GpuSource, found: SavedComputeModes, log: Logger) -> None:
         self._source = source
@@ -84,9 +84,9 @@ class ComputeModes:
     def _wanted_on(self, gpu: Gpu) -> bool:
         return self._wanted and gpus.unsupported(gpu) is None
 
-    # -- settling -----------------------------------------------------------------------------------------------------
+    # -- changing -----------------------------------------------------------------------------------------------------
 
-    async def settle(self, gpu: Gpu, usage: Reading[GpuUsage]) -> Reading[GpuUsage]:
+    async def advance(self, gpu: Gpu, usage: Reading[GpuUsage]) -> Reading[GpuUsage]:
         """Take the next step for a GPU that was just read, and return the reading after it."""
         # 1. A GPU that cannot be read may come back reset, together with its mode: nothing about it is remembered.
         # 2. A mode is taken or given back once: where that was refused, new settings or `reset` try again.

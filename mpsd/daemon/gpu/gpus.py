@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Final
 
@@ -21,19 +21,21 @@ from mpsd.system.gpu import GpuSource
 _INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs, and between two attempts to watch for faults where that fails."""
 
-_LOOK: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
+_SEE: Final = "see nvidia-smi and dmesg; mpsd retries by itself"
 
 
 class Gpus:
-    def __init__(self, source: GpuSource, modes: ComputeModes, log: Logger, changed: Callable[[], None]) -> None:
-        """`changed` is called when the state of a GPU changes."""
+    def __init__(self, source: GpuSource, modes: ComputeModes, log: Logger) -> None:
+        self.changed = Signal[()]()
+        """The state of a GPU has changed."""
+        self.was_read = Signal[()]()
+        """The GPUs were read, at their time or because `read_soon` was called."""
         self.by_index: dict[int, Gpu] = {}
         self.modes = modes
         self.reported = Signal[str]()
         """The GPU of this UUID reports an Xid: a client's fault causes one, too."""
         self._source = source
         self._log = log
-        self._changed = changed
         self._usage: dict[int, Reading[GpuUsage]] = {}
         self._began: dict[int, datetime] = {}
         """The start of each of these readings: a reading does not cover later reports."""
@@ -49,8 +51,8 @@ class Gpus:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    async def follow(self, read: Callable[[], None]) -> None:
-        """Read the GPUs periodically, and search for those that could not be read; call `read` after each time."""
+    async def run(self) -> None:
+        """Read the GPUs periodically until cancelled, and search for those that could not be read."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_INTERVAL):
@@ -63,7 +65,7 @@ class Gpus:
                 with contextlib.suppress(GpuError):
                     await self.take(await self._source.inventory())
             await self.read()
-            read()
+            self.was_read.send()
 
     async def listen(self) -> None:
         """Record the faults that GPUs report, for ever."""
@@ -89,7 +91,7 @@ class Gpus:
         for index, gpu in self.by_index.items():
             async with self._reading:
                 began = clock.now()
-                before, now = self._usage.get(index), await self.modes.settle(gpu, await self._source.usage(gpu))
+                before, now = self._usage.get(index), await self.modes.advance(gpu, await self._source.usage(gpu))
             if isinstance(now, Unknown) and not isinstance(before, Unknown):
                 facts = {"index": index, "uuid": gpu.uuid, "health": Health.UNKNOWN, "because": now.reason}
                 self._log.error(EventName.GPU_HEALTH, **facts)
@@ -98,7 +100,7 @@ class Gpus:
             earlier, self._usage[index], self._began[index] = self._began.get(index, began), now, began
             _, at = self._reported.get(gpu.uuid, (0, None))
             if now != before or (at is not None and at >= earlier):  # reports since the last reading may be decided now
-                self._changed()
+                self.changed.send()
 
     async def read_usage(self, uuid: str) -> Reading[GpuUsage]:
         """Read the GPUs, and return the usage of one."""
@@ -120,7 +122,7 @@ class Gpus:
         if before is None or gpus.condemns(fault.xid) or not gpus.condemns(before[0]):
             self._reported[fault.gpu] = (fault.xid, clock.now())
             self._soon.set()  # the reading may have a recovery action
-            self._changed()
+            self.changed.send()
 
     def read_soon(self) -> None:
         """Read the GPUs before the next period."""
@@ -130,7 +132,7 @@ class Gpus:
         """Request a compute mode for the GPUs, or their own mode; it is set soon."""
         self.modes.want(mode, because)
         self._soon.set()
-        self._changed()
+        self.changed.send()
 
     async def release(self, because: str) -> None:
         """Restore all changes to the GPUs now: no control daemon of mpsd uses them any more."""
@@ -142,7 +144,7 @@ class Gpus:
         self.modes.reset(uuid)
         self._reported.pop(uuid, None)
         self._soon.set()
-        self._changed()
+        self.changed.send()
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class Gpus:
                 yield self.view(index)
             else:
                 unknown = self._unread[index]
-                yield GpuView(index, None, unknown, Health.UNKNOWN, unknown.reason, _LOOK)
+                yield GpuView(index, None, unknown, Health.UNKNOWN, unknown.reason, _SEE)
 
     def view(self, index: int) -> GpuView:
         """Return the view of a GPU that was found."""
@@ -182,7 +184,7 @@ class Gpus:
         if refused is not None:
             return GpuView(index, gpu, usage, Health.UNSUPPORTED, *refused)
         if isinstance(usage, Unknown):
-            return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _LOOK)
+            return GpuView(index, gpu, usage, Health.UNKNOWN, usage.reason, _SEE)
         reported, at = self._reported.get(gpu.uuid, (0, clock.now()))
         report = f"at {at.isoformat(timespec='seconds')} it reported {gpus.describe_xid(reported)}" if reported else ""
         needs = gpus.recovery(usage.value.recovery, index) if usage.value.recovery is not None else None

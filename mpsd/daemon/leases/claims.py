@@ -5,11 +5,11 @@ the others are released.
 """
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
 from msgspec import structs
 
+from mpsd.core import holders
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.errors import (
     AlreadyClaimedError,
@@ -20,12 +20,10 @@ from mpsd.core.errors import (
     StorageError,
 )
 from mpsd.core.events import EventName
-from mpsd.core.holders import group_names, holders
 from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
-from mpsd.daemon.holders.holder_watch import HolderWatch
-from mpsd.daemon.holders.named_holder import NamedHolder
+from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
-from mpsd.daemon.leases.limit_gates import LimitGates
+from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
 from mpsd.system import clock, process
 from mpsd.system.descriptors import Purpose
 
@@ -38,12 +36,12 @@ class Claims:
         ledger: Ledger,
         holder_watch: HolderWatch,
         group_commit: GroupCommit,
-        limit_gates: LimitGates,
+        ceilings: Ceilings,
     ) -> None:
         self._ledger = ledger
         self._holder_watch = holder_watch
         self._group_commit = group_commit
-        self._limit_gates = limit_gates
+        self._ceilings = ceilings
         self._openings: dict[str, asyncio.Task[Lease]] = {}
         """By taken claim, the task that stores it and opens it to its holder."""
 
@@ -69,7 +67,7 @@ class Claims:
 
     def check_untaken(self, lease: Lease) -> None:
         """Refuse a lease that has a holder; one that has ended is no error. Raises AlreadyClaimedError."""
-        if lease.state is not LeaseState.ENDED and holders.claim_of(lease) is None:
+        if lease.state is not LeaseState.ENDED and lease.claim is None:
             raise already_claimed(lease)
 
     async def add(self, lease_id: str, named: NamedHolder, *, replace: bool) -> Lease:
@@ -81,47 +79,35 @@ class Claims:
         before = self.granted(lease_id)
         after = holders.with_another(before, named.holder, replace=replace)
         self._holder_watch.watch(lease_id, named, Purpose.LEASE if replace else Purpose.ANOTHER_HOLDER)
-        lease = self._ledger.hold(lease_id, after)
+        lease = self._ledger.set_holders(lease_id, after)
         for each in before.holders:
             if not any(holders.are_same(each, other) for other in after):
                 self._holder_watch.cut(lease, each)
         event = EventName.LEASE_HANDED_OVER if replace else EventName.LEASE_HOLDER_ADDED
         because = f"it is held by {holders.said(named.holder)}"
         if replace:
-            because += f", and was by {', '.join(map(holders.said, before.holders))}"
-        self._limit_gates.follow(lease)
-        self._group_commit.change(lease, event, **group_names.facts_of(named.holder), because=because)
+            because += f", and was by {', '.join(map(holders.said, holders.bound_to(before)))}"
+        self._ceilings.follow(lease)
+        self._group_commit.change(lease, event, **holders.group_facts(named.holder), because=because)
         self._group_commit.stored(lease_id)
         return self._ledger.leases.get(lease_id, lease)
 
-    async def take(
-        self, lease_id: str, named: NamedHolder, owner: Owner, ttl: float | None, check: Callable[[Lease], None]
-    ) -> Lease:
+    async def take(self, before: Lease, named: NamedHolder, owner: Owner, ttl: float | None) -> Lease:
         """Let this holder take a claim for this owner; it is stored, and open to the holder, before it is returned.
 
-        `check` raises an error where this owner may not have the lease. Whichever error is raised, the claim is
-        unchanged: AlreadyClaimedError for all but the first caller, NotFoundError, DoesNotFitError, StorageError, and
-        as `LimitGates.open` and `descriptors.duplicate`. The first caller may ask again, and gets the same outcome.
+        Whichever error is raised, the claim is unchanged: NotFoundError, DoesNotFitError, StorageError, and as
+        `Ceilings.open` and `descriptors.duplicate`. A caller that asks again (`taken`) gets the same outcome.
         """
-        before = self.granted(lease_id)
-        if holders.claim_of(before) is None:
-            self._held(lease_id, named.holder)
-            if (opening := self._openings.get(lease_id)) is not None:
-                return await asyncio.shield(opening)
-            self._group_commit.stored(lease_id)
-            await self._limit_gates.open(before)
-            return self._held(lease_id, named.holder)
-        check(before)
-        now = clock.monotonic()
+        lease_id, now = before.id, clock.monotonic()
         self._holder_watch.watch(lease_id, named, Purpose.LEASE)  # first, because this step fails without descriptors
         try:
             lease = self._ledger.take(lease_id, owner, named.holder, ttl, now)
         except MpsdError:
             self._holder_watch.unwatch(lease_id)
             raise
-        self._limit_gates.follow(lease)
+        self._ceilings.follow(lease)
         because = f"{holders.said(named.holder)} took it"
-        facts = {**group_names.facts_of(named.holder), "because": because}
+        facts = {**holders.group_facts(named.holder), "because": because}
         self._group_commit.change(lease, EventName.LEASE_CLAIMED, **facts)
         # All concurrent callers get the outcome of this task, which does not depend on whether they stay connected.
         opening = asyncio.get_running_loop().create_task(self._open(before, lease))
@@ -129,11 +115,23 @@ class Claims:
         opening.add_done_callback(partial(self._opened, lease_id))
         return await asyncio.shield(opening)
 
+    async def taken(self, lease: Lease, holder: Holder) -> Lease:
+        """Return a lease that is no claim any more to the holder that took it, when it is stored and open.
+
+        Raises AlreadyClaimedError for any other holder, and otherwise the same as `take`.
+        """
+        self._held(lease.id, holder)
+        if (opening := self._openings.get(lease.id)) is not None:
+            return await asyncio.shield(opening)
+        self._group_commit.stored(lease.id)
+        await self._ceilings.open(lease)
+        return self._held(lease.id, holder)
+
     async def _open(self, before: Lease, taken: Lease) -> Lease:
         """Store a claim that was just taken and open it to its holder, or put it back and raise why."""
         try:
             self._group_commit.stored(taken.id)
-            await self._limit_gates.open(taken)
+            await self._ceilings.open(taken)
         except CapacityError as refusal:
             await self._put_back(before, taken, refusal)
             raise
@@ -154,7 +152,7 @@ class Claims:
         lease = self._ledger.leases.get(lease_id)
         if lease is None or lease.closing:
             raise NotFoundError(f"lease {lease_id} has ended meanwhile", hint="take out another lease")
-        if holders.claim_of(lease) is not None:
+        if lease.claim is not None:
             raise DaemonNotReadyError(
                 f"lease {lease_id} can be claimed again: {holders.said(holder)} no longer holds it",
                 hint="take it again",
@@ -179,14 +177,14 @@ class Claims:
                 f"lease {lease_id} has a living client, pid {client.pid}",
                 hint=f"end its clients first, or hand the lease over: mpsctl hand-over {lease_id} --pid PID",
             )
-        untaken = holders.claim_of(before)
+        untaken = before.claim
         if uid is None:
             uid = before.owner.uid if untaken is None else untaken.uid
         claim = Claim(seconds, uid, now + seconds)
-        left = structs.replace(before, state=LeaseState.GRANTED, holders=(claim,), attached=(), bearers=())
+        left = structs.replace(before, state=LeaseState.GRANTED, holders=(), claim=claim, attached=(), bearers=())
         self._ledger.put_back(left, now)
         self._holder_watch.unwatch(lease_id)
-        self._limit_gates.unfollow(left)
+        self._ceilings.forget(left)
         was = ", ".join(map(holders.said, before.holders))
         because = f"it is held by {holders.said(claim)} for {seconds:g} s, and was by {was}"
         self._group_commit.change(left, EventName.LEASE_HANDED_OVER, because=because)
@@ -208,16 +206,17 @@ class Claims:
         back = structs.replace(
             lease,
             owner=before.owner,
-            holders=before.holders,
+            holders=(),
+            claim=before.claim,
             ttl=life.ttl,
             expires=life.expires,
         )
         self._ledger.put_back(back, clock.monotonic())
         self._holder_watch.unwatch(back.id)
-        self._limit_gates.unfollow(lease)
+        self._ceilings.forget(lease)
         self._group_commit.change(back, EventName.LEASE_CLAIM_RETURNED, because=refusal.detail)
         if not isinstance(refusal, StorageError):
-            self._group_commit.end()
+            self._group_commit.commit()
 
     def why_expired(self, lease: Lease, claim: Claim) -> str:
         """Report that no holder took a claim in time, and return why the lease ends."""

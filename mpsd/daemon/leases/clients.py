@@ -1,20 +1,19 @@
 """The clients of MPS, and the lease that each belongs to."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from typing import Final
 
+from mpsd.core import holders
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.enforcement import attribution, change_of_user, violations
 from mpsd.core.enforcement.lease_environment import LEASE
 from mpsd.core.enforcement.violations import AttributedClient, Violation
-from mpsd.core.errors import NotFoundError
+from mpsd.core.errors import DoesNotFitError, NotFoundError
 from mpsd.core.events import EventName
-from mpsd.core.holders import group_names, holders
 from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Share, Stop, ViolationKind
-from mpsd.daemon.holders.holder_watch import HolderWatch
+from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
-from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.leases.pending_request import no_room
+from mpsd.daemon.leases.holder_watch import HolderWatch
 from mpsd.system import proc
 
 _BY_ATTRIBUTION: Final = frozenset(
@@ -27,22 +26,21 @@ class Clients:
     """Attributes the clients that control daemons list to leases, and removes those that exit."""
 
     def __init__(
-        self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit, limit_gates: LimitGates
+        self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit, ceilings: Ceilings
     ) -> None:
         self._ledger = ledger
         self._group_commit = group_commit
-        self._limit_gates = limit_gates
+        self._ceilings = ceilings
         self._holder_watch = holder_watch
         self._watch = holder_watch.processes
 
     def drop_dead_clients(self, lease: Lease) -> None:
         """Remove the processes of a restored lease that have exited."""
-        living = self._watch.of(lease.id)
-        self._keep(lease, lambda each: each in living)
+        self._drop_except(self._watch.of(lease.id), lease)
 
     def remove(self, lease: Lease, gone: ProcessIdentity) -> None:
         """Remove a process that has exited, if it was a client or a bearer."""
-        self._keep(lease, lambda each: each != gone)
+        self._drop_except({*lease.clients, *lease.bearers} - {gone}, lease)
 
     def lose(self, daemon: str, gone: Collection[ProcessIdentity], because: str) -> None:
         """Note that the contexts of these clients of a control daemon have ended, although their processes may live."""
@@ -57,7 +55,7 @@ class Clients:
         """Note that only these processes of a lease are left, which carry its token."""
         attached = tuple(each for each in lease.attached if each.process in bearers)
         lease = self._ledger.attach(lease.id, attached, bearers)
-        self._limit_gates.follow(lease)
+        self._ceilings.follow(lease)
         self.report_borne(lease)
 
     def report_borne(self, lease: Lease) -> None:
@@ -81,8 +79,8 @@ class Clients:
             if attached not in lease.attached and self._watch.watch_identity(lease.id, identity):
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)
-                self._limit_gates.follow(lease)
-                facts = group_names.name_of(proc.cgroup(identity.pid)).facts()
+                self._ceilings.follow(lease)
+                facts = holders.group_name(proc.cgroup(identity.pid)).facts()
                 facts |= {} if kernel_says else {"by": "token"}
                 self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 
@@ -168,17 +166,17 @@ class Clients:
         """Expect further processes of a lease again, and return when they can attach.
 
         Raises NotFoundError when the lease has ended or waits, DoesNotFitError when it has all its processes, and as
-        `LimitGates.open` does.
+        `Ceilings.open` does.
         """
         lease = self._ledger.leases.get(lease_id)
-        if lease is None or lease.closing or holders.claim_of(lease) is not None:
+        if lease is None or lease.closing or lease.claim is not None:
             raise NotFoundError(
                 f"processes cannot attach to lease {lease_id} now", hint="take out another lease: mpsctl run"
             )
         if not any(self._ledger.has_room(lease, share.gpu) for share in lease.shares):
-            raise no_room(lease)
-        self._limit_gates.follow(lease)
-        await self._limit_gates.open(lease)
+            raise _no_room(lease)
+        self._ceilings.follow(lease)
+        await self._ceilings.open(lease)
         return self._ledger.leases.get(lease_id, lease)
 
     def leases_with(self, pid: int) -> Iterator[Lease]:
@@ -239,10 +237,27 @@ class Clients:
             and any(proc.cgroup(each.pid) == cgroup for each in self._watch.of(lease.id))
         ]
 
-    def _keep(self, lease: Lease, stays: Callable[[ProcessIdentity], bool]) -> None:
-        attached = tuple(each for each in lease.attached if stays(each.process))
-        bearers = tuple(filter(stays, lease.bearers))
+    def _drop_except(self, left: Container[ProcessIdentity], lease: Lease) -> None:
+        """Remove the clients and bearers of a lease that are not `left`."""
+        attached = tuple(each for each in lease.attached if each.process in left)
+        bearers = tuple(each for each in lease.bearers if each in left)
         if (attached, bearers) != (lease.attached, lease.bearers):
             lease = self._ledger.attach(lease.id, attached, bearers)
-            self._limit_gates.follow(lease)
+            self._ceilings.follow(lease)
             self._group_commit.change(lease)
+
+
+def _no_room(lease: Lease) -> DoesNotFitError:
+    """Return the error that a lease has its present maximum of client processes."""
+    if lease.request.processes is None:
+        return DoesNotFitError(
+            f"lease {lease.id} already has {len(lease.clients)} processes, and the GPU has no place for another client",
+            hint="end one of them, or try again when another lease on the GPU has ended: mpsctl leases",
+            limit="clients",
+        )
+    each = " on each of its GPUs" if len(lease.shares) > 1 else ""
+    return DoesNotFitError(
+        f"lease {lease.id} already has its {lease.request.processes} processes{each}",
+        hint="end one of them, or take out a lease for more processes",
+        limit="processes",
+    )

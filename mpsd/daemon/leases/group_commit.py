@@ -4,16 +4,19 @@ If mpsd dies between the two, the next mpsd logs them, because they are in the l
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
+from mpsd.core import holders
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
-from mpsd.core.holders import group_names
 from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
+from mpsd.core.signal import Signal
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
@@ -27,34 +30,20 @@ _MAKE_ROOM: Final = "free space on the file system of the runtime directory, or 
 class GroupCommit:
     """The changes to leases that are not stored yet, and the callers that wait for them."""
 
-    def __init__(
-        self,
-        store: LeaseStore,
-        log: Logger,
-        settings: LiveSettings,
-        *,
-        publish: Callable[[int], int],
-        account: Callable[[datetime, Mapping[str, Lease]], None],
-        finish: Callable[[], None],
-        find: Callable[[str], Lease | None],
-        refuse: Callable[[str, str, StorageError], None],
-    ) -> None:
-        """Take the parts of the node that a commit concerns.
-
-        `account` receives the leases of each stored turn, in that state, and the time. `find` returns a lease that has
-        not ended. `finish` is called before a turn is stored, to make the decisions that follow from those of the turn.
-        `refuse` is called for each lease, granted or waiting, that could not be stored.
-        """
+    def __init__(self, ledger: Ledger, store: LeaseStore, events: Events, settings: LiveSettings, log: Logger) -> None:
+        self.ending = Signal[()]()
+        """The decisions so far are about to be stored: those that follow from them can still be added."""
+        self.unstored = Signal[str, str, StorageError]()
+        """With a lease's id and the reason: this lease, granted or waiting, could not be stored, so nobody has it."""
+        self.committed = Signal[datetime, Mapping[str, Lease]]()
+        """With the time: these leases, by id, were stored in this state, and logged."""
         self.trouble = ""
         """The reason why nothing can be stored now; empty if all is well."""
+        self._ledger = ledger
         self._store = store
+        self._history = events
         self._log = log
         self._shares = LineShares(log, lambda: settings.current.api.lines_per_uid, minutes=10, lines="leases")
-        self._publish_to = publish
-        self._account = account
-        self._finish = finish
-        self._find = find
-        self._refuse = refuse
         self._due = False
         """Whether something has to be stored, at the scheduled end of this turn of the loop."""
         self._changed: dict[str, Lease] = {}
@@ -73,7 +62,7 @@ class GroupCommit:
         else:
             self._log.tally.count_omitted(clock.now(), event, facts)
 
-    def decided(self, lease: Lease) -> None:
+    def note_decision(self, lease: Lease) -> None:
         """Store a decided request, and log the decision."""
         if lease.state is LeaseState.WAITING:
             self.change(lease, EventName.LEASE_WAITS, because=lease.because)
@@ -87,11 +76,11 @@ class GroupCommit:
             pinned_device_mem_limit=first.memory.bytes,
             processes=lease.request.processes or 0,
             **({} if lease.granted == lease.created else {"waited": _waited(lease)}),
-            **group_names.facts_of(lease.holders[0]),
+            **holders.group_facts(holders.bound_to(lease)[0]),
             because=lease.because,
         )
 
-    def refused(self, owner: Owner, refusal: MpsdError) -> None:
+    def log_refusal(self, owner: Owner, refusal: MpsdError) -> None:
         """Log a refusal with its reason; there is nothing to store."""
         facts = {"code": refusal.code, "limit": refusal.limit, "because": refusal.detail}
         if self._shares.take(owner.uid):
@@ -102,23 +91,23 @@ class GroupCommit:
     def _schedule(self) -> None:
         if not self._due:
             self._due = True
-            asyncio.get_running_loop().call_soon(self.end)
+            asyncio.get_running_loop().call_soon(self.commit)
 
     def stored(self, lease_id: str) -> None:
         """Store a lease in its present state. Raises StorageError on failure; mpsd keeps trying."""
         if lease_id in self._store.late:
             self._schedule()
-        self.end()
+        self.commit()
         if lease_id in self._store.late:
             raise StorageError(f"the state of lease {lease_id} could not be stored: {self.trouble}", hint=_MAKE_ROOM)
 
-    def look_for_room(self) -> None:
+    def mend(self) -> None:
         """Retry failed commits, and grant again when there is room again.
 
         A file that others have removed, replaced or written into is written again from the state in memory.
         """
         try:
-            because = self._store.mend(self._find)
+            because = self._store.mend(self._ledger.find)
         except StorageError as error:
             if not self.trouble:
                 self._log.error(EventName.STORE_FULL, because=error.detail)
@@ -133,21 +122,21 @@ class GroupCommit:
         self.trouble = ""
         self._log.info(EventName.STORE_WRITABLE)
 
-    def end(self) -> None:
+    def commit(self) -> None:
         """Store the decisions so far, and log them."""
         if not self._due:
             return  # a caller had them stored already
-        self._finish()
+        self.ending.send()
         self._due = False
         changed, self._changed = self._changed, {}
         events, self._events = self._events, []
-        result = self._store.keep(changed, events)
+        result = self._store.store(changed, events)
         if result.because:
             events, changed = self._without(result, events, changed)
         if changed:
             now = clock.now()
             self._publish([(now, each) for each in events])
-            self._account(now, changed)
+            self.committed.send(now, changed)
 
     def _without(
         self, result: CommitResult, events: list[LeaseEvent], changed: Mapping[str, Lease]
@@ -158,7 +147,7 @@ class GroupCommit:
         self.trouble = result.because
         for lease in result.refused:
             because = f"it was not granted because it could not be stored: {result.because}"
-            self._refuse(lease.id, because, StorageError(because, hint=_MAKE_ROOM))
+            self.unstored.send(lease.id, because, StorageError(because, hint=_MAKE_ROOM))
         refused = {lease.id for lease in result.refused}
         self._events += [each for each in events if each.lease in self._store.late]
         late = {lease_id: lease for lease_id, lease in changed.items() if lease_id in self._store.late}
@@ -187,7 +176,7 @@ class GroupCommit:
         for at, each in events:
             log = self._log.warning if each.event in WARNINGS else self._log.info
             log(each.event, at=at, lease=each.lease, **each.facts)
-        self._store.note_published(self._publish_to(self._store.batch))
+        self._store.note_published(self._history.publish(self._store.batch))
 
 
 def _waited(lease: Lease) -> float:

@@ -1,20 +1,22 @@
 """The leases on disk: the stored state, the state to be stored, and the handling of a full disk."""
 
-import contextlib
 import itertools
+import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, TypeAlias
 
 import msgspec
 
+from mpsd.core import holders
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
-from mpsd.core.model import Lease, LeaseState
-from mpsd.daemon.leases.unrestored import UnrestoredLease
-from mpsd.system import clock
+from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseState, ProcessIdentity
+from mpsd.core.sanitize import text
+from mpsd.system import clock, proc
 from mpsd.system.database import Database, Statement, summed
 from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
 
@@ -48,6 +50,9 @@ LEASES_FIRST: Final = """
 LEASES_BALLAST: Final = 512 * 1024
 """Bytes for the ends of leases on a full disk: an end must always find room."""
 
+_MOST_WORDS: Final = 200
+"""Maximum characters of an error in a reason."""
+
 PUT_LEASE: Final = "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?)"
 
 
@@ -61,6 +66,83 @@ class LeaseEvent(msgspec.Struct, frozen=True, array_like=True):
 
 _Batches: TypeAlias = tuple[tuple[int, Sequence[LeaseEvent]], ...]
 """News, by turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnrestoredLease:
+    """A lease that was set aside, as far as it could be decoded."""
+
+    row: int
+    """The number of its row in the store."""
+    id: str
+    because: str
+    gpus: frozenset[str] | None
+    """The UUIDs of the GPUs on which it may hold shares; None where they are unknown, which stands for all GPUs."""
+    processes: tuple[ProcessIdentity, ...] | None
+    """Its holders and its clients; None where they are unknown, as those of a control group or a claim are."""
+
+    @classmethod
+    def of_row(cls, row: int, data: str, error: Exception) -> "UnrestoredLease":
+        """Return the readable parts of a lease that cannot be decoded."""
+        found: object = None
+        with suppress(*NOT_UNDERSTOOD):
+            found = json.loads(data)  # json accepts more than msgspec does
+        fields = found if isinstance(found, dict) else {}
+        return cls(
+            row, text(str(fields.get("id", "?")))[:_MOST_WORDS], _words(error), _gpus(fields), _processes(fields)
+        )
+
+    @classmethod
+    def of_lease(cls, row: int, lease: Lease, error: Exception) -> "UnrestoredLease":
+        """Return a lease that could be decoded, but not restored."""
+        gpus = frozenset(share.gpu for share in lease.shares)
+        known = lease.claim is None and all(isinstance(each, HoldingProcess) for each in lease.holders)
+        return cls(row, lease.id, _words(error), gpus, (*holders.processes(lease), *lease.clients) if known else None)
+
+    @property
+    def reason(self) -> str:
+        """Why admission is stopped, in a sentence."""
+        waits = "the clients without a lease are gone"
+        if self.processes is not None:
+            waits = f"pid {', '.join(str(each.pid) for each in self.processes)} has exited"
+        return (
+            f"lease {self.id} of an earlier mpsd could not be restored, so its share may be in use until {waits}:"
+            f" {self.because}"
+        )
+
+    def is_on(self, gpu: str) -> bool:
+        """Tell whether this lease may hold a share of a GPU."""
+        return self.gpus is None or gpu in self.gpus
+
+    def is_clear(self, occupied: Collection[str], gpus: Collection[str]) -> bool:
+        """Tell whether no share of this lease is in use.
+
+        Its processes are gone or, where they are unknown, none of its GPUs is `occupied`.
+        """
+        if self.processes is not None:
+            return all(proc.start_ticks(each.pid) != each.start_ticks for each in self.processes)
+        return bool(gpus) and not any(self.is_on(each) for each in occupied)
+
+
+def _words(error: Exception) -> str:
+    return text(f"{type(error).__name__}: {error}")[:_MOST_WORDS]
+
+
+def _gpus(fields: dict[object, object]) -> frozenset[str] | None:
+    if fields.get("state") == LeaseState.WAITING:
+        return frozenset()
+    with suppress(*NOT_UNDERSTOOD):
+        shares = msgspec.convert(fields.get("shares"), list[dict[str, object]])
+        return frozenset(msgspec.convert(each.get("gpu"), str) for each in shares) or None
+    return None
+
+
+def _processes(fields: dict[object, object]) -> tuple[ProcessIdentity, ...] | None:
+    with suppress(*NOT_UNDERSTOOD):
+        attached = msgspec.convert(fields.get("attached", ()), tuple[AttachedProcess, ...])
+        held = msgspec.convert(fields.get("holders"), tuple[HoldingProcess, ...])
+        return (*(each.identity for each in held), *(each.process for each in attached)) or None
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +253,7 @@ class LeaseStore:
         leases, unpublished, unrestored = list[Lease](), list[tuple[int, Sequence[LeaseEvent]]](), []
         for number, boot, data, batches in self._database.rows("SELECT number, boot, data, news FROM leases"):
             events: _Batches = ()
-            with contextlib.suppress(*NOT_UNDERSTOOD):
+            with suppress(*NOT_UNDERSTOOD):
                 decoded = msgspec.json.decode(str(batches), type=_Batches)
                 newest = max([newest, *(batch for batch, _ in decoded)])
                 events = self._unpublished(decoded)
@@ -216,7 +298,7 @@ class LeaseStore:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def keep(self, changed: Mapping[str, Lease], events: Sequence[LeaseEvent]) -> CommitResult:
+    def store(self, changed: Mapping[str, Lease], events: Sequence[LeaseEvent]) -> CommitResult:
         """Store the present state of leases in one commit, with those that are late; ended leases are removed.
 
         The news about them are stored with them, so that they are logged even if mpsd dies before. Where there is no
@@ -230,10 +312,10 @@ class LeaseStore:
         try:
             self._commit(changed.values(), events)
         except StorageError as error:
-            return self._keep_apart(changed.values(), events, error.detail)
+            return self._store_apart(changed.values(), events, error.detail)
         return _ALL_STORED
 
-    def _keep_apart(self, changed: Collection[Lease], events: Sequence[LeaseEvent], because: str) -> CommitResult:
+    def _store_apart(self, changed: Collection[Lease], events: Sequence[LeaseEvent], because: str) -> CommitResult:
         ended = {lease.id: lease for lease in changed if lease.state is LeaseState.ENDED}
         alive = [lease for lease in changed if lease.id not in ended]
         try:

@@ -1,43 +1,43 @@
-"""The leases of the node: the decisions of the ledger are first stored, and then reported, never the other way round.
+"""The life of a lease, from its request to its end.
 
-Each lease is tied to its holders: see `holding`. All decisions of one turn of the loop are stored in one commit; only
-then are they reported, as an event and to the callers.
+What the ledger decides is first stored, and then reported, never the other way round. All decisions of one turn of the
+loop are stored in one commit; only then are they reported, as an event and to the callers.
 """
 
 import asyncio
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
-from msgspec import structs
+from msgspec import Struct, structs
 
+from mpsd.core import holders
+from mpsd.core.admission import quota
 from mpsd.core.admission.admission import Amount, Offer
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.request_ids import RequestIds
 from mpsd.core.admission.rules import AdmissionRules, Now
 from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
-from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StorageError
+from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.events import EventName
-from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnExpiry, Settings
 from mpsd.core.signal import Signal
 from mpsd.daemon.ends.closing import Closing
 from mpsd.daemon.ends.endings import Endings
-from mpsd.daemon.holders.named_holder import NamedHolder
-from mpsd.daemon.leases.bearers import Carriers
+from mpsd.daemon.leases.ceilings import Ceilings
+from mpsd.daemon.leases.changed_users import ChangedUsers
 from mpsd.daemon.leases.claims import Claims
-from mpsd.daemon.leases.expiry import Expiry
+from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.group_commit import GroupCommit
-from mpsd.daemon.leases.holding import Holding
+from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
+from mpsd.daemon.leases.keepers import Carriers, Keepers
 from mpsd.daemon.leases.lease_store import LeaseStore
-from mpsd.daemon.leases.limit_gates import LimitGates
-from mpsd.daemon.leases.pending_request import PendingRequest, code_of, is_full, stopping
-from mpsd.daemon.leases.unrestored import UnrestoredLeases
+from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 from mpsd.system.descriptors import Purpose
@@ -52,6 +52,42 @@ _TICK: Final = 0.5
 _WITHOUT_END: Final = 1e9
 """Seconds that stand for a wait without end: the most that a request can name."""
 
+_AFTERWARDS: Final = (
+    "a program that starts in its environment from now on has no lease: it gets an error, next to nothing, or the whole"
+    " GPU outside MPS; start it by mpsctl run, and renew the next lease in time: mpsctl renew"
+)
+
+
+class _PendingRequest(Struct):
+    """The callers that wait for the outcome of a request, and that outcome."""
+
+    uid: int
+    until: float
+    """The time until which its callers wait for it, on the monotonic clock."""
+    decided: "asyncio.Future[None] | None" = None
+    """For a request that waits in the queue: done when it is granted, or has ended without a grant."""
+    refusal: MpsdError | None = None
+    """The reason why it has ended, if it has."""
+    listeners: int = 0
+    """The number of connections that wait for the answer: a request may be repeated by its request_id."""
+    held_until: float | None = None
+    """The time until which the request is kept while no caller waits, in seconds of the monotonic clock: a caller may
+    return."""
+
+    @classmethod
+    def of(cls, lease: Lease, until: float | None, held_until: float | None = None) -> Self:
+        """Return one for a lease whose callers wait `until` this time; None: without end."""
+        waits = lease.state is LeaseState.WAITING
+        decided = asyncio.get_running_loop().create_future() if waits else None
+        until = clock.monotonic() + _WITHOUT_END if until is None else until
+        return cls(lease.owner.uid, until, decided, held_until=held_until)
+
+    def decide(self, refusal: MpsdError | None) -> None:
+        """Wake the callers that wait for the outcome: a grant, or a refusal."""
+        self.refusal = refusal
+        if self.decided is not None and not self.decided.done():
+            self.decided.set_result(None)
+
 
 class Leases:
     """Every lease from its request to its end."""
@@ -60,78 +96,83 @@ class Leases:
         self,
         ledger: Ledger,
         store: LeaseStore,
-        limit_gates: LimitGates,
-        endings: Endings,
-        log: Logger,
+        completeness: Completeness,
+        ceilings: Ceilings,
         *,
+        endings: Endings,
+        events: Events,
         settings: LiveSettings,
-        publish: Callable[[int], int],
-        account: Callable[[datetime, Mapping[str, Lease]], None],
-        published: int,
+        log: Logger,
     ) -> None:
-        """Take the parts of the node that the leases need.
-
-        `publish` stores the news up to a turn as events, and has done so up to the turn `published`. `account` receives
-        the stored leases once their news are logged.
-        """
-        self.ledger = ledger
-        self._settings = settings
-        self._store = store
-        self._limit_gates = limit_gates
-        self._log = log
-        self._group_commit = GroupCommit(
-            store,
-            log,
-            settings,
-            publish=publish,
-            account=account,
-            finish=self._finish,
-            find=ledger.find,
-            refuse=self._end,
-        )
-        self._published = published
-        self._expiry = Expiry(ledger, self._group_commit)
-        self._holding = Holding(
-            ledger, self._group_commit, limit_gates, end=self._end, is_unheard=lambda each: each in self._pending
-        )
-        self._holder_watch, self.clients = self._holding.watch, self._holding.clients
-        self.has_holder = self._holder_watch.holds
-        self.unrestored = UnrestoredLeases(store.discard, log)
-        self.closing = Closing(ledger, endings, self._group_commit, log)
-        self.closing.begun.connect(limit_gates.follow)
-        self.closing.over.connect(self._end)
-        self.request_ids = RequestIds(ledger.find)
-        self.claims = Claims(ledger, self._holder_watch, self._group_commit, limit_gates)
         self.left_behind = Signal[Lease]()
         """This lease has ended while it had clients."""
-        self._pending: dict[str, PendingRequest] = {}
+        self.ledger, self.completeness, self.ceilings = ledger, completeness, ceilings
+        self._settings = settings
+        self._store = store
+        self._published = events.batch
+        """The latest turn of an earlier mpsd whose news are in the history."""
+        self._log = log
+        self.group_commit = GroupCommit(ledger, store, events, settings, log)
+        self.holder_watch = HolderWatch()
+        self.clients = Clients(ledger, self.holder_watch, self.group_commit, ceilings)
+        self.changed_users = ChangedUsers(ledger, self.holder_watch, self.group_commit)
+        self._keepers = Keepers(ledger, self.group_commit, self.holder_watch, self.clients, self.changed_users)
+        self.claims = Claims(ledger, self.holder_watch, self.group_commit, ceilings)
+        self.closing = Closing(ledger, endings, self.group_commit, log)
+        self.request_ids = RequestIds(ledger.find)
+        self._pending: dict[str, _PendingRequest] = {}
         """The requests whose outcome no caller has got yet, by lease."""
+        self._expiring: dict[str, float] = {}
+        """By lease, the end of its time to live that was reported."""
         self._ended = OrderedDict[str, Lease]()
         self._unsettled = False
         """Whether a lease ended in this turn, so that others may be granted its shares."""
         self._offered: Iterable[Offer] | None = None
+        self.group_commit.ending.connect(self._settle_after_ends)
+        self.group_commit.unstored.connect(self._end)
+        self.closing.begun.connect(ceilings.follow)
+        self.closing.over.connect(self._end)
+        self._keepers.gone.connect(self._keeper_gone)
+        self._keepers.unborne.connect(self._end)
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
         self.ledger.rules = AdmissionRules.of(settings.admission)
 
-    # -- running ------------------------------------------------------------------------------------------------------
-
-    async def run(self, read_soon: Callable[[], None]) -> None:
-        """Watch holders and clocks until cancelled; the leases stay on disk. `read_soon` has the GPUs read."""
+    async def run(self) -> None:
+        """Watch holders and clocks until cancelled; the leases stay on disk."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._holding.run(read_soon))
+                group.create_task(self._keepers.run())
+                group.create_task(self.changed_users.run())
                 while True:
                     await asyncio.sleep(clock.until_next(_TICK))
-                    self._end_overdue()
+                    now = clock.monotonic()
+                    self._report_expiring(now)
+                    self._end_overdue(now)
                     self.closing.proceed()
-                    self._holder_watch.look()
-                    self._group_commit.look_for_room()
+                    self.holder_watch.poll()
+                    self.group_commit.mend()
                     self.settle()  # the order of the queue changes with time alone
         finally:
-            self._group_commit.end()
-            self._holder_watch.close()
+            self.group_commit.commit()
+            self.holder_watch.close()
+
+    # -- what callers may read ----------------------------------------------------------------------------------------
+
+    def find(self, lease_id: str) -> Lease:
+        """Return a lease, also one that ended recently. Raises NotFoundError."""
+        found = self.ledger.find(lease_id) or self._ended.get(lease_id)
+        if found is None:
+            raise NotFoundError(f"there is no lease {lease_id!r}", hint="list the leases: mpsctl leases")
+        return found
+
+    @property
+    def ended(self) -> list[Lease]:
+        """The leases that ended recently, the latest last."""
+        return [*self._ended.values()]
+
+    # -- the leases of an earlier mpsd --------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Restore the leases of an earlier mpsd of this boot; call it before any caller can request one.
@@ -142,66 +183,55 @@ class Leases:
         # 2. All others enter the ledger before one of them ends: no share may be granted twice.
         # 3. Then each is taken up, and ends where nothing keeps it alive. A lease that fails in either step is set
         #    aside, too.
-        # 4. Groups are looked at now: one that has processes may be empty again at the first tick.
+        # 4. Groups are checked now: one that has processes may be empty again at the first tick.
         found, now = self._store.read(self._published), clock.monotonic()
         if found.because:
             self._log.error(EventName.STORE_SET_ASIDE, because=found.because)
-        self.unrestored.set_aside(found.unrestored)
-        self._group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
-        enter = (partial(self.ledger.restore, now=now), self.request_ids.note, self._holder_watch.restore)
-        entered = [each for each in found.leases if self.unrestored.attempt(each, enter, self._set_aside)]
-        carriers = self._holding.carriers(entered)
+        self.completeness.set_aside(found.unrestored)
+        self.group_commit.publish_again(found.unpublished, {lease.id: lease for lease in found.leases})
+        enter = partial(self._enter, now=now)
+        entered = [each for each in found.leases if self.completeness.attempt(each, enter, self._set_aside)]
+        take_up = partial(self._take_up, now=now, carriers=self._keepers.carriers(entered))
         for lease in entered:
-            self.unrestored.attempt(lease, [partial(self._take_up, now=now, carriers=carriers)], self._set_aside)
-        self._holder_watch.look()
+            self.completeness.attempt(lease, take_up, self._set_aside)
+        self.holder_watch.poll()
         if found.leases:
             left = sum(1 for _ in self.ledger.all())
             self._log.info(EventName.LEASES_RESTORED, leases=left, ended=len(entered) - left)
 
+    def _enter(self, lease: Lease, now: float) -> None:
+        self.ledger.restore(lease, now)
+        self.request_ids.note(lease)
+        self.holder_watch.restore(lease)
+
     def _set_aside(self, lease: Lease) -> int:
         """Remove everything of a lease but its row on disk, and return the number of that row."""
-        self.ledger.end(lease.id, "it could not be restored", self._now())
-        self._holder_watch.unwatch(lease.id)
+        self.ledger.end(lease.id, "it could not be restored", _now())
+        self.holder_watch.unwatch(lease.id)
         self._pending.pop(lease.id, None)
         return self._store.set_aside(lease.id)
 
     def _take_up(self, lease: Lease, now: float, carriers: Carriers) -> None:
-        if not self._holding.take_up(lease, carriers):
-            return
-        if lease.state is not LeaseState.WAITING:
-            self._limit_gates.follow(lease)
+        if because := self._keepers.take_up(lease, carriers):
+            self._end(lease.id, because)
+        elif lease.state is not LeaseState.WAITING:
+            if lease.claim is None:
+                self.ceilings.follow(lease)
             self.clients.drop_dead_clients(lease)
             self.closing.take_up(lease)
         elif lease.request.request_id is None:
             self._end(lease.id, "mpsd was restarted, and the request has no request_id with which to continue")
         else:
             until = now + self._settings.current.admission.hang_up_grace
-            self._pending[lease.id] = PendingRequest.waiting(lease.owner.uid, _until(lease), held_until=until)
+            self._pending[lease.id] = _PendingRequest.of(lease, lease.until, until)
 
-    def _end_overdue(self) -> None:
-        now = clock.monotonic()
-        self._expiry.look(now)
-        for lease in self.ledger.overdue(now):
-            place = self.ledger.place(lease.id, now)
-            if place is not None:
-                late = place.waits_for.timed_out()
-                self._end(lease.id, late.detail, refusal=late)
-            elif (claim := claim_of(lease)) is not None:
-                self._end(lease.id, self.claims.why_expired(lease, claim))
-            else:
-                ends_clients = self._settings.current.enforcement.on_expiry is OnExpiry.TERMINATE
-                end = self.closing.begin if ends_clients else self._end
-                end(lease.id, self._expiry.over(lease, ends_clients=ends_clients))
-        for lease_id in [each for each, pending in self._pending.items() if (pending.held_until or now) < now]:
-            self._end(lease_id, "its caller disconnected and did not come back")
-
-    # -- requesting and ending a lease --------------------------------------------------------------------------------
+    # -- a request ----------------------------------------------------------------------------------------------------
 
     async def admit(
         self,
         request: LeaseRequest,
         owner: Owner,
-        named: NamedHolder,
+        named: NamedHolder | Claim,
         *,
         wait: float | None,
         ttl: float | None,
@@ -213,39 +243,43 @@ class Leases:
         caller `has_left`. A caller that leaves, or is cancelled, before it gets the answer loses its place, unless it
         has a request_id to come back with.
         """
-        now = self._now()
+        now = _now()
         requested = Lease(
             id=f"lease-{secrets.token_hex(_ID_BYTES)}",
             state=LeaseState.WAITING,
             because="",
             owner=owner,
-            holders=(named.holder,),
+            holders=(),
             request=request,
             arrival=0,
             created=now.time,
             until=None if wait is None else now.seconds + wait,
             ttl=ttl,
             token=secrets.token_hex(TOKEN_BYTES),
-            claimed_for=owner.uid if isinstance(named.holder, Claim) else None,
         )
         try:
-            # First, because this step fails without descriptors.
-            self._holder_watch.watch(requested.id, named, Purpose.LEASE)
+            if isinstance(named, Claim):
+                requested = structs.replace(requested, claim=named, claimed_for=owner.uid)
+            else:
+                # Before the ledger decides, because this step fails without descriptors.
+                self.holder_watch.watch(requested.id, named, Purpose.LEASE)
+                requested = structs.replace(requested, holders=(named.holder,))
             lease = self.ledger.submit(requested, now)
         except MpsdError as refusal:
-            self._holder_watch.unwatch(requested.id)
-            self.record_refusal(owner, refusal)
+            self.holder_watch.unwatch(requested.id)
+            self.group_commit.log_refusal(owner, refusal)
             raise
         self.request_ids.note(lease)
-        waits = lease.state is LeaseState.WAITING
-        make = PendingRequest.waiting if waits else PendingRequest
-        self._pending[lease.id] = make(owner.uid, _until(requested))
+        self._pending[lease.id] = _PendingRequest.of(lease, requested.until)
         self._decided(lease)
         return await self.answer(lease, has_left)
 
-    def record_refusal(self, owner: Owner, refusal: MpsdError) -> None:
-        """Log a refusal with its reason."""
-        self._group_commit.refused(owner, refusal)
+    def _decided(self, lease: Lease) -> None:
+        """Record the decision about a request: its clients are admitted before its caller gets the answer."""
+        if lease.shares and lease.claim is None:
+            self.ceilings.follow(lease)
+            self.holder_watch.has_new.set()  # the request may have waited
+        self.group_commit.note_decision(lease)
 
     async def answer(self, lease: Lease, has_left: Callable[[], bool]) -> Lease:
         """Return the lease when it is granted, stored and open, or raise why it has ended when that is stored.
@@ -260,7 +294,7 @@ class Leases:
         try:
             if pending.decided is not None:
                 await asyncio.shield(pending.decided)
-            self._group_commit.end()
+            self.group_commit.commit()
             if pending.refusal is None:
                 await self._open(lease.id, pending.until)
         except asyncio.CancelledError:
@@ -277,50 +311,30 @@ class Leases:
     async def _open(self, lease_id: str, until: float) -> None:
         """Return when the clients of a lease can attach, or it has ended because they cannot."""
         try:
-            await self._limit_gates.open(self.ledger.leases[lease_id], until)
+            await self.ceilings.open(self.ledger.leases[lease_id], until)
         except CapacityError as refusal:
-            self._end(lease_id, refusal.detail, refusal=refusal)
-            self._group_commit.end()
+            self._end(lease_id, refusal.detail, refusal)
+            self.group_commit.commit()
 
-    def _hang_up(self, lease_id: str, pending: PendingRequest) -> None:
+    def _hang_up(self, lease_id: str, pending: _PendingRequest) -> None:
         # 1. Other callers wait for the lease, it has ended, or a caller got its outcome: nothing is lost.
         # 2. Without a request_id, no caller could come back for it.
         # 3. With one, it is kept for a while, unless its uid has too many such leases: users must not hoard shares that
         #    way.
         pending.listeners -= 1
-        lease = self.ledger.find(lease_id)
+        lease, admission = self.ledger.find(lease_id), self._settings.current.admission
         if pending.listeners or lease is None or self._pending.get(lease_id) is not pending:
             return
+        kept = sum(each.uid == pending.uid and each.held_until is not None for each in self._pending.values())
         if lease.request.request_id is None:
             self._end(lease_id, "its caller disconnected before the answer was sent")
-        elif is_full(self._pending.values(), pending.uid, most := self._settings.current.admission.hang_ups_per_uid):
+        elif kept >= admission.hang_ups_per_uid:
+            most = admission.hang_ups_per_uid
             self._end(lease_id, f"its caller disconnected, as {most} others of its uid (admission.hang_ups_per_uid)")
         else:
-            pending.held_until = clock.monotonic() + self._settings.current.admission.hang_up_grace
+            pending.held_until = clock.monotonic() + admission.hang_up_grace
 
-    @property
-    def ended(self) -> list[Lease]:
-        """The leases that ended recently, the latest last."""
-        return [*self._ended.values()]
-
-    async def release(self, lease_id: str, because: str) -> None:
-        """End a lease, and return when that is stored; also where it has ended already. Raises StorageError."""
-        self._end(lease_id, because)
-        self._group_commit.stored(lease_id)
-
-    async def renew(self, lease_id: str, ttl: float) -> Lease:
-        """Set the time to live of a granted lease to this many seconds from now; stored before it is returned.
-
-        Raises NotFoundError when the lease has ended or waits, and StorageError: the lease is then renewed, but a death
-        of mpsd would undo that.
-        """
-        lease = self.ledger.leases.get(lease_id)
-        if lease is None or lease.closing:
-            raise NotFoundError(f"lease {lease_id} holds nothing to renew", hint="take out another: mpsctl run")
-        lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
-        self._group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
-        self._group_commit.stored(lease_id)
-        return lease
+    # -- the queue ----------------------------------------------------------------------------------------------------
 
     def offer(self, offers: Iterable[Offer], unleased: Mapping[int, Amount]) -> None:
         """Replace the GPUs' offers, and each uid's use without a lease (`unleased`); grant what has become possible."""
@@ -330,7 +344,21 @@ class Leases:
         if self.ledger.offer(offers, clock.monotonic(), unleased):
             for lease, shortage in self.ledger.impossible():
                 because = f"the capacity of the GPUs has changed: {shortage.because}"
-                self._end(lease.id, because, refusal=shortage.raised())
+                self._end(lease.id, because, shortage.raised())
+            self.settle()
+
+    def settle(self) -> None:
+        """Grant the waiting leases that can be granted; while nothing can be stored, none can."""
+        self._unsettled = False
+        if not self.ledger.waiting or self.group_commit.trouble:
+            return
+        for lease in self.ledger.settle(_now()):
+            self._decided(lease)
+            self._pending[lease.id].decide(None)
+
+    def _settle_after_ends(self) -> None:
+        """Grant the shares of the leases that ended in this turn: both are stored together."""
+        if self._unsettled:
             self.settle()
 
     def leave(self) -> None:
@@ -341,77 +369,122 @@ class Leases:
                 continue
             refusal = stopping()
             if lease.request.request_id is None:
-                self._end(lease_id, refusal.detail, refusal=refusal)
+                self._end(lease_id, refusal.detail, refusal)
             else:
                 pending.decide(refusal)
 
-    def settle(self) -> None:
-        """Grant the waiting leases that can be granted; while nothing can be stored, none can."""
-        self._unsettled = False
-        if not self.ledger.waiting or self._group_commit.trouble:
-            return
-        for lease in self.ledger.settle(self._now()):
-            self._decided(lease)
-            self._pending[lease.id].decide(None)
+    # -- time ---------------------------------------------------------------------------------------------------------
 
-    def as_stored(self) -> None:
-        """Store and log everything that is visible here, so that the log contains its cause."""
-        self._group_commit.end()
+    def renew(self, lease_id: str, ttl: float) -> Lease:
+        """Set the time to live of a granted lease to this many seconds from now; stored before it is returned.
 
-    def _finish(self) -> None:
-        if self._unsettled:
-            self.settle()
+        Raises NotFoundError when the lease has ended or waits, and StorageError: the lease is then renewed, but a death
+        of mpsd would undo that.
+        """
+        lease = self.ledger.leases.get(lease_id)
+        if lease is None or lease.closing:
+            raise NotFoundError(f"lease {lease_id} holds nothing to renew", hint="take out another: mpsctl run")
+        lease = self.ledger.renew(lease_id, ttl, clock.monotonic())
+        self.group_commit.change(lease, EventName.LEASE_RENEWED, ttl=ttl)
+        self.group_commit.stored(lease_id)
+        return lease
 
-    def _decided(self, lease: Lease) -> None:
-        """Record the decision about a request: its clients are admitted before its caller gets the answer."""
-        if lease.state is not LeaseState.WAITING:
-            self._limit_gates.follow(lease)
-            self._holder_watch.has_new.set()  # the request may have waited
-        self._group_commit.decided(lease)
+    def _report_expiring(self, now: float) -> None:
+        """Report the leases whose time to live ends soon: their processes get no other notice.
 
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be granted on any GPU at the moment: nothing can be stored. Empty when it can."""
-        return self._group_commit.trouble
+        Each is reported once for each of its times to live. An mpsd that has just started reports them again.
+        """
+        soon: dict[str, float] = {}
+        for lease in self.ledger.expiring(now + quota.LONGEST_NOTICE):
+            ttl, ends = lease.ttl or 0.0, lease.expires or 0.0
+            if now < ends - quota.notice(ttl):
+                continue
+            soon[lease.id] = ends
+            if self._expiring.get(lease.id) != ends:
+                because = f"its time to live of {ttl:g} s ends in {max(ends - now, 0):.0f} s"
+                hint = f"renew it: mpsctl renew {lease.id} --ttl {ttl:g}"
+                facts = {"clients": [each.pid for each in lease.clients], "because": because, "hint": hint}
+                self.group_commit.change(lease, EventName.LEASE_EXPIRING, **facts)
+        self._expiring = soon
 
-    def find(self, lease_id: str) -> Lease:
-        """Return a lease, also one that ended recently. Raises NotFoundError."""
-        found = self.ledger.find(lease_id) or self._ended.get(lease_id)
-        if found is None:
-            raise NotFoundError(f"there is no lease {lease_id!r}", hint="list the leases: mpsctl leases")
-        return found
+    def _end_overdue(self, now: float) -> None:
+        for lease in self.ledger.overdue(now):
+            place = self.ledger.place(lease.id, now)
+            if place is not None:
+                late = place.waits_for.timed_out()
+                self._end(lease.id, late.detail, late)
+            elif lease.claim is not None:
+                self._end(lease.id, self.claims.why_expired(lease, lease.claim))
+            else:
+                self._expire(lease)
+        for lease_id in [each for each, pending in self._pending.items() if (pending.held_until or now) < now]:
+            self._end(lease_id, "its caller disconnected and did not come back")
+
+    def _expire(self, lease: Lease) -> None:
+        """End a lease whose time to live is over, and report its remaining clients."""
+        ends_clients = self._settings.current.enforcement.on_expiry is OnExpiry.TERMINATE
+        because = f"its time to live of {lease.ttl:g} s has expired"
+        pids = [each.pid for each in lease.clients]
+        clients = "its clients are ended" if ends_clients else "its clients keep running, with their limits"
+        clients = f"; {clients}: {holders.processes_said(pids)}" if pids else ""
+        afterwards = "" if ends_clients else f"; {_AFTERWARDS}"
+        facts = {"clients": pids, "because": f"{because}{clients}{afterwards}"}
+        self.group_commit.change(lease, EventName.LEASE_EXPIRED, **facts)
+        if ends_clients:
+            self.closing.begin(lease.id, because)
+        else:
+            self._end(lease.id, because)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def release(self, lease_id: str, because: str) -> None:
+        """End a lease, and return when that is stored; also where it has ended already. Raises StorageError."""
+        self._end(lease_id, because)
+        self.group_commit.stored(lease_id)
+
+    def _keeper_gone(self, lease: Lease, because: str) -> None:
+        """End a lease without a living process or group, unless a process may carry its token.
+
+        None does before a caller got the lease.
+        """
+        if lease.id in self._pending or not lease.shares:
+            self._end(lease.id, because)
+        else:
+            self._keepers.find_bearers(lease, because)
 
     def _end(self, lease_id: str, because: str, refusal: MpsdError | None = None) -> None:
         """End a lease; a lease ends nowhere else. Callers that wait for its outcome get the reason.
 
         `refusal` is the error for them, where it differs from a plain end.
         """
-        ended = self.ledger.end(lease_id, because, self._now())
+        ended = self.ledger.end(lease_id, because, _now())
         if ended is None:
             return
         self._unsettled = True
-        self._limit_gates.follow(ended)
+        self.ceilings.follow(ended)
         self._ended[lease_id] = ended
         if len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)
-        if ended.clients and not {*ended.clients}.isdisjoint(self._holder_watch.processes.of(lease_id)):
+        if ended.clients and not {*ended.clients}.isdisjoint(self.holder_watch.processes.of(lease_id)):
             self.left_behind.send(ended)
-        self._holder_watch.unwatch(lease_id)
+        self.holder_watch.unwatch(lease_id)
         self.request_ids.forget(ended)
         pending = self._pending.pop(lease_id, None)
         if pending is not None:
             pending.decide(refusal or DoesNotFitError(f"the request has ended: {because}", hint="try again"))
         if isinstance(refusal, StorageError):
             never = structs.replace(ended, granted=None)
-            self._group_commit.change(never, EventName.LEASE_REFUSED, code=refusal.code, because=because)
+            self.group_commit.change(never, EventName.LEASE_REFUSED, code=refusal.code, because=because)
         else:
-            self._group_commit.change(ended, EventName.LEASE_ENDED, **code_of(refusal), because=because)
-
-    @staticmethod
-    def _now() -> Now:
-        return Now(clock.monotonic(), clock.now())
+            code = {} if refusal is None else {"code": refusal.code}
+            self.group_commit.change(ended, EventName.LEASE_ENDED, **code, because=because)
 
 
-def _until(requested: Lease) -> float:
-    """Return the time until which the callers of a request wait."""
-    return clock.monotonic() + _WITHOUT_END if requested.until is None else requested.until
+def stopping() -> StoppingError:
+    """Return the error that mpsd is stopping."""
+    hint = "try again in a moment: the next mpsd takes over, unless this one stops the control daemons (mpsctl status)"
+    return StoppingError("mpsd is stopping", hint=hint)
+
+
+def _now() -> Now:
+    return Now(clock.monotonic(), clock.now())

@@ -16,7 +16,7 @@ Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
 
 
 class UnleasedClients:
-    """The use of GPUs without a lease, as of the last look."""
+    """The use of GPUs without a lease, as of the last count."""
 
     def __init__(self, record: ClientRecord) -> None:
         """Take the record, with the clients that leases of an earlier mpsd left behind."""
@@ -24,12 +24,12 @@ class UnleasedClients:
         self._sums: Sums = {}
         self.charged: Mapping[int, Amount] = {}
         """The amount that counts against each user."""
-        self._looked_at: set[str] = set()
-        """The control daemons that had answered at the last look."""
+        self._counted: set[str] = set()
+        """The control daemons that had answered at the last count."""
         self._parts = dict(record.left_behind)
         """The amount that each living client of a lease that has ended counts as at least."""
 
-    def left_behind(self, lease: Lease) -> None:
+    def leave_behind(self, lease: Lease) -> None:
         """Note that a lease ends while it has clients: they may use their parts on. Its end is stored after that."""
         parts = {
             (share.daemon, client): unleased.part(lease, share)
@@ -39,7 +39,7 @@ class UnleasedClients:
         self._parts |= parts
         self._record.leave_behind(parts)
 
-    def look(
+    def count(
         self,
         attached: Iterable[AttributedClient],
         daemons: Iterable[Daemon],
@@ -47,12 +47,12 @@ class UnleasedClients:
         *,
         read: bool,
     ) -> bool:
-        """Find the clients without a lease, or without room in their lease; tell whether the sums have changed.
+        """Count the clients without a lease, or without room in their lease; tell whether the sums have changed.
 
         `read` tells whether the GPUs were read since the last time.
         """
         daemons = [*daemons]
-        self._looked_at = {daemon.name for daemon in daemons if daemon.state in ANSWERED}
+        self._counted = {daemon.name for daemon in daemons if daemon.state in ANSWERED}
         if read:
             gpus = {daemon.name: daemon.gpu for daemon in daemons}
             self._parts = {
@@ -91,8 +91,8 @@ class UnleasedClients:
                     yield daemon.gpu, proc.real_uid(former.pid), part
 
     def includes(self, daemons: Iterable[str]) -> bool:
-        """Tell whether the clients of these control daemons, which answer, were counted at the last look."""
-        return self._looked_at.issuperset(daemons)
+        """Tell whether the clients of these control daemons, which answer, were counted at the last count."""
+        return self._counted.issuperset(daemons)
 
     def on(self, gpu: str) -> Amount:
         """Return what clients without a lease use of a GPU."""

@@ -26,7 +26,7 @@ ClientKey: TypeAlias = tuple[str, ProcessIdentity]
 
 @dataclass(frozen=True, slots=True)
 class KnownClient:
-    """The facts about a client that no later look shows."""
+    """The facts about a client that no later inspection shows."""
 
     server: int
     opened: Opened | None
@@ -75,7 +75,7 @@ class ClientRecord:
         known = self._clients.get(key)
         return known if known is not None and known.server == server else None
 
-    def keep(self, clients: Mapping[ClientKey, KnownClient]) -> None:
+    def store(self, clients: Mapping[ClientKey, KnownClient]) -> None:
         """Store the present facts, if they have changed. Where that fails, this mpsd still knows them, and tries again.
 
         A client that its server does not list for a while is kept as long as its process lives.
@@ -84,7 +84,7 @@ class ClientRecord:
             return
         others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
         self._clients = {**_living(others), **clients}
-        self._store()
+        self._write()
 
     def leave_behind(self, parts: Mapping[ClientKey, Amount]) -> None:
         """Store the parts of the clients of a lease that ends, before its end is stored.
@@ -92,9 +92,9 @@ class ClientRecord:
         Where that fails, this mpsd still knows them, and tries again with the next change.
         """
         self.left_behind = {**_living(self.left_behind), **parts}
-        self._store()
+        self._write()
 
-    def _store(self) -> None:
+    def _write(self) -> None:
         clients = tuple(_row(key, known) for key, known in self._clients.items())
         left = tuple(_LeftBehind(*key, part) for key, part in _living(self.left_behind).items())
         self._is_stored = self._record.keep(_Clients(clients, left))

@@ -1,7 +1,7 @@
 """Inspects the processes on the GPUs, finds their leases and violations, and ends processes as the policy says."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from math import inf
@@ -35,8 +35,9 @@ from mpsd.core.model import (
 from mpsd.core.mps_facts import Binds
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
+from mpsd.core.signal import Signal
 from mpsd.daemon.ends.endings import VIOLATION, Endings
-from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
@@ -51,23 +52,21 @@ class ViolationMonitor:
 
     def __init__(
         self,
-        clients: Clients,
-        find: Callable[[str], Lease | None],
-        settings: LiveSettings,
+        leases: Leases,
         endings: Endings,
         *,
+        settings: LiveSettings,
         quarantine: Quarantine,
         client_record: ClientRecord,
         log: Logger,
-        read_soon: Callable[[], None],
     ) -> None:
-        """Take the parts; `find` returns a lease that has not ended, `read_soon` has the GPUs read and inspected."""
-        self._settings, self._clients = settings, clients
-        self._find_lease = find
+        self.stale = Signal[()]()
+        """The GPUs have to be read, and inspected, for the sake of findings."""
+        self._settings, self._clients = settings, leases.clients
+        self._find_lease = leases.ledger.find
         self._endings = endings
         self._quarantine = quarantine
         self._log = log
-        self._read_soon = read_soon
         self._seen: dict[ClientKey, Client] = {}
         self._client_record = client_record
         self._daemons: dict[str, Daemon] = {}
@@ -135,7 +134,7 @@ class ViolationMonitor:
 
     def _read(self) -> None:
         self._read_at = clock.monotonic()
-        self._read_soon()
+        self.stale.send()
 
     def _list_clients(self) -> None:
         """Collect the living clients that the servers list; a pid that was reused belongs to none of them."""
@@ -152,7 +151,7 @@ class ViolationMonitor:
                         has_context = had_context or (on_gpu is not None and on_gpu.mps)
                         known[key] = KnownClient(server.pid, found.opened, has_context)
         self._seen = seen
-        self._client_record.keep(known)
+        self._client_record.store(known)
 
     def _client(self, identity: ProcessIdentity, daemon: Daemon, server: Server) -> Client | None:
         """Return a client that a server lists, with the limits that were open to it until now; None when it is gone."""
@@ -382,7 +381,7 @@ class ViolationMonitor:
         return self._settings.current.on_violation(violation.kind)
 
     def _act(self, violation: Violation) -> None:
-        """Apply the policy, once for a process; where that cannot be stored, the next look tries again."""
+        """Apply the policy, once for a process; where that cannot be stored, the next inspection tries again."""
         if self._policy(violation) is OnViolation.REPORT:
             self._endings.let_go(violation.process, _cause(violation))  # the policy may have changed
             return

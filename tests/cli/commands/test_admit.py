@@ -225,7 +225,7 @@ def test_killed_at_any_moment(node: Node, short_tmp: Path) -> None:
 _TWO_PROCESSES = f"""
 import os, resource, sys
 sys.path.insert(0, sys.argv.pop(1))
-from mpsd.cli import group, lease_views, main
+from mpsd.cli import group, main, views
 from mpsd.cli.commands import admit
 import mpsd.core.units, pwd, shlex
 resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mpsd.cli.commands import explain
-from mpsd.cli.history.explanation import Story
+from mpsd.cli.history.story import Story, lines_of
 from mpsd.cli.render import when
 from mpsd.cli.tables import Look
 from tests.cli.conftest import end, mpsctl_as_nobody, start_mpsctl
@@ -40,7 +39,7 @@ STORY: Any = {
 
 def test_a_story() -> None:
     """A story has what was left out, the events, the log, the present, and what to do, folded at the edge."""
-    text = "\n".join(explain.lines_of(Story(**STORY), 3, Look(width=80)))
+    text = "\n".join(lines_of(Story(**STORY), 3, Look(width=80)))
     assert text.splitlines() == [
         "gpu0, the control daemon of GPU 0, a H100",
         "",

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli.history.moments import parse_moment
 from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
+from mpsd.cli.options import parse_moment
 from mpsd.core.errors import InvalidRequestError
 
 NOW = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)

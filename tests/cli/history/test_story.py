@@ -36,9 +36,9 @@ def numbers(events: list[Any]) -> list[int]:
 
 def test_a_lease() -> None:
     """A lease's story goes from its request to its end: its share, and the events of its control daemon and node."""
-    assert numbers(story.of_lease(EVENTS, "one", {A: "gpu0", B: "gpu1"})) == [1, 4, 6, 8, 10, 11, 14]
-    assert numbers(story.of_lease(EVENTS, "two", {A: "gpu0"})) == [2, 4, 6, 9, 10, 11, 15]
-    assert story.of_lease(EVENTS, "three", {A: "gpu0"}) == []
+    assert numbers(story.events_of_lease(EVENTS, "one", {A: "gpu0", B: "gpu1"})) == [1, 4, 6, 8, 10, 11, 14]
+    assert numbers(story.events_of_lease(EVENTS, "two", {A: "gpu0"})) == [2, 4, 6, 9, 10, 11, 15]
+    assert story.events_of_lease(EVENTS, "three", {A: "gpu0"}) == []
 
 
 def test_a_gpu() -> None:
@@ -46,9 +46,9 @@ def test_a_gpu() -> None:
 
     Others are counted.
     """
-    told, hidden = story.of_gpu(EVENTS, GpuNames(0, A, "gpu0"), lambda each: each.get("uid") != 8)
+    told, hidden = story.events_of_gpu(EVENTS, GpuNames(0, A, "gpu0"), lambda each: each.get("uid") != 8)
     assert (numbers(told), hidden) == ([0, 4, 6, 8, 9, 10, 11, 12, 14, 15], 1)
-    told, hidden = story.of_gpu(EVENTS, GpuNames(1, B, "gpu1"), lambda _: True)
+    told, hidden = story.events_of_gpu(EVENTS, GpuNames(1, B, "gpu1"), lambda _: True)
     assert (numbers(told), hidden) == ([3, 10, 15], 0)
 
 

@@ -1,4 +1,4 @@
-"""`routes` passes on only requests that are spelled as in the API's document."""
+"""The server passes on only requests that are spelled as in the API's document."""
 
 import re
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.cli.web.routes import methods_of
+from mpsd.cli.web.guard import methods_of
 
 _PIECES: Final = (
     "/v1",

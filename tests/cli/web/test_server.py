@@ -14,7 +14,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.cli.web import routes
+from mpsd.cli.web import guard
 from mpsd.cli.web.server import MOST
 from tests.cli.conftest import ROOT
 from tests.cli.web.conftest import HOST, Web
@@ -238,7 +238,7 @@ class TestRoutes:
         """Each row is a route of mpsd, so a row cannot outlive its route."""
         document = node.get("/v1/openapi.json").json["paths"]
         there = {(method.upper(), path) for path, row in document.items() for method in row}
-        rows = {(each.method, re.sub(re.escape(routes.NAME), "{}", each.path.pattern)) for each in routes.PASSED_ON}
+        rows = {(each.method, re.sub(re.escape(guard.NAME), "{}", each.path.pattern)) for each in guard.PASSED_ON}
         known = {(method, re.sub(r"\{\w+\}", "{}", path)) for method, path in there}
         assert rows <= known
 

@@ -14,7 +14,7 @@ TAKER = HoldingProcess(ProcessIdentity(77, 77))
 
 def claimed(desk: Desk, *, uid: int = ROOT, seconds: float = 60.0, ttl: float | None = None, at: float = 0.0) -> Lease:
     """Request a claim for a quarter of a GPU."""
-    wanted = structs.replace(asked(request(25, 20), uid=uid, ttl=ttl, at=at), holders=(Claim(seconds),))
+    wanted = structs.replace(asked(request(25, 20), uid=uid, ttl=ttl, at=at), holders=(), claim=Claim(seconds))
     return desk.ledger.submit(wanted, now(at))
 
 

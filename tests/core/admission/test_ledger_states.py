@@ -34,7 +34,6 @@ from mpsd.core.errors import (
     QuotaError,
     TooManyLeasesError,
 )
-from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import Claim, HoldingProcess, Lease, LeaseRequest, LeaseState, Limits, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement
@@ -132,7 +131,7 @@ class Node(RuleBasedStateMachine):
         books = self.books
         lease = asked(request, uid=self.pick(self.users, uid), wait=wait, ttl=ttl, at=books.now)
         if claim is not None:
-            lease = structs.replace(lease, holders=(claim,))
+            lease = structs.replace(lease, holders=(), claim=claim)
         newest = max((each.arrival for each in self.all()), default=0)
         placed = structs.replace(lease, arrival=newest + 1)
         self.note_head()
@@ -180,8 +179,7 @@ class Node(RuleBasedStateMachine):
         books.pass_time(seconds)
         late = {lease.id for lease in books.waiting.values() if lease.until is not None and lease.until <= books.now}
         for lease in books.leases.values():
-            claim = claim_of(lease)
-            ends = (lease.expires, claim.deadline if claim is not None else None)
+            ends = (lease.expires, lease.claim.deadline if lease.claim is not None else None)
             late |= {lease.id for end in ends if end is not None and end <= books.now}
         overdue = self.ledger.overdue(books.now)
         assert sorted(lease.id for lease in overdue) == sorted(late)
@@ -219,7 +217,7 @@ class Node(RuleBasedStateMachine):
             (each.owner.uid, share.gpu)
             for each in books.leases.values()
             for share in each.shares
-            if claim_of(each) is None and share.gpu in where and each.owner.uid != user
+            if each.claim is None and share.gpu in where and each.owner.uid != user
         }
         if self.many_users:
             others = {(uid, at) for uid, at in others if at not in books.offers}
@@ -232,7 +230,7 @@ class Node(RuleBasedStateMachine):
             return
         taken = self.ledger.take(claim.id, owner, holder, ttl, books.now)
         life = (claim.ttl, claim.expires) if ttl in {None, claim.ttl} else (ttl, books.now + (ttl or 0.0))
-        assert taken == structs.replace(claim, owner=owner, holders=(holder,), ttl=life[0], expires=life[1])
+        assert taken == structs.replace(claim, owner=owner, holders=(holder,), claim=None, ttl=life[0], expires=life[1])
         self.untaken[claim.id] = claim
         self.enter_again(taken)
 
@@ -242,8 +240,8 @@ class Node(RuleBasedStateMachine):
         """Undo the taking of a claim, as when its daemon could not be opened to the taker."""
         before = self.untaken.pop(self.pick(list(self.untaken), which))
         lease = self.books.leases.get(before.id)
-        if lease is not None and not lease.clients and claim_of(lease) is None:
-            back = structs.replace(lease, owner=before.owner, holders=before.holders)
+        if lease is not None and not lease.clients and lease.claim is None:
+            back = structs.replace(lease, owner=before.owner, holders=(), claim=before.claim)
             self.ledger.put_back(back, self.books.now)
             self.enter_again(back)
 
@@ -253,7 +251,7 @@ class Node(RuleBasedStateMachine):
         """Turn a lease into a claim for its own user, so that it outlives its holder."""
         lease = self.pick(list(self.books.leases.values()), which)
         claim = Claim(seconds, lease.owner.uid, self.books.now + seconds)
-        left = structs.replace(lease, state=LeaseState.GRANTED, holders=(claim,), attached=())
+        left = structs.replace(lease, state=LeaseState.GRANTED, holders=(), claim=claim, attached=())
         self.ledger.put_back(left, self.books.now)
         self.enter_again(left)
 
@@ -262,14 +260,14 @@ class Node(RuleBasedStateMachine):
     def hand_over(self, which: int, pids: list[int]) -> None:
         """Give a lease other holders: that changes nothing else, and a claim with a holder is no claim any more."""
         lease = self.pick(list(self.books.leases.values()), which)
-        if claim_of(lease) is None:
+        if lease.claim is None:
             others = tuple(HoldingProcess(ProcessIdentity(pid, pid)) for pid in pids)
-            handed = self.ledger.hold(lease.id, others)
+            handed = self.ledger.set_holders(lease.id, others)
             assert handed == structs.replace(lease, holders=others)
             self.books.enter(handed)
 
     def claimed(self) -> list[Lease]:
-        return [lease for lease in self.books.leases.values() if claim_of(lease) is not None]
+        return [lease for lease in self.books.leases.values() if lease.claim is not None]
 
     def enter_again(self, lease: Lease) -> None:
         """Record a lease that has gained or lost its user, which may change the first in the queue."""
@@ -284,7 +282,7 @@ class Node(RuleBasedStateMachine):
         """Let clients come and go, but none of a lease without a holder."""
         lease = self.pick(list(self.books.leases.values()), which)
         where = self.pick(lease.shares, which).gpu
-        if claim_of(lease) is not None:
+        if lease.claim is not None:
             assert not self.ledger.has_room(lease, where)
             return
         if lease.request.processes is None:
@@ -423,8 +421,8 @@ class Node(RuleBasedStateMachine):
         assert lease.state is LeaseState.GRANTED
         assert lease.expires == (None if lease.ttl is None else books.now + lease.ttl)
         assert lease.until is None
-        if (claim := claim_of(lease)) is not None:
-            assert lease.holders == (Claim(claim.seconds, claim.uid, books.now + claim.seconds),)
+        if (claim := lease.claim) is not None:
+            assert claim == Claim(claim.seconds, claim.uid, books.now + claim.seconds)
         where = [share.gpu for share in lease.shares]
         assert len(set(where)) == len(where) == request.gpus
         for share in lease.shares:
@@ -548,7 +546,7 @@ class Node(RuleBasedStateMachine):
         books, ledger = self.books, self.ledger
         for index in range(3):
             assert ledger.taken(gpu(index)) == granted_on(books.leases.values(), gpu(index))
-            taken = (lease for lease in books.leases.values() if claim_of(lease) is None)
+            taken = (lease for lease in books.leases.values() if lease.claim is None)
             there = {lease.owner.uid for lease in taken for share in lease.shares if share.gpu == gpu(index)}
             assert {*ledger.holders(gpu(index))} == there
         for uid in UIDS:
@@ -632,7 +630,7 @@ class OneUser(Node):
                 lease.owner.uid
                 for lease in self.books.leases.values()
                 for share in lease.shares
-                if share.gpu == gpu(index) and claim_of(lease) is None
+                if share.gpu == gpu(index) and lease.claim is None
             }
             assert len(holders) <= 1
 

@@ -24,11 +24,11 @@ def known(*leases: Lease) -> RequestIds:
 
 
 def claimed() -> Lease:
-    return structs.replace(asked(WANTED, uid=ROOT), holders=(CLAIM,), claimed_for=ROOT)
+    return structs.replace(asked(WANTED, uid=ROOT), holders=(), claim=CLAIM, claimed_for=ROOT)
 
 
 def taken(lease: Lease) -> Lease:
-    return structs.replace(lease, owner=Owner(ANN, ANN, 77, None), holders=(TAKER,))
+    return structs.replace(lease, owner=Owner(ANN, ANN, 77, None), holders=(TAKER,), claim=None)
 
 
 @pytest.mark.parametrize("claim", [CLAIM, Claim(5.0)])
@@ -52,7 +52,7 @@ def test_a_claim_instead_of_a_holder() -> None:
     lease = asked(WANTED, uid=ROOT)
     with pytest.raises(RequestIdReusedError, match="and is a claim"):
         known(lease).earlier(WANTED, ROOT, CLAIM)
-    left = structs.replace(lease, holders=(CLAIM,))
+    left = structs.replace(lease, holders=(), claim=CLAIM)
     assert known(left).earlier(WANTED, ROOT, None) == left
 
 

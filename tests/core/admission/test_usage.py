@@ -23,7 +23,7 @@ def after(history: list[tuple[float, float]], half_life: float = HOUR, *, scale:
     usage, at = Usage(half_life), 0.0
     for passed, share in history:
         at += passed
-        usage.hold(7, share * scale, at)
+        usage.note_share(7, share * scale, at)
     return usage, at
 
 
@@ -50,7 +50,7 @@ def test_reading_changes_nothing(history: list[tuple[float, float]], half_life: 
     disturbed, _ = after(history, half_life)
     disturbed.of(7, at + passed / 3)
     kept = Usage(half_life, disturbed.accounts(at + passed / 3))
-    kept.hold(7, history[-1][1] if history else 0.0, at + passed / 2)
+    kept.note_share(7, history[-1][1] if history else 0.0, at + passed / 2)
     # Negligible amounts were left out, at most a thousandth of a share-second.
     assert kept.of(7, at + passed) == pytest.approx(usage.of(7, at + passed), rel=1e-9, abs=1.1e-3)
 
@@ -60,7 +60,7 @@ def test_reading_changes_nothing(history: list[tuple[float, float]], half_life: 
 def test_extremes(half_life: float, passed: float) -> None:
     """For any length of half-life and time, the sum is a finite and plausible number."""
     usage = Usage(half_life, {7: Account(10.0, 1.0, 0.0)})
-    usage.hold(7, 0.5, passed)
+    usage.note_share(7, 0.5, passed)
     value = usage.of(7, 2 * passed)
     assert 0 <= value <= 10 + 2 * passed
     if half_life >= 1e300:
@@ -70,19 +70,19 @@ def test_extremes(half_life: float, passed: float) -> None:
 def test_clock_that_went_back() -> None:
     """A moment before the last one counts as the last one: nothing grows, nothing is lost, no time counts twice."""
     usage = Usage(HOUR)
-    usage.hold(7, 1.0, 100.0)
-    usage.hold(7, 0.0, 50.0)
+    usage.note_share(7, 1.0, 100.0)
+    usage.note_share(7, 0.0, 50.0)
     assert usage.of(7, 20.0) == 0.0
-    usage.hold(7, 1.0, 100.0)
+    usage.note_share(7, 1.0, 100.0)
     assert usage.of(7, 101.0) == pytest.approx(1.0, rel=1e-3)
 
 
 def test_forgotten() -> None:
     """An account that has decayed to nothing is dropped; a small one in use is kept."""
     usage = Usage(HOUR)
-    usage.hold(7, 1.0, 0.0)
-    usage.hold(7, 0.0, 1.0)
-    usage.hold(8, 1e-12, 0.0)
+    usage.note_share(7, 1.0, 0.0)
+    usage.note_share(7, 0.0, 1.0)
+    usage.note_share(8, 1e-12, 0.0)
     assert set(usage.accounts(2.0)) == {7, 8}
     assert set(usage.accounts(11 * HOUR)) == {8}
     assert usage.of(7, 11 * HOUR) == 0.0

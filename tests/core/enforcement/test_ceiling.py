@@ -114,7 +114,7 @@ def test_never_below_what_anybody_gets() -> None:
     """Where an operator gives all processes something, a small lease does not reduce it."""
     expected = ExpectedClients()
     expected.expect("a", QUARTER, Awaited.ALWAYS)
-    assert expected.settle(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
+    assert expected.ceiling(CeilingRules(UNLIMITED, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits == UNLIMITED
 
 
 class TestStrictly:
@@ -131,53 +131,53 @@ class TestStrictly:
             (30.0, Ceiling(HALF, 60.0)),
             (60.0, Ceiling(QUARTER, 90.0)),
         ):
-            assert expected.settle(STRICT, now) == ceiling
+            assert expected.ceiling(STRICT, now) == ceiling
         assert not expected.expects("b")
         expected.forget("a")
-        assert expected.settle(STRICT, 61.0) == Ceiling(SMALLEST)
+        assert expected.ceiling(STRICT, 61.0) == Ceiling(SMALLEST)
 
     def test_a_turn_is_held(self) -> None:
         """A held turn does not pass while its lease waits for another GPU; the window begins with the first answer."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ALWAYS)
         expected.expect("b", HALF, Awaited.ALWAYS)
-        expected.settle(STRICT, 0.0)
-        expected.hold("b")  # another lease has the turn, so there is nothing to hold
-        expected.hold("a")
-        assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER)
+        expected.ceiling(STRICT, 0.0)
+        expected.keep_slot("b")  # another lease has the turn, so there is nothing to hold
+        expected.keep_slot("a")
+        assert expected.ceiling(STRICT, 1000.0) == Ceiling(QUARTER)
         expected.answer("a", Awaited.ALWAYS, now=1000.0)
-        assert expected.settle(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
-        expected.hold("a")
+        assert expected.ceiling(STRICT, 1000.0) == Ceiling(QUARTER, 1030.0)
+        expected.keep_slot("a")
         expected.answer("a", Awaited.ALWAYS, now=1010.0)
-        assert expected.settle(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
-        assert expected.settle(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
+        assert expected.ceiling(STRICT, 1010.0) == Ceiling(QUARTER, 1030.0)
+        assert expected.ceiling(STRICT, 1030.0) == Ceiling(HALF, 1060.0)
 
     def test_who_asks_is_not_forgotten(self) -> None:
         """While a caller waits for its answer, the lease is not dropped; its turn begins with the answer."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ONCE)
-        expected.settle(STRICT, 0.0)
+        expected.ceiling(STRICT, 0.0)
         expected.ask("a")
         expected.expect("a", QUARTER, Awaited.ONCE, anew=False)
-        expected.settle(STRICT, 31.0)
+        expected.ceiling(STRICT, 31.0)
         assert open_to(expected) == {"a"}
         expected.answer("a", Awaited.ONCE, now=40.0)
-        assert expected.settle(STRICT, 69.9) == Ceiling(QUARTER, 70.0)
-        expected.settle(STRICT, 70.0)
+        assert expected.ceiling(STRICT, 69.9) == Ceiling(QUARTER, 70.0)
+        expected.ceiling(STRICT, 70.0)
         assert not expected.expects("a")
 
     def test_a_turn_that_has_passed(self) -> None:
         """A repeated check does not bring back a single turn that has passed, until something happens."""
         expected = ExpectedClients()
         expected.expect("a", QUARTER, Awaited.ONCE)
-        expected.settle(STRICT, 0.0)
-        assert expected.settle(STRICT, 30.0) == Ceiling(SMALLEST)
+        expected.ceiling(STRICT, 0.0)
+        assert expected.ceiling(STRICT, 30.0) == Ceiling(SMALLEST)
         expected.expect("a", QUARTER, Awaited.ONCE, anew=False)
-        assert expected.settle(STRICT, 31.0) == Ceiling(SMALLEST)
+        assert expected.ceiling(STRICT, 31.0) == Ceiling(SMALLEST)
         expected.expect("a", QUARTER, Awaited.ONCE)
-        assert expected.settle(STRICT, 32.0) == Ceiling(QUARTER, 62.0)
+        assert expected.ceiling(STRICT, 32.0) == Ceiling(QUARTER, 62.0)
         expected.expect("a", QUARTER, Awaited.ALWAYS, anew=False)
-        assert expected.settle(STRICT, 62.0) == Ceiling(QUARTER, 92.0)
+        assert expected.ceiling(STRICT, 62.0) == Ceiling(QUARTER, 92.0)
 
 
 COMINGS: Final = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([QUARTER, HALF, SMALLEST]), st.booleans()))
@@ -188,10 +188,10 @@ def test_what_needs_nothing_else(comings: list[tuple[int, Limits, bool]]) -> Non
     """A lease that comes or goes and is reported to need no other limits leaves the limits unchanged."""
     expected = ExpectedClients()
     for number, size, comes in comings:
-        before = expected.settle(ANYTIME, 0.0)
+        before = expected.ceiling(ANYTIME, 0.0)
         name = str(number)
         is_other = expected.expect(name, size, Awaited.ALWAYS) if comes else expected.forget(name)
-        assert is_other or expected.settle(ANYTIME, 0.0) == before
+        assert is_other or expected.ceiling(ANYTIME, 0.0) == before
 
 
 @given(
@@ -203,7 +203,7 @@ def test_widest_is_an_upper_bound(asked: list[Limits], closed: Limits) -> None:
     expected = ExpectedClients()
     for number, each in enumerate(asked):
         expected.expect(str(number), each, Awaited.ALWAYS)
-    found = expected.settle(CeilingRules(closed, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits
+    found = expected.ceiling(CeilingRules(closed, attach=Attach.ANYTIME, window=WINDOW), 0.0).limits
     every = [closed, *asked]
     assert all(fits(each, found) for each in every)
     assert found.active_thread_percentage in {each.active_thread_percentage for each in every}
@@ -245,7 +245,7 @@ class Attachment(RuleBasedStateMachine):
         """Check that within as many windows as there are leases, each has had its turn."""
         seen: set[str] = set()
         for _ in range(len(self.waiting) + 1):
-            self.expected.settle(STRICT, self.now)
+            self.expected.ceiling(STRICT, self.now)
             seen |= open_to(self.expected)
             self.now += WINDOW
         assert seen == self.waiting.keys()
@@ -253,7 +253,7 @@ class Attachment(RuleBasedStateMachine):
     @invariant()
     def exactly_one(self) -> None:
         """Check that the ceiling is open to exactly one lease, under its limits, and closed when none is expected."""
-        ceiling = self.expected.settle(STRICT, self.now)
+        ceiling = self.expected.ceiling(STRICT, self.now)
         if not self.waiting:
             assert ceiling == Ceiling(SMALLEST)
             return

@@ -1,22 +1,21 @@
-"""The wait for a lease: shown to the user, continued across a restart of mpsd, and cancelled without leftovers.
+"""The request for a lease: the wait for it, and its release where its user never sees it.
 
 mpsd answers a waiting request when it is granted. When the caller is gone, mpsd keeps the place for a while, and the
 request's own id finds it again. After a broken connection, mpsctl therefore connects again and repeats the same
 request.
 """
 
+import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from mpsd.cli import signals
-from mpsd.cli.command import note
-from mpsd.cli.render import lack, plural
-from mpsd.cli.terminal.progress import Progress
+from mpsd.cli.command import SignalledError, note
+from mpsd.cli.render import lack, numbers_of_gpus, plural
+from mpsd.cli.terminal import Progress, raised_signals
 from mpsd.cli.users import name_of
 from mpsd.client import Api
 from mpsd.client.connection import DEADLINE
@@ -43,27 +42,30 @@ def new_request_id() -> str:
     return f"mpsctl-{os.urandom(12).hex()}"
 
 
-def admit(api: Api, request: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
-    """Return a lease once it is granted, within `wait` seconds (`inf`: without a limit).
+def take(api: Api, options: Mapping[str, object], *, wait: float) -> "answer_types.Lease":
+    """Return the requested lease once it is granted, within `wait` seconds (`inf`: without a limit).
 
-    A signal that ends mpsctl gives up the place, or a lease that was granted at that very moment. Raises the errors of
-    `Api.admit`, and SignalledError. An mpsd that stops answering is waited for too, but not one that never answered.
+    mpsd fills in the defaults of options that are None. A signal that ends mpsctl gives up the place, or a lease that
+    was granted at that very moment. Raises the errors of `Api.admit`, and SignalledError. An mpsd that stops answering
+    is waited for too, but not one that never answered.
     """
+    request = {name: value for name, value in options.items() if value is not None}
+    if not wait:
+        return api.admit(request)
     request_id = str(request.get("request_id") or new_request_id())
     start = time.monotonic()
     queue = _Queue(api, request_id)
-    with signals.raised():
+    with raised_signals():
         try:
             api.connect()
             lease = _repeat_until_answered(api, queue, {**request, "request_id": request_id}, start + wait)
-        except signals.SignalledError:
+        except SignalledError:
             queue.progress.say(f"interrupted; {queue.leave()}")
             raise
         finally:
             queue.progress.erase()
     if queue.has_waited:
-        gpus = ", ".join(share["daemon"].removeprefix("gpu") for share in lease["shares"])
-        note(f"granted after {time.monotonic() - start:.0f} s on GPU {gpus}")
+        note(f"granted after {time.monotonic() - start:.0f} s on GPU {numbers_of_gpus(lease)}")
     return lease
 
 
@@ -108,7 +110,7 @@ class _Queue:
         if now >= self._next_look:
             self._next_look = now + self._pause
             self._pause = min(self._pause * 2, _LONGEST_PAUSE)
-            with suppress(MpsdError, KeyError):  # the connection that waits will report the same error
+            with contextlib.suppress(MpsdError, KeyError):  # the connection that waits will report the same error
                 self._see()
         if self.progress.is_live or not self.has_waited:
             self.progress.show(self._stands, brief=self._brief)
@@ -161,3 +163,60 @@ def _ahead(answer: "answer_types.Leases", position: int) -> str:
     if hidden > 0:
         listed.append(plural(hidden, "request") + " of other users")
     return f" behind {', '.join(listed)}" if listed else ""
+
+
+# -- a lease that nobody sees ------------------------------------------------------------------------------------------
+
+_PRINTED: Final = b"."
+_GUARD_PAUSES: Final = (0.0, 0.1, 0.4, 1.5)
+"""Seconds before each attempt to reach mpsd, which may be restarting."""
+
+
+@contextlib.contextmanager
+def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
+    """Release the lease of a request if this process dies within the context, by any signal.
+
+    A lease that another process holds, such as the calling shell, does not end with mpsctl. mpsd itself ends a lease
+    whose caller is gone before its answer is sent; the context lasts from then until mpsctl has printed its output.
+
+    A second process does that while the context lasts: the kernel reports the death to it, whereas no signal handler
+    can run at SIGKILL. Where no process can be forked, there is no guard.
+    """
+    reader, writer = os.pipe()
+    try:
+        guard = os.fork()
+    except OSError:
+        guard = None
+    if guard == 0:
+        try:
+            os.close(writer)
+            _release_unless_printed(api, request_id, reader)
+        finally:
+            os._exit(0)
+    try:
+        yield
+    finally:
+        os.write(writer, _PRINTED)
+        os.close(writer)
+        os.close(reader)  # not before: a write without a reader would end this process
+        if guard is not None:
+            with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, as it was when mpsctl was started
+                os.waitpid(guard, 0)
+
+
+def _release_unless_printed(api: Api, request_id: str, reader: int) -> None:
+    """Wait until the parent process has printed its output; if it is gone before, release its lease."""
+    os.setsid()  # Ctrl-C and the hangup of a terminal must not reach the guard
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):  # a reader of mpsctl's output reads until all copies are closed
+        os.dup2(nowhere, stream)
+    api.close()  # mpsd notices the end of the caller when all copies are closed
+    if os.read(reader, 1) == _PRINTED:
+        return
+    for pause in _GUARD_PAUSES:
+        time.sleep(pause)
+        with contextlib.suppress(MpsdError, KeyError):
+            for lease in api.leases()["leases"]:
+                if lease["request_id"] == request_id:
+                    api.release(lease["id"])
+            return  # a request that mpsd reads later has no caller, and gets no lease

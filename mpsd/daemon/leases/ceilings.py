@@ -1,29 +1,38 @@
-"""Keeps the limits of every control daemon at what the leases need: open while processes may come, closed otherwise.
+"""Keeps the ceiling of every control daemon at what the leases need: open while processes may come, closed otherwise.
 
-mpsd opens them, and reads them back, before it answers the grant. It lowers them a moment later than it could, so that
+mpsd raises it, and reads it back, before it answers the grant. It lowers it a moment later than it could, so that
 grants and releases in quick succession do not each cost a conversation.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import structs
 
-from mpsd.core.enforcement import ceiling
-from mpsd.core.enforcement.ceiling import NEVER, Awaited, CeilingRules, ContextProof, ExpectedClients
+from mpsd.core.enforcement.ceiling import (
+    NEVER,
+    Awaited,
+    CeilingRules,
+    ContextProof,
+    ExpectedClients,
+    awaited,
+    context_proof,
+    each_process,
+)
 from mpsd.core.errors import DaemonNotReadyError
-from mpsd.core.holders.holders import claim_of
 from mpsd.core.model import AttachedProcess, GpuUsage, Lease, LeaseState, Limits, ProcessIdentity, Reading, Unknown
 from mpsd.core.mps.limits import widest_limits
 from mpsd.core.mps_facts import Binds
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import Attach, Settings
+from mpsd.core.signal import Signal
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
+from mpsd.daemon.leases.completeness import Completeness
 from mpsd.system import clock
 
 _LINGER: Final = 0.2
@@ -43,8 +52,8 @@ _CANARY_PATIENCE: Final = 60.0
 
 
 @dataclass(slots=True)
-class _Gate:
-    """One control daemon, and the leases whose processes will attach to it."""
+class _DaemonCeiling:
+    """The ceiling of one control daemon, and the leases whose processes will attach to it."""
 
     supervisor: Supervisor
     limits: Limits
@@ -55,12 +64,15 @@ class _Gate:
     """The time at which the needed limits change without an event."""
 
 
-class LimitGates:
-    """The limits of all control daemons, and the leases that they are open for."""
+class Ceilings:
+    """The ceilings of all control daemons, and the leases that they are open for."""
 
-    def __init__(self, settings: LiveSettings, pipe_access: NodePipeAccess) -> None:
+    def __init__(self, settings: LiveSettings, pipe_access: NodePipeAccess, completeness: Completeness) -> None:
+        self.stale = Signal[()]()
+        """The GPUs have to be read, for the memory of clients."""
         self._pipe_access = pipe_access
-        self._gates: dict[str, _Gate] = {}
+        self._completeness = completeness
+        self._ceilings: dict[str, _DaemonCeiling] = {}
         self._leases: dict[str, Lease] = {}
         """The living leases, by id, as of the last `follow`."""
         self._unreadable: frozenset[str] = frozenset()
@@ -70,13 +82,11 @@ class LimitGates:
         self._read_at = NEVER
         """The time of the next reading of the GPUs for the memory of clients."""
         self._pause = _FIRST_READING
-        self.is_lost: Callable[[str], bool] = lambda _: True
-        """Tells whether a GPU, by its UUID, may have clients whose leases are unknown: they may need what is open."""
         self._changed = asyncio.Event()
         self._wakes = NEVER
         """The time of the next check by `run`."""
         self._moved = asyncio.Event()
-        """Set, and replaced, each time that the limits were settled: callers that wait for them check again."""
+        """Set, and replaced, each time that the ceilings were adjusted: callers that wait for them check again."""
         self._waiting = 0
         """The number of callers that wait for that."""
         settings.follow(self._configure)
@@ -85,50 +95,45 @@ class LimitGates:
         self._rules, self._patience = CeilingRules.of(settings), 2 * settings.daemon.answer_deadline
         for lease in self._leases.values():
             self._await(lease, anew=False)
-        self._settle_all()
+        self._adjust_all()
         self._changed.set()
 
     def add(self, supervisor: Supervisor) -> None:
-        """Take charge of the limits of a control daemon, also for the leases that it has already."""
-        self._gates[supervisor.name] = _Gate(supervisor, self._rules.closed)
+        """Take charge of the ceiling of a control daemon, also for the leases that it has already."""
+        self._ceilings[supervisor.name] = _DaemonCeiling(supervisor, self._rules.closed)
         supervisor.limits.keep_in_force(keeps=True)  # until the leases are restored
         supervisor.limits.want(self._rules.closed)
         for lease in self._leases.values():
             if any(share.daemon == supervisor.name for share in lease.shares):
                 self._await(lease, anew=True)
 
-    async def run(self, read_soon: Callable[[], None]) -> None:
-        """Follow the clock and the findings of the supervisors until cancelled.
-
-        `read_soon` requests a reading of the GPUs.
-        """
+    async def run(self) -> None:
+        """Follow the clock and the findings of the supervisors until cancelled."""
         while True:
             self._changed.clear()
-            self._settle_all()
+            self._adjust_all()
             self._moved.set()
             self._moved = asyncio.Event()
             if self._read_at <= clock.monotonic():
                 self._read_at = NEVER
-                read_soon()
-            wakes = (min(each.lower_at, each.until) for each in self._gates.values())
+                self.stale.send()
+            wakes = (min(each.lower_at, each.until) for each in self._ceilings.values())
             self._wakes = min(self._read_at, *wakes, NEVER)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if self._wakes == NEVER else self._wakes - clock.monotonic()):
                     await self._changed.wait()
 
-    def look(self) -> None:
+    def check_soon(self) -> None:
         """Check again soon: the state of a control daemon has changed."""
         self._changed.set()
 
     # -- expected processes -------------------------------------------------------------------------------------------
 
     def follow(self, lease: Lease) -> None:
-        """Expect processes of a lease, or stop expecting them, by its present state; a single turn comes again.
+        """Expect processes of a lease with a holder, or stop expecting them, by its present state.
 
-        A claim that no holder has taken opens nothing, because no process of it is expected.
+        In strict mode, a single turn comes again.
         """
-        if claim_of(lease) is not None:
-            return
         if lease.state is LeaseState.ENDED or lease.closing:
             self._leases.pop(lease.id, None)
         else:
@@ -137,13 +142,13 @@ class LimitGates:
         if lease.state is LeaseState.ENDED:
             self._pipe_access.close(lease)
 
-    def unfollow(self, lease: Lease) -> None:
+    def forget(self, lease: Lease) -> None:
         """Stop expecting processes of a lease that is a claim again, and remove the pipe access of its uid."""
-        self._leases.pop(lease.id, None)
-        self._await(structs.replace(lease, state=LeaseState.ENDED), anew=True)
-        self._pipe_access.close(lease)
+        self.follow(structs.replace(lease, state=LeaseState.ENDED))
 
-    def see(self, usages: Mapping[str, Reading[GpuUsage]], listed: Mapping[ProcessIdentity, AbstractSet[str]]) -> None:
+    def take_reading(
+        self, usages: Mapping[str, Reading[GpuUsage]], listed: Mapping[ProcessIdentity, AbstractSet[str]]
+    ) -> None:
         """Process new readings of the GPUs, by UUID; `listed` has the GPUs whose servers list each client.
 
         In strict mode the turn of a lease ends with the proof that the limits of all of its clients have bound.
@@ -152,9 +157,11 @@ class LimitGates:
         if self._rules.attach is Attach.ANYTIME:
             return
         attached = [lease for lease in self._leases.values() if lease.attached]
-        listing = {gate.supervisor.gpu.uuid for gate in self._gates.values() if self._is_bound_once_listed(gate)}
+        listing = {
+            ceiling.supervisor.gpu.uuid for ceiling in self._ceilings.values() if self._is_bound_once_listed(ceiling)
+        }
         self._proofs = {
-            each: ceiling.context_proof(each.process, usages.get(each.gpu))
+            each: context_proof(each.process, usages.get(each.gpu))
             if each.gpu in listed.get(each.process, ())
             else ContextProof.MISSING
             for lease in attached
@@ -171,10 +178,10 @@ class LimitGates:
     def _await(self, lease: Lease, *, anew: bool) -> None:
         now = clock.monotonic()
         for share in lease.shares:
-            gate = self._gates.get(share.daemon)
-            if gate is None:  # the GPU of a lease of an earlier mpsd may be gone
+            ceiling = self._ceilings.get(share.daemon)
+            if ceiling is None:  # the GPU of a lease of an earlier mpsd may be gone
                 continue
-            how_long = self._awaited(lease, gate)
+            how_long = self._awaited(lease, ceiling)
             if (
                 anew
                 and how_long is Awaited.ALWAYS
@@ -182,16 +189,16 @@ class LimitGates:
                 and lease.clients_on(share.gpu)
             ):
                 self._read_soon(now)
-            limits = None if how_long is Awaited.NOBODY else ceiling.each_process(lease, share)
+            limits = None if how_long is Awaited.NOBODY else each_process(lease, share)
             if limits is None:
-                is_other = gate.expected.forget(lease.id)
+                is_other = ceiling.expected.forget(lease.id)
             else:
-                is_other = gate.expected.expect(lease.id, limits, how_long, anew=anew)
-            if anew:  # otherwise the caller settles all control daemons
-                self._settle_for(gate, limits, now, is_other=is_other)
+                is_other = ceiling.expected.expect(lease.id, limits, how_long, anew=anew)
+            if anew:  # otherwise the caller adjusts all ceilings
+                self._adjust_for(ceiling, limits, now, is_other=is_other)
 
-    def _settle_for(self, gate: _Gate, limits: Limits | None, now: float, *, is_other: bool) -> None:
-        """Have the limits of a control daemon follow one lease, which needs `limits`; None: it needs none any more.
+    def _adjust_for(self, ceiling: _DaemonCeiling, limits: Limits | None, now: float, *, is_other: bool) -> None:
+        """Have a ceiling follow one lease, which needs `limits`; None: it needs none any more.
 
         `is_other`: no other lease needs the same.
         """
@@ -201,16 +208,16 @@ class LimitGates:
         # 4. Limits that an earlier lease left, and that this one needs, stay: no other lease needs wider ones.
         # 5. What is missing is opened at once.
         if self._rules.attach is Attach.STRICT:
-            self._settle(gate)
+            self._adjust(ceiling)
         elif not is_other:
             pass
         elif limits is None:
-            gate.lower_at = min(gate.lower_at, now + _LINGER)
-        elif limits == gate.limits:
-            gate.lower_at = NEVER
+            ceiling.lower_at = min(ceiling.lower_at, now + _LINGER)
+        elif limits == ceiling.limits:
+            ceiling.lower_at = NEVER
         else:
-            self._settle(gate)
-        self._wake_if_needed(gate)
+            self._adjust(ceiling)
+        self._wake_if_needed(ceiling)
 
     def _read_soon(self, now: float) -> None:
         """Read the GPUs soon for the memory of a client that has just attached."""
@@ -218,27 +225,27 @@ class LimitGates:
         self._read_at = min(self._read_at, now + _FIRST_READING)
         self._changed.set()
 
-    def _awaited(self, lease: Lease, gate: _Gate) -> Awaited:
+    def _awaited(self, lease: Lease, ceiling: _DaemonCeiling) -> Awaited:
         if lease.state is LeaseState.ENDED or lease.closing:
             return Awaited.NOBODY
         if self._rules.attach is Attach.ANYTIME:
             return Awaited.ALWAYS
-        gpu = gate.supervisor.gpu
+        gpu = ceiling.supervisor.gpu
         attached = [each for each in lease.attached if each.gpu == gpu.uuid]
-        if self._is_bound_once_listed(gate):
+        if self._is_bound_once_listed(ceiling):
             proofs = [ContextProof.SHOWN for _ in attached]
         else:
             new = ContextProof.UNKNOWN if gpu.uuid in self._unreadable else ContextProof.MISSING
             proofs = [self._proofs.get(each, new) for each in attached]
-        return ceiling.awaited(lease.request.processes, proofs)
+        return awaited(lease.request.processes, proofs)
 
-    def _is_bound_once_listed(self, gate: _Gate) -> bool:
+    def _is_bound_once_listed(self, ceiling: _DaemonCeiling) -> bool:
         """Tell whether a client that the server lists, and that thus has connected, has its limits for good."""
-        return gate.supervisor.limits_bind is Binds.CONNECT
+        return ceiling.supervisor.limits_bind is Binds.CONNECT
 
-    def _wake_if_needed(self, gate: _Gate) -> None:
-        """Wake `run` if callers wait, or if its next check must be earlier; the limits are settled already."""
-        if self._waiting or gate.lower_at < self._wakes or gate.until < self._wakes:
+    def _wake_if_needed(self, ceiling: _DaemonCeiling) -> None:
+        """Wake `run` if callers wait, or if its next check must be earlier; the ceiling is adjusted already."""
+        if self._waiting or ceiling.lower_at < self._wakes or ceiling.until < self._wakes:
             self._changed.set()
 
     def _open_at_once(self, lease: Lease) -> bool:
@@ -248,10 +255,10 @@ class LimitGates:
         """
         is_open, is_replaced = self._rules.attach is Attach.ANYTIME, False
         for share in lease.shares:
-            gate = self._gates.get(share.daemon)
-            if gate is not None:
-                is_replaced = gate.supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
-                trouble = gate.supervisor.trouble
+            ceiling = self._ceilings.get(share.daemon)
+            if ceiling is not None:
+                is_replaced = ceiling.supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
+                trouble = ceiling.supervisor.trouble
                 is_open = is_open and trouble.unanswered_doubts() is None and not trouble.for_clients
         if is_replaced:
             return False
@@ -263,32 +270,36 @@ class LimitGates:
 
         Its caller waits `until` this time at least, on the monotonic clock, as for a server that starts.
         """
-        if claim_of(lease) is not None or self._open_at_once(lease):
-            return
-        gates = [self._gates[share.daemon] for share in lease.shares if share.daemon in self._gates]
-        gates.sort(key=lambda gate: gate.supervisor.name)
-        for gate in gates:
-            gate.expected.ask(lease.id)
+        if lease.id not in self._leases or self._open_at_once(lease):
+            return  # a claim expects no process
+        ceilings = [self._ceilings[share.daemon] for share in lease.shares if share.daemon in self._ceilings]
+        ceilings.sort(key=lambda ceiling: ceiling.supervisor.name)
+        for ceiling in ceilings:
+            ceiling.expected.ask(lease.id)
         doubts = None
         try:
             while True:
-                for gate in gates:
-                    await self._open(gate, lease.id, until)
-                    gate.expected.hold(lease.id)
-                    self._settle(gate)
-                if all(gate.expected.is_open_to(lease.id) or not gate.expected.expects(lease.id) for gate in gates):
+                for ceiling in ceilings:
+                    await self._open(ceiling, lease.id, until)
+                    ceiling.expected.keep_slot(lease.id)
+                    self._adjust(ceiling)
+                if all(
+                    ceiling.expected.is_open_to(lease.id) or not ceiling.expected.expects(lease.id)
+                    for ceiling in ceilings
+                ):
                     if doubts is None:  # later ones do not count
-                        doubts = [each for gate in gates if (each := gate.supervisor.trouble.unanswered_doubts())]
+                        found = (ceiling.supervisor.trouble.unanswered_doubts() for ceiling in ceilings)
+                        doubts = [each for each in found if each is not None]
                     if all(is_answered() for is_answered in doubts):
                         self._pipe_access.open(lease)
                         return
                     await self._move(None)
         finally:
             there = self._leases.get(lease.id, lease)
-            for gate in gates:
-                gate.expected.answer(lease.id, self._awaited(there, gate), now=clock.monotonic())
-                self._settle(gate)
-                self._wake_if_needed(gate)
+            for ceiling in ceilings:
+                ceiling.expected.answer(lease.id, self._awaited(there, ceiling), now=clock.monotonic())
+                self._adjust(ceiling)
+                self._wake_if_needed(ceiling)
 
     @contextlib.asynccontextmanager
     async def opened_for_canary(self, name: str, limits: Limits) -> AsyncIterator[None]:
@@ -296,27 +307,27 @@ class LimitGates:
 
         Raises DaemonNotReadyError, and TimeoutError where its turn does not come.
         """
-        gate = self._gates[name]
-        gate.expected.expect(_CANARY, limits, Awaited.ALWAYS)
-        self._settle(gate)
+        ceiling = self._ceilings[name]
+        ceiling.expected.expect(_CANARY, limits, Awaited.ALWAYS)
+        self._adjust(ceiling)
         try:
             async with asyncio.timeout(_CANARY_PATIENCE):
-                await self._open(gate, _CANARY)
+                await self._open(ceiling, _CANARY)
             yield
         finally:
-            gate.expected.forget(_CANARY)
-            gate.lower_at = 0.0  # the limits that only the canary had are lowered at once
-            self._settle(gate)
+            ceiling.expected.forget(_CANARY)
+            ceiling.lower_at = 0.0  # the limits that only the canary had are lowered at once
+            self._adjust(ceiling)
             self._changed.set()
 
-    async def _open(self, gate: _Gate, lease_id: str, until: float = 0.0) -> None:
+    async def _open(self, ceiling: _DaemonCeiling, lease_id: str, until: float = 0.0) -> None:
         # 1. Open and without trouble: the clients can attach.
         # 2. An end of a client keeps the pipe busy for as long as its work takes. That is no fault: wait without bound.
         # 3. Open, but the limits cannot be verified: wait for the patience that a caller has, and refuse then.
         # 4. Not open yet: another lease has its turn, which has a bound of its own.
-        supervisor, patience = gate.supervisor, None
-        while gate.expected.expects(lease_id):
-            is_open = gate.expected.is_open_to(lease_id)
+        supervisor, patience = ceiling.supervisor, None
+        while ceiling.expected.expects(lease_id):
+            is_open = ceiling.expected.is_open_to(lease_id)
             trouble = supervisor.trouble.for_canary if lease_id == _CANARY else supervisor.trouble.for_clients
             if not trouble:
                 if is_open:
@@ -336,7 +347,7 @@ class LimitGates:
             await self._move(patience)
 
     async def _move(self, until: float | None) -> None:
-        """Wait until the limits were settled again, or until this time."""
+        """Wait until the ceilings were adjusted again, or until this time."""
         self._waiting += 1
         try:
             with contextlib.suppress(TimeoutError):
@@ -345,20 +356,22 @@ class LimitGates:
         finally:
             self._waiting -= 1
 
-    def _settle_all(self) -> None:
-        for gate in self._gates.values():
-            gate.supervisor.limits.keep_in_force(keeps=self.is_lost(gate.supervisor.gpu.uuid))
-            self._settle(gate)
+    def _adjust_all(self) -> None:
+        for ceiling in self._ceilings.values():
+            ceiling.supervisor.limits.keep_in_force(
+                keeps=not self._completeness.is_complete(ceiling.supervisor.gpu.uuid)
+            )
+            self._adjust(ceiling)
 
-    def _settle(self, gate: _Gate) -> None:
-        """Set the needed limits of a control daemon: wider ones at once, narrower ones after they have lingered."""
+    def _adjust(self, ceiling: _DaemonCeiling) -> None:
+        """Set the needed limits: wider ones at once, narrower ones after they have lingered."""
         now = clock.monotonic()
-        needed = gate.expected.settle(self._rules, now)
-        gate.until = needed.until
+        needed = ceiling.expected.ceiling(self._rules, now)
+        ceiling.until = needed.until
         limits = needed.limits
-        if self._rules.attach is not Attach.STRICT and now < gate.lower_at:
-            limits = widest_limits(gate.limits, limits)
-        gate.lower_at = NEVER if limits == needed.limits else min(gate.lower_at, now + _LINGER)
-        if limits != gate.limits:
-            gate.limits = limits
-            gate.supervisor.limits.want(limits)
+        if self._rules.attach is not Attach.STRICT and now < ceiling.lower_at:
+            limits = widest_limits(ceiling.limits, limits)
+        ceiling.lower_at = NEVER if limits == needed.limits else min(ceiling.lower_at, now + _LINGER)
+        if limits != ceiling.limits:
+            ceiling.limits = limits
+            ceiling.supervisor.limits.want(limits)

@@ -1,7 +1,7 @@
 """The control groups that keep leases alive: mpsd polls whether each has processes, or exists."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -9,12 +9,13 @@ from typing import Final
 from msgspec import structs
 
 from mpsd.core.model import GroupLife, HoldingGroup
+from mpsd.core.signal import Signal
 from mpsd.system import clock, control_groups
 from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
 from mpsd.system.descriptors import Purpose
 
 _MOST_SECONDS: Final = 0.02
-"""Maximum seconds of one tick for polling groups; the others follow at the next tick. A group of version 2 answers
+"""Maximum seconds of one tick for checking groups; the others follow at the next tick. A group of version 2 answers
 within microseconds. In version 1, mpsd searches the groups below it too, and a user can make as many as the search
 allows: 12 ms (measured)."""
 
@@ -31,15 +32,11 @@ class _Watched:
 class GroupWatch:
     """The control groups that hold leases; one descriptor serves all leases of a group."""
 
-    def __init__(
-        self, over: Callable[[str, HoldingGroup, str], None], populated: Callable[[str, HoldingGroup], None]
-    ) -> None:
-        """`over` is called with a lease, a group that no longer holds it, and the reason, after the watch has ended.
-
-        `populated` is called with a lease and its group in its present state when processes are first seen in it.
-        """
-        self._over = over
-        self._populated = populated
+    def __init__(self) -> None:
+        self.over = Signal[str, HoldingGroup, str]()
+        """With a lease and a reason: this group no longer holds it. Sent after the watch has ended."""
+        self.populated = Signal[str, HoldingGroup]()
+        """With a lease and its group in its present state: processes are seen in it for the first time."""
         self._watched: dict[tuple[str, int], _Watched] = {}
         """By hierarchy and inode."""
         self._at: dict[tuple[str, str], list[_Watched]] = {}
@@ -109,27 +106,27 @@ class GroupWatch:
             del self._at[place]
         watched.group.close()
 
-    def look(self) -> None:
-        """Poll the groups, as many as time allows, whether they still hold their leases."""
+    def poll(self) -> None:
+        """Check the groups, as many as time allows, whether they still hold their leases."""
         until = clock.monotonic() + _MOST_SECONDS
         for _ in range(len(self._order)):
             if not self._order or clock.monotonic() >= until:
                 return
             self._order.rotate(-1)
             watched = self._order[-1]
-            with suppress(OSError):  # an unknown state ends no lease; the next tick polls again
-                self._look_at(watched)
+            with suppress(OSError):  # an unknown state ends no lease; the next tick checks again
+                self._check(watched)
 
-    def _look_at(self, watched: _Watched) -> None:
+    def _check(self, watched: _Watched) -> None:
         populated = watched.group.is_populated()
         for lease_id, holder in tuple(watched.holds.items()):
             if not populated and (because := _why_over(watched.group, holder)):
                 self.cut(lease_id, holder)
-                self._over(lease_id, holder, because)
+                self.over.send(lease_id, holder, because)
             elif not holder.populated and (populated or _had_processes(watched.group, holder)):
                 now = structs.replace(holder, populated=True)
                 self.watch(lease_id, now, watched.group)
-                self._populated(lease_id, now)
+                self.populated.send(lease_id, now)
 
     # -- the leases of a process --------------------------------------------------------------------------------------
 

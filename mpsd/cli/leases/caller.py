@@ -4,7 +4,12 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+from mpsd.cli.users import name_of
+
+if TYPE_CHECKING:
+    from mpsd.client import answer_types
 
 _PF_FORKNOEXEC: Final = 0x40
 """From linux/sched.h: the process was forked and has not called exec since. `ps` shows it as F 1."""
@@ -111,3 +116,30 @@ def _parent_and_flags(pid: int) -> tuple[int, int]:
 
 def _command_line(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def use(lease: "answer_types.Lease") -> str:
+    """Say for which programs a lease is, and what to type for them."""
+    share = " --share N" if len(lease["gpus"]) > 1 else ""
+    shown, owner = f'eval "$(mpsctl show {lease["id"]} -o env{share})"', lease["owner"]
+    match lease["holders"][0] if lease["holders"] else None:
+        case {"kind": "process", "pid": int(pid)} if _uid(pid) not in {None, owner["uid"]}:
+            start = f"setpriv --reuid {owner['uid']} --regid {owner['gid']} --init-groups PROGRAM"
+            return f"for a program that runs as {name_of(owner['uid'])}: ({shown}; {start})"
+        case {"kind": "process", "pid": int(pid)} if pid in family(os.getppid()):
+            return f"for this shell and what it starts: {shown}"
+        case {"kind": "process", "pid": int(pid)}:
+            return f"in {name(pid)}, for what it starts: {shown}"
+        case {"kind": "claim"}:
+            return f"with its MPSD_LEASE_TOKEN: mpsctl claim {lease['id']} -- PROGRAM"
+        case {"unit": str(group)} | {"container": str(group)} | {"cgroup": str(group)}:
+            return f"in {group}, for what it starts: {shown}"
+        case _:
+            return f"for a program with its environment: {shown}"
+
+
+def _uid(pid: int) -> int | None:
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None

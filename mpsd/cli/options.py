@@ -1,0 +1,223 @@
+"""The values of options and arguments: their types, in their usual notations, and what the shell completes them to.
+
+Completions are the names that a running mpsd has. On any failure, there are none.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import click
+
+from mpsd.client import Api
+from mpsd.core.errors import InvalidRequestError, MpsdError
+from mpsd.core.sanitize import plain
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    _Type = click.ParamType[object]
+else:
+    _Type = click.ParamType  # it is not generic before click 8.4
+
+
+# -- one value, and no empty one ---------------------------------------------------------------------------------------
+
+Callback: TypeAlias = Callable[[click.Context, click.Parameter, Any], object]
+
+
+class Single(click.Option):
+    """An option with one value: two different values are an error, because mpsctl cannot know the right one."""
+
+    def __init__(self, names: Sequence[str], callback: Callback | None = None, **attributes: Any) -> None:  # noqa: ANN401 - click's own
+        """Take the arguments of click.Option except a default."""
+        attributes["multiple"] = True  # so that each value is seen
+        super().__init__(names, callback=self._only_value, **attributes)
+        self._then = callback
+
+    def _only_value(self, context: click.Context, _: click.Parameter, values: Sequence[object]) -> object:
+        if len(set(values)) > 1:
+            given = " and ".join(f"{each}" for each in values)
+            raise click.BadParameter(f"it takes one value, and was given {given}", context, self)
+        value = values[0] if values else None
+        return value if self._then is None else self._then(context, self, value)
+
+
+class _Filled(_Type):
+    """A text that is not empty: an empty one comes from a variable of a script that is not set."""
+
+    name = "text"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        return f"{value}" or self.fail(
+            "it is empty; if a variable gives it, check that the variable is set", param, ctx
+        )
+
+
+_FILLED: Final = _Filled()
+
+_FREE: Final = "TEXT"
+"""The metavar of options whose value may be empty, such as the name of a lease."""
+
+
+def refuse_empty(command: click.Command) -> None:
+    """Have a command, and those below it, refuse empty texts, except where any text is valid."""
+    for each in command.params:
+        if each.type is click.STRING and each.metavar != _FREE:
+            each.type = _FILLED
+    for below in command.commands.values() if isinstance(command, click.Group) else ():
+        refuse_empty(below)
+
+
+# -- durations, percentages and times ----------------------------------------------------------------------------------
+
+
+class _Notation(_Type):
+    """A value with a notation of its own; an invalid one is refused with the valid notations."""
+
+    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
+        """`parse` raises InvalidRequestError for an invalid text."""
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
+        try:
+            return self._parse(f"{value}")
+        except InvalidRequestError as error:
+            self.fail(f"{error.detail}: {error.hint}", param, ctx)
+
+
+_LONGEST: Final = 1e9
+"""Seconds of the longest duration that mpsd accepts."""
+
+
+def _duration(text: str, *, zero: bool = False) -> float:
+    from mpsd.core.units import briefly, parse_duration  # imports decimal, which other commands do without
+
+    seconds = parse_duration(text, zero=zero)
+    if seconds > _LONGEST:
+        raise InvalidRequestError(f"{briefly(text)} is longer than {_LONGEST:.0f} s", hint="give at most 11574d")
+    return seconds
+
+
+def _duration_or_0(text: str) -> float:
+    return _duration(text, zero=True)
+
+
+def _wait(text: str) -> float:
+    if text == "forever":
+        return inf
+    try:
+        return _duration_or_0(text)
+    except InvalidRequestError as error:
+        error.hint += ", or forever"
+        raise
+
+
+def _percentage(text: str) -> float:
+    from mpsd.core.units import parse_percentage
+
+    return parse_percentage(text)
+
+
+_CLOCK: Final = r"([01]?\d|2[0-3]):([0-5]\d)(?::([0-5]\d))?"
+_DAYS: Final = {"today": 0, "yesterday": 1}
+
+
+def parse_moment(text: str, now: datetime) -> datetime:
+    """Return a time: an age (`2h`), a time of the last 24 hours (`03:15`), a day, or a date-time of ISO 8601.
+
+    A time without a zone is in this machine's zone. Raises InvalidRequestError for anything else.
+    """
+    from mpsd.core.units import briefly, parse_duration
+
+    local, text = now.astimezone(), text.strip()
+    if text == "now":
+        return now
+    if text in _DAYS:
+        return local.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=_DAYS[text])
+    if found := re.fullmatch(_CLOCK, text, re.ASCII):
+        hour, minute, second = (int(each or 0) for each in found.groups())
+        moment = local.replace(hour=hour, minute=minute, second=second, microsecond=0)
+        return moment if moment <= now else moment - timedelta(days=1)
+    with contextlib.suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(text).astimezone()
+    try:
+        return now - timedelta(seconds=parse_duration(text.removesuffix(" ago")))
+    except (InvalidRequestError, OverflowError):
+        raise InvalidRequestError(
+            f"{briefly(text)} is not a time",
+            hint="give one such as 2h (so long ago), 03:15, today, or 2026-11-23T03:15",
+        ) from None
+
+
+def _moment(text: str) -> datetime:
+    return parse_moment(text, datetime.now(UTC))
+
+
+DURATION: Final = _Notation("duration", _duration)
+"""Seconds above 0, from `90`, `90s`, `10m`, `2h` or `1h30m`."""
+
+DURATION_OR_0: Final = _Notation("duration", _duration_or_0)
+"""As DURATION, or 0."""
+
+WAIT: Final = _Notation("duration", _wait)
+"""As DURATION, or 0, or `forever`, which is infinite."""
+
+PERCENTAGE: Final = _Notation("percentage", _percentage)
+"""Percent, from `25` or `25%`."""
+
+MOMENT: Final = _Notation("time", _moment)
+"""A datetime, by `parse_moment`."""
+
+TIME: Final = "TIME is 2h (so long ago), 03:15, today, 2026-11-23, or 2026-11-23T03:15Z; without a zone, it is local."
+"""The description of TIME in the help of an option."""
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+_DEADLINE: Final = 0.5
+"""Seconds for mpsd's answer: the user waits for it after pressing Tab."""
+
+_Names: TypeAlias = Callable[[Api], Iterable[tuple[str, str | None]]]
+"""Queries mpsd for names, each with a description."""
+
+
+def _offering(names: _Names) -> Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]:
+    """Make a completion with names from mpsd; it is empty where mpsd is absent, late, or gives an unusable answer."""
+
+    def offer(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+        from click.shell_completion import CompletionItem
+
+        given = context.find_root().params
+        api = Api(given["socket"], trusted=given["trusted"]) if context.obj is None else context.obj
+        try:
+            with api.another(deadline=_DEADLINE) as api_now:
+                found = [(plain(name), plain(text)) for name, text in names(api_now)]
+        except (MpsdError, LookupError, TypeError, ValueError):
+            return []
+        return [CompletionItem(name, help=text) for name, text in found if name.startswith(incomplete)]
+
+    return offer
+
+
+daemon_names: Final = _offering(lambda api: [(each["name"], each["state"]) for each in api.daemons()["daemons"]])
+gpu_names: Final = _offering(lambda api: [(f"{each['index']}", each["name"]) for each in api.gpus()["gpus"]])
+lease_names: Final = _offering(lambda api: [(each["id"], each["name"]) for each in api.leases()["leases"]])
+
+
+def program(context: click.Context, _: click.Parameter, incomplete: str) -> "list[CompletionItem]":
+    """Offer the programs in PATH for the first word of a command; the shell completes paths and arguments."""
+    from click.shell_completion import CompletionItem
+
+    found = set[str]()
+    if incomplete and "/" not in incomplete and not context.params.get("command"):
+        for directory in os.get_exec_path():
+            with contextlib.suppress(OSError):
+                listed = [each for each in os.scandir(directory) if each.name.startswith(incomplete)]
+                found |= {each.name for each in listed if os.access(each, os.X_OK)}
+    return [CompletionItem(each) for each in sorted(found)] or [CompletionItem(incomplete, type="file")]

@@ -1,0 +1,151 @@
+"""The terminal of mpsctl: signals that end it, the progress of a wait, and a shell whose prompt shows a lease."""
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from math import inf
+from types import FrameType
+from typing import Final, NoReturn
+
+import click
+
+from mpsd.cli.command import SignalledError, note
+from mpsd.core.sanitize import plain
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def raised_signals() -> Iterator[None]:
+    """Raise SignalledError for the first signal that ends mpsctl; a second one ends it at once.
+
+    An ignored signal, as under nohup, stays ignored.
+    """
+    found = {number: signal.getsignal(number) for number in _ENDING}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
+
+    def put_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        put_back()
+        raise SignalledError(number)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        put_back()
+
+
+# -- waits -------------------------------------------------------------------------------------------------------------
+
+_ERASE: Final = "\r\x1b[K"
+"""Moves to the line's first column and clears the line. Source: console_codes(4)."""
+
+_TICK: Final = 1.0
+"""Seconds between two updates on a terminal, which shows the duration of the wait."""
+
+
+_FIRST_PAUSE: Final = 0.05
+_LONGEST_PAUSE: Final = 2.0
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds between the checks whether something has ended, each half as long again as the one before."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+
+class Progress:
+    """The output of one wait on stderr."""
+
+    def __init__(self) -> None:
+        self.is_live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        """Whether there is a line to update."""
+        self.tick = _TICK if self.is_live else inf
+        """Seconds until the next update."""
+        self._began = time.monotonic()
+        self._last = ""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def show(self, text: str, *, brief: str | None = None) -> None:
+        """Show the state; without a terminal, only if it changed.
+
+        `brief` is the text for the single line of a terminal.
+        """
+        if self.is_live:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            line = f"mpsctl: {self.elapsed:.0f} s: {plain(brief or text)}"
+            shown = line if len(line) < width else f"{line[: width - 4]}..."
+            click.echo(f"{_ERASE}{shown}", err=True, nl=False)
+        elif text != self._last:
+            note(text)
+        self._last = text
+
+    def say(self, text: str) -> None:
+        """Print a lasting message above the line."""
+        self.erase()
+        note(text)
+
+    def erase(self) -> None:
+        """Remove the line, at the end of the wait or before another message."""
+        if self.is_live and self._last:
+            click.echo(_ERASE, err=True, nl=False)
+            self._last = ""
+
+
+# -- shells ------------------------------------------------------------------------------------------------------------
+
+_DEFAULT: Final = "/bin/sh"
+
+_BASH: Final = """\
+exec {number}<&-
+[ -f ~/.bashrc ] && . ~/.bashrc
+{exports}
+PS1={prompt}"${{PS1:-\\\\$ }}"
+"""
+
+_FISH: Final = """\
+functions --copy fish_prompt _mpsd_prompt
+function fish_prompt; echo -n {prompt}; _mpsd_prompt; end
+"""
+
+
+def interactive_shell(
+    label: str, variables: Mapping[str, str], environment: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command line of the user's shell, and the variables that put this label into its prompt.
+
+    `variables` are exported again after the user's own start-up file. In zsh, whose start-up files set the prompt, the
+    label is on the right; in other shells the prompt is replaced.
+    """
+    program = environment.get("SHELL") or _DEFAULT
+    prompt = f"({label}) "
+    match program.rpartition("/")[2]:
+        case "bash":
+            exports = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables.items())
+            number = os.memfd_create("bashrc", 0)  # stays open until bash has read it
+            script = _BASH.format(number=number, exports=exports, prompt=shlex.quote(prompt))
+            os.write(number, script.encode(errors="surrogateescape"))
+            return [program, "--rcfile", f"/dev/fd/{number}", "-i"], {}
+        case "fish":
+            return [program, "--init-command", _FISH.format(prompt=shlex.quote(prompt)), "-i"], {}
+        case "zsh":
+            return [program, "-i"], {"RPS1": prompt.strip()}
+        case _:
+            return [program, "-i"], {"PS1": f"{prompt}$ "}

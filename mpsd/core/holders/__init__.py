@@ -1,1 +1,0 @@
-"""The holders of a lease, and their names for users. Pure."""

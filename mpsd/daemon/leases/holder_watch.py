@@ -1,0 +1,217 @@
+"""The holders that keep leases alive: control groups, and processes, each watched by a pidfd.
+
+A reused pid cannot deceive a pidfd. A holder that a request names is held open until leases are bound to it, so that
+its pid or path cannot be reused meanwhile.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec import Struct
+
+from mpsd.core.model import GroupLife, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.core.signal import Signal
+from mpsd.daemon.leases.group_watch import GroupWatch
+from mpsd.system import proc, process
+from mpsd.system.control_groups import OpenGroup
+from mpsd.system.descriptors import Purpose
+from mpsd.system.process import Process
+
+
+class NamedHolder(Struct, frozen=True):
+    """A process with its pidfd, or a control group with its descriptor."""
+
+    holder: Holder
+    watched: Process | OpenGroup
+
+    @classmethod
+    def process(cls, watched: Process, uid: int | None = None) -> "NamedHolder":
+        """Return a process; `uid` is its real uid where an administrator named the owner of the lease."""
+        return cls(HoldingProcess(watched.identity, watched.started, uid), watched)
+
+    @classmethod
+    def group(cls, watched: OpenGroup, life: GroupLife) -> "NamedHolder":
+        """Return a control group, and whether it has processes already. Raises OSError where that is unknown."""
+        cpu_time = watched.cpu_time()  # read first: all later CPU time belongs to its processes
+        return cls(HoldingGroup(watched.group, life, watched.is_populated(), cpu_time), watched)
+
+
+class HolderWatch:
+    """All holders, clients and bearers that are watched for leases."""
+
+    def __init__(self) -> None:
+        self.has_new = asyncio.Event()
+        """Set when another holder is watched."""
+        self.processes = ProcessWatch()
+        self.groups = GroupWatch()
+
+    def watch(self, lease_id: str, named: NamedHolder, purpose: Purpose) -> None:
+        """Watch a named holder for a lease. Raises the errors of `descriptors.duplicate`."""
+        self.has_new.set()
+        match named.holder, named.watched:
+            case HoldingProcess(), Process() as living:
+                self.processes.watch(lease_id, living, purpose)
+            case HoldingGroup() as holder, OpenGroup() as group:
+                self.groups.watch(lease_id, holder, group, purpose)
+
+    def restore(self, lease: Lease) -> None:
+        """Watch the living holders, clients and bearers of a lease of an earlier mpsd.
+
+        Raises UnseenHierarchyError, and OSError, where it is unknown whether a control group exists.
+        """
+        self.has_new.set()
+        for holder in lease.holders:
+            if isinstance(holder, HoldingGroup):
+                self.groups.reopen(lease.id, holder)
+            else:
+                self.processes.watch_identity(lease.id, holder.identity)
+        for identity in (*lease.clients, *lease.bearers):
+            self.processes.watch_identity(lease.id, identity)
+
+    def keeps(self, lease: Lease) -> bool:
+        """Tell whether anything keeps a lease alive: a process, a group, or its claim."""
+        return bool(lease.claim or self.processes.of(lease.id) or self.groups.of(lease.id))
+
+    def lives(self, lease_id: str, holder: Holder) -> bool:
+        """Tell whether a holder of a lease lives."""
+        if isinstance(holder, HoldingGroup):
+            return any(each.group == holder.group for each in self.groups.of(lease_id))
+        return holder.identity in self.processes.of(lease_id)
+
+    def cut(self, lease: Lease, holder: Holder) -> None:
+        """End the watch of a former holder; a process that is also a client or bearer stays watched."""
+        if isinstance(holder, HoldingGroup):
+            self.groups.cut(lease.id, holder)
+        elif holder.identity not in {*lease.clients, *lease.bearers}:
+            self.processes.cut(lease.id, holder.identity)
+
+    def unwatch(self, lease_id: str) -> None:
+        self.processes.unwatch(lease_id)
+        self.groups.unwatch(lease_id)
+
+    def around(self, pid: int) -> Iterator[tuple[str, ...]]:
+        """Yield the leases that a process has through its ancestors and its control groups, the nearest first.
+
+        A control group comes after the ancestors in it, and before all others. A process in a container thus has its
+        own lease first, then the container's, and last that of the process that started the container.
+        """
+        groups = [*self.groups.around(pid)]
+        for ancestor in proc.ancestors(pid):
+            if groups:
+                shared = {*self.groups.around(ancestor.pid)} if ancestor.pid != pid else {*groups}
+                while groups and groups[0] not in shared:
+                    yield groups.pop(0)
+            yield tuple(self.processes.leases_of(ancestor))
+        yield from groups
+
+    def poll(self) -> None:
+        """Find the control groups that no longer hold their leases, and stop watching processes without a lease."""
+        self.groups.poll()
+        self.processes.let_go()
+
+    def close(self) -> None:
+        self.processes.close()
+        self.groups.close()
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A watched process that leases are bound to, as holder or client.
+
+    Without a lease, its watch ends at the next tick.
+    """
+
+    process: Process
+    leases: set[str] = field(default_factory=set)
+
+
+class ProcessWatch:
+    """The processes that leases are bound to; one descriptor serves all leases of a process."""
+
+    def __init__(self) -> None:
+        self.gone = Signal[str, ProcessIdentity]()
+        """With a lease: this process of it is dead. Sent from the running loop, after the watch has ended."""
+        self._watched: dict[ProcessIdentity, _Watched] = {}
+        self._of: dict[str, tuple[ProcessIdentity, ...]] = {}
+        self._loose: set[ProcessIdentity] = set()
+        """Watched processes whose last lease ended: such a process often requests another lease at once."""
+
+    def of(self, lease_id: str) -> tuple[ProcessIdentity, ...]:
+        """Return the living processes that a lease is bound to."""
+        return self._of.get(lease_id, ())
+
+    def leases_of(self, identity: ProcessIdentity) -> Collection[str]:
+        """Return the leases that are bound to a process."""
+        watched = self._watched.get(identity)
+        return watched.leases if watched is not None else ()
+
+    def watch(self, lease_id: str, living: Process, purpose: Purpose) -> None:
+        """Watch a process, watched elsewhere too, for a lease. Raises the errors of `descriptors.duplicate`."""
+        watched = self._watched.get(living.identity)
+        self._add(lease_id, watched if watched is not None else self._watch(living.duplicate(purpose)))
+
+    def watch_identity(self, lease_id: str, identity: ProcessIdentity) -> bool:
+        """Watch the process with this identity for a lease; False when it is gone, or another process has its pid."""
+        watched = self._watched.get(identity)
+        if watched is not None:
+            self._add(lease_id, watched)
+            return True
+        living = process.adopt(identity)
+        if living is None:
+            return False
+        self._add(lease_id, self._watch(living))
+        return True
+
+    def _watch(self, living: Process) -> _Watched:
+        """Watch a process, and take over the object."""
+        watched = self._watched[living.identity] = _Watched(living)
+        living.when_gone(partial(self._process_ended, watched))
+        return watched
+
+    def _add(self, lease_id: str, watched: _Watched) -> None:
+        identity = watched.process.identity
+        watched.leases.add(lease_id)
+        self._loose.discard(identity)
+        others = self._of.get(lease_id, ())
+        if identity not in others:
+            self._of[lease_id] = (*others, identity)
+
+    def unwatch(self, lease_id: str) -> None:
+        for identity in self._of.pop(lease_id, ()):
+            self._loosen(lease_id, identity)
+
+    def cut(self, lease_id: str, identity: ProcessIdentity) -> None:
+        """End the watch of one of a lease's processes, if there is one."""
+        others = self._of.get(lease_id, ())
+        if identity in others:
+            self._of[lease_id] = tuple(each for each in others if each != identity)
+            self._loosen(lease_id, identity)
+
+    def _loosen(self, lease_id: str, identity: ProcessIdentity) -> None:
+        watched = self._watched[identity]
+        watched.leases.discard(lease_id)
+        if not watched.leases:
+            self._loose.add(identity)
+
+    def let_go(self) -> None:
+        """Stop watching the processes that have had no lease since the last call."""
+        for identity in self._loose:
+            self._watched.pop(identity).process.close()
+        self._loose.clear()
+
+    def close(self) -> None:
+        """End all watches, which does not affect the processes."""
+        for watched in self._watched.values():
+            watched.process.close()
+
+    def _process_ended(self, watched: _Watched) -> None:
+        identity = watched.process.identity
+        del self._watched[identity]
+        self._loose.discard(identity)
+        watched.process.close()
+        for lease_id in watched.leases:
+            self._of[lease_id] = tuple(each for each in self._of[lease_id] if each != identity)
+        for lease_id in tuple(watched.leases):
+            self.gone.send(lease_id, identity)

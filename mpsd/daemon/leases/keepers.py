@@ -1,0 +1,188 @@
+"""What keeps leases alive: their holders, their clients, and the processes that carry their tokens.
+
+`ray start`, `tmux -d` and every program that forks twice leave processes that belong to no family, and that may
+become clients of MPS minutes later. When the last process of a lease is gone, mpsd therefore looks for processes of its
+owner's real uid that were started with its token; the lease is tied to them, and ends with them. mpsd looks for them at
+no other time, once for all leases that need it at one moment, and beside the loop, because a user may have thousands of
+processes.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from mpsd.core import holders
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.enforcement.lease_environment import TOKEN
+from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
+from mpsd.core.signal import Signal
+from mpsd.daemon.leases.changed_users import ChangedUsers
+from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.group_commit import GroupCommit
+from mpsd.daemon.leases.holder_watch import HolderWatch
+from mpsd.system import process_table
+
+_MOST_WATCHED: Final = 8
+"""The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks
+again."""
+
+Carriers: TypeAlias = Mapping[str, Sequence[ProcessIdentity]]
+"""By token, the processes that were started with it, the oldest first."""
+
+
+class Keepers:
+    """The processes and groups that leases are tied to."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        group_commit: GroupCommit,
+        holder_watch: HolderWatch,
+        clients: Clients,
+        changed_users: ChangedUsers,
+    ) -> None:
+        self.gone = Signal[Lease, str]()
+        """With a reason: the last known process or group of this lease is gone."""
+        self.unborne = Signal[str, str]()
+        """With a lease's id and the reason: no process carries its token either."""
+        self._ledger = ledger
+        self._group_commit = group_commit
+        self._watch = holder_watch
+        self._clients = clients
+        self._changed_users = changed_users
+        self._alone: dict[str, str] = {}
+        """The leases without a living process, each with the reason why it ends if no process carries its token."""
+        self._wanted = asyncio.Event()
+        holder_watch.processes.gone.connect(self._process_gone)
+        holder_watch.groups.over.connect(self._group_over)
+        holder_watch.groups.populated.connect(self._group_populated)
+
+    # -- the end of a holder, a client or a bearer --------------------------------------------------------------------
+
+    def _process_gone(self, lease_id: str, gone: ProcessIdentity) -> None:
+        """Remove a process that has exited from its lease, unless it was the last that kept the lease alive."""
+        lease = self._ledger.find(lease_id)
+        if lease is None:
+            return
+        held = gone in holders.processes(lease)
+        if held:
+            self._changed_users.check(lease)
+        # 1. Other processes or groups keep the lease alive: it only loses this process, as a client and as a holder.
+        # 2. The last one is gone, and the reason says what it was.
+        if self._watch.keeps(lease):
+            self._clients.remove(lease, gone)
+            self._drop(lease_id, HoldingProcess(gone))
+            if held:
+                self._report_if_borne(lease_id)
+            return
+        because = f"{holders.all_said(lease)}, has exited"
+        if not held:
+            last = "process that carries its token" if gone in lease.bearers else "client"
+            have_ended = "have exited" if _are_processes(lease) else "have ended"
+            because = f"{holders.all_said(lease)}, and its last {last}, pid {gone.pid}, {have_ended}"
+        self.gone.send(lease, because)
+
+    def _group_over(self, lease_id: str, gone: HoldingGroup, because: str) -> None:
+        """Remove a control group that no longer holds its lease, as `_process_gone` does."""
+        lease = self._ledger.find(lease_id)
+        if lease is None:
+            return
+        if self._watch.keeps(lease):
+            self._drop(lease_id, gone)
+            self._report_if_borne(lease_id)
+        else:
+            self.gone.send(lease, f"{holders.all_said(lease)}, {because}")
+
+    def _group_populated(self, lease_id: str, holder: HoldingGroup) -> None:
+        """Store that a group got processes, so that the next mpsd knows that an empty group was left by them."""
+        lease = self._ledger.leases.get(lease_id)
+        if lease is not None:
+            left = tuple(holder if holders.are_same(each, holder) else each for each in lease.holders)
+            self._group_commit.change(self._ledger.set_holders(lease_id, left))
+
+    def _drop(self, lease_id: str, gone: Holder) -> None:
+        """Remove a holder that is gone, unless it was the last: users can then see which holder that was."""
+        lease = self._ledger.leases.get(lease_id)
+        if lease is None:
+            return
+        left = holders.without(lease, gone)
+        if left != lease.holders:
+            self._group_commit.change(self._ledger.set_holders(lease_id, left))
+
+    def _report_if_borne(self, lease_id: str) -> None:
+        """Report a lease whose last holder is gone, and that lives on for its clients and bearers."""
+        lease = self._ledger.leases.get(lease_id)
+        if lease is not None and not any(self._watch.lives(lease_id, each) for each in lease.holders):
+            self._clients.report_borne(lease)
+
+    # -- the processes that carry a token -----------------------------------------------------------------------------
+
+    def find_bearers(self, lease: Lease, because: str) -> None:
+        """Look for processes that carry the token of a lease whose last process is gone.
+
+        The lease keeps its shares until then. If there is none, `unborne` follows, with this reason.
+        """
+        self._alone[lease.id] = because
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Look for carriers of tokens when needed, until cancelled; the next mpsd does the rest."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            alone, self._alone = self._alone, {}
+            leases = [lease for each in alone if (lease := self._ledger.leases.get(each)) is not None]
+            unseen = ""
+            carriers: Carriers = {}
+            unread = dict[int, int]()
+            """By uid, the last of its processes that mpsd may not read; it counts as one without a token."""
+            try:
+                carriers = await asyncio.to_thread(
+                    process_table.started_with, TOKEN, _owners(leases), unread.__setitem__
+                )
+            except OSError as error:  # for example without descriptors: handled as if no process carried a token
+                unseen = f"; whether others carry its token could not be read: {error.strerror}"
+            for lease in leases:
+                # Changes since then count: the lease may have been released, or a carrier may have become its client.
+                there = self._ledger.leases.get(lease.id)
+                if there is not None and not self._watch.keeps(there) and not self._tie(there, carriers):
+                    because, uid = alone[lease.id] + unseen, lease.owner.uid
+                    # Not for root: the first process of a container, as of mpsd's own, may be closed to root itself.
+                    if uid != 0 and uid in unread:
+                        because += f"; mpsd may not read whether process {unread[uid]} carries its token"
+                    self.unborne.send(lease.id, because)
+
+    def _tie(self, lease: Lease, carriers: Carriers) -> bool:
+        """Tie a lease to the processes that carry its token, and tell whether any of them lives."""
+        found = carriers.get(lease.token, ())[:_MOST_WATCHED] if lease.token else ()
+        living = tuple(each for each in found if self._watch.processes.watch_identity(lease.id, each))
+        if living:
+            self._clients.leave_to(lease, living)
+        return bool(living)
+
+    # -- the leases of an earlier mpsd --------------------------------------------------------------------------------
+
+    def carriers(self, leases: Iterable[Lease]) -> Carriers:
+        """Return the carriers of the tokens of an earlier mpsd's leases that nothing else keeps alive."""
+        wanted = _owners(lease for lease in leases if lease.token and not self._watch.keeps(lease))
+        return process_table.started_with(TOKEN, wanted) if wanted else {}
+
+    def take_up(self, lease: Lease, carriers: Carriers) -> str:
+        """Remove the gone holders of an earlier mpsd's lease; return why nothing keeps it alive, or an empty text."""
+        if not self._watch.keeps(lease) and not self._tie(lease, carriers):
+            died = "died" if _are_processes(lease) else "ended"
+            return f"{holders.all_said(lease)}, {died} while mpsd was not running"
+        for holder in lease.holders:
+            if not self._watch.lives(lease.id, holder):
+                self._drop(lease.id, holder)
+        return ""
+
+
+def _are_processes(lease: Lease) -> bool:
+    """Tell whether all holders of a lease are processes."""
+    return all(isinstance(each, HoldingProcess) for each in lease.holders)
+
+
+def _owners(leases: Iterable[Lease]) -> dict[str, int]:
+    """Return, by token, the only uid whose processes count."""
+    return {lease.token: lease.owner.uid for lease in leases}

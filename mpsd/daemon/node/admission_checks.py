@@ -1,0 +1,190 @@
+"""The checks of a request before the ledger decides, and of the holder that takes a claim: the rules are the same."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import structs
+
+from mpsd.core import gpus
+from mpsd.core.admission import quota
+from mpsd.core.admission.admission import NOTHING, Offer
+from mpsd.core.admission.ledger import Ledger
+from mpsd.core.errors import DaemonNotReadyError, NotPermittedError, QuotaError
+from mpsd.core.events import EventName
+from mpsd.core.model import Claim, Known, Lease, LeaseRequest, Unknown
+from mpsd.core.reload import LiveSettings
+from mpsd.core.roles import UserIdentity
+from mpsd.core.settings import Quota
+from mpsd.daemon.gpu.gpus import Gpus
+from mpsd.daemon.leases.holder_watch import NamedHolder
+from mpsd.daemon.leases.quarantine import Quarantine
+from mpsd.daemon.record.log import Logger
+from mpsd.system import capabilities, host_environment, rundir
+from mpsd.system.process import Process
+
+
+class AdmissionChecks:
+    """Refuses holders that may not have a lease, or could not use it."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        gpus: Gpus,
+        quarantine: Quarantine,
+        *,
+        daemons: Path,
+        settings: LiveSettings,
+        log: Logger,
+    ) -> None:
+        """Take the parts; `daemons` is the directory of the control sockets."""
+        self._ledger, self._gpus, self._quarantine = ledger, gpus, quarantine
+        self._daemons = daemons
+        self._settings, self._log = settings, log
+
+    def quota_of(self, user: UserIdentity) -> Quota:
+        return quota.quota_of(user, self._settings.current)
+
+    def check_request(
+        self,
+        request: LeaseRequest,
+        named: NamedHolder | Claim,
+        user: UserIdentity,
+        ttl: float | None,
+        offers: Sequence[Offer],
+    ) -> tuple[LeaseRequest, float | None]:
+        """Return a request with the GPUs that its user may have and its holder can use, and its time to live.
+
+        Raises QuotaError, QuarantinedError, InvalidRequestError, DaemonNotReadyError, and NotPermittedError for a uid
+        that cannot reach a control daemon or a process that does not see it.
+        """
+        # 1. The quota restricts the GPUs, then the uid must not be quarantined, then the amount must be within the
+        #    quota.
+        # 2. The uid must reach the control daemons, and the holder must see their directories.
+        limits_of = self.quota_of(user)
+        if request.gpu != "any" or limits_of.gpus is not None:
+            request = structs.replace(request, gpu=self.gpu(request.gpu), among=limits_of.gpus)
+        self._quarantine.check(user.uid)
+        if not quota.is_free(limits_of, request):
+            ttl = quota.time_to_live(limits_of, ttl)
+            self._check_quota(limits_of, request, user.uid)
+        self._check_reach(user.uid)
+        return self._visible(request, named, offers), ttl
+
+    def check_taker(
+        self, lease: Lease, claim: Claim, named: NamedHolder, user: UserIdentity, offers: Sequence[Offer]
+    ) -> None:
+        """Refuse a holder of a user that could not have requested the lease of a claim.
+
+        Raises QuotaError, QuarantinedError, and NotPermittedError for a uid that the claim is not for, or that cannot
+        be a client.
+        """
+        uid = user.uid
+        if claim.uid is not None and claim.uid != uid:
+            raise NotPermittedError(
+                f"lease {lease.id} was claimed for uid {claim.uid}, and its holder belongs to uid {uid}",
+                hint=f"start it as uid {claim.uid}, or claim a lease for uid {uid}",
+            )
+        self._quarantine.check(uid)
+        self._check_reach(uid)
+        for share in lease.shares:
+            self._visible(structs.replace(lease.request, gpu=share.gpu), named, offers)
+        if lease.owner.uid == uid:
+            return  # the lease has counted against the quota since the claim was made
+        limits_of = self.quota_of(user)
+        self._check_quota(limits_of, lease.request, uid)
+        for share in lease.shares:
+            if limits_of.gpus is not None and share.gpu not in limits_of.gpus:
+                raise QuotaError(
+                    f"lease {lease.id} is on GPU {share.gpu}, which the quota of uid {uid} does not include",
+                    hint=f"claim a lease for uid {uid}: it is placed where its quota allows",
+                    limit="quota.gpus",
+                )
+
+    def gpu(self, wanted: str) -> str:
+        """Return the UUID of the named GPU, or `any`. Raises InvalidRequestError, DaemonNotReadyError."""
+        if wanted == "any":
+            return wanted
+        named = gpus.select(list(self._gpus.by_index.values()), wanted)
+        refused = gpus.unsupported(named)
+        if refused is not None:
+            raise DaemonNotReadyError(f"GPU {named.index} cannot be shared: {refused[0]}", hint=refused[1], limit="gpu")
+        return named.uuid
+
+    def _check_quota(self, limits_of: Quota, request: LeaseRequest, uid: int) -> None:
+        worth = self._ledger.worth(request) if quota.weighs(limits_of) else NOTHING
+        quota.check(limits_of, self._ledger.user(uid), request, worth)
+
+    def _check_reach(self, uid: int) -> None:
+        """Refuse a uid that cannot have a server, or cannot reach the control sockets. Raises NotPermittedError.
+
+        Its programs would run outside MPS, without limits.
+        """
+        if uid in {0, os.geteuid()}:
+            return
+        if not capabilities.can_serve_users():
+            raise NotPermittedError(
+                f"uid {uid} cannot have a server: mpsd has no CAP_SETUID, so it would be root's, or none",
+                hint="ask an administrator to give mpsd CAP_SETUID",
+            )
+        closed = rundir.closed_to_others(self._daemons)
+        if closed is not None:
+            raise NotPermittedError(
+                f"uid {uid} cannot reach the control daemons: it may not traverse {closed}",
+                hint=f"ask an administrator to run: chmod o+x {closed}",
+            )
+
+    def _visible(self, request: LeaseRequest, named: NamedHolder | Claim, offers: Sequence[Offer]) -> LeaseRequest:
+        """Restrict a request to the GPUs whose pipe directory its holder sees. Raises NotPermittedError."""
+        if isinstance(named, Claim) or not isinstance(named.watched, Process):
+            return request
+        return _narrowed(request, named.watched, offers, self._log)
+
+
+def _narrowed(request: LeaseRequest, holder: Process, offers: Sequence[Offer], log: Logger) -> LeaseRequest:
+    """Restrict a request to the offered GPUs whose pipe directory its holder sees at the same path.
+
+    A program that does not find the directory there runs outside MPS, without limits. Raises NotPermittedError where no
+    GPU is left. A holder whose /dev/shm differs from that of the servers is logged: CUDA may not reach its server then
+    (error 805). A holder of which this is unknown gets the lease, and is logged.
+    """
+    # 1. Same root and mount namespace: every path is the same for the holder. This is the usual case.
+    # 2. Unknown: no reason to refuse, and its log line names what mpsd lacks. A holder that is gone needs no line.
+    # 3. Another file system at a pipe directory: that GPU is not offered, and without any left the request is refused.
+    # 4. Another /dev/shm: servers of drivers before 580 need a shared one, so this alone refuses nothing.
+    alike, pid = holder.sees_alike(), holder.pid
+    if alike == Known(value=True):
+        return request
+    if isinstance(alike, Unknown):
+        if not holder.is_gone():
+            log.warning(
+                EventName.MOUNTS_UNKNOWN,
+                pid=pid,
+                because=f"whether process {pid} sees the pipe directory of its lease is unknown: {alike.reason}",
+                hint="an mpsd of root with CAP_SYS_PTRACE can read it; to see whether the program is under MPS:"
+                " mpsctl verify",
+            )
+        return request
+    directories = {offer.gpu: Path(offer.pipe_directory) for offer in offers}
+    hidden = host_environment.hidden(pid, (*directories.values(), host_environment.SHARED_MEMORY))
+    invisible = {gpu for gpu, path in directories.items() if path in hidden}
+    if invisible:
+        wanted = directories if request.gpu == "any" else {request.gpu}
+        seen = (gpu for gpu in wanted if gpu not in invisible and (request.among is None or gpu in request.among))
+        request = structs.replace(request, among=tuple(seen))
+        if not request.among:
+            raise NotPermittedError(
+                f"process {pid} cannot see {hidden[0]}, the pipe directory of its lease: its container has"
+                " another file system, and the process would run outside MPS, without limits",
+                hint=f"mount {hidden[0].parents[1]} into the container under the same path (-v, or a volume of"
+                " type hostPath)",
+                limit="pipe_directory",
+            )
+    if host_environment.SHARED_MEMORY in hidden:
+        log.warning(
+            EventName.SHARED_MEMORY_DIFFERS,
+            pid=pid,
+            because=f"process {pid} has its own /dev/shm, and MPS may need one that the process shares with its server",
+            hint="use hostIPC: true or --ipc=host, or mount the host's /dev/shm into the container",
+        )
+    return request

@@ -103,7 +103,8 @@ class Browser:
         page = Page(self, target, session)
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility", "Performance", "DOM"):
             page.call(f"{domain}.enable")
-        page.resize(width, height)
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        page.call("Emulation.setDeviceMetricsOverride", **screen)
         page.open(url)
         return page
 
@@ -182,12 +183,6 @@ class Page:
     def close(self) -> None:
         self._browser.call("Target.closeTarget", targetId=self._target)
 
-    def resize(self, width: int, height: int) -> None:
-        """Set the size of the page's screen."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
-        )
-
     def prefer(self, scheme: str) -> None:
         """Set the preferred colours: `light` or `dark`."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
@@ -203,9 +198,9 @@ class Page:
             lambda: self.do(f"!!({script})"), what=f"{what}; {script}", deadline=deadline, not_yet=(AssertionError,)
         )
 
-    def press(self, key: str, *, shift: bool = False) -> None:
+    def press(self, key: str) -> None:
         text = {"Enter": "\r", " ": " "}.get(key, "")
-        fields = {"key": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": 8 if shift else 0}
+        fields = {"key": key, "windowsVirtualKeyCode": KEYS[key]}
         self.call("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", text=text, **fields)
         self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 
@@ -239,9 +234,8 @@ class Page:
             if not each.get("ignored")
         ]
 
-    def picture(self, *, whole: bool = False) -> bytes:
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        return base64.b64decode(found["data"])
+    def picture(self) -> bytes:
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def complaints(self) -> list[str]:
         """Return the errors and warnings of the browser about the page, including violations of its policy."""

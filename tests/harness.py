@@ -12,10 +12,10 @@ import signal
 import stat
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar, overload
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -70,47 +70,13 @@ def wait_until(
         time.sleep(wait.next_pause(last))
 
 
-@overload
-async def eventually(
-    condition: Callable[[], Awaitable[T | None]],
-    *,
-    what: str,
-    deadline: float = ...,
-    not_yet: tuple[type[Exception], ...] = ...,
-) -> T: ...
-
-
-@overload
-async def eventually(
-    condition: Callable[[], T | None],
-    *,
-    what: str,
-    deadline: float = ...,
-    not_yet: tuple[type[Exception], ...] = ...,
-) -> T: ...
-
-
-async def eventually(
-    condition: Callable[[], object],
-    *,
-    what: str,
-    deadline: float = 10.0,
-    not_yet: tuple[type[Exception], ...] = (),
-) -> object:
-    """Wait like `wait_until`, inside a running event loop; the condition may be a coroutine function."""
+async def eventually(condition: Callable[[], T | None], *, what: str, deadline: float = 10.0) -> T:
+    """Wait like `wait_until`, inside a running event loop."""
     __tracebackhide__ = True
     wait = _Wait(deadline, what)
-    while True:
-        last: object
-        try:
-            seen = condition()
-            value = await seen if isinstance(seen, Awaitable) else seen
-            if value:
-                return value
-            last = value
-        except not_yet as error:
-            last = error
-        await asyncio.sleep(wait.next_pause(last))
+    while not (value := condition()):  # noqa: ASYNC110 - other processes make it true
+        await asyncio.sleep(wait.next_pause(value))
+    return value
 
 
 # -- short private directories -----------------------------------------------------------------------------------------

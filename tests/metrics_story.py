@@ -21,8 +21,8 @@ Samples = dict[str, float]
 """Values by name and labels, in the syntax of a query."""
 
 
-def metrics(node: Node, query: str = "") -> Samples:
-    answer = node.get(f"/metrics{query}")
+def metrics(node: Node) -> Samples:
+    answer = node.get("/metrics")
     assert answer.status == 200, answer.body
     return parsed(answer.body.decode())
 

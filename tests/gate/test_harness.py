@@ -50,21 +50,12 @@ def test_wait_until_says_what_it_waited_for() -> None:
         wait_until(refused, what="something", not_yet=(ZeroDivisionError,))
 
 
-def test_eventually_takes_functions_and_coroutines() -> None:
-    """Inside an event loop the condition may be either, and the wait ends the same way."""
-
-    async def main() -> None:
-        seen = iter([None, "there", None, "here"])
-
-        async def look() -> object:
-            return next(seen)
-
-        assert await eventually(look, what="something") == "there"
-        assert await eventually(lambda: next(seen), what="something") == "here"
-        with pytest.raises(AssertionError, match="for the moon"):
-            await eventually(lambda: None, what="the moon", deadline=0.02)
-
-    asyncio.run(main())
+def test_eventually() -> None:
+    """Inside an event loop a wait ends the same ways."""
+    seen = iter([None, "there"])
+    assert asyncio.run(eventually(lambda: next(seen), what="something")) == "there"
+    with pytest.raises(AssertionError, match="for the moon"):
+        asyncio.run(eventually(lambda: None, what="the moon", deadline=0.02))
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""The Debian package has this version, and the suites that are tested."""
+"""The Debian package has this version, and knows no process by its name."""
 
 import re
 from typing import Final
 
 from mpsd import __version__
 from tests.gate.source import ROOT
-from tests.systemd import SUITES
 
 BY_NAME: Final = re.compile(r"\b(pgrep|pkill|pidof|killall)\b")
 """Programs that find a process by its name, which any user can choose."""
@@ -23,10 +22,3 @@ def test_version() -> None:
     """The changelog of the package begins with the version of mpsd."""
     first = (ROOT / "debian" / "changelog").read_text(encoding="utf-8").splitlines()[0]
     assert first == f"mpsd ({__version__}-1) unstable; urgency=medium"
-
-
-def test_suites() -> None:
-    """Each suite in debian/build has its release's Python, and a machine in tests/systemd."""
-    script = (ROOT / "debian" / "build").read_text(encoding="utf-8")
-    known = dict(re.findall(r"^    (\w+)\) release=\d+ python=([\d.]+) ", script, re.MULTILINE))
-    assert known == {suite.name: suite.python for suite in SUITES.values()}

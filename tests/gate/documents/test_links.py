@@ -16,14 +16,6 @@ DOCUMENTS: Final = (*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*
 
 OPERATOR: Final = ROOT / "docs/guide/operator.md"
 
-STABLE: Final = {
-    "answer-unforeseen", "client-end", "clients-lost", "daemon-failed", "drift", "error-46", "few-descriptors", "gpu",
-    "hangs", "held", "lease-does-not-end", "leases-incomplete", "log-lost", "maintenance", "metrics", "mps-errors",
-    "node-not-ready", "not-closed", "not-healthy", "orphan", "out-of-memory", "quarantine", "server-fault",
-    "server-stopped", "servers-cannot-start", "short", "slow-grants", "store", "violations", "waiting", "web", "wedged",
-}  # fmt: skip
-"""Anchors of the operator's guide that alerts and other programs link to; they must stay."""
-
 _LINK: Final = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]+))?\)")
 _SOURCE: Final = re.compile(r'\b(?:src|srcset|href)="([^":#]+)"')
 """Pictures and links in a document's HTML."""
@@ -66,11 +58,6 @@ def broken(document: Path, text: str) -> Iterator[str]:
 def test_links_lead_somewhere(document: Path) -> None:
     """A link within this tree leads to a file, and its anchor to a heading there."""
     assert list(broken(document, document.read_text(encoding="utf-8"))) == []
-
-
-def test_anchors_of_the_operators_guide_stay() -> None:
-    """The anchors that others link to exist, and each section that sets one is in the list."""
-    assert set(_ANCHOR.findall(OPERATOR.read_text(encoding="utf-8"))) == STABLE
 
 
 def test_every_reason_of_status_has_a_section() -> None:

@@ -292,7 +292,7 @@ def _percentage(text: str) -> None:
     percentage = ActiveThreadPercentage.parse(text)
     assert 1 <= percentage.tenths <= 1000
     assert ActiveThreadPercentage.parse(str(percentage)) == percentage
-    assert percentage.tenths <= float(text.strip()) * 10 * (1 + 1e-15)
+    assert percentage.tenths <= float(text.strip().removesuffix("%")) * 10 * (1 + 1e-15)
 
 
 def _mem_limit(text: str) -> None:

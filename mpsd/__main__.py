@@ -307,21 +307,14 @@ def _serve(plan: "Plan") -> None:
     event_loop.run(serve(plan))
 
 
-def _priority() -> str:
-    """Return the prefix that makes the journal record a line as an error, if stderr leads there.
-
-    Source: sd-daemon(3).
-    """
-    from mpsd.system.journal import is_behind
-
-    return "<3>" if is_behind(sys.stderr.fileno(), os.environ.get("JOURNAL_STREAM", "")) else ""
-
-
 def _say(error: MpsdError) -> None:
     """Print an error: one sentence, its code, and a hint."""
+    from mpsd.system.journal import is_behind
     from mpsd.system.log_output import LogOutput
 
-    output, priority = LogOutput(sys.stderr.fileno()), _priority()
+    output = LogOutput(sys.stderr.fileno())
+    # The prefix makes the journal record a line as an error. Source: sd-daemon(3).
+    priority = "<3>" if is_behind(sys.stderr.fileno(), os.environ.get("JOURNAL_STREAM", "")) else ""
     for line in (f"mpsd: {plain(error.detail)} [{error.code}]", f"  hint: {plain(error.hint)}"):
         output.write(f"{priority}{line}\n".encode(errors="backslashreplace"))
     output.close(0.5)

@@ -52,38 +52,35 @@ The simulated node has ended, and its files are removed. On a node with a GPU:
 """
 
 
-def _socket(root: Path) -> Path:
-    return Settings().under(root).socket
-
-
-def _programs(root: Path) -> Path:
-    return root / "bin"
+_PROGRAMS: Final = "bin"
+"""The directory of the programs that the steps name, in the node's directory."""
 
 
 def write_programs(root: Path) -> None:
     """Write the programs that the steps name, as wrappers that work wherever mpsd is installed."""
-    _programs(root).mkdir()
+    (root / _PROGRAMS).mkdir()
     for name, command in {
         "mpsd": (sys.executable, "-P", "-m", "mpsd"),
         "mpsctl": (sys.executable, "-P", "-m", "mpsd.cli.main"),
         "gpu-client": launch.program("client"),
     }.items():
-        path = _programs(root) / name
+        path = root / _PROGRAMS / name
         path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         path.chmod(0o755)
 
 
 def what_to_try(root: Path) -> str:
     """Return the steps for another terminal."""
-    return _ELSEWHERE.format(socket=shlex.quote(f"{_socket(root)}"), programs=shlex.quote(f"{_programs(root)}"))
+    socket = Settings().under(root).socket
+    return _ELSEWHERE.format(socket=shlex.quote(f"{socket}"), programs=shlex.quote(f"{root / _PROGRAMS}"))
 
 
 def in_a_shell(root: Path, environment: Mapping[str, str]) -> int:
     """Run the node beside a shell, print the steps, and return the shell's exit status."""
     write_programs(root)
     variables = {
-        "MPSD_SOCKET": f"{_socket(root)}",
-        "PATH": f"{_programs(root)}:{environment.get('PATH', os.defpath)}",
+        "MPSD_SOCKET": f"{Settings().under(root).socket}",
+        "PATH": f"{root / _PROGRAMS}:{environment.get('PATH', os.defpath)}",
     }
     node = (sys.executable, "-P", "-m", "mpsd", "demo", "--until-eof", f"{root}")
     with foreground.beside(node, environment) as printed:

@@ -35,7 +35,11 @@ def _yaml(value: object, indent: str) -> Iterator[str]:
         case dict() if value:
             for name, each in value.items():
                 key = name if name.isidentifier() else json.dumps(name, ensure_ascii=False)
-                yield from _under(f"{indent}{key}:", each, f"{indent}  ")
+                first, *rest = _yaml(each, f"{indent}  ")
+                if isinstance(each, (dict, list)) and each:
+                    yield from (f"{indent}{key}:", first, *rest)
+                else:
+                    yield f"{indent}{key}: {first.lstrip(' ')}"
         case list() if value:
             for each in value:
                 first, *rest = _yaml(each, f"{indent}  ")
@@ -43,14 +47,6 @@ def _yaml(value: object, indent: str) -> Iterator[str]:
                 yield from rest
         case _:
             yield f"{indent}{json.dumps(value, ensure_ascii=False)}"
-
-
-def _under(heading: str, value: object, indent: str) -> Iterator[str]:
-    if isinstance(value, (dict, list)) and value:
-        yield heading
-        yield from _yaml(value, indent)
-    else:
-        yield f"{heading} {json.dumps(value, ensure_ascii=False)}"
 
 
 _AMBIGUOUS = frozenset("\"'`\\$#")

@@ -78,11 +78,6 @@ class Progress:
         self._began = time.monotonic()
         self._last = ""
 
-    @property
-    def elapsed(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self._began
-
     def show(self, text: str, *, brief: str | None = None) -> None:
         """Show the state; without a terminal, only if it changed.
 
@@ -90,7 +85,7 @@ class Progress:
         """
         if self.is_live:
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            line = f"mpsctl: {self.elapsed:.0f} s: {plain(brief or text)}"
+            line = f"mpsctl: {time.monotonic() - self._began:.0f} s: {plain(brief or text)}"
             shown = line if len(line) < width else f"{line[: width - 4]}..."
             click.echo(f"{_ERASE}{shown}", err=True, nl=False)
         elif text != self._last:

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -173,26 +173,36 @@ class _Service:
         front_end = self._front_end
         if front_end is None:
             return
-        try:
+        more = b""
+        with contextlib.suppress(ConnectionError):
             more = front_end.connection.recv(65536)
-            front_end.text += more
-            over = not more or self._proceed(front_end)
-        except ConnectionError:
-            over = True
-        if over:
+        front_end.text += more
+        if more:
+            self._proceed(front_end)
+        else:
             self._close(front_end)
 
-    def _proceed(self, front_end: FrontEnd) -> bool:
-        """Answer line by line, until none is left or an answer takes long; tell whether the front-end has ended."""
-        while front_end.awaits is None and b"\n" in front_end.text:
-            line, _, front_end.text = front_end.text.partition(b"\n")
-            self._answer(front_end, line.decode(errors="surrogateescape"))
-        if front_end.awaits is not None:
-            return False
-        # A daemon that is quitting ignores the goodbye: its front-ends wait until it is gone (measured).
-        over = front_end.text.endswith(END) and not self._daemon.quitting
-        front_end.text = front_end.text.removesuffix(END)
-        return over
+    def _proceed(self, front_end: FrontEnd, late: Sequence[str] | None = None) -> None:
+        """Answer line by line, until none is left or an answer takes long; close the front-end at its end.
+
+        `late` is the answer that it has waited for.
+        """
+        try:
+            if late is not None:
+                front_end.print(late)
+            while front_end.awaits is None and b"\n" in front_end.text:
+                line, _, front_end.text = front_end.text.partition(b"\n")
+                self._answer(front_end, line.decode(errors="surrogateescape"))
+        except ConnectionError:
+            self._close(front_end)
+            return
+        if front_end.awaits is None:
+            has_ended = front_end.text.endswith(END)
+            front_end.text = front_end.text.removesuffix(END)
+            if (
+                has_ended and not self._daemon.quitting
+            ):  # or it ignores that: front-ends wait until it is gone (measured)
+                self._close(front_end)
 
     def _close(self, front_end: FrontEnd) -> None:
         """Release the front-end; the command that it waits for continues, and its answer is lost."""
@@ -225,13 +235,7 @@ class _Service:
         """Answer a front-end that waited for a server, and continue with its further commands."""
         front_end.awaits = None
         self._log_all(printed)
-        try:
-            front_end.print(printed)
-            over = self._proceed(front_end)
-        except ConnectionError:
-            over = True
-        if over:
-            self._close(front_end)
+        self._proceed(front_end, printed)
 
     # -- servers --
 

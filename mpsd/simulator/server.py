@@ -28,7 +28,7 @@ from typing import Any, Final, NoReturn
 from mpsd.simulator import launch
 from mpsd.simulator.cuda import CudaError
 from mpsd.simulator.devices import Device, Kind, binds, context_memory, outlives
-from mpsd.simulator.server_state import Answer, Context, Server, Start
+from mpsd.simulator.server_state import Answer, Server, Start
 
 PACKET: Final = 1 << 18
 """Bytes of the largest packet."""
@@ -194,14 +194,13 @@ class _Service:
             client.working, client.wedges = said.get("working", client.working), said.get("wedges", client.wedges)
         elif "context" in said:
             made = self._server.context(pid, said["context"])
-            self._answer_client(connection, {"error": made} if isinstance(made, CudaError) else _described(made))
+            answer = (
+                {"error": made} if isinstance(made, CudaError) else made._asdict() | {"pinned": made.pinned._asdict()}
+            )
+            self._answer_client(connection, answer)
         else:
             done = self._server.destroy(pid, said["destroy"])
             self._answer_client(connection, {} if done else {"error": CudaError.INVALID_CONTEXT})
-
-
-def _described(context: Context) -> dict[str, Any]:
-    return {"number": context.number, "pinned": context.pinned._asdict()}
 
 
 def run() -> NoReturn:

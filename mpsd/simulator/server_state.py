@@ -96,16 +96,11 @@ class Server:
         """The clients that it lists, by pid."""
         self.wedged = False
         """Whether it serves no client any more, without showing that: see `left`."""
-        self._devices = start.devices
+        self._start = start
         self._percentage = start.percentage
         self._limits = dict(start.limits)
-        self._priority = start.priority
-        self._binds = start.binds
-        self._context_memory = start.context_memory
-        self._places = start.places
         self._has_error_left = False
         """Whether the next context gets the error of a client that was killed in mid-kernel."""
-        self._branch = start.branch
         self._affected: set[int] = set()
         """The clients that met a fault, and have not exited yet."""
         self._terminating: set[int] = set()
@@ -119,12 +114,12 @@ class Server:
         self._log(f"Active Threads Percentage set to {self._percentage:.1f}")
         for device, limit in sorted(self._limits.items()):
             self._log(f"Device pinned memory limit for device {device} set to {limit:#x} bytes")
-        self._log(f"Server Priority set to {self._priority}")
+        self._log(f"Server Priority set to {self._start.priority}")
         self._log("Server has started")
         self.status = Status.ACTIVE
 
     def _create_contexts(self) -> None:
-        for device in range(len(self._devices)):
+        for device in range(len(self._start.devices)):
             self._log(f"Creating server context on device {device} (Simulated GPU)")
 
     # -- clients --
@@ -140,10 +135,10 @@ class Server:
         # (TS).
         if self.status is not Status.ACTIVE or (self._terminating and not self.wedged):
             return CudaError.MPS_SERVER_NOT_READY
-        share = pinned(self._devices, self._percentage, self._limits, environment)
+        share = pinned(self._start.devices, self._percentage, self._limits, environment)
         if isinstance(share, CudaError):
             return share
-        bound = share if self._binds is Binds.CONNECT else None
+        bound = share if self._start.binds is Binds.CONNECT else None
         client = self.clients[pid] = Client(pid, command, namespace, environment, gpu=share.gpu, bound=bound)
         if not self.wedged:
             self._log(f"Client {_PAIR.format(pid, 0)} connected")
@@ -162,12 +157,12 @@ class Server:
         environment = client.environment if environment is None else environment
         if self.status is Status.FAULT:
             return CudaError.MPS_SERVER_NOT_READY
-        if sum(len(each.contexts) for each in self.clients.values() if each.gpu == client.gpu) >= self._places:
+        if sum(len(each.contexts) for each in self.clients.values() if each.gpu == client.gpu) >= self._start.places:
             return CudaError.MPS_MAX_CLIENTS_REACHED
-        share = client.bound or pinned(self._devices, self._percentage, self._limits, client.environment)
+        share = client.bound or pinned(self._start.devices, self._percentage, self._limits, client.environment)
         if isinstance(share, CudaError):
             return share
-        if share.memory is not None and share.memory < self._context_memory:
+        if share.memory is not None and share.memory < self._start.context_memory:
             return CudaError.OUT_OF_MEMORY
         pair = _PAIR.format(pid, client.made)
         if client.made:
@@ -175,7 +170,7 @@ class Server:
             self._log(f"Client {pair} connected")
         self._log(f"Device Simulated GPU (uuid {client.gpu}) is associated")
         self._log(f"Status of client {pair} is {Status.ACTIVE}")
-        self._log(f"Priority level of client {{{pid}}} is: {self._priority}")
+        self._log(f"Priority level of client {{{pid}}} is: {self._start.priority}")
         context = Context(client.made, of_context(share, client.environment, environment))
         client.contexts[context.number] = context
         client.made += 1
@@ -221,12 +216,12 @@ class Server:
         contexts = [*client.contexts] if client is not None else []
         others = sum(len(each.contexts) for each in self.clients.values())
         listed = client is not None
-        for line in _end_lines(self._branch, pid, contexts, others=others, listed=listed):
+        for line in _end_lines(self._start.branch, pid, contexts, others=others, listed=listed):
             self._log(line)
         self.wedged = client is not None and client.wedges
         self._affected.discard(pid)
         if self.status is Status.FAULT and not self._affected:
-            for device in range(len(self._devices)):
+            for device in range(len(self._start.devices)):
                 self._log(f"Destroy server context on device {device}")
             self._create_contexts()
             self.status = Status.ACTIVE
@@ -246,7 +241,7 @@ class Server:
         self._affected.update(hit)
         for pid in hit:
             self.clients[pid].working = False
-        for line in _fault_lines(self._branch, hit, len(self._devices)):
+        for line in _fault_lines(self._start.branch, hit, len(self._start.devices)):
             self._log(line)
         return hit
 
@@ -280,7 +275,7 @@ class Server:
 
     def _get_device_client_list(self, _arguments: list[str]) -> Iterable[str]:
         # "Lists the devices and PIDs of client applications that enumerated this device" (V2): the format is unknown.
-        for device in self._devices:
+        for device in self._start.devices:
             yield device
             yield from (str(client.pid) for client in self.clients.values() if client.gpu == device)
 
@@ -313,7 +308,7 @@ class Server:
     def _set_device_pinned_mem_limit(self, arguments: list[str]) -> Iterable[str]:
         """Set the limit of clients that are created afterwards; it may be higher than the default (V2)."""
         device, whole = figures.device(arguments[0])
-        if 0 <= device < len(self._devices):
+        if 0 <= device < len(self._start.devices):
             self._limits[device] = figures.limit(arguments[1]) if whole else 0
         return []
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -60,18 +60,6 @@ def _with_device(function: click.decorators.FC) -> click.decorators.FC:
     return _DIRECTORY(_SHARED_MEMORY(function))
 
 
-class _Written(NamedTuple):
-    """A device of this mpsd in the directory; the lease is None where mpsd no longer has it."""
-
-    path: Path
-    device: device_files.Device
-    lease: "answer_types.Lease | None"
-
-    @property
-    def state(self) -> str:
-        return "ended" if self.lease is None else self.lease["state"]
-
-
 @click.group()
 def cdi() -> None:
     """Manage the CDI devices by which containers get leases: `--device mpsd/lease=ID`."""
@@ -111,8 +99,8 @@ def list_(api: Api, form: str, directory: Path) -> None:
     """List the CDI devices of this mpsd's leases, and remove those of leases that have ended."""
     _clean(api, directory)
     devices = [
-        {"device": device_files.device_name(each.device.lease), "state": each.state, "file": str(each.path)}
-        for each in _written(api, directory)
+        {"device": device_files.device_name(lease), "state": state, "file": str(path)}
+        for path, lease, state in _devices(api, directory)
     ]
     print_answer(
         form,
@@ -163,19 +151,20 @@ def _write_device(api: Api, lease: "answer_types.Lease", directory: Path, *, sha
 def _clean(api: Api, directory: Path) -> None:
     """Remove the devices of this mpsd's leases that have ended, and report each."""
     with of_files():
-        for each in list(_written(api, directory)):
-            if each.state == "ended":
-                each.path.unlink(missing_ok=True)
-                note(f"removed {each.path}: {each.device.lease} has ended")
+        for path, lease, state in list(_devices(api, directory)):
+            if state == "ended":
+                path.unlink(missing_ok=True)
+                note(f"removed {path}: {lease} has ended")
 
 
-def _written(api: Api, directory: Path) -> Iterator[_Written]:
+def _devices(api: Api, directory: Path) -> Iterator[tuple[Path, str, str]]:
+    """Yield the file of each device of this mpsd, its lease, and the lease's state."""
     for path, device in cdi_directory.devices(directory):
         if device.socket == os.path.abspath(api.path):  # noqa: PTH100 - as above
-            try:
-                yield _Written(path, device, api.lease(device.lease))
-            except NotFoundError:
-                yield _Written(path, device, None)
+            state = "ended"
+            with contextlib.suppress(NotFoundError):  # mpsd forgets old leases
+                state = api.lease(device.lease)["state"]
+            yield path, device.lease, state
 
 
 def _program(api: Api) -> list[str]:

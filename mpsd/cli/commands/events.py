@@ -14,7 +14,7 @@ import click
 from mpsd.cli import render, tables
 from mpsd.cli.command import note, with_api, with_form
 from mpsd.cli.commands.lists import chosen_gpu, chosen_uid
-from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
+from mpsd.cli.history.selection import GpuNames, Selector, matching_kinds
 from mpsd.cli.history.sentences import line
 from mpsd.cli.history.story import Story, lines_of, story_of
 from mpsd.cli.options import MOMENT, TIME, daemon_names, gpu_names, lease_names
@@ -115,12 +115,12 @@ def events(  # noqa: PLR0917 - one option each
         return
     if follow and until is not None:
         raise click.UsageError("Use --follow or --until, not both: events to come have no end.")
-    selection = Selection(
+    selector = Selector(
         since, until, lease, _known_daemon(api, daemon), _gpu_names(api, gpu), chosen_uid(owner, mine=mine), kinds
     )
     look = tables.look_of()
     nothing = True
-    for text, event in _chosen(api, Selector(selection), after, last, follow=follow):
+    for text, event in _chosen(api, selector, after, last, follow=follow):
         nothing = False
         if form == "json":
             said = harmless_json(text)

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -28,49 +29,44 @@ def matching_kinds(pattern: str) -> frozenset[str]:
     raise InvalidRequestError(f"there are no events of the kind {briefly(pattern)}", hint=meant)
 
 
-class Selection(NamedTuple):
-    """The criteria of a selection; None, or empty, stands for all."""
-
-    since: datetime | None = None
-    until: datetime | None = None
-    lease: str | None = None
-    """A lease's id, or the beginning of one."""
-    daemon: str | None = None
-    gpu: "GpuNames | None" = None
-    uid: int | None = None
-    kinds: Collection[str] = ()
-
-
 class GpuNames(NamedTuple):
     number: int
     uuid: str | None
     daemon: str | None
 
 
+@dataclass
 class Selector:
-    """Selects events, in their order: the facts that one event has about a lease apply to later events about it."""
+    """Selects events by criteria, of which None, or empty, stands for all.
 
-    def __init__(self, selection: Selection) -> None:
-        """Set the criteria."""
-        self._wanted = selection
-        self._owners: dict[str, int] = {}
-        self._gpus: dict[str, frozenset[str]] = {}
+    It takes the events in their order: the facts that one event has about a lease apply to later events about it.
+    """
+
+    since: datetime | None = None
+    until: datetime | None = None
+    lease: str | None = None
+    """A lease's id, or the beginning of one."""
+    daemon: str | None = None
+    gpu: GpuNames | None = None
+    uid: int | None = None
+    kinds: Collection[str] = ()
+    _owners: dict[str, int] = field(default_factory=dict, init=False)
+    _gpus: dict[str, frozenset[str]] = field(default_factory=dict, init=False)
 
     def takes(self, event: "answer_types.Event") -> bool:
         """Tell whether an event is selected."""
         self._learn(event)
-        wanted = self._wanted
-        if wanted.kinds and event["event"] not in wanted.kinds:
+        if self.kinds and event["event"] not in self.kinds:
             return False
-        if wanted.since is not None or wanted.until is not None:
+        if self.since is not None or self.until is not None:
             at = datetime.fromisoformat(str(event["at"]))
-            if (wanted.since and at < wanted.since) or (wanted.until and at > wanted.until):
+            if (self.since and at < self.since) or (self.until and at > self.until):
                 return False
         return (
-            (wanted.lease is None or any(each.startswith(wanted.lease) for each in leases_of(event)))
-            and (wanted.daemon is None or wanted.daemon in _daemons_of(event))
-            and (wanted.uid is None or wanted.uid in self._users_of(event))
-            and (wanted.gpu is None or self._is_on(event, wanted.gpu))
+            (self.lease is None or any(each.startswith(self.lease) for each in leases_of(event)))
+            and (self.daemon is None or self.daemon in _daemons_of(event))
+            and (self.uid is None or self.uid in self._users_of(event))
+            and (self.gpu is None or self._is_on(event, self.gpu))
         )
 
     def _learn(self, event: "answer_types.Event") -> None:

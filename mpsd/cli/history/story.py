@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from mpsd.cli.command import now
 from mpsd.cli.history import sentences
-from mpsd.cli.history.selection import GpuNames, Selection, Selector, leases_of
+from mpsd.cli.history.selection import GpuNames, Selector, leases_of
 from mpsd.cli.leases import find
 from mpsd.cli.leases.caller import use
 from mpsd.cli.render import (
@@ -285,7 +285,7 @@ def events_of_gpu(
     events: Iterable["answer_types.Event"], gpu: GpuNames, sees: Callable[["answer_types.Event"], bool]
 ) -> tuple[list["answer_types.Event"], int]:
     """Return the events of a GPU and its control daemon, and how many of them this reader may not see."""
-    selector = Selector(Selection(gpu=gpu))
+    selector = Selector(gpu=gpu)
     found = [each for each in events if selector.takes(each) or each["event"] in _OF_THE_NODE]
     chosen = [each for each in found if _is_new(each)]
     seen = [each for each in chosen if sees(each)]

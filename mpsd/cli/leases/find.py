@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from mpsd.cli.command import of_one_version, say
+from mpsd.cli.command import say
 from mpsd.cli.users import name_of
 from mpsd.client import Api
 from mpsd.core.errors import InvalidRequestError, MpsdError
@@ -32,8 +32,7 @@ def find(api: Api, meant: str | None) -> str:
         return own()
     if _WHOLE.fullmatch(meant):
         return meant
-    with of_one_version():
-        return among(api.leases(ended=True)["leases"], meant) or meant
+    return among(api.leases(ended=True)["leases"], meant) or meant
 
 
 def among(leases: "Sequence[answer_types.Lease]", meant: str) -> str | None:

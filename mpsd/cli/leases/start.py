@@ -4,7 +4,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -28,12 +27,7 @@ def released_on_failure(api: Api, lease: "answer_types.Lease") -> Iterator[None]
     """Release an unused lease if the block fails; where the release fails too, the lease ends with its holder."""
     try:
         yield
-    except (
-        OSError,
-        KeyError,
-        MpsdError,
-        click.exceptions.Exit,
-    ):  # KeyError: a field that an mpsd of another version lacks
+    except (OSError, MpsdError, KeyError, click.exceptions.Exit):  # KeyError: mpsd is of another version
         with contextlib.suppress(MpsdError):
             api.release(lease["id"])
         raise
@@ -45,7 +39,7 @@ def become(
     command: Sequence[str],
     *,
     owner: User | None = None,
-    more: Mapping[str, str] = MappingProxyType({}),
+    more: Mapping[str, str] | None = None,
 ) -> None:
     """Execute a command in this process, with a lease's environment and, where root named one, as its owner.
 
@@ -56,7 +50,7 @@ def become(
     try:
         if owner is not None:
             variables |= _become(owner)
-        os.execvpe(command[0], [*command], {**caller.environment(), **variables, **more})  # noqa: S606 - that is what it is for
+        os.execvpe(command[0], [*command], {**caller.environment(), **variables, **(more or {})})  # noqa: S606 - that is what it is for
     except OSError as error:
         click.echo(f"mpsctl: {command[0]}: {error.strerror}", err=True)
         click.get_current_context().exit(NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE)

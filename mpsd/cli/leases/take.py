@@ -176,11 +176,12 @@ _GUARD_PAUSES: Final = (0.0, 0.1, 0.4, 1.5)
 def released_unless_printed(api: Api, request_id: str) -> Iterator[None]:
     """Release the lease of a request if this process dies within the context, by any signal.
 
-    A lease that another process holds, such as the calling shell, does not end with mpsctl. mpsd itself ends a lease
-    whose caller is gone before its answer is sent; the context lasts from then until mpsctl has printed its output.
+    A second process does that, the guard: the kernel reports the death to it, whereas no signal handler can run at
+    SIGKILL. Where no process can be forked, there is no guard.
 
-    A second process does that while the context lasts: the kernel reports the death to it, whereas no signal handler
-    can run at SIGKILL. Where no process can be forked, there is no guard.
+    A lease that another process holds, such as the calling shell, does not end with mpsctl, and nobody would know of
+    this one. mpsd itself ends a lease whose caller is gone before its answer is sent; from then until mpsctl has
+    printed its output, the guard watches.
     """
     reader, writer = os.pipe()
     try:

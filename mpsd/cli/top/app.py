@@ -143,28 +143,25 @@ class Top(App[None]):
 
     def _fail(self, error: MpsdError) -> None:
         """Show why there is no answer; the old content stays, and the next interval tries again."""
-        self._write("node", f"{plain(error.detail)} ({plain(error.hint or '')}); what follows is old")
+        self._lines["node"].write(f"{plain(error.detail)} ({plain(error.hint or '')}); what follows is old")
 
     # -- showing ------------------------------------------------------------------------------------------------------
 
     def _show(self, taken: Picture) -> None:
         self._picture = taken
-        self._write("node", taken.headline)
+        self._lines["node"].write(taken.headline)
         self._arrange()
-
-    def _write(self, name: str, text: str) -> None:
-        self._lines[name].write(text)
 
     def _arrange(self) -> None:
         """Update the table, sorted and filtered; unchanged cells are not drawn again."""
         if self._picture is None or not self._table.is_mounted:
             return
-        self._write("gpus", picture.gpus(self._picture, self.size.width, _MOST_GPUS))
+        self._lines["gpus"].write(picture.gpus(self._picture, self.size.width, _MOST_GPUS))
         entries = picture.arranged(self._picture.entries, sort=_SORTS[self._sort], text=self._text)
         headings, texts = picture.rows(entries, self.size.width - 2)
         counts = f"{plural(sum(each.is_client for each in entries), 'client')}, {plural(len(entries), 'row')}"
         chosen = f", with {plain(self._text)}" if self._text else ""
-        self._write("rule", f"{counts}, by {_SORTS[self._sort].lower()}{chosen}")
+        self._lines["rule"].write(f"{counts}, by {_SORTS[self._sort].lower()}{chosen}")
         table = self._table
         keys = [each.key for each in entries]
         if headings != self._headings or keys != [each.key for each in self._shown]:

@@ -1,12 +1,17 @@
 """`mpsctl service wrap` without systemd; `tests/systemd/wrapping.py` tests it on a booted machine."""
 
+import os
+import signal
 from math import inf
+from pathlib import Path
 
 import pytest
 
 from mpsd.core.errors import ConfigurationError
 from mpsd.system import systemd_units
-from tests.cli.conftest import run_mpsctl
+from tests.cli.answering import answering, http
+from tests.cli.conftest import run_mpsctl, start_mpsctl
+from tests.harness import wait_until
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,30 @@ def test_refused(arguments: tuple[str, ...], says: str) -> None:
     done = run_mpsctl("none.sock", "service", "wrap", *arguments)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+_SYSTEMCTL = """\
+#!/bin/sh
+printf '%s\\n' LoadState=loaded ControlGroup=/system.slice/train.service ActiveState=activating User= Group=
+"""
+
+
+def test_stopped_while_it_waits(short_tmp: Path) -> None:
+    """The start of a unit that is stopped while it waits for its lease ends by the signal, without a traceback."""
+    (short_tmp / "systemctl").write_text(_SYSTEMCTL)
+    (short_tmp / "systemctl").chmod(0o755)
+    options = ("--fraction", "0.25", "--wait", "60")
+    environment = {**os.environ, "PATH": f"{short_tmp}:{os.environ['PATH']}"}
+    with (
+        answering(short_tmp / "s", http({"leases": []}), None, None, None) as mpsd,
+        start_mpsctl(short_tmp / "s", "service", "unit-start", "none.service", *options, env=environment) as process,
+    ):
+        wait_until(lambda: len(mpsd.requests) == 2 or process.poll() is not None, what="the request for a lease")
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+    assert "Traceback" not in stderr
+    assert "mpsctl: interrupted; " in stderr
 
 
 def test_nothing_to_wrap() -> None:

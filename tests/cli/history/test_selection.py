@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.cli.history.selection import GpuNames, Selection, Selector, matching_kinds
+from mpsd.cli.history.selection import GpuNames, Selector, matching_kinds
 from mpsd.cli.options import parse_moment
 from mpsd.core.errors import InvalidRequestError
 
@@ -85,24 +85,23 @@ for _number, _each in enumerate(EVENTS):
 
 
 @pytest.mark.parametrize(
-    ("selection", "numbers"),
+    ("selector", "numbers"),
     [
-        (Selection(), range(9)),
-        (Selection(lease="lease-1"), [2, 4, 5]),
-        (Selection(lease="lease-"), [2, 3, 4, 5, 6]),
-        (Selection(daemon="gpu0"), [1, 4, 5, 8]),
-        (Selection(gpu=GpuNames(1, B, "gpu1")), [0, 3, 5, 6, 8]),
-        (Selection(gpu=GpuNames(0, A, "gpu0")), [1, 2, 4, 5, 8]),
-        (Selection(uid=7), [1, 2, 4, 5, 7]),
-        (Selection(uid=8), [3, 5, 6]),
-        (Selection(kinds={"violation", "lease_ended"}), [4, 6]),
-        (Selection(kinds={"lease_granted"}, uid=8), [3]),
-        (Selection(since=NOW + timedelta(minutes=7)), [7, 8]),
-        (Selection(until=NOW + timedelta(minutes=1)), [0, 1]),
-        (Selection(since=NOW + timedelta(minutes=1), until=NOW + timedelta(minutes=2)), [1, 2]),
+        (Selector(), range(9)),
+        (Selector(lease="lease-1"), [2, 4, 5]),
+        (Selector(lease="lease-"), [2, 3, 4, 5, 6]),
+        (Selector(daemon="gpu0"), [1, 4, 5, 8]),
+        (Selector(gpu=GpuNames(1, B, "gpu1")), [0, 3, 5, 6, 8]),
+        (Selector(gpu=GpuNames(0, A, "gpu0")), [1, 2, 4, 5, 8]),
+        (Selector(uid=7), [1, 2, 4, 5, 7]),
+        (Selector(uid=8), [3, 5, 6]),
+        (Selector(kinds={"violation", "lease_ended"}), [4, 6]),
+        (Selector(kinds={"lease_granted"}, uid=8), [3]),
+        (Selector(since=NOW + timedelta(minutes=7)), [7, 8]),
+        (Selector(until=NOW + timedelta(minutes=1)), [0, 1]),
+        (Selector(since=NOW + timedelta(minutes=1), until=NOW + timedelta(minutes=2)), [1, 2]),
     ],
 )
-def test_choosing(selection: Selection, numbers: list[int]) -> None:
+def test_choosing(selector: Selector, numbers: list[int]) -> None:
     """Later events of a lease also count for its owner and its GPUs, though they do not name them."""
-    selector = Selector(selection)
     assert [number for number, event in enumerate(EVENTS) if selector.takes(event)] == [*numbers]

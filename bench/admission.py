@@ -19,7 +19,7 @@ from bench.callers import Caller, body, release, request
 from bench.service import Service, running
 from bench.side_by_side import Figure, Result, in_turn
 from mpsd.daemon.leases.lease_store import LEASES_BALLAST, LEASES_SCHEMA, LeaseStore
-from mpsd.system.database import Database
+from mpsd.system.files.database import Database
 
 _REQUEST: Final = request(threads=1, memory="16MiB")
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
-from mpsd.system import process
-from mpsd.system.control_pipe import variables
+from mpsd.system.mps.control_pipe import variables
+from mpsd.system.processes import process
 
 _LOOK: Final = 0.0005
 """Seconds between two checks of a condition."""

@@ -20,7 +20,7 @@ from bench.side_by_side import Figure, Result, in_turn, timed
 from mpsd.core.model import Limits
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, PINNED_DEVICE_MEM_LIMIT, LimitValue, Setting
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.system.control_pipe import ControlPipe, ControlProgram, Conversation
+from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram, Conversation
 
 _SETTINGS: Final = 100
 

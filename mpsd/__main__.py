@@ -111,8 +111,8 @@ def stop(config: Path | None, root: Path | None, simulate: int | None, control: 
     Ctrl-C leaves those that are left running. The options are those that mpsd was started with. The service of systemd
     is stopped by systemd: systemctl start mpsd-stop-daemons.service.
     """
-    from mpsd.system import event_loop, running
-    from mpsd.system.configuration import read_configuration
+    from mpsd.system.host import event_loop, running
+    from mpsd.system.host.configuration import read_configuration
 
     settings = read_configuration(config)
     settings = settings if root is None else settings.under(root.absolute())
@@ -127,8 +127,8 @@ def _run(
 
     from mpsd.daemon.http.startup_refusal import answer_refused_start
     from mpsd.daemon.service import StopDaemons
-    from mpsd.system.configuration import read_configuration
-    from mpsd.system.notify import ServiceManager
+    from mpsd.system.host.configuration import read_configuration
+    from mpsd.system.host.notify import ServiceManager
 
     def read() -> "Settings":
         settings = read_configuration(config)
@@ -163,10 +163,11 @@ def _plan(
     from mpsd.daemon.service import Plan
     from mpsd.simulator.control import program as control_program
     from mpsd.simulator.gpus import SimulatedGpus
-    from mpsd.system import driver, rundir
-    from mpsd.system.canary import CanaryProgram
-    from mpsd.system.control_pipe import ControlProgram
-    from mpsd.system.gpu import NvmlGpus
+    from mpsd.system.files import rundir
+    from mpsd.system.gpus import driver
+    from mpsd.system.gpus.gpu import NvmlGpus
+    from mpsd.system.mps.canary import CanaryProgram
+    from mpsd.system.mps.control_pipe import ControlProgram
 
     gpus = settings.paths.runtime_dir / "simulated"
     canary = CanaryProgram()
@@ -201,9 +202,12 @@ def check(config: Path | None) -> None:
     """
     from mpsd.core.configuration.document import document
     from mpsd.core.roles import UNKNOWN_NAMES_HINT, unknown_names
-    from mpsd.system import control_flags, driver, event_loop, rundir
-    from mpsd.system.configuration import read_configuration
-    from mpsd.system.control_pipe import ControlProgram
+    from mpsd.system.files import rundir
+    from mpsd.system.gpus import driver
+    from mpsd.system.host import event_loop
+    from mpsd.system.host.configuration import read_configuration
+    from mpsd.system.mps import control_flags
+    from mpsd.system.mps.control_pipe import ControlProgram
 
     settings = read_configuration(config)
     rundir.check(settings, ["gpu0"], private=False)
@@ -260,7 +264,7 @@ def _simulate(root: Path, *, until_eof: bool, announce: "Callable[[], None]") ->
     from mpsd.core.settings import Settings
     from mpsd.daemon.service import StopDaemons
     from mpsd.demo import LOG
-    from mpsd.system.notify import ServiceManager
+    from mpsd.system.host.notify import ServiceManager
 
     def announced() -> None:
         if until_eof:
@@ -302,15 +306,15 @@ def _say_what_is_left(left: int, of: int) -> None:
 def _serve(plan: "Plan") -> None:
     """Run the service."""
     from mpsd.daemon.service import serve
-    from mpsd.system import event_loop
+    from mpsd.system.host import event_loop
 
     event_loop.run(serve(plan))
 
 
 def _say(error: MpsdError) -> None:
     """Print an error: one sentence, its code, and a hint."""
-    from mpsd.system.journal import is_behind
-    from mpsd.system.log_output import LogOutput
+    from mpsd.system.host.journal import is_behind
+    from mpsd.system.host.log_output import LogOutput
 
     output = LogOutput(sys.stderr.fileno())
     # The prefix makes the journal record a line as an error. Source: sd-daemon(3).

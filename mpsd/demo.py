@@ -15,7 +15,7 @@ from mpsd.cli.terminal import interactive_shell
 from mpsd.core.errors import ConfigurationError, InternalError
 from mpsd.core.settings import Settings
 from mpsd.simulator import launch
-from mpsd.system import foreground
+from mpsd.system.processes import foreground
 
 LOG: Final = "mpsd.log"
 """The file of the log in the node's directory, so that the demonstration is quiet."""

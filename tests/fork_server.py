@@ -44,8 +44,8 @@ _IMPORTS: Final = {
         "mpsd.daemon.service",
         "mpsd.simulator.control",
         "mpsd.simulator.gpus",
-        "mpsd.system.configuration",
-        "mpsd.system.event_loop",
+        "mpsd.system.host.configuration",
+        "mpsd.system.host.event_loop",
         *_PROGRAMS["mpsd"].values(),
     ),
     "kubernetes": (

@@ -18,8 +18,8 @@ from mpsd.core.health import Kind
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.sanitize import plain
 from mpsd.core.settings import Settings
-from mpsd.system import namespaces
 from mpsd.system.doctor import clients, disk, fixes, gpus, machine, proc, service
+from mpsd.system.processes import namespaces
 
 if TYPE_CHECKING:
     from mpsd.client import Api, answer_types

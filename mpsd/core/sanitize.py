@@ -7,7 +7,7 @@ output.
 
 Paths, names, arguments and environments are bytes, and can be any bytes. Python represents bytes that are not UTF-8 as
 surrogates, which JSON and SQLite refuse. `text` therefore converts everything that comes from the kernel or from a
-directory, and mpsd writes JSON only through `mpsd/system/encoding.py`, which accepts nothing else.
+directory, and mpsd writes JSON only through `mpsd/system/files/encoding.py`, which accepts nothing else.
 """
 
 import json

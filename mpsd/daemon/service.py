@@ -41,17 +41,19 @@ from mpsd.daemon.record import log as logs
 from mpsd.daemon.record.events import HISTORY_SCHEMA, Events
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.service_manager import ServiceNotifier
-from mpsd.system import control_flags, listeners, path_safety, rundir
-from mpsd.system import driver as drivers
-from mpsd.system.canary import CanaryProgram
-from mpsd.system.control_pipe import ControlProgram
-from mpsd.system.counter import Counter
-from mpsd.system.database import Database
-from mpsd.system.driver import Driver
-from mpsd.system.gpu import GpuSource
-from mpsd.system.notify import ServiceManager
-from mpsd.system.rundir import RunDir
-from mpsd.system.saved_compute_modes import SavedComputeModes
+from mpsd.system.files import path_safety, rundir
+from mpsd.system.files.counter import Counter
+from mpsd.system.files.database import Database
+from mpsd.system.files.rundir import RunDir
+from mpsd.system.gpus import driver as drivers
+from mpsd.system.gpus.driver import Driver
+from mpsd.system.gpus.gpu import GpuSource
+from mpsd.system.gpus.saved_compute_modes import SavedComputeModes
+from mpsd.system.host.notify import ServiceManager
+from mpsd.system.mps import control_flags
+from mpsd.system.mps.canary import CanaryProgram
+from mpsd.system.mps.control_pipe import ControlProgram
+from mpsd.system.sockets import listeners
 
 
 class StopDaemons(StrEnum):

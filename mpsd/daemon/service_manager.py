@@ -15,7 +15,7 @@ from mpsd.core.sanitize import plain
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.notify import ServiceManager
+from mpsd.system.host.notify import ServiceManager
 
 _TICK: Final = 1.0
 """Seconds between two checks whether a notification is due."""

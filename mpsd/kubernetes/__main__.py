@@ -13,8 +13,8 @@ from mpsd.core.errors import ConfigurationError, MpsdError
 from mpsd.core.kubernetes import settings
 from mpsd.core.kubernetes.settings import PREFIX, Offer, Report, Settings
 from mpsd.core.sanitize import plain
-from mpsd.system import capabilities
-from mpsd.system.configuration import read_text
+from mpsd.system.host.configuration import read_text
+from mpsd.system.processes import capabilities
 
 _CONFIG: Final = Path("/etc/mpsd/kubernetes.toml")
 

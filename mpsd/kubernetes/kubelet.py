@@ -11,7 +11,7 @@ from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.kubernetes.protocol import podresources_pb2 as podresources
-from mpsd.system import atomic_file
+from mpsd.system.files import atomic_file
 
 VERSION: Final = "v1beta1"
 

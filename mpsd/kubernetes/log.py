@@ -13,7 +13,8 @@ from structlog.typing import EventDict, WrappedLogger
 
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.settings import LogFormat
-from mpsd.system import clock, log_lines
+from mpsd.system import clock
+from mpsd.system.host import log_lines
 
 
 class EventName(StrEnum):

@@ -8,8 +8,9 @@ from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.kubernetes import pods
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.model import Known, Unknown
-from mpsd.system import clock, named_groups, proc
-from mpsd.system.control_groups import OpenGroup
+from mpsd.system import clock
+from mpsd.system.processes import named_groups, proc
+from mpsd.system.processes.control_groups import OpenGroup
 
 _EXECUTES: Final = 1.0
 """Seconds within which a container's process has executed the container's program."""

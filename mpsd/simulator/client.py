@@ -7,7 +7,7 @@ whole GPU, without a message (NVIDIA's man page; NVG: "nothing reports an error"
 exclusive-process refuses it.
 
 With `--alarm SECONDS [--as UID:GID[:GROUP]]` it is the canary of a simulated node, with the interface of
-`mpsd.system.canary`.
+`mpsd.system.mps.canary`.
 
 It initialises CUDA, makes its primary context, and prints its place and its limits as a line of JSON on stdout; with
 `--late` it does neither, and prints only its pid. Then it answers each line of its stdin with one line:
@@ -278,7 +278,7 @@ def _become(user: str) -> None:
 
 
 def _be_canary(cuda: CudaProcess, options: Mapping[str, str]) -> int:
-    """Be a canary, as `mpsd.system.canary` is one, and return its exit status."""
+    """Be a canary, as `mpsd.system.mps.canary` is one, and return its exit status."""
     import ctypes  # noqa: PLC0415 - other clients do not need it
 
     if "--as" in options:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpsd.system import cdi_directory
+from mpsd.system.files import cdi_directory
 from tests import real
 from tests.container.images import build, image, inputs, podman
 from tests.container.leased import PYTHON, make_files

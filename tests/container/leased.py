@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from mpsd.system import acl
+from mpsd.system.files import acl
 from tests.container.sidecar import USER
 from tests.daemon.helpers import is_running
 from tests.fork_server import ForkServer

@@ -18,7 +18,7 @@ import pytest
 
 from mpsd.core.containers import cdi
 from mpsd.simulator.devices import VARIABLE
-from mpsd.system import cdi_directory
+from mpsd.system.files import cdi_directory
 from tests.container.contained import Contained
 from tests.container.leased import (
     CLIENT,

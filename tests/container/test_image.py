@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.system import proc
+from mpsd.system.processes import proc
 from tests import real
 from tests.container.images import IMAGE
 from tests.container.manifests import overlay, pod

@@ -14,7 +14,7 @@ import pytest
 from mpsd.core.mps import log_parser
 from mpsd.core.mps.commands import echo_of
 from mpsd.simulator.control import program
-from mpsd.system.control_pipe import ControlPipe, ControlProgram
+from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram
 from tests import real
 from tests.harness import Running, kill, look_at, pids, wait_until
 

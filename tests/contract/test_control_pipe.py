@@ -35,7 +35,7 @@ from mpsd.core.mps.limits import (
 from mpsd.core.mps.log_events import ForeignCommand
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.simulator.gpus import SimulatedGpus
-from mpsd.system.control_pipe import ControlPipe, Conversation
+from mpsd.system.mps.control_pipe import ControlPipe, Conversation
 from tests.contract.differences import known
 from tests.contract.subjects import Bench, subjects
 from tests.harness import eventually, wait_until

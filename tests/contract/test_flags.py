@@ -9,8 +9,8 @@ import pytest
 from mpsd.core.model import Known, Unknown
 from mpsd.core.mps.daemon_flags import BY_USERS
 from mpsd.core.settings import Users
-from mpsd.system.control_flags import knows_many_users
-from mpsd.system.control_pipe import ControlProgram
+from mpsd.system.mps.control_flags import knows_many_users
+from mpsd.system.mps.control_pipe import ControlProgram
 from tests.contract.subjects import Bench
 from tests.daemon.helpers import program
 

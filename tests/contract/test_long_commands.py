@@ -23,8 +23,8 @@ from mpsd.core.model import ProcessIdentity
 from mpsd.core.mps import commands
 from mpsd.core.mps.commands import is_mark
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE, LimitValue
-from mpsd.system.control_pipe import ControlPipe
-from mpsd.system.lasting_front_end import LongCommand, PendingCommand
+from mpsd.system.mps.control_pipe import ControlPipe
+from mpsd.system.mps.lasting_front_end import LongCommand, PendingCommand
 from tests.contract.subjects import Bench
 from tests.harness import eventually, look_at
 

@@ -72,7 +72,7 @@ class TestPlace:
         assert "the maximum is 107" in refusal(node)
 
     def test_directory_that_is_not_mpsd_s(self, make_node: Start) -> None:
-        """A directory to which another user could write is not used; tests/system/test_rundir.py has all kinds."""
+        """A directory that another user could write to is not used; tests/system/files/test_rundir.py has all kinds."""
         node = make_node()
         run = node.root / "run"
         run.mkdir()

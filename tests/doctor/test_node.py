@@ -32,7 +32,7 @@ from tests.gate.source import ROOT
 from tests.harness import look_at, wait_until
 from tests.node import Node
 from tests.system.fake_nvml import FakeNvml
-from tests.system.test_process_table import running
+from tests.system.processes.test_process_table import running
 
 pytestmark = pytest.mark.thorough
 

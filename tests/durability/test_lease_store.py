@@ -14,7 +14,7 @@ from mpsd.core.events import EventName
 from mpsd.core.model import HoldingProcess, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.daemon.leases.lease_store import LEASES_FIRST, LEASES_SCHEMA, LeaseEvent, LeaseStore
 from mpsd.system import clock
-from mpsd.system.database import Database, summed
+from mpsd.system.files.database import Database, summed
 from tests.disks import as_root, fill, mounted
 
 LEASE: Final = Lease(

@@ -33,10 +33,10 @@ from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.events import HISTORY_SCHEMA, Events
 from mpsd.daemon.record.log import configure
-from mpsd.system import process
-from mpsd.system.counter import Counter
-from mpsd.system.database import Database
-from mpsd.system.rundir import RunDir
+from mpsd.system.files.counter import Counter
+from mpsd.system.files.database import Database
+from mpsd.system.files.rundir import RunDir
+from mpsd.system.processes import process
 from tests.daemon.caller import calling
 from tests.durability.conftest import Start
 from tests.durability.load import Holders

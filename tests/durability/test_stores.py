@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.units import MIB
-from mpsd.system.database import checksum
+from mpsd.system.files.database import checksum
 from tests.disks import as_root, fill, mounted
 from tests.durability.conftest import Start
 from tests.durability.streams import connection, events, following, gapless, in_line, submit, wait_for_line

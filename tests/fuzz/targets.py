@@ -60,13 +60,14 @@ from mpsd.daemon.metrics.exposition import render
 from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
-from mpsd.system import clock, proc
-from mpsd.system.control_pipe import Conversation
-from mpsd.system.database import Database
-from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
-from mpsd.system.log_file import LogFollower
+from mpsd.system import clock
+from mpsd.system.files.database import Database
+from mpsd.system.files.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.system.files.rundir import RunDir
+from mpsd.system.mps.control_pipe import Conversation
+from mpsd.system.mps.log_file import LogFollower
+from mpsd.system.processes import proc
 from mpsd.system.retry import CollisionError
-from mpsd.system.rundir import RunDir
 from tests.fuzz.conversing import conversation
 
 KEY: Final = "4f9d2c"

@@ -4,15 +4,15 @@ import ast
 from pathlib import Path
 from typing import Final
 
-from mpsd.system.foreign_files import ForeignFile
+from mpsd.system.processes.foreign_files import ForeignFile
 from tests.gate.source import ROOT
 
-DOOR: Final = Path("mpsd/system/foreign_files.py")
+DOOR: Final = Path("mpsd/system/processes/foreign_files.py")
 
 APART: Final = ("mpsd/cli/leases/caller.py", "mpsd/simulator/")
 """mpsctl reads the command lines of its own ancestors; a simulated program does what a CUDA program does."""
 
-PSUTIL: Final = Path("mpsd/system/resources.py")
+PSUTIL: Final = Path("mpsd/system/processes/resources.py")
 NUMBERS: Final = {"Process", "RLIMIT_NOFILE", "Error", "rlimit", "num_fds", "memory_info"}
 """What mpsd asks psutil for: numbers of the kernel, and no file that the process can delay."""
 

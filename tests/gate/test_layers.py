@@ -37,7 +37,13 @@ ROOMS: Final = {
     "core/kubernetes": "core",
     "core/dra": "core core/containers core/kubernetes",
     "system": "",
-    "system/doctor": "system",
+    "system/files": "system",
+    "system/processes": "system",
+    "system/sockets": "system system/processes",
+    "system/gpus": "system system/files",
+    "system/mps": "system system/processes",
+    "system/host": "system system/files system/processes system/sockets",
+    "system/doctor": "system system/files system/processes system/sockets system/gpus system/mps system/host",
     "daemon/record": "",
     "daemon/http": "daemon/record",
     "daemon/gpu": "daemon/record",
@@ -224,7 +230,7 @@ def test_what_reads_http_knows_no_node() -> None:
         found = {_module_of(each) for name in pending for each in imports(by_name[name])}
         pending = {each for each in found if each is not None} - reached
     node = ("mpsd.daemon.node", "mpsd.daemon.control", "mpsd.daemon.gpu", "mpsd.daemon.leases", "mpsd.daemon.api")
-    doors = ("mpsd.system.gpu", "mpsd.system.control_pipe", "mpsd.system.database")
+    doors = ("mpsd.system.gpus.gpu", "mpsd.system.mps.control_pipe", "mpsd.system.files.database")
     assert [name for name in reached if name.startswith((*node, *doors))] == []
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.system.canary import BEGINS, CanaryProgram
+from mpsd.system.mps.canary import BEGINS, CanaryProgram
 from tests.daemon.helpers import is_running
 from tests.harness import wait_until
 
@@ -129,7 +129,7 @@ def test_parent_that_dies(library: Path) -> None:
 
 _WHO: Final = """
 import os
-from mpsd.system.canary import become
+from mpsd.system.mps.canary import become
 become("61004:61005")
 print(os.getresuid(), os.getresgid(), os.getgroups())
 """

@@ -21,7 +21,7 @@ UNITS: Final = ("mpsd.service", "mpsd-stop-daemons.service")
 
 READS: Final = """
 import sys
-from mpsd.system import proc
+from mpsd.system.processes import proc
 print(proc.environment_of(int(sys.argv[1]), "LEASE".__eq__))
 """
 

@@ -13,9 +13,9 @@ import pytest
 
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.settings import Settings
-from mpsd.system import acl, path_safety
-from mpsd.system.acl import Entry, Tag
-from mpsd.system.rundir import RunDir
+from mpsd.system.files import acl, path_safety
+from mpsd.system.files.acl import Entry, Tag
+from mpsd.system.files.rundir import RunDir
 from tests.daemon.caller import needs_root
 from tests.daemon.conftest import Start
 from tests.harness import wait_until

@@ -17,7 +17,7 @@ import pytest
 from mpsd.core.settings import LogFormat
 from mpsd.daemon.http.peer import RefusalLog
 from mpsd.daemon.record.log import configure
-from mpsd.system.credentials import PeerCredentials
+from mpsd.system.sockets.credentials import PeerCredentials
 from tests.daemon.caller import Caller, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event

@@ -18,8 +18,8 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.model import ProcessIdentity
-from mpsd.system import proc, process
-from mpsd.system.database import checksum
+from mpsd.system.files.database import checksum
+from mpsd.system.processes import proc, process
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import BRISK, event, is_running
 from tests.harness import wait_until

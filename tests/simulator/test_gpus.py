@@ -14,7 +14,7 @@ from mpsd.core.model import GpuUsage, Known, Unknown
 from mpsd.simulator.gpus import SimulatedGpus
 
 if TYPE_CHECKING:
-    from mpsd.system.gpu import GpuSource
+    from mpsd.system.gpus.gpu import GpuSource
 
 
 @pytest.mark.parametrize("count", [1, 2, 17])

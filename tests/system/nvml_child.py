@@ -10,7 +10,7 @@ import pickle
 import sys
 
 from mpsd.core.errors import MpsdError
-from mpsd.system.gpu import NvmlGpus
+from mpsd.system.gpus.gpu import NvmlGpus
 
 
 async def _do(source: NvmlGpus, name: str, arguments: tuple[object, ...]) -> object:

@@ -13,7 +13,7 @@ from mpsd.cli.tables import columns_of, look_of, table
 from mpsd.core.errors import NotFoundError, UnreachableError
 from mpsd.core.kubernetes import cluster_table
 from mpsd.core.kubernetes.cluster_table import NodeRow
-from mpsd.system import foreground
+from mpsd.system.processes import foreground
 
 _MOST: Final = 1024 * 1024 * 1024
 """Maximum bytes of kubectl's answer: a thousand nodes have some 20 MB, and a hundred thousand pods some 500 MB."""

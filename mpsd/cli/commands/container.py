@@ -30,7 +30,8 @@ from mpsd.core.errors import (
     UnreachableError,
 )
 from mpsd.core.kubernetes import pods
-from mpsd.system import cdi_directory, foreground
+from mpsd.system.files import cdi_directory
+from mpsd.system.processes import foreground
 
 if TYPE_CHECKING:
     from mpsd.client import answer_types

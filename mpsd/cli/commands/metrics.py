@@ -44,7 +44,7 @@ def metrics(api: Api, textfile: Path | None, *, users: bool | None) -> None:
     if textfile is None:
         click.echo(text, nl=False)
         return
-    from mpsd.system import atomic_file
+    from mpsd.system.files import atomic_file
 
     try:
         atomic_file.write(textfile, text, mode=_MODE)

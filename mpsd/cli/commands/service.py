@@ -50,7 +50,7 @@ def install(*, dry: bool) -> None:
     Run it again after an upgrade to update changed files, then: systemctl try-restart mpsd. Files that were changed by
     hand are kept. Nothing is started or stopped.
     """
-    from mpsd.system.installation import Installation
+    from mpsd.system.host.installation import Installation
 
     with of_files():
         Installation(_say, dry).install()
@@ -67,7 +67,7 @@ def uninstall(*, purge: bool, dry: bool) -> None:
     Control daemons and their clients keep running. To stop each control daemon first, once it has no leases and no
     clients: systemctl start mpsd-stop-daemons.service.
     """
-    from mpsd.system.installation import Installation
+    from mpsd.system.host.installation import Installation
 
     with of_files():
         Installation(_say, dry).uninstall(purge=purge)
@@ -81,7 +81,7 @@ def status() -> None:
 
     The exit status is 0 if none differs.
     """
-    from mpsd.system.installation import Installation
+    from mpsd.system.host.installation import Installation
 
     with of_files():
         differences = list(Installation(_say).differences())
@@ -143,7 +143,7 @@ def wrap(
     The command writes a drop-in, /etc/systemd/system/UNIT.d/50-mpsd.conf, and starts and stops nothing. Running it
     again replaces the drop-in, and `mpsctl service unwrap UNIT` removes it.
     """  # noqa: D301 - click knows by that character what not to wrap
-    from mpsd.system import systemd_units
+    from mpsd.system.host import systemd_units
 
     full = service_name(unit)
     if owner is not None or ttl is not None:
@@ -193,7 +193,7 @@ def wrap(
 @_UNIT
 def unwrap(unit: str) -> None:
     """Remove the drop-in of `wrap`. A unit that runs keeps its lease until it stops."""
-    from mpsd.system import systemd_units
+    from mpsd.system.host import systemd_units
 
     full = service_name(unit)
     systemd_units.refuse_without_systemd()
@@ -215,7 +215,7 @@ def unwrap(unit: str) -> None:
 @with_api
 def unit_start(api: Api, unit: str, *, on_restart: str, wait: float, **request: object) -> None:
     """Take out the lease of a unit that starts, and write its environment; called by the drop-in of `wrap`."""
-    from mpsd.system import systemd_units
+    from mpsd.system.host import systemd_units
 
     group = systemd_units.control_group(unit)
     path, wanted = Path(environment_file(unit)), f"# {' '.join(_as_options(request, wait))}"
@@ -324,7 +324,7 @@ def _seconds_held(unit: str) -> float:
 
     Raises InvalidRequestError where that is too long.
     """
-    from mpsd.system import systemd_units
+    from mpsd.system.host import systemd_units
 
     found = systemd_units.properties(unit, "RestartUSec", "RestartSteps", "RestartMaxDelayUSec")
     longest = systemd_units.seconds(found["RestartMaxDelayUSec"] or "infinity")
@@ -333,7 +333,7 @@ def _seconds_held(unit: str) -> float:
 
 def _start_seconds(wait: float, before: str) -> str:
     """Return the start timeout of a unit that waits first; empty where it does not wait."""
-    from mpsd.system import systemd_units
+    from mpsd.system.host import systemd_units
 
     if not wait:
         return ""

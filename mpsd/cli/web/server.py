@@ -39,7 +39,7 @@ from mpsd.core.errors import (
     UnreachableError,
     UntrustedSocketError,
 )
-from mpsd.system.sock_diag import tcp_uid
+from mpsd.system.sockets.sock_diag import tcp_uid
 
 LOOPBACK: Final = "127.0.0.1"
 

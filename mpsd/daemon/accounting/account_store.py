@@ -18,8 +18,8 @@ from mpsd.core.admission.usage import Account
 from mpsd.core.errors import StorageError
 from mpsd.core.settings import History
 from mpsd.system import clock
-from mpsd.system.database import Database, Statement, summed
-from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.system.files.database import Database, Statement, summed
+from mpsd.system.files.encoding import NOT_UNDERSTOOD, to_json
 
 ACCOUNTS_SCHEMA: Final = (
     """

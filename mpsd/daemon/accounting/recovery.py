@@ -10,7 +10,7 @@ from mpsd.core.accounting.series import SECOND
 from mpsd.core.events import EventName
 from mpsd.core.model import Lease
 from mpsd.core.units import MIB
-from mpsd.system.encoding import NOT_UNDERSTOOD
+from mpsd.system.files.encoding import NOT_UNDERSTOOD
 
 
 class _Line(msgspec.Struct):

@@ -11,7 +11,7 @@ from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 from msgspec import Struct
 
 from mpsd.daemon.http.message import Answer
-from mpsd.system.encoding import to_json
+from mpsd.system.files.encoding import to_json
 
 A = TypeVar("A")
 J = TypeVar("J", bound=Mapping[str, object])

@@ -22,7 +22,7 @@ from mpsd.daemon.http.peer import Principal, RefusalLog, RequestsInFlight
 from mpsd.daemon.http.problems import problem_answer, unroutable
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
-from mpsd.system import descriptors
+from mpsd.system.processes import descriptors
 
 A = TypeVar("A")
 H = TypeVar("H")

@@ -21,7 +21,7 @@ from mpsd.daemon.api.request import Request, RequestQuery
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.events import Events
 from mpsd.system import clock
-from mpsd.system.encoding import to_json
+from mpsd.system.files.encoding import to_json
 
 _LATEST: Final = "latest"
 

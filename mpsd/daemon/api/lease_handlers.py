@@ -18,7 +18,9 @@ from mpsd.daemon.api.decoding import parameter
 from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
-from mpsd.system import clock, installation, proc
+from mpsd.system import clock
+from mpsd.system.host import installation
+from mpsd.system.processes import proc
 
 _LARGEST: Final = 3
 """Maximum leases that a refusal names."""

@@ -14,9 +14,9 @@ from mpsd.core.settings import Settings
 from mpsd.daemon.api.bodies import HolderRequest, LeaseRequest, RequestedClaim, RequestedOwner
 from mpsd.daemon.api.request import Request
 from mpsd.daemon.leases.holder_watch import NamedHolder
-from mpsd.system import control_groups, named_groups, proc, process
-from mpsd.system.control_groups import OpenGroup, UnseenHierarchyError
-from mpsd.system.process import Process
+from mpsd.system.processes import control_groups, named_groups, proc, process
+from mpsd.system.processes.control_groups import OpenGroup, UnseenHierarchyError
+from mpsd.system.processes.process import Process
 
 Named: TypeAlias = tuple[Owner, UserIdentity, NamedHolder]
 """The owner of a lease, the same user for its quota, and the holder."""

@@ -20,7 +20,7 @@ from mpsd.daemon.api.request import Request, RequestQuery, may_see
 from mpsd.daemon.http.message import Answer
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
-from mpsd.system import proc
+from mpsd.system.processes import proc
 
 _WELL: Final = (Verdict.OK, "", "")
 

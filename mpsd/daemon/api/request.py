@@ -9,7 +9,7 @@ from mpsd.core.model import Lease
 from mpsd.core.roles import Role, UserIdentity
 from mpsd.core.settings import Settings
 from mpsd.daemon.http.peer import Peer
-from mpsd.system.credentials import PeerCredentials
+from mpsd.system.sockets.credentials import PeerCredentials
 
 
 class RequestBody(Struct, forbid_unknown_fields=True):

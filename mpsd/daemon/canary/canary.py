@@ -25,10 +25,12 @@ from mpsd.core.supervision.wedge import CanaryEnd, Proof
 from mpsd.daemon.control.pipe_access import NodePipeAccess
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.leases.ceilings import Ceilings
-from mpsd.system import capabilities, clock, credentials, proc, process
-from mpsd.system.canary import BEGINS, CanaryProgram
-from mpsd.system.control_pipe import ControlProgram
-from mpsd.system.process import Process
+from mpsd.system import clock
+from mpsd.system.mps.canary import BEGINS, CanaryProgram
+from mpsd.system.mps.control_pipe import ControlProgram
+from mpsd.system.processes import capabilities, proc, process
+from mpsd.system.processes.process import Process
+from mpsd.system.sockets import credentials
 
 _BECOME_A_USER: Final = frozenset({Capability.SETUID, Capability.SETGID})
 

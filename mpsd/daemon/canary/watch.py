@@ -27,7 +27,8 @@ from mpsd.daemon.canary.canary import Canaries
 from mpsd.daemon.control.supervisor import Supervisor
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, proc
+from mpsd.system import clock
+from mpsd.system.processes import proc
 
 _TICK: Final = 1.0
 """Seconds between two checks of a control daemon."""

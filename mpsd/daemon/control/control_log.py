@@ -36,10 +36,12 @@ from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import clock, log_file, proc, resources
-from mpsd.system.inotify import DirectoryWatch
-from mpsd.system.log_file import LogFollower, Position
-from mpsd.system.rundir import DaemonPaths
+from mpsd.system import clock
+from mpsd.system.files.inotify import DirectoryWatch
+from mpsd.system.files.rundir import DaemonPaths
+from mpsd.system.mps import log_file
+from mpsd.system.mps.log_file import LogFollower, Position
+from mpsd.system.processes import proc, resources
 
 _BREATH: Final = 0.002
 """Seconds between two readings when there is more than one reading takes, so that other tasks of mpsd get their

@@ -36,7 +36,8 @@ from mpsd.daemon.control.process import Instance
 from mpsd.daemon.control.state import Lifecycle
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, proc
+from mpsd.system import clock
+from mpsd.system.processes import proc
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from mpsd.daemon.control.process import Instance
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
 from mpsd.system import clock
-from mpsd.system.process import Process
-from mpsd.system.rundir import DaemonPaths
+from mpsd.system.files.rundir import DaemonPaths
+from mpsd.system.processes.process import Process
 
 _MOMENT: Final = 0.2
 """Where the log is silent, seconds for which a reading of the limits counts as their present state."""

@@ -50,9 +50,10 @@ from mpsd.daemon.control.control_log import ControlLog
 from mpsd.daemon.control.pipe_access import LetInRecord, connected_to, named
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, proc
-from mpsd.system.control_pipe import ControlPipe, Conversation, Pending
-from mpsd.system.rundir import DaemonPaths
+from mpsd.system import clock
+from mpsd.system.files.rundir import DaemonPaths
+from mpsd.system.mps.control_pipe import ControlPipe, Conversation, Pending
+from mpsd.system.processes import proc
 
 T = TypeVar("T")
 

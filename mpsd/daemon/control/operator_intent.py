@@ -8,7 +8,8 @@ import msgspec
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Unknown
 from mpsd.core.supervision.drain import DesiredState, Intent, Operation, take_up
-from mpsd.system import clock, encoding
+from mpsd.system import clock
+from mpsd.system.files import encoding
 
 _MOST_ENDED: Final = 16
 """Completed operations that can still be queried."""

@@ -29,9 +29,11 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.supervision.suspects import Crash, LetIn
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import acl, credentials, proc, process_table, sock_diag
-from mpsd.system.acl import EXECUTE, READ, WRITE, Acl
-from mpsd.system.rundir import DaemonPaths
+from mpsd.system.files import acl
+from mpsd.system.files.acl import EXECUTE, READ, WRITE, Acl
+from mpsd.system.files.rundir import DaemonPaths
+from mpsd.system.processes import proc, process_table
+from mpsd.system.sockets import credentials, sock_diag
 
 _MOST_NAMED: Final = 8
 """Maximum connected processes that a sentence names."""

@@ -33,11 +33,15 @@ from mpsd.daemon.control.pipe_access import PipeAccess
 from mpsd.daemon.control.state import Ended
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import clock, file_locks, log_file, proc, process, process_table, rundir, sock_diag
-from mpsd.system.control_pipe import ControlPipe, ControlProgram, variables
-from mpsd.system.proc import ProcessDetails
-from mpsd.system.process import Process
-from mpsd.system.rundir import DaemonPaths
+from mpsd.system import clock
+from mpsd.system.files import rundir
+from mpsd.system.files.rundir import DaemonPaths
+from mpsd.system.mps import log_file
+from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram, variables
+from mpsd.system.processes import file_locks, proc, process, process_table
+from mpsd.system.processes.proc import ProcessDetails
+from mpsd.system.processes.process import Process
+from mpsd.system.sockets import sock_diag
 
 _START: Final = "MPSD_START"
 """The variable in a control daemon's environment that has the token of its start."""

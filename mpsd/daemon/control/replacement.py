@@ -25,7 +25,8 @@ from mpsd.daemon.control.observer import Observer, living_clients
 from mpsd.daemon.control.pipe_access import PipeAccess, connected_to
 from mpsd.daemon.control.state import Lifecycle, Questions
 from mpsd.daemon.record.bounded import BoundedLog
-from mpsd.system import clock, proc, process, process_table
+from mpsd.system import clock
+from mpsd.system.processes import proc, process, process_table
 
 _RECOVERY: Final = 5.0
 """Seconds for a server to recover from a fatal fault after its last client: it takes up to 0.4 s (measured on 580)."""

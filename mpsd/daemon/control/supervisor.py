@@ -33,9 +33,10 @@ from mpsd.daemon.control.trouble import Trouble
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, proc, process
-from mpsd.system.control_pipe import ControlPipe, ControlProgram
-from mpsd.system.process import Process
+from mpsd.system import clock
+from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram
+from mpsd.system.processes import proc, process
+from mpsd.system.processes.process import Process
 
 _CALM: Final = 2.0
 """Seconds between two checks of a control daemon about which nothing is reported or due; its log reports all else."""

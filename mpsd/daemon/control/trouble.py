@@ -11,7 +11,7 @@ from mpsd.daemon.control.limits import WantedLimits
 from mpsd.daemon.control.replacement import Replacement, StoppedServers
 from mpsd.daemon.control.state import Lifecycle, Questions
 from mpsd.daemon.ends.endings import Endings
-from mpsd.system.control_pipe import ControlPipe
+from mpsd.system.mps.control_pipe import ControlPipe
 
 
 class Trouble:

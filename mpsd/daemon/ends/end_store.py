@@ -10,7 +10,7 @@ from pathlib import Path
 from mpsd.core.enforcement.ending import Ending
 from mpsd.core.errors import StorageError
 from mpsd.core.model import Known, ProcessIdentity, Unknown
-from mpsd.system import encoding
+from mpsd.system.files import encoding
 
 
 class EndStore:

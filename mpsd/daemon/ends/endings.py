@@ -19,8 +19,9 @@ from mpsd.core.signal import Signal
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.steps import DaemonOfClients, EndSteps
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, proc, process
-from mpsd.system.process import Process
+from mpsd.system import clock
+from mpsd.system.processes import proc, process
+from mpsd.system.processes.process import Process
 
 VIOLATION: Final = "violation"
 """The prefix of causes that are violations. The next mpsd detects for itself whether a violation still exists."""

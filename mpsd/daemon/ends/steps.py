@@ -25,10 +25,11 @@ from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, proc
-from mpsd.system.control_pipe import ControlPipe
-from mpsd.system.lasting_front_end import LongCommand, PendingCommand
-from mpsd.system.process import Process
+from mpsd.system import clock
+from mpsd.system.mps.control_pipe import ControlPipe
+from mpsd.system.mps.lasting_front_end import LongCommand, PendingCommand
+from mpsd.system.processes import proc
+from mpsd.system.processes.process import Process
 
 _SIGNALS: Final = {
     Act.SIGTERM_FIRST: (EndStep.SIGTERM_FIRST, signal.SIGTERM),

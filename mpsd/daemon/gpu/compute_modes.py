@@ -11,9 +11,9 @@ from mpsd.core.events import EventName
 from mpsd.core.model import Gpu, GpuUsage, Known, Reading, Unknown
 from mpsd.core.settings import WantedComputeMode
 from mpsd.daemon.record.log import Logger
-from mpsd.system.encoding import DamagedError
-from mpsd.system.gpu import GpuSource, change_compute_mode
-from mpsd.system.saved_compute_modes import SavedComputeModes
+from mpsd.system.files.encoding import DamagedError
+from mpsd.system.gpus.gpu import GpuSource, change_compute_mode
+from mpsd.system.gpus.saved_compute_modes import SavedComputeModes
 
 _EXCLUSIVE: Final = ComputeMode.EXCLUSIVE_PROCESS
 _NO_ROOM: Final = "free space on the file system of paths.state_dir, then: mpsctl reset gpu{index}"

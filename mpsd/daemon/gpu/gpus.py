@@ -16,7 +16,7 @@ from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.gpu import GpuSource
+from mpsd.system.gpus.gpu import GpuSource
 
 _INTERVAL: Final = 10.0
 """Seconds between two readings of the GPUs, and between two attempts to watch for faults where that fails."""

@@ -16,8 +16,8 @@ from mpsd.daemon.http.peer import Peer
 from mpsd.daemon.http.problems import closing_response
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.credentials import PeerCredentials, peer_credentials
-from mpsd.system.descriptors import Purpose, is_spare
+from mpsd.system.processes.descriptors import Purpose, is_spare
+from mpsd.system.sockets.credentials import PeerCredentials, peer_credentials
 
 _BREATH: Final = 0.1
 """Seconds to wait when no descriptor is left for another connection."""

@@ -12,9 +12,10 @@ from mpsd.core.roles import Role, UserIdentity, may_administer, role_of
 from mpsd.core.settings import Settings
 from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, namespaces
-from mpsd.system.credentials import PeerCredentials, groups, peer_credentials, process_of
-from mpsd.system.process import Process
+from mpsd.system import clock
+from mpsd.system.processes import namespaces
+from mpsd.system.processes.process import Process
+from mpsd.system.sockets.credentials import PeerCredentials, groups, peer_credentials, process_of
 
 _MOST_LOGGED: Final = 16
 """Refusals for a missing permission that are logged for one uid in a minute."""

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from mpsd.core.errors import InvalidRequestError, MethodNotAllowedError, MpsdError, NotFoundError
 from mpsd.daemon.http.message import Answer, Message
-from mpsd.system.encoding import to_json
+from mpsd.system.files.encoding import to_json
 
 MEDIA_TYPE: Final = "application/problem+json"
 

@@ -15,7 +15,8 @@ from typing import Final
 
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.daemon.http.problems import closing_response
-from mpsd.system import clock, credentials
+from mpsd.system import clock
+from mpsd.system.sockets import credentials
 
 _SECONDS: Final = 2.5
 """How long callers are answered, where any wait: mpsd.service allows 30 starts within a minute."""

@@ -15,8 +15,8 @@ from mpsd.core.model import HoldingProcess, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
-from mpsd.system import proc
-from mpsd.system.process_table import NewProcesses
+from mpsd.system.processes import proc
+from mpsd.system.processes.process_table import NewProcesses
 
 _ROOT: Final = 0
 _TICK: Final = 0.2

@@ -24,8 +24,9 @@ from mpsd.core.model import Claim, Holder, Lease, LeaseState, Owner
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
-from mpsd.system import clock, proc
-from mpsd.system.descriptors import Purpose
+from mpsd.system import clock
+from mpsd.system.processes import proc
+from mpsd.system.processes.descriptors import Purpose
 
 
 class Claims:

@@ -14,7 +14,7 @@ from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, Proc
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
-from mpsd.system import proc
+from mpsd.system.processes import proc
 
 _BY_ATTRIBUTION: Final = frozenset(
     {ViolationKind.PROCESSES, ViolationKind.LIMITS, ViolationKind.MEMORY, ViolationKind.OUTSIDE}

@@ -24,7 +24,7 @@ from mpsd.core.model import Daemon, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.lease_store import LeaseStore, UnrestoredLease
 from mpsd.daemon.record.log import Logger
-from mpsd.system import proc
+from mpsd.system.processes import proc
 
 _MOST_NAMED: Final = 8
 """Maximum processes that a sentence names."""

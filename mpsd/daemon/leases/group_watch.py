@@ -10,9 +10,10 @@ from msgspec import structs
 
 from mpsd.core.model import GroupLife, HoldingGroup
 from mpsd.core.signal import Signal
-from mpsd.system import clock, control_groups
-from mpsd.system.control_groups import Hierarchy, Membership, OpenGroup
-from mpsd.system.descriptors import Purpose
+from mpsd.system import clock
+from mpsd.system.processes import control_groups
+from mpsd.system.processes.control_groups import Hierarchy, Membership, OpenGroup
+from mpsd.system.processes.descriptors import Purpose
 
 _MOST_SECONDS: Final = 0.02
 """Maximum seconds of one tick for checking groups; the others follow at the next tick. A group of version 2 answers

@@ -14,10 +14,10 @@ from msgspec import Struct
 from mpsd.core.model import GroupLife, Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.group_watch import GroupWatch
-from mpsd.system import proc, process
-from mpsd.system.control_groups import OpenGroup
-from mpsd.system.descriptors import Purpose
-from mpsd.system.process import Process
+from mpsd.system.processes import proc, process
+from mpsd.system.processes.control_groups import OpenGroup
+from mpsd.system.processes.descriptors import Purpose
+from mpsd.system.processes.process import Process
 
 
 class NamedHolder(Struct, frozen=True):

@@ -20,7 +20,7 @@ from mpsd.daemon.leases.changed_users import ChangedUsers
 from mpsd.daemon.leases.clients import Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
-from mpsd.system import process_table
+from mpsd.system.processes import process_table
 
 _MOST_WATCHED: Final = 8
 """The maximum of watched bearers of a lease, the oldest ones, one descriptor each; when they are gone, mpsd looks

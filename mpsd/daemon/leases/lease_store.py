@@ -16,9 +16,10 @@ from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import AttachedProcess, HoldingProcess, Lease, LeaseState, ProcessIdentity
 from mpsd.core.sanitize import text
-from mpsd.system import clock, proc
-from mpsd.system.database import Database, Statement, summed
-from mpsd.system.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.system import clock
+from mpsd.system.files.database import Database, Statement, summed
+from mpsd.system.files.encoding import NOT_UNDERSTOOD, to_json
+from mpsd.system.processes import proc
 
 LEASES_SCHEMA: Final = (
     """

@@ -40,7 +40,7 @@ from mpsd.daemon.leases.lease_store import LeaseStore
 from mpsd.daemon.record.events import Events
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.descriptors import Purpose
+from mpsd.system.processes.descriptors import Purpose
 
 _MOST_ENDED: Final = 256
 """Ended leases that can still be queried."""

@@ -14,8 +14,9 @@ from mpsd.core.signal import Signal
 from mpsd.core.supervision import suspects
 from mpsd.core.supervision.suspects import Crash, QuarantinePolicy
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, encoding
-from mpsd.system.encoding import DamagedError
+from mpsd.system import clock
+from mpsd.system.files import encoding
+from mpsd.system.files.encoding import DamagedError
 
 _MOST_CRASHES: Final = 256
 """Crashes that are kept, however many there are within the window."""

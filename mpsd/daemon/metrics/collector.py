@@ -15,7 +15,7 @@ from mpsd.core.roles import UserIdentity
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
-from mpsd.system.resources import own_cost
+from mpsd.system.processes.resources import own_cost
 
 TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"

@@ -16,7 +16,8 @@ from mpsd.daemon.http.problems import unroutable
 from mpsd.daemon.metrics.collector import Collector, negotiated
 from mpsd.daemon.node.node import Node
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, listeners
+from mpsd.system import clock
+from mpsd.system.sockets import listeners
 
 _PATH: Final = "/metrics"
 _METHODS: Final = ("GET", "HEAD")

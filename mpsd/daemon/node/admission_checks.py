@@ -20,8 +20,10 @@ from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases.holder_watch import NamedHolder
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
-from mpsd.system import capabilities, host_environment, namespaces, rundir
-from mpsd.system.process import Process
+from mpsd.system.files import rundir
+from mpsd.system.host import host_environment
+from mpsd.system.processes import capabilities, namespaces
+from mpsd.system.processes.process import Process
 
 
 class AdmissionChecks:

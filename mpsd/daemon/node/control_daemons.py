@@ -24,9 +24,9 @@ from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
-from mpsd.system import control_flags
-from mpsd.system.canary import CanaryProgram
-from mpsd.system.control_pipe import ControlProgram
+from mpsd.system.mps import control_flags
+from mpsd.system.mps.canary import CanaryProgram
+from mpsd.system.mps.control_pipe import ControlProgram
 
 
 class ControlDaemons:

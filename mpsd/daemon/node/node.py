@@ -31,8 +31,9 @@ from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.client_record import ClientRecord
 from mpsd.daemon.violations.violation_monitor import ViolationMonitor
-from mpsd.system import clock, host_environment
-from mpsd.system.rundir import RunDir
+from mpsd.system import clock
+from mpsd.system.files.rundir import RunDir
+from mpsd.system.host import host_environment
 
 
 class Node:

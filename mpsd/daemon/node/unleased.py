@@ -9,7 +9,7 @@ from mpsd.core.enforcement.violations import AttributedClient
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, GpuUsage, Lease, Reading
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord
-from mpsd.system import proc
+from mpsd.system.processes import proc
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
 """The amounts by GPU and uid; the uid is None for clients whose server reports no pid that mpsd can see."""

@@ -13,8 +13,8 @@ from typing import Final
 from mpsd.core.errors import StorageError
 from mpsd.core.signal import Signal
 from mpsd.system import clock
-from mpsd.system.counter import Counter
-from mpsd.system.database import Database, summed
+from mpsd.system.files.counter import Counter
+from mpsd.system.files.database import Database, summed
 
 HISTORY_SCHEMA: Final = (
     """

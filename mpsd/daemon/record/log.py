@@ -14,11 +14,12 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from mpsd.core.events import EventName
 from mpsd.core.metrics.tally import Tally
 from mpsd.core.settings import LogFormat
-from mpsd.system import clock, log_lines
-from mpsd.system.encoding import to_json
-from mpsd.system.journal import Journal
-from mpsd.system.journal import entry as journal_entry
-from mpsd.system.log_output import LogOutput
+from mpsd.system import clock
+from mpsd.system.files.encoding import to_json
+from mpsd.system.host import log_lines
+from mpsd.system.host.journal import Journal
+from mpsd.system.host.journal import entry as journal_entry
+from mpsd.system.host.log_output import LogOutput
 
 _NAMESPACE: Final = uuid.UUID("6e9c2f64-0d5b-4f0e-9a55-b1c1a1d7f2c3")
 

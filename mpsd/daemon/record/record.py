@@ -8,7 +8,8 @@ from msgspec import Struct
 from mpsd.core.events import EventName
 from mpsd.core.model import Unknown
 from mpsd.daemon.record.log import Logger
-from mpsd.system import clock, encoding
+from mpsd.system import clock
+from mpsd.system.files import encoding
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from mpsd.core.model import ProcessIdentity, ReadBack
 from mpsd.core.quantities import Bounds, Opened, Pid
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.record.record import Record
-from mpsd.system import proc
+from mpsd.system.processes import proc
 
 T = TypeVar("T")
 

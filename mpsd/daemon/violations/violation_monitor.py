@@ -41,7 +41,8 @@ from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
 from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
-from mpsd.system import clock, proc
+from mpsd.system import clock
+from mpsd.system.processes import proc
 
 _VARIABLES: Final = frozenset({*violations.VARIABLES, LEASE, TOKEN})
 """The variables that are read from a client's environment."""

@@ -10,8 +10,8 @@ from typing import Final
 from mpsd.core.dra.prepared import VERSION, PreparedClaim
 from mpsd.core.errors import StorageError
 from mpsd.kubernetes.log import EventName, Log
-from mpsd.system import encoding
-from mpsd.system.encoding import DamagedError
+from mpsd.system.files import encoding
+from mpsd.system.files.encoding import DamagedError
 
 _SUFFIX: Final = ".json"
 

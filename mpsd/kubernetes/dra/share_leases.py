@@ -12,7 +12,8 @@ from mpsd.core.kubernetes.settings import GpuDevices, Settings
 from mpsd.kubernetes import answers
 from mpsd.kubernetes.board import Board
 from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
-from mpsd.system import cdi_directory, clock
+from mpsd.system import clock
+from mpsd.system.files import cdi_directory
 
 
 class ShareLeases:

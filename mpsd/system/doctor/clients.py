@@ -5,8 +5,8 @@ from typing import Final
 
 from mpsd.core.doctor.clients import LIBRARIES, VISIBLE
 from mpsd.core.doctor.observed import ClientSeen
-from mpsd.system import foreign_files, proc
-from mpsd.system.foreign_files import ForeignFile
+from mpsd.system.processes import foreign_files, proc
+from mpsd.system.processes.foreign_files import ForeignFile
 
 _PREFIXES: Final = ("CUDA_", "XLA_", "TF_")
 

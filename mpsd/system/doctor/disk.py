@@ -13,8 +13,8 @@ from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps.log_parser import parse
 from mpsd.core.settings import Settings
-from mpsd.system import rundir
 from mpsd.system.doctor.readings import denied, last_lines
+from mpsd.system.files import rundir
 
 _HEX: Final = re.compile(rb"[0-9A-Fa-f]{8}")
 

@@ -12,12 +12,13 @@ from mpsd.core.doctor.finding import Means, Mend
 from mpsd.core.errors import ComputeModeError, GpuUnknownError
 from mpsd.core.model import Known
 from mpsd.core.settings import Settings
-from mpsd.system import clock, rundir
+from mpsd.system import clock
 from mpsd.system.doctor import disk, gpus, proc
-from mpsd.system.gpu import NvmlGpus, change_compute_mode
-from mpsd.system.journal import Journal, entry
-from mpsd.system.rundir import RunDir
-from mpsd.system.saved_compute_modes import SavedComputeModes
+from mpsd.system.files import rundir
+from mpsd.system.files.rundir import RunDir
+from mpsd.system.gpus.gpu import NvmlGpus, change_compute_mode
+from mpsd.system.gpus.saved_compute_modes import SavedComputeModes
+from mpsd.system.host.journal import Journal, entry
 
 _FIXED: Final = "doctor_fixed"
 

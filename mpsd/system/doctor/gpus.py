@@ -10,12 +10,14 @@ from mpsd.core.doctor.observed import GpuSeen, GpusSeen, Left, Library, NodeGpus
 from mpsd.core.errors import ConfigurationError, GpuError
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.settings import Settings
-from mpsd.system import control_flags, driver, rundir, saved_compute_modes
-from mpsd.system.control_pipe import ControlProgram
-from mpsd.system.driver import Driver
-from mpsd.system.encoding import DamagedError
-from mpsd.system.gpu import NvmlGpus
-from mpsd.system.saved_compute_modes import SavedComputeModes
+from mpsd.system.files import rundir
+from mpsd.system.files.encoding import DamagedError
+from mpsd.system.gpus import driver, saved_compute_modes
+from mpsd.system.gpus.driver import Driver
+from mpsd.system.gpus.gpu import NvmlGpus
+from mpsd.system.gpus.saved_compute_modes import SavedComputeModes
+from mpsd.system.mps import control_flags
+from mpsd.system.mps.control_pipe import ControlProgram
 
 _DPKG: Final = Path("/var/lib/dpkg")
 

@@ -8,8 +8,9 @@ from typing import Final
 
 from mpsd.core.doctor.observed import DeviceNode, HostSeen, LogLine, SharedMemoryPlace
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import clock, host_environment
+from mpsd.system import clock
 from mpsd.system.doctor.readings import denied, last_lines
+from mpsd.system.host import host_environment
 
 _MOST: Final = 100_000
 """Maximum number of records of the kernel's log that are read; its buffer holds fewer."""

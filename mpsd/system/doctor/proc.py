@@ -13,8 +13,10 @@ from mpsd.core.doctor.processes import DAEMON, FRONT_END, MPSD, SERVER, USUAL
 from mpsd.core.model import Known, Reading, Unknown
 from mpsd.core.mps import daemon_flags
 from mpsd.core.sanitize import text
-from mpsd.system import host_environment, namespaces, proc, process_table, sock_diag
 from mpsd.system.doctor.readings import denied
+from mpsd.system.host import host_environment
+from mpsd.system.processes import namespaces, proc, process_table
+from mpsd.system.sockets import sock_diag
 
 _PROC: Final = Path("/proc")
 

@@ -12,9 +12,10 @@ from typing import Final
 from mpsd.core.doctor.observed import ConfigurationSeen, SocketSeen
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.model import Known, Reading, Unknown
-from mpsd.system import credentials, file_locks, process
-from mpsd.system.configuration import read_configuration
 from mpsd.system.doctor.readings import denied
+from mpsd.system.host.configuration import read_configuration
+from mpsd.system.processes import file_locks, process
+from mpsd.system.sockets import credentials
 
 _USUAL: Final = Path("/etc/mpsd/mpsd.toml")
 

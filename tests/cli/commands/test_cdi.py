@@ -18,7 +18,7 @@ import pytest
 
 from mpsd.cli.render import as_here
 from mpsd.core.containers import cdi
-from mpsd.system import acl
+from mpsd.system.files import acl
 from tests.cli.conftest import run_mpsctl
 from tests.daemon.caller import needs_root
 from tests.daemon.helpers import is_running

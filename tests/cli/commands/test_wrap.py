@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.errors import ConfigurationError
-from mpsd.system import systemd_units
+from mpsd.system.host import systemd_units
 from tests.cli.answering import answering, http
 from tests.cli.conftest import run_mpsctl, start_mpsctl
 from tests.harness import wait_until

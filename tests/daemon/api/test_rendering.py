@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 
 from mpsd.daemon.api import rendering
-from mpsd.system.encoding import to_json
+from mpsd.system.files.encoding import to_json
 
 NOON = datetime(2026, 11, 27, 12, tzinfo=UTC)
 

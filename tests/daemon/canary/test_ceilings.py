@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.simulator.devices import set_context_memory
-from mpsd.system import acl
+from mpsd.system.files import acl
 from tests.daemon.caller import needs_root
 from tests.daemon.canary.conftest import CALM
 from tests.daemon.canary.helpers import (

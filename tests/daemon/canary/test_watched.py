@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpsd.daemon.canary.canary import _watched
-from mpsd.system import process
-from mpsd.system.process import Process
+from mpsd.system.processes import process
+from mpsd.system.processes.process import Process
 
 
 @contextmanager

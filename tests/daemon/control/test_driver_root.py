@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mpsd.core.model import Known
-from mpsd.system import proc
+from mpsd.system.processes import proc
 from tests import real
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event

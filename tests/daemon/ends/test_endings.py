@@ -26,8 +26,9 @@ from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
 from mpsd.daemon.record.log import configure
-from mpsd.system import clock, proc, process
-from mpsd.system.control_pipe import ControlPipe, ControlProgram
+from mpsd.system import clock
+from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram
+from mpsd.system.processes import proc, process
 from tests.harness import eventually
 from tests.tools import lacking
 

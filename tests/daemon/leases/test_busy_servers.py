@@ -12,7 +12,7 @@ import pytest
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, PUT_LEASE
 from mpsd.simulator.control import program as simulator
 from mpsd.system import clock
-from mpsd.system.database import Database, summed
+from mpsd.system.files.database import Database, summed
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, MIB, event, program
 from tests.harness import wait_until

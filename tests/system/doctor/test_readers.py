@@ -20,10 +20,10 @@ from mpsd.core.errors import AlreadyRunningError
 from mpsd.core.model import Known, Unknown
 from mpsd.core.settings import Settings
 from mpsd.system.doctor import disk, fixes, gpus, machine, proc, service
-from mpsd.system.proc import arguments_of
-from mpsd.system.rundir import RunDir
+from mpsd.system.files.rundir import RunDir
+from mpsd.system.processes.proc import arguments_of
 from tests.harness import wait_until
-from tests.system.test_process_table import running
+from tests.system.processes.test_process_table import running
 
 PROGRAM = ("/usr/bin/nvidia-cuda-mps-control",)
 

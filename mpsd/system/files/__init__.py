@@ -1,0 +1,1 @@
+"""Files and directories: whole files, stores, paths that only mpsd may change, ACLs, and notifications about them."""

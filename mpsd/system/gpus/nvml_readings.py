@@ -1,0 +1,117 @@
+"""NVML's readings of a GPU, as values, for mpsd/system/gpus/gpu.py, which makes these calls on its own thread."""
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from mpsd.core.gpus import Condition
+from mpsd.core.model import GpuProcess, Known, Reading, Unknown
+from mpsd.system import clock
+
+T = TypeVar("T")
+
+
+def condition(lib: Any, uuid: str) -> Reading[Condition]:  # noqa: ANN401 - pynvml has no types
+    """Read the hardware condition of a GPU; None stands for what this GPU or driver does not report."""
+    try:
+        handle = lib.nvmlDeviceGetHandleByUUID(uuid)
+        remapped = _ask(lib, lambda: lib.nvmlDeviceGetRemappedRows(handle))
+        uncorrected = _ask(
+            lib,
+            lambda: lib.nvmlDeviceGetTotalEccErrors(
+                handle, lib.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, lib.NVML_VOLATILE_ECC
+            ),
+        )
+        retirement = _ask(lib, lambda: lib.nvmlDeviceGetRetiredPagesPendingStatus(handle))
+        persistence = _ask(lib, lambda: lib.nvmlDeviceGetPersistenceMode(handle))
+    except lib.NVMLError as error:
+        return Unknown(f"NVML: {error}")
+    return Known(
+        Condition(
+            persistence=None if persistence is None else bool(persistence),
+            uncorrected=None if uncorrected is None else int(uncorrected),
+            retirement_pending=None if retirement is None else bool(retirement),
+            remapping_pending=None if remapped is None else bool(remapped[2]),
+            remapping_failed=None if remapped is None else bool(remapped[3]),
+        )
+    )
+
+
+_RECOVERY_ACTION: Final = 230
+"""NVML_FI_DEV_GET_GPU_RECOVERY_ACTION (nvml.h), which came with driver 570."""
+
+
+def recovery(lib: Any, handle: object) -> int | None:  # noqa: ANN401 - pynvml has no types
+    """Return what a GPU needs after a fault; None where this GPU or driver does not report it."""
+    try:
+        (value,) = lib.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION])
+    except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_InvalidArgument):
+        return None
+    return int(value.value.uiVal) if value.nvmlReturn == lib.NVML_SUCCESS else None
+
+
+def processes(lib: Any, handle: object) -> dict[int, GpuProcess]:  # noqa: ANN401 - pynvml has no types
+    """Return the processes on a GPU by pid; a process that is listed twice counts once, with the larger figure.
+
+    A process whose memory the driver does not report is included: without it, the process would seem to hold nothing.
+
+    Version 2 of these functions comes first. Version 3 has the same struct in pynvml and in most drivers. In 535.43 to
+    535.86 the struct is larger, and pynvml reads garbage; version 3 is missing in 535.98 and, being newer, before 510
+    (github.com/XuehaiPan/nvitop/pull/89).
+    """
+    held: dict[int, GpuProcess] = {}
+    activity = _sm_activity(lib, handle)
+    for kind in ("Compute", "MPSCompute"):
+        name = f"nvmlDeviceGet{kind}RunningProcesses"
+        try:
+            processes = getattr(lib, f"{name}_v2")(handle)
+        except lib.NVMLError_FunctionNotFound:
+            processes = getattr(lib, f"{name}_v3")(handle)
+        for process in processes:
+            pid = int(process.pid)
+            silent = Unknown(f"NVML does not report how much memory process {pid} holds")
+            before = held.get(pid, GpuProcess(silent))
+            memory = before.memory
+            if process.usedGpuMemory is not None:
+                known = memory.value if isinstance(memory, Known) else 0
+                memory = Known(max(known, int(process.usedGpuMemory)))
+            held[pid] = GpuProcess(memory, before.mps or kind == "MPSCompute", activity.get(pid))
+    return held
+
+
+_RECENT: Final = 10
+"""Seconds for which a sample of a process's activity is reported; mpsd reads the GPUs as often."""
+
+_WHOLE: Final = 100
+"""Percent. Some drivers report a larger value for an unknown one (github.com/NVIDIA/DCGM/issues/83)."""
+
+
+def _sm_activity(lib: Any, handle: object) -> dict[int, int]:  # noqa: ANN401 - pynvml has no types
+    """Return how busy each process kept the SMs, in percent and by pid, for the processes that NVML reports.
+
+    NVML takes samples, in driver-dependent intervals of up to a second, but none of a process that used nothing. It
+    answers NOT_FOUND where it has no sample at all, and lacks this function under MIG. The timestamps are times of day,
+    in µs (NVML's documentation of nvmlDeviceGetProcessUtilization). Whether NVML reports clients of MPS depends on the
+    driver.
+    """
+    since = (clock.second() - _RECENT) * 1_000_000
+    try:
+        samples = lib.nvmlDeviceGetProcessUtilization(handle, since)
+    except lib.NVMLError:
+        return {}  # The value is only displayed, so a reading without it is complete.
+    latest = sorted(samples, key=lambda each: int(each.timeStamp))
+    return {int(each.pid): int(each.smUtil) for each in latest if each.smUtil <= _WHOLE}
+
+
+def cuda(lib: Any) -> Reading[int]:  # noqa: ANN401 - pynvml has no types
+    """Read the driver's CUDA version, such as 13000."""
+    try:
+        return Known(int(lib.nvmlSystemGetCudaDriverVersion_v2()))
+    except lib.NVMLError as error:
+        return Unknown(f"NVML: {error}")
+
+
+def _ask(lib: Any, ask: Callable[[], T]) -> T | None:  # noqa: ANN401 - pynvml has no types
+    try:
+        return ask()
+    except (lib.NVMLError_NotSupported, lib.NVMLError_FunctionNotFound, lib.NVMLError_NoPermission):
+        return None

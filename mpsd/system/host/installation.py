@@ -1,0 +1,286 @@
+"""mpsd as a system service where pip, pipx or uv installed it: its files in /usr/local, and their removal.
+
+Each file is recorded with its hash, so that a file that an administrator changed later is neither overwritten nor
+removed. A Debian package does not use this module: it has its own units, and dpkg tracks its files.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from mpsd import __version__
+from mpsd.core.errors import ConfigurationError, NotFoundError
+from mpsd.system.files import atomic_file, path_safety
+from mpsd.system.host import systemd_units
+from mpsd.system.host.configuration import read_configuration
+
+TARGET: Final = Path("/usr/local")
+"""Where systemd, man and the shells look for files that no system package owns."""
+
+MANIFEST: Final = TARGET / "share/mpsd/installed.json"
+CONFIGURATION: Final = Path("/etc/mpsd/mpsd.toml")
+
+_PACKAGED: Final = (Path("/usr/lib/systemd/system"), Path("/lib/systemd/system"))
+"""The directories of units that packages install."""
+
+_HOMES: Final = ("/home", "/root", "/run/user")
+"""The directories that a unit with ProtectHome= does not see. Source: systemd.exec(5)."""
+
+_RELOADS: Final = "notify-reload.conf"
+_FIRST_WITH_RELOADS: Final = 253
+"""The drop-in for Type=notify-reload, and the first systemd version that supports it."""
+
+Say = Callable[[str], None]
+
+
+def share() -> Path:
+    """Return the directory of this installation's files that are not code."""
+    return Path(sysconfig.get_path("data"), "share")
+
+
+def programs() -> Path:
+    """Return the directory of this installation's mpsd and mpsctl."""
+    return Path(sysconfig.get_path("scripts"))
+
+
+@dataclass(slots=True)
+class Installation:
+    """The files that belong into the system, and their state there."""
+
+    say: Say
+    """Called with a sentence for each action."""
+    dry: bool = False
+    """Whether to report the actions without taking them."""
+    _noted: dict[str, str] = field(default_factory=dict)
+    """The hash of each file that was written, by its path."""
+
+    def __post_init__(self) -> None:
+        """Read the record of an earlier installation. Raises ConfigurationError for a record that does not parse."""
+        raw = atomic_file.read(MANIFEST)
+        if raw is None:
+            return
+        match json.loads(raw):
+            case {"files": dict(files)}:
+                self._noted = {str(path): str(digest) for path, digest in files.items()}
+            case _:
+                raise ConfigurationError(f"{MANIFEST} is not a list of files", hint="move it away, and install again")
+
+    # -- installing ---------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Write the files of the service, and make systemd read them. A second call changes nothing.
+
+        Raises NotPermittedError and ConfigurationError where the installation is impossible, before anything is
+        written; and OSError.
+        """
+        _refuse_where_it_cannot_be()
+        wanted = files()
+        for path, data in wanted.items():
+            self._put(path, data)
+        for earlier in [each for each in self._noted if Path(each) not in wanted]:
+            self._remove(Path(earlier))
+            del self._noted[earlier]
+        if not CONFIGURATION.exists():
+            self._write(CONFIGURATION, (share() / "mpsd/mpsd.toml").read_bytes())
+        self._note()
+        for path in wanted:
+            if path.parent.name == "sysusers.d":
+                self._run("systemd-sysusers", str(path))
+            if path.parent.name == "tmpfiles.d":
+                self._run("systemd-tmpfiles", "--create", str(path))
+        self._run("systemctl", "daemon-reload")
+
+    def _put(self, path: Path, data: bytes) -> None:
+        there = atomic_file.read(path)
+        if there == data:
+            self.say(f"{path} is up to date")
+            self._noted[str(path)] = _digest(data)
+        elif there is None or self._is_ours(path, there):
+            self._write(path, data)
+            self._noted[str(path)] = _digest(data)
+        else:
+            self.say(
+                f"{path} was changed, or was not written by mpsd, and is kept; to get this version's file, move it away"
+            )
+
+    def _is_ours(self, path: Path, data: bytes) -> bool:
+        return self._noted.get(str(path)) == _digest(data)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        self._do(f"write {path}")
+        if not self.dry:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_file.write(path, data)
+            path.chmod(0o644)
+
+    def _note(self) -> None:
+        if self._noted:
+            document = {"version": __version__, "files": self._noted}
+            self._write(MANIFEST, json.dumps(document, indent=1).encode() + b"\n")
+
+    # -- uninstalling -------------------------------------------------------------------------------------------------
+
+    def uninstall(self, *, purge: bool = False) -> None:
+        """Stop mpsd, and remove the files that are unchanged; with `purge`, also its configuration, state and logs.
+
+        Raises NotPermittedError, NotFoundError where nothing is installed, ConfigurationError, and OSError.
+        """
+        systemd_units.refuse_without_root()
+        if not self._noted:
+            raise NotFoundError(
+                f"nothing is installed: there is no {MANIFEST}", hint="for the details: mpsctl service status"
+            )
+        stored = (
+            _stored_paths() if purge else ()
+        )  # read first, so that a wrong configuration stops this before anything is removed
+        units = [Path(each).name for each in self._noted if Path(each).parent.name == "system"]
+        self._run("systemctl", "disable", "--now", *units)
+        for noted in self._noted:
+            self._remove(Path(noted))
+        self._do(f"remove {MANIFEST}")
+        if not self.dry:
+            MANIFEST.unlink()
+            with contextlib.suppress(OSError):
+                MANIFEST.parent.rmdir()
+        self._run("systemctl", "daemon-reload")
+        self._run("systemctl", "reset-failed", "mpsd*")  # otherwise systemd lists failed units that no longer exist
+        for each in stored:
+            self._purge(each)
+
+    def _remove(self, path: Path) -> None:
+        there = atomic_file.read(path)
+        if there is None:
+            return
+        if not self._is_ours(path, there):
+            self.say(f"{path} was changed, and is kept")
+            return
+        self._do(f"remove {path}")
+        if not self.dry:
+            path.unlink()
+
+    def _purge(self, path: Path) -> None:
+        if path.exists():
+            self._do(f"remove {path}")
+            if not self.dry:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                with contextlib.suppress(OSError):  # the directory has other files, and stays
+                    CONFIGURATION.parent.rmdir()
+
+    # -- telling ------------------------------------------------------------------------------------------------------
+
+    def differences(self) -> Iterator[str]:
+        """Yield the differences from what this version would install, or that nothing is installed."""
+        if not self._noted:
+            packaged = _packaged()
+            yield (
+                "nothing is installed" if packaged is None else f"nothing is installed: {packaged} belongs to a package"
+            )
+            return
+        for path, data in files().items():
+            there = atomic_file.read(path)
+            if there is None:
+                yield f"{path} is missing"
+            elif there != data:
+                which = "from another version of mpsd" if self._is_ours(path, there) else "changed since"
+                yield f"{path} is {which}"
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    def _do(self, what: str) -> None:
+        self.say(f"would {what}" if self.dry else what)
+
+    def _run(self, *command: str) -> None:
+        self._do(" ".join(command))
+        if not self.dry:
+            systemd_units.finished(*command)
+
+
+def files() -> dict[Path, bytes]:
+    """Return the content of every file for the system, by path; the units start the mpsd of this installation."""
+    found = {TARGET / "share" / path.relative_to(share()): path.read_bytes() for path in _shared()}
+    reloads = _knows_reloads()
+    for path in sorted((share() / "mpsd/systemd").iterdir()):
+        if path.name != _RELOADS or reloads:
+            text = path.read_text(encoding="utf-8").replace("/usr/bin/mps", f"{programs()}/mps")
+            found[_place(path.name)] = text.encode()
+    return found
+
+
+def _stored_paths() -> tuple[Path, ...]:
+    """Return the configuration file and the directories of state and logs that it names.
+
+    The runtime directory is not among them: a control daemon that still runs has its sockets there, and a reboot clears
+    it. Raises ConfigurationError where the file is wrong.
+    """
+    paths = read_configuration(None).paths
+    return CONFIGURATION, paths.state_dir, paths.log_dir
+
+
+def _shared() -> Iterator[Path]:
+    """Yield manual pages and completions, which have the same relative paths below any prefix."""
+    for folder in ("man", "bash-completion", "fish", "zsh"):
+        for path in sorted((share() / folder).rglob("*")):
+            if path.is_file() and path.name.lstrip("_").startswith("mps"):
+                yield path
+
+
+def _place(name: str) -> Path:
+    """Return the destination of a file for systemd."""
+    lib = TARGET / "lib"
+    kind = name.removeprefix("mpsd.")
+    if kind in {"sysusers.conf", "tmpfiles.conf"}:
+        return lib / kind.replace("conf", "d") / "mpsd.conf"
+    if name == _RELOADS:
+        return lib / "systemd/system/mpsd.service.d" / name
+    return lib / "systemd" / ("system-preset" if name.endswith(".preset") else "system") / name
+
+
+def _knows_reloads() -> bool:
+    """Tell whether this systemd supports Type=notify-reload; 253 is the first. Raises ConfigurationError."""
+    said = systemd_units.finished("systemctl", "--version").split()
+    return int(said[1].partition(".")[0]) >= _FIRST_WITH_RELOADS
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _refuse_where_it_cannot_be() -> None:
+    """Refuse where the service could not run, or would run code that other users can change.
+
+    Raises NotPermittedError, ConfigurationError, and OSError for a path that cannot be inspected.
+    """
+    systemd_units.refuse_without_systemd("run mpsd under the system's own service manager: mpsd run")
+    packaged = _packaged()
+    if packaged is not None:
+        raise ConfigurationError(
+            f"{packaged} belongs to a package, which contains everything that this command would install",
+            hint="use the package, or remove it first: apt remove mpsd",
+        )
+    for path in (programs() / "mpsd", Path(sys.executable).resolve(), Path(__file__)):
+        _refuse_homes(path)
+        path_safety.check_path(path, itself=True)
+
+
+def _packaged() -> Path | None:
+    """Return the unit that a package installed; None where there is none."""
+    return next((unit for place in _PACKAGED if (unit := place / "mpsd.service").exists()), None)
+
+
+def _refuse_homes(path: Path) -> None:
+    for each in (path, path.resolve()):
+        if any(each.is_relative_to(home) for home in _HOMES):
+            raise ConfigurationError(
+                f"{each} is in a home directory, which the service cannot see (ProtectHome)",
+                hint="install mpsd outside home directories, in its checkout:"
+                " PIPX_HOME=/opt/pipx PIPX_BIN_DIR=/usr/local/bin pipx install ., or"
+                " UV_TOOL_DIR=/opt/uv UV_TOOL_BIN_DIR=/usr/local/bin UV_PYTHON_INSTALL_DIR=/opt/uv/python"
+                " uv tool install .",
+            )

@@ -1,0 +1,1 @@
+"""NVIDIA's MPS programs: conversations with control daemons, their logs, and the canary."""

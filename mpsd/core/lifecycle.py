@@ -61,7 +61,7 @@ class Event(StrEnum):
     RESUME = "resume"
     """An operator resumes admission."""
     STOP = "stop"
-    """An operator stops the daemon."""
+    """An operator stops the daemon, or mpsd replaces one that has neither lease nor client."""
     RESET = "reset"
     """An operator resets the daemon: mpsd forgets the deaths and tries again."""
 

@@ -515,6 +515,7 @@ class Observer:
     def forget(self) -> None:
         """Forget the answers of a daemon that is gone."""
         self.read_back, self.drift, self._servers, self._priority = None, (), {}, None
+        self.has_client_priority = True  # the next one may be of another driver, which is asked
         self._in_force_since = 0.0
 
 

@@ -332,6 +332,11 @@ class NodePipeAccess:
         if _is_let_in(lease.owner.uid):
             return
         for share in lease.shares:
+            if share.daemon not in self._accesses:  # the GPU of a lease of an earlier mpsd may be gone
+                raise PipeAccessError(
+                    f"{share.daemon} is not supervised: mpsd cannot read GPU {share.gpu}, or it is gone",
+                    hint="for the state of the GPUs: mpsctl gpus",
+                )
             self._accesses[share.daemon].open(lease.owner.uid)
 
     def close(self, lease: Lease) -> None:

@@ -306,12 +306,15 @@ class Leases:
             self._hang_up(lease.id, pending)
             raise ConnectionResetError("the caller has disconnected")
         self._pending.pop(lease.id, None)
-        return self.ledger.leases[lease.id]
+        return self.find(lease.id)  # another caller of the same request may have got it, and have ended it
 
     async def _open(self, lease_id: str, until: float) -> None:
         """Return when the clients of a lease can attach, or it has ended because they cannot."""
+        lease = self.ledger.find(lease_id)
+        if lease is None:  # as in `answer`
+            return
         try:
-            await self.ceilings.open(self.ledger.leases[lease_id], until)
+            await self.ceilings.open(lease, until)
         except CapacityError as refusal:
             self._end(lease_id, refusal.detail, refusal)
             self.group_commit.commit()

@@ -4,6 +4,7 @@ from typing import Any, Final
 
 import pytest
 
+from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import event
 from tests.fork_server import ForkServer
@@ -54,3 +55,18 @@ def test_recovery(node: Node, nvml: FakeNvml) -> None:
     nvml.show(*DRIVER, "recovery 0 0", "xid 0 79", "xid 0 154", "xid 0 154")
     is_now(node, "ok")
     assert node.request("POST", "/v1/leases", SMALL).status == 201
+
+
+@needs_root
+def test_lease_on_a_gpu_that_is_gone(node: Node, nvml: FakeNvml) -> None:
+    """A user's lease on a GPU that is gone cannot be used, which is no failure of mpsd."""
+    node.end()
+    nvml.show(*DRIVER, DRIVER[1].replace("11111111", "22222222"))
+    node.start()
+    with calling(node.socket, uid=NOBODY) as user:
+        lease = user.admit(**SMALL, gpu="1").json["id"]
+        node.end()
+        nvml.show(*DRIVER)
+        node.start(ready=False)
+        refused = user.request("POST", f"/v1/leases/{lease}/attach")
+        assert (refused.status, refused.json["code"]) == (409, "pipe_access")

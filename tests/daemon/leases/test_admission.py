@@ -6,16 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.daemon.caller import NOBODY, Caller, calling, needs_root
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import GIB, branches
+from tests.daemon.helpers import GIB, branches, next_ready, program
 from tests.harness import wait_until
 from tests.node import TOKEN, Answer, Node, as_listed
-from tests.real import RealDaemon
+from tests.real import RealDaemon, real_daemons
 
 pytestmark = pytest.mark.real_daemon(535)
 
@@ -206,6 +207,22 @@ class TestRequestId:
         with ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda _: admit(node, threads=10, memory="1GiB", request_id="race"), range(16)))
         assert len({granted(answer)["id"] for answer in answers}) == 1
+
+
+@pytest.mark.real_daemon(555)
+@pytest.mark.real_daemon(470)
+@pytest.mark.thorough
+def test_client_priority_after_an_upgrade(make_node: Start, short_tmp: Path) -> None:
+    """What the driver of one control daemon lacks, the next one may have: its driver was replaced under mpsd."""
+    driver = short_tmp / "driver"
+    driver.write_text(str(real_daemons()[470]))
+    node = make_node(simulate=1, control=program(short_tmp / "control", f'exec "$(cat {driver})" "$@"')).start()
+    refused(admit(node, threads=10, memory="1GiB", client_priority=1), 422, "invalid_request", "client_priority")
+    driver.write_text(str(real_daemons()[555]))
+    pid = node.daemons()["gpu0"]["pid"]
+    assert node.request("POST", "/v1/daemons/gpu0/restart").status == 202
+    next_ready(node, "gpu0", pid)
+    assert granted(admit(node, threads=10, memory="1GiB", client_priority=1))["client_priority"] == 1
 
 
 @pytest.mark.parametrize("real", branches(470, 555))

@@ -141,7 +141,7 @@ def run_everything(
     (wheels / "nothing-0-py3-none-any.whl").write_bytes(b"PK\5\6" + bytes(18))
     command = [sys.executable, str(_ROOT / "tests/gpu/everything.py"), "--wheels", str(wheels), "--logs", str(logs)]
     done = subprocess.run(
-        [*command, *options], env=environment, capture_output=True, text=True, timeout=380, check=False
+        [*command, *options], env=environment, capture_output=True, text=True, timeout=700, check=False
     )
     with tarfile.open(logs) as tar:
         return done, tar.getnames()
@@ -162,7 +162,7 @@ def test_what_a_machine_lacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.measuring
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(720)
 def test_everything_on_a_simulated_gpu(tmp_path: Path, short_tmp: Path) -> None:
     """One command runs every part to its end, and its archive has the output and the logs of each."""
     short_tmp.chmod(0o711)  # some clients are other users'

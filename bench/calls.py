@@ -1,9 +1,8 @@
 """What each walk of docs/architecture.md costs in calls: `python -m bench.calls`.
 
-mpsd runs on a simulated node, under a profiler that counts each call of one of its own functions. A row has the calls,
-the modules and rooms that they are in, and how often the next call is in another module than the last: what a reader
-who follows the walk has to open, and how often. It includes what mpsd does by itself meanwhile, which the last row has
-alone.
+mpsd runs on a simulated node, under a profiler that counts each call of one of its own functions. A row has the
+number of calls, of the modules and of the rooms that the calls are in, and of hops: calls into another module than the
+call before. A row includes the calls that mpsd makes by itself meanwhile; the last row has only those.
 
 `--modules` lists the modules of each walk in the order of their first call. Nothing is bounded.
 """

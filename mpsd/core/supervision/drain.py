@@ -133,7 +133,9 @@ class ObservedState:
 
     process: ProcessIdentity | None
     answers: bool
-    """Whether it answered the last query, with every limit as wanted."""
+    """Whether it answered the last query, so that its clients are known."""
+    proved: bool
+    """Whether it did, with every limit as wanted."""
     blockers: tuple[Blocker, ...]
     tried: bool
     """Whether every way to end the blockers was tried."""
@@ -167,7 +169,7 @@ def next_step(desired: DesiredState, observed: ObservedState) -> DrainStep:
     if not desired.waits or desired.intent is Intent.DRAIN:
         return _drained(desired, observed) if desired.waits else DrainStep.NOTHING
     if desired.replaced is None or observed.process != desired.replaced:
-        return DrainStep.DONE if observed.process is not None and observed.answers else DrainStep.WAIT
+        return DrainStep.DONE if observed.process is not None and observed.proved else DrainStep.WAIT
     if not desired.quitting and (observed.blockers or not observed.answers):
         return _emptied(desired, observed)
     return DrainStep.FORCE if desired.is_late(observed.now) and desired.quitting else DrainStep.QUIT
@@ -212,17 +214,20 @@ def take_up(desired: DesiredState, boot: str) -> DesiredState:
     return replace(desired, boot=boot, at=0.0, deadline=None, replaced=None, quitting=False)
 
 
-def revise(before: DesiredState, after: DesiredState, *, silent: bool = False) -> DesiredState:
-    """Return the desired state after a second command. `silent` says whether the daemon does not answer."""
-    # 1. The same command again continues the operation, with the new deadline. If the successor of the old process does
-    #    not answer, the successor is to be replaced instead. A process that is being forced to quit is still forced:
-    #    its clients may be gone already, and an unreachable process does not end otherwise.
+def revise(before: DesiredState, after: DesiredState, *, fails: bool = False) -> DesiredState:
+    """Return the desired state after a second command.
+
+    `fails` says whether the daemon does not answer, or not with every limit as wanted.
+    """
+    # 1. The same command again continues the operation, with the new deadline. If the successor of the old process
+    #    fails, the successor is to be replaced instead. A process that is being forced to quit is still forced: its
+    #    clients may be gone already, and an unreachable process does not end otherwise.
     # 2. A restart that has sent `quit` cannot be undone: the second command takes effect after it.
     # 3. A restart of a daemon that is not to run, as after a hold, returns to that state.
     # 4. Any other command replaces the one before.
     if before.intent is after.intent and before.waits and before.operation:
         again = replace(before, deadline=after.deadline, because=after.because)
-        if silent and after.replaced != before.replaced:
+        if fails and after.replaced != before.replaced:
             return replace(again, replaced=after.replaced, quitting=False)
         is_forced = before.quitting and before.is_late(after.at)
         return before if is_forced else again

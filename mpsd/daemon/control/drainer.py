@@ -122,7 +122,7 @@ class Drainer:
             deadline=None if command.timeout is None else now + command.timeout,
             replaced=self._instance.identity if command.intent is Intent.RESTART else None,
         )
-        revised, ended = drain.revise(before, after, silent=self._lifecycle.is_silent), list[Operation]()
+        revised, ended = drain.revise(before, after, fails=self._fails), list[Operation]()
         if before.operation and revised.operation != before.operation:
             ended.append(self._ended(before, Outcome.SUPERSEDED, command.because))
         self._stored.store(revised, *ended)
@@ -134,6 +134,11 @@ class Drainer:
             because = f"{command.because}{drain.timeout(after)}"
             self._log.info(EventName.OPERATION_BEGUN, operation=revised.operation, verb=command.intent, because=because)
         return revised.operation
+
+    @property
+    def _fails(self) -> bool:
+        """Whether the daemon does not answer, or has a limit that cannot be restored."""
+        return self._lifecycle.is_silent or self._limits.disproved
 
     def leave(self) -> None:
         """Make the daemon exit when no client or lease is left, until mpsd ends; that is not stored."""
@@ -241,7 +246,8 @@ class Drainer:
     def advance(self) -> bool:
         """Observe the present processes, and take the next step; tell whether the daemon must quit now.
 
-        Raises StorageError: a step has to be on disk before it is taken.
+        Call it once the daemon has answered, or is silent. Raises StorageError: a step has to be on disk before it is
+        taken.
         """
         self._observe()
         desired = self._register()
@@ -318,8 +324,8 @@ class Drainer:
             self._ends, silent=self._lifecycle.is_silent, steady=self._lifecycle.steady, now=now, patience=patience
         )
         tried = are_tried and leases <= self._tried and not self._is_ending
-        answers = self._lifecycle.state in ANSWERED and self._limits.proved
-        observed = ObservedState(self._instance.identity, answers, self._blockers, tried, now)
+        answers, proved = not self._lifecycle.is_silent, self._lifecycle.state in ANSWERED and self._limits.proved
+        observed = ObservedState(self._instance.identity, answers, proved, self._blockers, tried, now)
         return drain.next_step(self.desired, observed)
 
     @property

@@ -58,6 +58,8 @@ class WantedLimits:
         """Whether an operator requires a memory limit, so that a driver without one is not acceptable."""
         self.proved = False
         """Whether the limits that are wanted now were set, or found set, and read back from this process."""
+        self.disproved = False
+        """Whether the process has answered, and the last answer did not prove them."""
         self._proved_at = 0.0
         """When they were read back last, in seconds of the monotonic clock."""
         self._keeps = False
@@ -120,9 +122,9 @@ class WantedLimits:
             return f"server {pids} is starting, and does not report the limits of its clients yet"
         return ""
 
-    def forget(self) -> None:
-        """Forget the proof: the process is another one, or its limits may have changed."""
-        self.proved = self._must_set = False
+    def forget(self, *, disproved: bool) -> None:
+        """Forget the proof: the process is another one, or it has `disproved` that they hold."""
+        self.proved, self._must_set, self.disproved = False, False, disproved
 
     async def enforce(self, daemon: ProcessIdentity, *, fresh: bool) -> None:
         """Read every limit back, restore what others changed, and set what is not as wanted.
@@ -152,7 +154,7 @@ class WantedLimits:
                     break
         self._proved_at = clock.monotonic()
         if not self.proved:
-            self.proved, memory = True, wanted.pinned_device_mem_limit
+            self.proved, self.disproved, memory = True, False, wanted.pinned_device_mem_limit
             self._log.info(
                 EventName.LIMITS_VERIFIED,
                 active_thread_percentage=float(wanted.active_thread_percentage),
@@ -202,7 +204,7 @@ async def prove(
     except (LimitNotHeldError, ControlUnknownCommandError, PipeAccessError) as error:
         # The daemon is not silent; but mpsd grants no lease while a limit does not hold, or while other uids have pipe
         # access.
-        limits.forget()
+        limits.forget(disproved=True)
         event = EventName.PIPE_ACCESS_NOT_HELD if isinstance(error, PipeAccessError) else EventName.LIMITS_NOT_HELD
         log.error(event, because=error.detail)
         return Proof(Event.UNPROVEN, error.detail, error.hint)

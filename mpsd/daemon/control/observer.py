@@ -5,6 +5,7 @@ on (measured on 580). A server that is still there after that time is an orphan.
 NVML shows whether any client of MPS is on the GPU.
 """
 
+import contextlib
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -355,7 +356,7 @@ class Observer:
         limits = wanted if apply else None
         known = [_Questions(talk, identity, limits, self._limits) for identity in self._servers]
         await self._converse(talk)
-        found = self._found(defaults, wanted)
+        found = self._found(defaults)
         self._take_priority(priority)
         before, self.read_back = self.read_back, found
         if before != found or not self._in_force_since:
@@ -372,7 +373,9 @@ class Observer:
                 self._given.pop(identity, None)
         self._report_unforeseen()
         self.control_log.note_servers(registered)
-        return found
+        # Errors of the limits come last: the servers and their clients are known whatever limit does not hold.
+        asked = [limit for limit in LIMITS if limit in self._limits or limit.wanted(wanted) is not None]
+        return _read_back({limit: defaults[limit].answer for limit in asked})
 
     def _ask_priority(self, talk: Conversation, *, apply: bool) -> Pending[int] | None:
         """Ask for the default priority of clients, after restoring it if others changed it; None before driver 535."""
@@ -394,16 +397,12 @@ class Observer:
             return talk.set(limit.default_setting(wanted))
         return talk.ask(limit.ask_default())
 
-    def _found(self, defaults: Mapping[Limit, Pending[LimitValue]], wanted: Limits) -> ReadBack:
-        """Return the defaults; a driver without the commands has no such limit: no fault where none is wanted."""
+    def _found(self, defaults: Mapping[Limit, Pending[LimitValue]]) -> ReadBack:
+        """Return the defaults, as wanted or not; a driver without the commands has no such limit."""
         found = dict[Limit, LimitValue]()
         for limit, pending in defaults.items():
-            try:
-                found[limit] = pending.answer
-            except ControlUnknownCommandError:
-                self._limits = tuple(each for each in self._limits if each is not limit)
-                if limit.wanted(wanted) is not None:
-                    raise
+            with contextlib.suppress(ControlUnknownCommandError):
+                found[limit] = pending.found
         self._limits = tuple(found)
         return _read_back(found)
 

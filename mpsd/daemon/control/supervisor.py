@@ -429,7 +429,7 @@ class Supervisor:
     def _begin_proof(self, daemon: Process) -> None:
         """Have nothing count that was known of another process."""
         self._due = clock.monotonic() + self._settings.current.daemon.start_deadline
-        self.limits.forget()
+        self.limits.forget(disproved=False)
         self._control_log.follow(daemon.identity)
 
     # -- proving and watching: it listens, it answers, and every limit reads back --------------------------------------
@@ -446,10 +446,15 @@ class Supervisor:
                 )
                 self._move(Event.SILENT, late, f"see {self._pipe_access.paths.control_log}")
             return
-        reached = await self._probe()
+        desired = self.drainer.desired
+        event = await self._probe()
+        # A daemon with a limit that cannot be restored stays in this state, and an operator's command continues here.
+        if event is Event.UNPROVEN and desired is self.drainer.desired and self._drain():
+            return
         if self._lifecycle.state is State.STARTING:
             # It may have bound its socket without listening yet, a moment that a busy machine makes long.
-            await self._sleep(self._settings.current.daemon.probe_interval if reached else LISTEN_POLL)
+            is_silent = event is Event.SILENT
+            await self._sleep(LISTEN_POLL if is_silent else self._settings.current.daemon.probe_interval)
 
     async def _watch(self) -> None:
         """Check every two seconds, and at each change of the log; query the daemon for a reason, or when it is due.
@@ -501,8 +506,8 @@ class Supervisor:
             is_calm = not is_called and self._due > clock.monotonic() + _TICK
             await self._sleep(clock.until_next(_CALM if is_calm else _TICK))
 
-    async def _probe(self) -> bool:
-        """Query the daemon, and set the state by the result; tell whether it could be reached at all."""
+    async def _probe(self) -> Event:
+        """Query the daemon, and set the state by the result, which is returned."""
         assert self._instance.process is not None  # noqa: S101 - there is one in every state that is probed
         starting = self._lifecycle.state is State.STARTING and clock.monotonic() < self._due
         conversation = self.questions.begin()
@@ -513,7 +518,7 @@ class Supervisor:
         # 3. The silence of a daemon that has ended is no event: its exit follows, and says more.
         # 4. Any other result moves the state by itself.
         if found.event is Event.SILENT and not found.reached and self._instance.is_fresh and starting:
-            return False
+            return found.event
         if found.event is Event.VERIFIED:
             self._instance.is_fresh = False
         if found.event is Event.VERIFIED and self.drainer.desired.intent is not Intent.RUN:
@@ -531,7 +536,7 @@ class Supervisor:
         self._due = 0.0 if gone else clock.monotonic() + pause
         self.questions.end(conversation)
         self.changed.send()
-        return not gone
+        return found.event
 
     # -- draining and ending ------------------------------------------------------------------------------------------
 

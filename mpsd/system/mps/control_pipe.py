@@ -85,22 +85,26 @@ class Pending(Generic[T]):
 
         Raises the ControlError that the lines stand for, and LimitNotHeldError for a setting that did not take effect.
         """
-        if self._lines is None:
-            raise ControlBrokenError(
-                f"{'; '.join(self.question.script)!r} was never answered", hint="the conversation ended early"
-            )
-        if not isinstance(self.question, Setting):
-            return self.question.parse(self._lines)
-        found = self.question.read_back(self._lines)
-        if found != self.question.wanted:
+        found = self.found
+        if isinstance(self.question, Setting) and found != self.question.wanted:
             raise LimitNotHeldError(
-                f"after {self.question.setter!r}, the control daemon reports {_said(self._lines)}: the limit"
+                f"after {self.question.setter!r}, the control daemon reports {_said(self._lines or ())}: the limit"
                 " does not hold",
                 hint="see the control daemon's log for the reason; another front-end may have changed the limit"
                 " in between",
                 limit=self.question.limit,
             )
         return found
+
+    @property
+    def found(self) -> T:
+        """The same, but for a setting that did not take effect as well. Raises ControlError likewise."""
+        if self._lines is None:
+            raise ControlBrokenError(
+                f"{'; '.join(self.question.script)!r} was never answered", hint="the conversation ended early"
+            )
+        parse = self.question.read_back if isinstance(self.question, Setting) else self.question.parse
+        return parse(self._lines)
 
 
 def _said(lines: Sequence[str]) -> str:

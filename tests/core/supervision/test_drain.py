@@ -29,8 +29,11 @@ def desired(intent: Intent = Intent.RESTART, **other: Any) -> DesiredState:
 
 
 def observed(**other: Any) -> ObservedState:
-    """Return the observed state: no clients, and the daemon answers."""
-    return ObservedState(**{"process": OLD, "answers": True, "blockers": (), "tried": False, "now": EARLY, **other})
+    """Return the observed state: no clients, and the daemon answers, with every limit in force if nothing else says."""
+    answers = other.get("answers", True)
+    return ObservedState(
+        **{"process": OLD, "answers": answers, "proved": answers, "blockers": (), "tried": False, "now": EARLY, **other}
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,10 @@ def observed(**other: Any) -> ObservedState:
         (desired(Intent.DRAIN, quitting=True, replaced=OLD), observed(), DrainStep.QUIT),
         (desired(Intent.DRAIN, quitting=True, replaced=OLD), observed(process=NEW), DrainStep.DONE),
         (desired(Intent.DRAIN, quitting=True, replaced=OLD), observed(process=None, answers=False), DrainStep.WAIT),
+        (desired(Intent.DRAIN), observed(proved=False), DrainStep.DONE),
         (desired(), observed(), DrainStep.QUIT),
+        (desired(), observed(proved=False), DrainStep.QUIT),
+        (desired(), observed(process=NEW, proved=False), DrainStep.WAIT),
         (desired(), observed(answers=False), DrainStep.WAIT),
         (desired(), observed(answers=False, now=LATE), DrainStep.WAIT),
         (desired(), observed(answers=False, tried=True, now=LATE), DrainStep.FORCE),
@@ -79,6 +85,7 @@ SCENES = st.builds(
     ObservedState,
     process=st.sampled_from([OLD, NEW, None]),
     answers=st.booleans(),
+    proved=st.booleans(),
     blockers=st.sampled_from([(), SOMEBODY]),
     tried=st.booleans(),
     now=st.sampled_from([EARLY, LATE]),
@@ -156,14 +163,14 @@ class TestRevising:
         assert drain.revise(before, early) == revised
         assert drain.revise(replace(before, quitting=False), late) == replace(revised, quitting=False)
         successor = replace(late, replaced=NEW)
-        assert drain.revise(before, successor, silent=True) == replace(revised, quitting=False, replaced=NEW)
+        assert drain.revise(before, successor, fails=True) == replace(revised, quitting=False, replaced=NEW)
 
     def test_a_successor_that_is_silent(self) -> None:
         """A silent successor is replaced too if an operator repeats the command, and only then."""
         before, again = desired(quitting=True), desired(operation="op-2", replaced=NEW)
         assert drain.revise(before, again) == before
-        assert drain.revise(before, again, silent=True) == desired(replaced=NEW)
-        assert drain.revise(before, replace(again, replaced=OLD), silent=True) == before
+        assert drain.revise(before, again, fails=True) == desired(replaced=NEW)
+        assert drain.revise(before, replace(again, replaced=OLD), fails=True) == before
 
     @pytest.mark.parametrize("intent", [Intent.RUN, Intent.HOLD, Intent.DRAIN])
     def test_beyond_recall(self, intent: Intent) -> None:

@@ -15,7 +15,19 @@ from mpsd.core.settings import LogFormat
 from mpsd.daemon.record.bounded import BoundedLog
 from mpsd.daemon.record.log import configure
 from tests.daemon.conftest import Start
-from tests.daemon.helpers import BRISK, LIMITS, PERCENTAGE, SOON, branches, by_hand, holding, program, undone
+from tests.daemon.control.operations import begin, ended, look
+from tests.daemon.helpers import (
+    BRISK,
+    LIMITS,
+    PERCENTAGE,
+    SOON,
+    branches,
+    by_hand,
+    holding,
+    is_running,
+    program,
+    undone,
+)
 from tests.harness import wait_until
 from tests.node import Node
 from tests.real import RealDaemon, real_daemons
@@ -195,6 +207,78 @@ def test_what_cannot_be_put_back(make_node: Start, short_tmp: Path, control: Pat
     undone(node, "gpu0", "active_thread_percentage", since=seen["since"])
     node.wait_for_state("gpu0", "ready")
     assert node.request("POST", "/v1/leases", asked).status == 201
+
+
+class TestUnproven:
+    """An operator's command on a control daemon with a limit that cannot be restored."""
+
+    @pytest.fixture
+    def spell(self, short_tmp: Path) -> Path:
+        """Return the file that keeps the control program from setting a limit, for as long as it exists."""
+        return short_tmp / "spell"
+
+    @pytest.fixture
+    def node(self, make_node: Start, spell: Path, control: Path) -> Node:
+        """Return a node that is not started yet."""
+        stubborn = program(spell.with_name("nvidia-cuda-mps-control"), _STUBBORN.format(control=control, spell=spell))
+        return make_node(simulate=1, control=stubborn, config=LIMITS + BRISK)
+
+    @staticmethod
+    def cast(node: Node, spell: Path) -> int:
+        """Change a limit for good, and return the pid of its control daemon."""
+        spell.touch()
+        node.ask("gpu0", "set_default_active_thread_percentage 10")
+        wait_until(lambda: node.events("limits_not_held"), what="the limit not to be restored")
+        pid = node.daemons()["gpu0"]["pid"]
+        assert isinstance(pid, int)
+        return pid
+
+    @staticmethod
+    def replaced(node: Node, before: int) -> int:
+        """Wait until another control daemon than `before` has been asked several times; return its pid."""
+        pid: int = wait_until(
+            lambda: (found := node.daemons()["gpu0"]["pid"]) != before and found,
+            what=f"another one than {before}; the log is {node.stderr}",
+        )
+        refused = len(node.events("limits_not_held"))
+        wait_until(lambda: len(node.events("limits_not_held")) > refused + 2, what="it to be asked again")
+        assert node.daemons()["gpu0"]["pid"] == pid
+        return pid
+
+    def test_restart(self, node: Node, spell: Path) -> None:
+        """Each command to restart it replaces it once, and the operation is done when every limit reads back."""
+        before = self.cast(node.start(), spell)
+        node.wait_for_state("gpu0", "starting")
+        operation = begin(node, "restart")
+        first = self.replaced(node, before)
+        assert look(node, operation)["state"] == "running"
+        assert begin(node, "restart")["id"] == operation["id"]
+        second = self.replaced(node, first)
+        spell.unlink()
+        ended(node, operation)
+        assert node.wait_for_state("gpu0", "ready")["pid"] == second
+        started = node.events("daemon_state", daemon="gpu0", before="down", state="starting")
+        assert [each["pid"] for each in started] == [before, first, second]
+
+    def test_held(self, node: Node, spell: Path) -> None:
+        """One that an operator holds is drained, and restarted, as well."""
+        begin(node.start(), "hold")
+        before = self.cast(node, spell)
+        assert node.daemons()["gpu0"]["state"] == "held"
+        ended(node, begin(node, "drain"))
+        operation = begin(node, "restart")
+        after = self.replaced(node, before)
+        spell.unlink()
+        ended(node, operation)
+        assert node.wait_for_state("gpu0", "draining")["pid"] == after
+
+    def test_stopped(self, node: Node, spell: Path) -> None:
+        """`--stop-daemons-on-exit` stops it."""
+        node.arguments = ("--stop-daemons-on-exit",)
+        pid = self.cast(node.start(), spell)
+        node.wait_for_state("gpu0", "starting")
+        assert node.end() == 0
+        assert not is_running(pid)
 
 
 def test_what_changes_nothing(node: Node, name: str) -> None:

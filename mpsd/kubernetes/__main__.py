@@ -50,7 +50,7 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
     """
     from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not need gRPC
     from mpsd.kubernetes.log import Log  # noqa: PLC0415
-    from mpsd.kubernetes.service import Service  # noqa: PLC0415
+    from mpsd.kubernetes.service import run_plugin  # noqa: PLC0415
 
     options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
     found = _settings(config, options)
@@ -58,13 +58,13 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
     log = Log(found.log_format)
     if found.resources is Offer.DRA:
         place = api_server.place(found.api_server, found.service_account, os.environ)
-        importlib.import_module("mpsd.kubernetes.dra.service").DraService(found, log, place).run()
+        importlib.import_module("mpsd.kubernetes.dra.service").run_driver(found, log, place)
     else:
         reports = found.report is Report.ALWAYS or (
             found.report is Report.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
         )
         reported_to = api_server.place(found.api_server, found.service_account, os.environ) if reports else None
-        Service(found, log, reported_to).run()
+        run_plugin(found, log, reported_to)
 
 
 def main() -> None:

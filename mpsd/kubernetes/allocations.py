@@ -40,6 +40,9 @@ _ANY_THREADS: Final = ActiveThreadPercentage(1000)
 class Allocations:
     """The leases of this node's containers. Any thread may call; one at a time decides about leases."""
 
+    pause: float = 1.0
+    """Seconds between two searches for the programs of containers: each is announced just before it starts."""
+
     def __init__(
         self, settings: Settings, *, mpsd: Mpsd, kubelet: Kubelet, board: Board, log: Log, ended: threading.Event
     ) -> None:

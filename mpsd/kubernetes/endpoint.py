@@ -54,10 +54,10 @@ class Endpoint:
         self._counting = threading.Lock()
         self._because = ""
 
-    def see_kubelet(self) -> None:
+    def serve(self) -> None:
         """Register with the kubelet that listens now, if necessary: each new kubelet starts with an empty directory."""
         now = self._kubelet.identity()
-        if now is None:
+        if now is None or not self._board.gpus:  # before mpsd's first answer there is nothing to offer
             return
         is_there = self._own is not None and kubelet.inode(self._path) == self._own
         if is_there and now == self._registered and self._is_followed():

@@ -1,8 +1,14 @@
-"""The device plugin from start to end: one loop for periodic tasks, and one thread that follows mpsd."""
+"""The program from start to end, as device plugin or as DRA driver: one loop for kubelet, and one for mpsd's leases.
+
+The loops have a thread each, so that kubelet never waits for mpsd: while mpsd or the API server is away, a restarted
+kubelet is registered with at once. Further threads follow mpsd and write to the API server.
+"""
 
 import signal
 import threading
-from typing import Final
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Protocol
 
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.core.kubernetes import devices
@@ -19,91 +25,140 @@ from mpsd.kubernetes.mpsd_client import Mpsd
 from mpsd.kubernetes.node_report import NodeReport
 from mpsd.system import clock
 
-_RECONCILE: Final = 1.0
-"""Seconds between two reconciliations of kubelet's record and mpsd's leases."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _LOOK: Final = 0.25
-"""Seconds between two checks of kubelet's socket."""
+"""Seconds between two checks of the sockets."""
+
+_RECONCILE: Final = 1.0
+"""Seconds between two reconciliations of mpsd's leases."""
 
 _SOON: Final = 0.02
 """Seconds between two searches for the program of a container that is about to start."""
 
 _HURRY: Final = 10.0
-"""Seconds for which it searches this often after a container was announced."""
+"""Seconds for which it searches this often after a container or a claim was announced."""
+
+
+class Serves(Protocol):
+    """The sockets for kubelet."""
+
+    def serve(self) -> None:
+        """Serve on the sockets, and register with kubelet, if that is not so already."""
+
+    def close(self) -> None:
+        """End the open calls, and stop answering."""
+
+
+class Leases(Protocol):
+    """The leases of this node's containers, in a thread of their own beside kubelet's calls."""
+
+    pause: float
+    """Seconds between two searches for the programs of containers."""
+
+    @property
+    def woken(self) -> threading.Event:
+        """Set when a container is announced, so that its lease is handled at once."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a container is about to start that must take its lease."""
+
+    def reconcile(self) -> None:
+        """Do the next action for each lease."""
+
+    def complete(self) -> None:
+        """Let pods take the leases of those containers whose program runs by now."""
 
 
 class Service:
-    """All parts of the plugin."""
+    """The threads of the program."""
 
-    def __init__(self, settings: Settings, log: Log, place: Place | None) -> None:
-        """`place` is the address of the API server, if the node is to be labelled."""
-        self._settings = settings
+    def __init__(
+        self,
+        log: Log,
+        ended: threading.Event,
+        *,
+        board: Board,
+        gpu_follower: GpuFollower,
+        endpoints: Sequence[Serves],
+        leases: Leases,
+        threads: Sequence[Callable[[], None]],
+    ) -> None:
+        """`threads` start further threads; `ended` is set when this program ends."""
         self._log = log
-        self._ended = threading.Event()
-        self._mpsd = Mpsd(settings.socket, self._ended)
-        self._kubelet = Kubelet(settings)
-        self._board = Board()
-        self._allocations = Allocations(
-            settings, mpsd=self._mpsd, kubelet=self._kubelet, board=self._board, log=log, ended=self._ended
-        )
-        self._endpoints = [
-            Endpoint(kind, settings, kubelet=self._kubelet, board=self._board, allocations=self._allocations, log=log)
-            for kind in KINDS[settings.resources]
-        ]
-        self._report = (
-            None
-            if place is None
-            else NodeReport(
-                settings,
-                mpsd=self._mpsd,
-                api_server=ApiServer(place, self._ended),
-                board=self._board,
-                log=log,
-                ended=self._ended,
-            )
-        )
-        self._gpu_follower = GpuFollower(settings, mpsd=self._mpsd, board=self._board, log=log, ended=self._ended)
+        self._ended = ended
+        self._board = board
+        self._gpu_follower = gpu_follower
+        self._endpoints = endpoints
+        self._leases = leases
+        self._threads = threads
 
-    def run(self) -> None:
-        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._ended.set())
-        resources = [devices.resource_name(kind, self._settings) for kind in KINDS[self._settings.resources]]
-        self._log.info(EventName.PLUGIN_STARTED, node=self._settings.node, resources=resources)
+    def run(self, **facts: object) -> None:
+        """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured.
+
+        `facts` are those of the first line of the log.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads: they end one of the waits below
+        self._log.info(EventName.PLUGIN_STARTED, **facts)
         self._gpu_follower.start()
-        if self._report is not None:
-            self._report.start()
-        try:
-            self._loop()
-        finally:
-            self._ended.set()
-            for each in self._endpoints:
-                each.close()
-            self._log.info(EventName.PLUGIN_ENDED)
+        for start in self._threads:
+            start()
+        with ThreadPoolExecutor(1, "leases") as pool:
+            leases = pool.submit(self._keep_leases)
+            try:
+                while not self._ended.is_set() and not leases.done():
+                    for each in self._endpoints:
+                        each.serve()
+                    if signal.sigtimedwait(_SIGNALS, _LOOK) is not None:
+                        break
+            finally:
+                self._ended.set()
+                self._leases.woken.set()
+                for each in self._endpoints:
+                    each.close()
+                self._log.info(EventName.PLUGIN_ENDED)
+        leases.result()  # raises the error of a defect
         if self._gpu_follower.failure is not None:
             raise self._gpu_follower.failure
 
-    def _loop(self) -> None:
-        next_reconcile = next_look = hurries_until = 0.0
-        hurries = False
+    def _keep_leases(self) -> None:
+        next_reconcile = hurries_until = 0.0
         while not self._ended.is_set():
             now = clock.monotonic()
-            if self._board.gpus and now >= next_look:  # before mpsd's first answer there is nothing to offer
-                next_look = now + _LOOK
-                for each in self._endpoints:
-                    each.see_kubelet()
             try:
-                if now >= next_reconcile:
+                if now >= next_reconcile and self._board.gpus:
                     next_reconcile = now + _RECONCILE
-                    self._allocations.reconcile()
-                    self._allocations.complete()
-                elif hurries:
-                    self._allocations.complete()
+                    self._leases.reconcile()
+                self._leases.complete()
             except UnreachableError:
-                pass  # the thread that follows mpsd logs the error
+                pass  # the thread that follows mpsd logs it
             except MpsdError as error:
                 self._log.error(EventName.LEASE_NOT_CHANGED, code=error.code, because=error.detail, hint=error.hint)
-            hurries = self._allocations.has_pending and now < hurries_until
-            if self._allocations.woken.wait(_SOON if hurries else _LOOK):
-                self._allocations.woken.clear()
+            hurries = self._leases.has_pending and now < hurries_until
+            if self._leases.woken.wait(_SOON if hurries else self._leases.pause):
+                self._leases.woken.clear()
                 next_reconcile, hurries_until = 0.0, now + _HURRY
+
+
+def run_plugin(settings: Settings, log: Log, place: Place | None) -> None:
+    """Run the device plugin, as `Service.run`; `place` is the address of the API server, if the node is labelled."""
+    ended, board, kubelet = threading.Event(), Board(), Kubelet(settings)
+    mpsd = Mpsd(settings.socket, ended)
+    allocations = Allocations(settings, mpsd=mpsd, kubelet=kubelet, board=board, log=log, ended=ended)
+    kinds = KINDS[settings.resources]
+    threads = []
+    if place is not None:
+        server = ApiServer(place, ended)
+        threads += [NodeReport(settings, mpsd=mpsd, api_server=server, board=board, log=log, ended=ended).start]
+    Service(
+        log,
+        ended,
+        board=board,
+        gpu_follower=GpuFollower(settings, mpsd=mpsd, board=board, log=log, ended=ended),
+        endpoints=[
+            Endpoint(kind, settings, kubelet=kubelet, board=board, allocations=allocations, log=log) for kind in kinds
+        ],
+        leases=allocations,
+        threads=threads,
+    ).run(node=settings.node, resources=[devices.resource_name(kind, settings) for kind in kinds])

@@ -124,8 +124,11 @@ def serve(path: Path, handlers: Handlers, threads: int) -> grpc.Server:
 
 
 def ask(path: Path, call: Call[Q, A], request: Q, *, deadline: float = DEADLINE) -> A:
-    """Make a call on a unix socket, and return its answer. Raises grpc.RpcError."""
-    with grpc.insecure_channel(f"unix:{path}") as channel:
+    """Make a call on a unix socket, and return its answer. Raises grpc.RpcError.
+
+    Each call connects anew: gRPC would let one fail by itself for a second after another could not connect.
+    """
+    with grpc.insecure_channel(f"unix:{path}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
         stub = channel.unary_unary(call.path, call.request.SerializeToString, call.answer.FromString)
         answer: A = stub(request, timeout=deadline)
         return answer

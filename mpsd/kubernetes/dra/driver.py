@@ -74,6 +74,9 @@ class Driver:
     Any thread may call; one thread at a time works on a claim.
     """
 
+    pause: float = 0.25
+    """Seconds between two searches for the programs of containers: one may start long after its claim was prepared."""
+
     def __init__(
         self,
         settings: Settings,

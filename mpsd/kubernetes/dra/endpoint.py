@@ -48,7 +48,7 @@ class Endpoint:
         self._servers: dict[Path, tuple[grpc.Server, Inode | None]] = {}
         self._because = ""
 
-    def see_sockets(self) -> None:
+    def serve(self) -> None:
         """Serve on both sockets, if that is not so already; kubelet searches for them by itself."""
         for path, handlers in ((self._socket, self._calls), (self._finder, self._finding)):
             server, own = self._servers.get(path, (None, None))

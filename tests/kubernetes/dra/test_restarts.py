@@ -282,6 +282,19 @@ class TestKubelet:
         wait_until((cluster.root / "plugins/mpsd/dra.sock").exists, what="the driver's socket")
         cluster.prepare(cluster.claim())
 
+    def test_finds_the_driver_without_mpsd(self, make_cluster: MakeCluster) -> None:
+        """While mpsd is away, removed sockets are made again at once; a claim waits for mpsd alone."""
+        cluster = make_cluster(durations={"mpsd.kubernetes.mpsd_client.PATIENCE": 600.0})
+        cluster.node.end(signal.SIGKILL)
+        for _ in range(10):  # more than a second in all: the driver calls mpsd for its leases meanwhile
+            for each in ("plugins_registry/mpsd-reg.sock", "plugins/mpsd/dra.sock"):
+                (cluster.root / each).unlink()
+            cluster.register()
+            wait_until((cluster.root / "plugins/mpsd/dra.sock").exists, what="the driver's socket")
+        cluster.node.start()
+        cluster.prepare(cluster.claim())
+        assert len(cluster.leases()) == 1
+
     def test_a_claim_it_never_takes_back(self, make_cluster: MakeCluster) -> None:
         """A claim that could not be prepared, and that kubelet does not mention again, leaves nothing behind."""
         cluster = make_cluster(settings={"WAIT": "0.1", "CLAIM_DEADLINE": "2"})

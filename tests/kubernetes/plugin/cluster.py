@@ -243,6 +243,10 @@ class StandIn:
             not_yet=(OSError,),
         )
 
+    def await_registrations(self, number: int) -> None:
+        """Wait until the plugin has registered with kubelet so often."""
+        wait_until(lambda: len(self.log("resource_registered")) >= number, what=f"{number} registrations")
+
     def is_alive(self) -> bool:
         """Fail if the plugin has ended."""
         assert self.plugin is not None

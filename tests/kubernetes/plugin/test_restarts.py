@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -77,6 +78,31 @@ class TestHealth:
         cluster.node.start()
         wait_until(lambda: cluster.healthy(SLICE) == 100, what="the devices to be healthy again")
         assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+
+    def test_kubelet_without_mpsd(self, make_cluster: MakeCluster) -> None:
+        """While mpsd is away, a restarted kubelet finds the devices at once, and a pod waits for mpsd alone."""
+        durations = {"mpsd.kubernetes.mpsd_client.PATIENCE": 600.0}
+        cluster = make_cluster(settings={"UNREACHABLE_GRACE": "600"}, durations=durations)
+        pod = cluster.create({"main": {SLICE: 10}})
+        pod.start("main")
+        (lease,) = cluster.await_held(pod)
+        cluster.node.end(signal.SIGKILL)
+        for number in range(10):  # more than a second in all: the plugin calls mpsd for its leases meanwhile
+            (cluster.root / "device-plugins" / "mpsd-slice.sock").unlink()
+            cluster.await_registrations(number + 2)
+        cluster.kill("kubelet")
+        cluster.start_kubelet()
+        cluster.await_devices()
+        with ThreadPoolExecutor(1) as pool:
+            admitted = pool.submit(cluster.create, {"main": {SLICE: 20}})
+            cluster.node.start()
+            other = admitted.result()
+        other.start("main")
+        cluster.await_held(other)
+        assert [each["id"] for each in cluster.held(pod)] == [lease["id"]]
+        cluster.node.end(signal.SIGKILL)
+        assert cluster.end_plugin() == 0
+        cluster.node.start()
 
     def test_mpsd_hangs(self, make_cluster: MakeCluster) -> None:
         """A stopped mpsd keeps its connections, and is detected all the same."""

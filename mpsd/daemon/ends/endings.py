@@ -87,7 +87,12 @@ class Endings:
             steps.join(cause, lost=lost)
             return
         try:
+            real = proc.real_uid(target.pid)  # before the other, which finds out whether the pid is still the target's
             living = process.adopt(target)
+            if living is not None and uid is not None and real != uid:
+                living.close()
+                self._leave(target, f"it runs as uid {real}, and its lease is of uid {uid}", cause)
+                return
         except OSError as error:
             raise StorageError(
                 f"the end of process {target.pid} cannot begin: {error.strerror}",
@@ -95,11 +100,6 @@ class Endings:
                 limit="descriptors",
             ) from error
         if living is None:
-            return
-        real = proc.real_uid(target.pid)
-        if uid is not None and real != uid:
-            living.close()
-            self._leave(target, f"it runs as uid {real}, and its lease is of uid {uid}", cause)
             return
         listed = [
             name for name, each in self._daemons.items() for server in each.servers if target.pid in server.clients

@@ -48,9 +48,8 @@ class ChangedUsers:
             await self._check_while_root_has_leases()
 
     async def _check_while_root_has_leases(self) -> None:
-        new = NewProcesses()
+        new = None
         for checks in itertools.count():
-            await asyncio.sleep(_TICK)
             if checks % _REMEMBERED == 0:
                 self._examined.clear()  # pids come again
             roots = [lease for lease in self._ledger.leases.values() if lease.owner.uid == _ROOT]
@@ -58,22 +57,27 @@ class ChangedUsers:
             before = len(self._reported)
             if not roots:
                 return  # mpsd does not wake for this on a node without leases
-            # Without a free descriptor, the next check sees them.
-            with contextlib.suppress(OSError):
-                for lease in roots:
-                    self.check(lease)
+            for lease in roots:
+                self.check(lease)
+            with contextlib.suppress(OSError):  # without a free descriptor, the next check sees them
+                new = new or NewProcesses()
                 for pid in new.look():
                     self._check_new(pid)
             if len(self._reported) > before:
                 self.noticed.send()
+            await asyncio.sleep(_TICK)
 
     def check(self, lease: Lease) -> None:
-        """Report the holders of a lease of root that run as another user, or did so at their end, if not reaped yet."""
+        """Report the holders of a lease of root that run as another user, or did so at their end, if not reaped yet.
+
+        A holder that cannot be read, for lack of a descriptor, is not reported now.
+        """
         for holder in lease.holders if lease.owner.uid == _ROOT else ():
             if isinstance(holder, HoldingProcess):
-                uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
-                if uid is not None and uid != holder.uid:
-                    self._report_once(lease, holder.identity, uid)
+                with contextlib.suppress(OSError):
+                    uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
+                    if uid is not None and uid != holder.uid:
+                        self._report_once(lease, holder.identity, uid)
 
     def _check_new(self, pid: int) -> None:
         """Report a new process or thread that has a lease of root by its family or group, and runs as another user."""

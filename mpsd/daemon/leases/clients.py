@@ -77,10 +77,10 @@ class Clients:
                 lease = self._ledger.lose(lease.id, tuple(each for each in lease.lost if each != identity))
                 self._group_commit.change(lease)
             if attached not in lease.attached and self._watch.watch_identity(lease.id, identity):
+                facts = holders.group_name(proc.cgroup(identity.pid)).facts()  # first, since it may fail
                 bearers = lease.bearers if kernel_says else (*dict.fromkeys((*lease.bearers, identity)),)
                 lease = self._ledger.attach(lease.id, (*lease.attached, attached), bearers)
                 self._ceilings.follow(lease)
-                facts = holders.group_name(proc.cgroup(identity.pid)).facts()
                 facts |= {} if kernel_says else {"by": "token"}
                 self._group_commit.change(lease, EventName.CLIENT_ATTRIBUTED, client=identity.pid, **facts)
 

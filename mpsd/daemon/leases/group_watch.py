@@ -38,6 +38,8 @@ class GroupWatch:
         """With a lease and a reason: this group no longer holds it. Sent after the watch has ended."""
         self.populated = Signal[str, HoldingGroup]()
         """With a lease and its group in its present state: processes are seen in it for the first time."""
+        self._ended: list[tuple[str, HoldingGroup, str]] = []
+        """What `over` has not delivered yet."""
         self._watched: dict[tuple[str, int], _Watched] = {}
         """By hierarchy and inode."""
         self._at: dict[tuple[str, str], list[_Watched]] = {}
@@ -108,7 +110,17 @@ class GroupWatch:
         watched.group.close()
 
     def poll(self) -> None:
-        """Check the groups, as many as time allows, whether they still hold their leases."""
+        """Check the groups, as many as time allows, whether they still hold their leases, and deliver what is over.
+
+        What mpsd cannot act on, for lack of a resource, is delivered again at the next tick.
+        """
+        self._check_groups()
+        for each in tuple(self._ended):
+            with suppress(OSError):
+                self.over.send(*each)
+                self._ended.remove(each)
+
+    def _check_groups(self) -> None:
         until = clock.monotonic() + _MOST_SECONDS
         for _ in range(len(self._order)):
             if not self._order or clock.monotonic() >= until:
@@ -123,7 +135,7 @@ class GroupWatch:
         for lease_id, holder in tuple(watched.holds.items()):
             if not populated and (because := _why_over(watched.group, holder)):
                 self.cut(lease_id, holder)
-                self.over.send(lease_id, holder, because)
+                self._ended.append((lease_id, holder, because))
             elif not holder.populated and (populated or _had_processes(watched.group, holder)):
                 now = structs.replace(holder, populated=True)
                 self.watch(lease_id, now, watched.group)

@@ -140,22 +140,36 @@ class Keepers:
                 carriers = await asyncio.to_thread(
                     process_table.started_with, TOKEN, _owners(leases), unread.__setitem__
                 )
-            except OSError as error:  # for example without descriptors: handled as if no process carried a token
-                unseen = f"; whether others carry its token could not be read: {error.strerror}"
+            except OSError as error:
+                unseen = _unseen(error)
             for lease in leases:
                 # Changes since then count: the lease may have been released, or a carrier may have become its client.
                 there = self._ledger.leases.get(lease.id)
-                if there is not None and not self._watch.keeps(there) and not self._tie(there, carriers):
-                    because, uid = alone[lease.id] + unseen, lease.owner.uid
+                if there is None or self._watch.keeps(there):
+                    continue
+                because, uid = alone[lease.id] + unseen, lease.owner.uid
+                try:
+                    is_tied = self._tie(there, carriers)
+                except OSError as error:
+                    is_tied, because = False, alone[lease.id] + _unseen(error)
+                if not is_tied:
                     # Not for root: the first process of a container, as of mpsd's own, may be closed to root itself.
                     if uid != 0 and uid in unread:
                         because += f"; mpsd may not read whether process {unread[uid]} carries its token"
                     self.unborne.send(lease.id, because)
 
     def _tie(self, lease: Lease, carriers: Carriers) -> bool:
-        """Tie a lease to the processes that carry its token, and tell whether any of them lives."""
-        found = carriers.get(lease.token, ())[:_MOST_WATCHED] if lease.token else ()
-        living = tuple(each for each in found if self._watch.processes.watch_identity(lease.id, each))
+        """Tie a lease to the processes that carry its token, and tell whether any of them lives.
+
+        Raises OSError where none of them could be watched.
+        """
+        for each in carriers.get(lease.token, ())[:_MOST_WATCHED] if lease.token else ():
+            try:
+                self._watch.processes.watch_identity(lease.id, each)
+            except OSError:
+                if not self._watch.keeps(lease):
+                    raise
+        living = self._watch.processes.of(lease.id)
         if living:
             self._clients.leave_to(lease, living)
         return bool(living)
@@ -181,6 +195,11 @@ class Keepers:
 def _are_processes(lease: Lease) -> bool:
     """Tell whether all holders of a lease are processes."""
     return all(isinstance(each, HoldingProcess) for each in lease.holders)
+
+
+def _unseen(error: OSError) -> str:
+    """Say why carriers of a token are unknown, as without descriptors: the lease ends as if no process carried it."""
+    return f"; whether others carry its token could not be read: {error.strerror}"
 
 
 def _owners(leases: Iterable[Lease]) -> dict[str, int]:

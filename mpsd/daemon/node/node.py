@@ -167,10 +167,8 @@ class Node:
     def _leave_behind(self, lease: Lease) -> None:
         """Note that a lease has ended while it had clients: their shares must not be granted to others."""
         self.unleased.leave_behind(lease)
-        daemons = self.control_daemons.all()
-        self.unleased.count(self.violation_monitor.attached(), daemons, self.gpus.usages, read=False)
-        self._is_offered = False
-        self.leases.ledger.offer(self.offers(), clock.monotonic(), self.unleased.charged)
+        self._offers = [structs.replace(each, unleased=self.unleased.on(each.gpu)) for each in self._offers]
+        self.leases.ledger.offer(self._offers, clock.monotonic(), self.unleased.charged)
         self.gpus.read_soon()
 
     async def refresh(self, lease: Lease) -> list[str]:

@@ -30,13 +30,18 @@ class UnleasedClients:
         """The amount that each living client of a lease that has ended counts as at least."""
 
     def leave_behind(self, lease: Lease) -> None:
-        """Note that a lease ends while it has clients: they may use their parts on. Its end is stored after that."""
-        parts = {
-            (share.daemon, client): unleased.part(lease, share)
-            for share in lease.shares
-            for client in lease.clients_on(share.gpu)
-        }
+        """Count the clients of a lease that ends, since they may use their parts on. Its end is stored after that.
+
+        Nothing is read, so that no end fails: the next count finds which of them have exited, or use more.
+        """
+        sums, parts = {**self._sums}, dict[ClientKey, Amount]()
+        for share in lease.shares:
+            part, key = unleased.part(lease, share), (share.gpu, lease.owner.uid)
+            for client in lease.clients_on(share.gpu):
+                parts[share.daemon, client] = part
+                sums[key] = sums.get(key, NOTHING) + part
         self._parts |= parts
+        self._sums, self.charged = sums, _by_user(sums)
         self._record.leave_behind(parts)
 
     def count(

@@ -83,20 +83,21 @@ class ClientRecord:
         if self._is_stored and clients.items() <= self._clients.items():
             return
         others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
-        self._clients = {**_living(others), **clients}
+        self._clients, self.left_behind = {**_living(others), **clients}, _living(self.left_behind)
         self._write()
 
     def leave_behind(self, parts: Mapping[ClientKey, Amount]) -> None:
         """Store the parts of the clients of a lease that ends, before its end is stored.
 
-        Where that fails, this mpsd still knows them, and tries again with the next change.
+        Where that fails, this mpsd still knows them, and tries again with the next change. Those that have exited are
+        forgotten at another time: an end must not fail because a process cannot be read.
         """
-        self.left_behind = {**_living(self.left_behind), **parts}
+        self.left_behind = {**self.left_behind, **parts}
         self._write()
 
     def _write(self) -> None:
         clients = tuple(_row(key, known) for key, known in self._clients.items())
-        left = tuple(_LeftBehind(*key, part) for key, part in _living(self.left_behind).items())
+        left = tuple(_LeftBehind(*key, part) for key, part in self.left_behind.items())
         self._is_stored = self._record.store(_Clients(clients, left))
 
 

@@ -214,7 +214,12 @@ def adopt(identity: ProcessIdentity) -> Process | None:
             raise
         return None
     # This check follows the opening of the descriptor, so that the process cannot change in between.
-    if proc.start_ticks(identity.pid) != identity.start_ticks:
+    try:
+        is_another = proc.start_ticks(identity.pid) != identity.start_ticks
+    except OSError:
+        os.close(pidfd)
+        raise
+    if is_another:
         os.close(pidfd)
         return None
     return Process(identity, pidfd, None)

@@ -6,28 +6,36 @@ limits, otherwise the container does not start. The pod's control group takes th
 program.
 """
 
+import base64
+import binascii
 import secrets
 import threading
 from collections.abc import Mapping
 from typing import Final
 
+from google.protobuf.message import DecodeError
+
 from mpsd.core.containers.cdi import PIPE_DIRECTORY
 from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError, UnreachableError
-from mpsd.core.kubernetes import checkpoint, claims, devices
-from mpsd.core.kubernetes.checkpoint import Container
+from mpsd.core.kubernetes import claims, devices
 from mpsd.core.kubernetes.claims import Claimed, Open, Release, Renew
-from mpsd.core.kubernetes.devices import KINDS, Gpu, Kind, Numbers, Part
-from mpsd.core.kubernetes.settings import Offer, Settings
+from mpsd.core.kubernetes.devices import KINDS, Container, Gpu, Kind, Numbers, Part
+from mpsd.core.kubernetes.settings import GpuDevices, Offer, Settings
 from mpsd.core.model import Limits
 from mpsd.core.mps import limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.kubernetes import answers, pod_groups
+from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.board import Board
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
+
+_ALLOCATION: Final = "MPSD_ALLOCATION"
+"""The variable that distinguishes the processes of a container from those of other containers of its pod."""
+
+_SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - where POSIX shared memory is, shm_overview(7)
 
 _PAUSE: Final = 0.2
 """Seconds between two checks whether an earlier pod has ended."""
@@ -78,22 +86,22 @@ class Allocations:
         uuid, numbers = devices.on_one_gpu(ids, kind, self._settings)
         gpu = self._gpu(uuid)
         if self._settings.resources is Offer.THREADS_AND_MEMORY:
-            return answers.answer(self._half(kind, gpu, len(numbers)), gpu, self._settings)
+            return _answer(self._half(kind, gpu, len(numbers)), gpu, self._settings)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         self._free(uuid, {kind: numbers})
         lease = self._claim(gpu, {kind: numbers}, part)
-        variables = {**lease["env"], answers.ALLOCATION: secrets.token_hex(8)}
-        return answers.answer(variables, gpu, self._settings)
+        variables = {**lease["env"], _ALLOCATION: secrets.token_hex(8)}
+        return _answer(variables, gpu, self._settings)
 
     def start(self, kind: Kind, ids: list[str]) -> None:
         """Prove that a container has its requested share, before it is created."""
         settings = self._settings
         uuid, numbers = devices.on_one_gpu(ids, kind, settings)
         gpu = self._gpu(uuid)
-        container = checkpoint.with_devices(self._containers(), kind, uuid, numbers)
+        container = devices.with_devices(self._containers(), kind, uuid, numbers)
         counts = {each: len(container.numbers[each]) for each in container.numbers}
         part = devices.part_of(counts, gpu, settings)
-        group = pod_groups.path_of(container.pod, settings)
+        group = kubelet.group_path(container.pod, settings)
         if group is None:
             raise NotPermittedError(
                 f"pod {container.pod} has no control group, which would hold its lease, below {settings.cgroup_root}",
@@ -140,7 +148,7 @@ class Allocations:
             limit.variable: limit.for_client(Limits(_ANY_THREADS, memory)),
             PIPE_DIRECTORY: gpu.pipe_directory,
             _DEVICES: gpu.uuid,
-            answers.ALLOCATION: secrets.token_hex(8),
+            _ALLOCATION: secrets.token_hex(8),
         }
 
     def _containers(self) -> list[Container]:
@@ -177,7 +185,7 @@ class Allocations:
                     for each in old
                     if each.pod is not None
                     and (each.pod != pod or each.has_clients)
-                    and pod_groups.is_populated(each.group)
+                    and kubelet.is_populated(each.group)
                 ]
                 for each in old:
                     if each not in alive:
@@ -226,7 +234,7 @@ class Allocations:
         """
         given: dict[str, str] = {}
         for encoded in container.answers.values():
-            given |= answers.variables_of(encoded)
+            given |= _variables_of(encoded)
         for name, value in lease["env"].items():
             if name.startswith("CUDA_") and given.get(name) != value:
                 because = f"{container} was given another {name} than it has"
@@ -253,8 +261,8 @@ class Allocations:
             actions = claims.next_actions(
                 leases,
                 containers,
-                is_populated=pod_groups.is_populated,
-                has_group=lambda pod: pod_groups.path_of(pod, self._settings) is not None,
+                is_populated=kubelet.is_populated,
+                has_group=lambda pod: kubelet.group_path(pod, self._settings) is not None,
                 settings=self._settings,
             )
             self._pending = [each for each in actions if isinstance(each, Open)]
@@ -275,15 +283,15 @@ class Allocations:
     def _complete(self, pending: Open) -> None:
         container = pending.container
         primary = KINDS[self._settings.resources][-1]
-        marker = answers.variables_of(container.answers.get(primary, "")).get(answers.ALLOCATION)
+        marker = _variables_of(container.answers.get(primary, "")).get(_ALLOCATION)
         if marker is None:
             return
         try:
-            found = pod_groups.programs_with(container.pod, answers.ALLOCATION, marker, self._settings, pending.uid)
+            found = kubelet.programs_with(container.pod, _ALLOCATION, marker, self._settings, pending.uid)
         except NotPermittedError as error:
             self._not_held(pending, None, error)
             return
-        group = pod_groups.path_of(container.pod, self._settings)
+        group = kubelet.group_path(container.pod, self._settings)
         if not found or group is None:
             return
         uid = self._settings.uid
@@ -385,3 +393,39 @@ class Allocations:
             return None
         self._unreadable = ""
         return found
+
+
+# -- the answer to kubelet ---------------------------------------------------------------------------------------------
+
+
+def _answer(variables: Mapping[str, str], gpu: Gpu, settings: Settings) -> deviceplugin.ContainerAllocateResponse:
+    """Return the answer for a container with these variables.
+
+    The only node directory in it is its GPU's pipe directory.
+    """
+    response = deviceplugin.ContainerAllocateResponse(envs=dict(variables))
+    directory = variables.get(PIPE_DIRECTORY)
+    if directory is not None:
+        response.mounts.add(container_path=directory, host_path=directory, read_only=True)
+        if devices.shares_memory(gpu, settings):
+            response.mounts.add(container_path=_SHARED_MEMORY, host_path=_SHARED_MEMORY, read_only=False)
+        device = settings.cdi_device.format(uuid=gpu.uuid)
+        match settings.gpu_devices:
+            case GpuDevices.ENVIRONMENT:
+                response.envs["NVIDIA_VISIBLE_DEVICES"] = gpu.uuid
+            case GpuDevices.CDI_FIELD:
+                response.cdi_devices.add(name=device)
+            case GpuDevices.CDI_ANNOTATION:
+                response.annotations["cdi.k8s.io/mpsd"] = device
+            case GpuDevices.NONE:
+                pass
+    return response
+
+
+def _variables_of(encoded: str) -> dict[str, str]:
+    """Return the variables of an answer in kubelet's checkpoint; empty for another text."""
+    try:
+        raw = base64.b64decode(encoded, validate=True)
+        return dict(deviceplugin.ContainerAllocateResponse.FromString(raw).envs)
+    except (binascii.Error, DecodeError):
+        return {}

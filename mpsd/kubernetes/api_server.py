@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from mpsd.core.dra.objects import ResourceClaim
+from mpsd.core.dra.allocation import ResourceClaim
 from mpsd.core.errors import (
     ConfigurationError,
     InternalError,

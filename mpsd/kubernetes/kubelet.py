@@ -1,17 +1,27 @@
-"""kubelet from a plugin's view: its sockets, and its record of each container's devices."""
+"""kubelet from a plugin's view: its sockets, its record of each container's devices, and the pods that it runs.
 
+kubelet's record has the pods, and the kernel has their control groups and processes.
+"""
+
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import grpc
 
-from mpsd.core.kubernetes import checkpoint, devices
-from mpsd.core.kubernetes.checkpoint import Container
+from mpsd.core.errors import InvalidRequestError, NotPermittedError
+from mpsd.core.kubernetes import devices, pods
+from mpsd.core.kubernetes.devices import Container
 from mpsd.core.kubernetes.settings import Settings
+from mpsd.core.model import Known, Unknown
 from mpsd.kubernetes import wire
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.kubernetes.protocol import podresources_pb2 as podresources
+from mpsd.system import clock
 from mpsd.system.files import atomic_file
+from mpsd.system.processes import named_groups, proc
+from mpsd.system.processes.control_groups import OpenGroup
 
 VERSION: Final = "v1beta1"
 
@@ -43,7 +53,7 @@ class Kubelet:
         self.plugins: Final = root / "device-plugins"
         self._socket = self.plugins / "kubelet.sock"
         self._pods = root / "pod-resources" / "kubelet.sock"
-        self._checkpoint = root / checkpoint.NAME
+        self._checkpoint = root / devices.CHECKPOINT
         self._read: Inode | None = None
         self._containers: list[Container] = []
 
@@ -70,7 +80,7 @@ class Kubelet:
             raw = atomic_file.read(self._checkpoint)
             if raw is None:
                 return None
-            self._containers = checkpoint.parse(raw, self._settings)
+            self._containers = devices.parse_checkpoint(raw, self._settings)
             self._read = found
         return self._containers
 
@@ -92,3 +102,89 @@ class Kubelet:
                 if wanted == {name: ids for name, ids in had.items() if name in wanted}:
                     return f"{pod.namespace}/{pod.name}/{each.name}"
         return None
+
+
+# -- the pods, by the kernel's facts -----------------------------------------------------------------------------------
+
+_EXECUTES: Final = 1.0
+"""Seconds within which a container's process has executed the container's program."""
+
+_UNSEEN: Final = Unknown("a process of the pod is not in the pid namespace of mpsd-kubernetes")
+
+
+class Program(NamedTuple):
+    """A process of a container, and its user."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+@contextlib.contextmanager
+def group_of(pod: str, settings: Settings) -> Iterator[OpenGroup | None]:
+    """Yield the control group of a pod; None where kubelet has not made it, or has removed it."""
+    found = next(filter(None, map(_open, pods.groups(pod, settings.cgroup_root))), None)
+    try:
+        yield found
+    finally:
+        if found is not None:
+            found.close()
+
+
+def _open(path: str) -> OpenGroup | None:
+    try:
+        return named_groups.named(path)
+    except InvalidRequestError:
+        return None  # no group has this name
+
+
+def group_path(pod: str, settings: Settings) -> str | None:
+    """Return the path of a pod's control group; None where there is none."""
+    with group_of(pod, settings) as found:
+        return None if found is None else found.group.path
+
+
+def is_populated(path: str) -> bool:
+    """Tell whether a control group, or a group below it, has a process; True where that is unknown."""
+    found = _open(path)
+    if found is None:
+        return False
+    try:
+        return found.is_populated()
+    except OSError:
+        return True
+    finally:
+        found.close()
+
+
+def programs_with(pod: str, variable: str, value: str, settings: Settings, held_by: int | None) -> list[Program]:
+    """Return the processes of a pod that were started with a variable of this value.
+
+    Raises NotPermittedError where there is none, but a process of another user than `held_by` may be one: which
+    variables it has is unknown.
+    """
+    programs: list[Program] = []
+    because = ""
+    with group_of(pod, settings) as found:
+        for pid in () if found is None else found.processes():
+            match _UNSEEN if pid == 0 else proc.environment_of(pid, variable.__eq__):
+                case Known(variables) if variables.get(variable) == value:
+                    user = proc.effective_user(pid)
+                    if user is not None:
+                        programs.append(Program(pid, *user))
+                case Unknown(reason) if not _may_execute(pid) and proc.effective_uid(pid) != held_by:
+                    because = reason
+    if because and not programs:
+        raise NotPermittedError(
+            f"as which user the program of a container in pod {pod} runs is unknown: {because}",
+            hint="run mpsd-kubernetes in the host's pid namespace with the capabilities of its manifest, and see its"
+            " AppArmor profile; or name the user in advance: `uid`, or `user` in a claim",
+            limit="environment",
+        )
+    return programs
+
+
+def _may_execute(pid: int) -> bool:
+    """Tell whether a process is so young that it may be executing a program: it then has no environment for a while."""
+    ticks = proc.start_ticks(pid)
+    return ticks is not None and clock.since_boot() - clock.since_boot(ticks) < _EXECUTES

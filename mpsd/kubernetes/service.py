@@ -16,9 +16,8 @@ from mpsd.core.kubernetes.devices import KINDS
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes.allocations import Allocations
 from mpsd.kubernetes.api_server import ApiServer, Place
-from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.board import Board, GpuFollower
 from mpsd.kubernetes.endpoint import Endpoint
-from mpsd.kubernetes.gpu_follower import GpuFollower
 from mpsd.kubernetes.kubelet import Kubelet
 from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.mpsd_client import Mpsd

@@ -11,8 +11,8 @@ from mpsd.cli.command import note, print_answer, with_form
 from mpsd.cli.render import size
 from mpsd.cli.tables import columns_of, look_of, table
 from mpsd.core.errors import NotFoundError, UnreachableError
-from mpsd.core.kubernetes import cluster_table
-from mpsd.core.kubernetes.cluster_table import NodeRow
+from mpsd.core.kubernetes import node_state
+from mpsd.core.kubernetes.node_state import NodeRow
 from mpsd.system.processes import foreground
 
 _MOST: Final = 1024 * 1024 * 1024
@@ -43,7 +43,7 @@ def cluster(form: str, context: str | None) -> None:
     pods = _get([*chosen, "get", "pods", "--all-namespaces", running])
     if pods is None:
         note("kubectl could not list the pods, so they are shown by their uids")
-    rows = cluster_table.nodes(nodes, cluster_table.pod_names(pods or []))
+    rows = node_state.nodes(nodes, node_state.pod_names(pods or []))
     print_answer(form, {"nodes": rows}, lambda safe: _view(safe["nodes"]))
 
 

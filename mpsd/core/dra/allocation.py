@@ -1,14 +1,264 @@
-"""The requirements of an allocated claim on this node: a share of one GPU for each allocated device. Pure."""
+"""The requirements of an allocated claim on this node: a share of one GPU for each allocated device. Pure.
 
+The claim comes from the API server, and has opaque options of its author, and quantities in the notation of Kubernetes.
+"""
+
+import difflib
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import Final, NamedTuple
 
-from mpsd.core.dra import configuration, quantities
-from mpsd.core.dra.configuration import Configuration
-from mpsd.core.dra.objects import ResourceClaim, Result
+from msgspec import Struct
+
 from mpsd.core.dra.prepared import PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
+from mpsd.core.model import Stop
+from mpsd.core.settings import Attach
+from mpsd.core.units import MIB, briefly
+
+# -- the claim ---------------------------------------------------------------------------------------------------------
+#
+# The fields of a ResourceClaim that the driver reads. Source: `resource.k8s.io/v1`, Kubernetes 1.34. Fields that are
+# not named here are ignored: later releases add some.
+
+
+def _camel(name: str) -> str:
+    first, *rest = name.split("_")
+    return first + "".join("ID" if each == "id" else each.capitalize() for each in rest)
+
+
+class Metadata(Struct, rename=_camel):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+
+
+class Consumer(Struct, rename=_camel):
+    """An object that a claim is reserved for, usually a pod."""
+
+    resource: str
+    name: str
+    uid: str
+
+
+class Opaque(Struct, rename=_camel):
+    """Parameters for one driver, whose content the API server does not check."""
+
+    driver: str
+    parameters: object = None
+
+
+class Configuration(Struct, rename=_camel):
+    """Parameters of a class or a claim, for some of its requests; for all where it names none."""
+
+    requests: list[str] | None = None
+    opaque: Opaque | None = None
+
+
+class Result(Struct, rename=_camel):
+    """A device that was allocated for a request, or a share of one."""
+
+    request: str
+    driver: str
+    pool: str
+    device: str
+    share_id: str | None = None
+    consumed_capacity: Mapping[str, str | int | float] | None = None
+    admin_access: bool | None = None
+
+
+class Devices(Struct, rename=_camel):
+    """All devices of an allocation. The configurations of its classes come before those of the claim."""
+
+    results: list[Result] | None = None
+    config: list[Configuration] | None = None
+
+
+class Allocation(Struct, rename=_camel):
+    devices: Devices | None = None
+
+
+class Status(Struct, rename=_camel):
+    allocation: Allocation | None = None
+    reserved_for: list[Consumer] | None = None
+
+
+class ResourceClaim(Struct, rename=_camel):
+    """A claim in its current state."""
+
+    metadata: Metadata
+    status: Status | None = None
+
+
+# -- its options -------------------------------------------------------------------------------------------------------
+#
+# The opaque configuration of a claim or a device class: its author's options beside threads and memory. The API server
+# accepts any content, so this is the first to read it. Unknown content is refused: an author who misspells `strictness`
+# must not get less than requested.
+
+_API_VERSION: Final = "mpsd/v1"
+_KIND: Final = "Share"
+
+_MOST_PROCESSES: Final = 1000
+_MOST_UID: Final = 2**32 - 2
+_PRIORITIES: Final = {"normal": 0, "below-normal": 1}
+"""The number that MPS has for each."""
+
+_STRICT: Final = (Attach.ANYTIME, Attach.STRICT)
+"""In ascending strictness."""
+
+
+class Options(NamedTuple):
+    """The options of a share; None where the author set none."""
+
+    strictness: str | None = None
+    """The minimum strictness of the node, as a value of `enforcement.attach`."""
+    priority: int | None = None
+    """The MPS priority of its clients."""
+    processes: int | str | None = None
+    """The maximum number of its client processes, or `any`."""
+    stop: str | None = None
+    """How its clients are ended."""
+    user: int | None = None
+    """The uid of its containers' programs, which gets access to the lease before they start."""
+
+
+def options_for(given: Iterable[Configuration], request: str, driver: str) -> Options:
+    """Return the options of a request: for each setting, a later entry overrides an earlier one.
+
+    Raises InvalidRequestError with the name of a wrong setting and its valid values.
+    """
+    found = dict[str, object]()
+    main = request.partition("/")[0]
+    for each in given:
+        is_for_it = not each.requests or request in each.requests or main in each.requests
+        if each.opaque is not None and each.opaque.driver == driver and is_for_it:
+            found |= _parsed(each.opaque.parameters)
+    return Options(**found)  # type: ignore[arg-type]  # each is what its parser returns
+
+
+def check_strictness(wanted: str, attach: str) -> None:
+    """Refuse a share on a node that is less strict than the share requires. Raises InvalidRequestError."""
+    if _STRICT.index(Attach(attach)) < _STRICT.index(Attach(wanted)):
+        raise InvalidRequestError(
+            f"the claim asks for strictness {wanted!r}, and mpsd runs here with enforcement.attach = {attach!r}",
+            hint=f"select nodes that have it, by the attribute `attach`, or set attach = {wanted!r} in mpsd.toml",
+            limit="strictness",
+        )
+
+
+def _parsed(parameters: object) -> dict[str, object]:
+    if not isinstance(parameters, Mapping):
+        raise _refused("parameters", parameters, "an object")
+    version, kind = parameters.get("apiVersion"), parameters.get("kind")
+    if (version, kind) != (_API_VERSION, _KIND):
+        raise InvalidRequestError(
+            f"the parameters have apiVersion {briefly(version)} and kind {briefly(kind)}",
+            hint=f"write apiVersion: {_API_VERSION} and kind: {_KIND}",
+            limit="apiVersion",
+        )
+    found = dict[str, object]()
+    for name, value in parameters.items():
+        if name in {"apiVersion", "kind"}:
+            continue
+        if name not in _PARSERS:
+            near = difflib.get_close_matches(str(name), _PARSERS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_PARSERS)}"
+            raise InvalidRequestError(f"there is no parameter {briefly(name)}", hint=hint, limit="parameters")
+        found[name] = _PARSERS[name](name, value)
+    return found
+
+
+def _refused(name: str, value: object, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: {briefly(value)} is not {wanted}", hint=f"write {wanted}", limit=name)
+
+
+def _one_of(choices: Iterable[str]) -> Callable[[str, object], str]:
+    allowed = [str(each) for each in choices]
+
+    def parse(name: str, value: object) -> str:
+        if not isinstance(value, str) or value not in allowed:
+            raise _refused(name, value, f"one of {', '.join(allowed)}")
+        return value
+
+    return parse
+
+
+def _number(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise _refused(name, value, f"a whole number from {least} to {most}")
+    return value
+
+
+def _priority(name: str, value: object) -> int:
+    return _PRIORITIES[_one_of(_PRIORITIES)(name, value)]
+
+
+def _processes(name: str, value: object) -> int | str:
+    if value == "any":
+        return "any"
+    if isinstance(value, str):
+        raise _refused(name, value, f"a whole number from 1 to {_MOST_PROCESSES}, or any")
+    return _number(name, value, 1, _MOST_PROCESSES)
+
+
+def _user(name: str, value: object) -> int:
+    return _number(name, value, 0, _MOST_UID)
+
+
+_PARSERS: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "strictness": _one_of(_STRICT),
+    "priority": _priority,
+    "processes": _processes,
+    "stop": _one_of(Stop),
+    "user": _user,
+}
+
+
+# -- its quantities ----------------------------------------------------------------------------------------------------
+#
+# Source: Kubernetes, `k8s.io/apimachinery/pkg/api/resource`: a number with a binary or decimal suffix, or an exponent.
+
+_FORM: Final = re.compile(
+    r"([+-]?(?:[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30}))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?[0-9]{1,2}))?",
+    re.ASCII,
+)
+_BINARY: Final = ("Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+_DECIMAL: Final = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+
+
+def parse_quantity(value: object) -> Fraction:
+    """Return a quantity as a number. Raises InvalidRequestError for a text that is not a quantity."""
+    text = str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+    match = _FORM.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise InvalidRequestError(
+            f"{briefly(value)} is not a quantity of Kubernetes", hint="write it as 8Gi, 512Mi or 25", limit="capacity"
+        )
+    number, suffix, exponent = match.groups()
+    if suffix in _BINARY:
+        return Fraction(number) * (1 << (10 * _BINARY.index(suffix) + 10))
+    power = int(exponent) if exponent else _DECIMAL.get(suffix, 0)
+    return Fraction(f"{number}e{power}")
+
+
+def quantity_of(mebibytes: int) -> str:
+    """Return a number of MiB as a quantity, in the shortest form, which Kubernetes uses too."""
+    suffixes = ["Mi", "Gi", "Ti"]
+    while len(suffixes) > 1 and mebibytes and mebibytes % 1024 == 0:
+        mebibytes //= 1024
+        suffixes.pop(0)
+    return f"{mebibytes}{suffixes[0]}"
+
+
+def mebibytes_of(value: object) -> int:
+    """Return a quantity of bytes in whole MiB, rounded down. Raises InvalidRequestError."""
+    return int(parse_quantity(value) // MIB)
+
+
+# -- its shares --------------------------------------------------------------------------------------------------------
 
 THREADS: Final = "threads"
 MEMORY: Final = "memory"
@@ -51,10 +301,7 @@ def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iter
         )
     by_device = {device_name(each): each for each in gpus}
     results = [each for each in devices.results or [] if each.driver == driver]
-    found = [
-        _share(each, pool, by_device, configuration.for_request(devices.config or [], each.request, driver))
-        for each in results
-    ]
+    found = [_share(each, pool, by_device, options_for(devices.config or [], each.request, driver)) for each in results]
     for request, number in Counter(each.share.request.partition("/")[0] for each in found).items():
         if number > 1:
             raise InvalidRequestError(
@@ -66,7 +313,7 @@ def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iter
     return found
 
 
-def _share(result: Result, pool: str, by_device: Mapping[str, str], settings: Configuration) -> Allocated:
+def _share(result: Result, pool: str, by_device: Mapping[str, str], options: Options) -> Allocated:
     what = f"{result.pool}/{result.device} for request {result.request!r}"
     if result.pool != pool:
         raise InvalidRequestError(
@@ -88,8 +335,8 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], settings: Co
             hint="switch the feature gate DRAConsumableCapacity on, in every component (on by default since 1.36)",
             limit="consumedCapacity",
         )
-    tenths = int(quantities.parse(capacity[THREADS]) * 10)
-    mebibytes = quantities.mebibytes(capacity[MEMORY])
+    tenths = int(parse_quantity(capacity[THREADS]) * 10)
+    mebibytes = mebibytes_of(capacity[MEMORY])
     if not 0 < tenths <= 1000 or mebibytes < 1:  # noqa: PLR2004 - all threads, in tenths of a percent
         raise InvalidRequestError(
             f"{what} is {capacity[THREADS]} % of the threads and {capacity[MEMORY]} of memory, which MPS cannot limit a"
@@ -105,9 +352,9 @@ def _share(result: Result, pool: str, by_device: Mapping[str, str], settings: Co
         gpu=by_device[result.device],
         tenths=tenths,
         mebibytes=mebibytes,
-        client_priority=settings.priority,
-        processes=settings.processes,
-        stop=settings.stop,
-        user=settings.user,
+        client_priority=options.priority,
+        processes=options.processes,
+        stop=options.stop,
+        user=options.user,
     )
-    return Allocated(share, settings.strictness)
+    return Allocated(share, options.strictness)

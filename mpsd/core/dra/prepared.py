@@ -6,11 +6,13 @@ if the lease ended before the claim: after a restart of the node, or when no con
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
+
+from mpsd.core.containers import cdi
 
 VERSION: Final = 1
 """The version of the record's format."""
@@ -183,3 +185,55 @@ def _next_of(claim: PreparedClaim, leases: Collection[ShareLease], deadline: flo
             replace = [Replace(claim)] if len(leases) < len(claim.shares) else []
             renew = [Renew(each) for each in leases if each.pod is None and each.left < deadline / 2]
             return [*replace, *renew, *(Take(each, claim) for each in leases if not each.has_clients)]
+
+
+# -- its CDI devices ---------------------------------------------------------------------------------------------------
+#
+# One file for each claim, with a device for each share. kubelet requests the names of the devices once, when it
+# prepares the claim, and passes them to the container runtime at each start of a container. A lease that has ended is
+# replaced under the same name.
+
+_KIND: Final = "mpsd/share"
+
+_PREFIX: Final = "mpsd-share_"
+"""The specification's form for devices that come and go: VENDOR-CLASS_NAME."""
+
+
+def device_file(claim: str) -> str:
+    return f"{_PREFIX}{claim}.json"
+
+
+def claim_of_file(name: str) -> str:
+    """Return the claim that such a file is named after."""
+    return name.removeprefix(_PREFIX).removesuffix(".json")
+
+
+def device_id(claim: str, number: int) -> str:
+    """Return the name of a share for a container runtime."""
+    return f"{_KIND}={_device_name(claim, number)}"
+
+
+def device_document(
+    claim: str,
+    environments: Sequence[Mapping[str, str]],
+    *,
+    shared_memory: Sequence[bool],
+    more: Sequence[Mapping[str, str]],
+    socket: str,
+    hook: str,
+) -> bytes:
+    """Return the file of a claim, whose shares have their lease's environment and the variables of `more`.
+
+    `hook` is the path of mpsctl for the container runtime on the node; if empty, the lease is taken without a hook.
+    """
+    devices = dict[str, object]()
+    for number, variables in enumerate(environments):
+        lease = variables["MPSD_LEASE"]
+        call = cdi.hook_of(cdi.Device(lease, socket), variables, [hook], "--pod") if hook else None
+        found = cdi.edits({**variables, **more[number]}, hook=call, shared_memory=shared_memory[number])
+        devices[_device_name(claim, number)] = found
+    return cdi.encode(cdi.of_devices(_KIND, devices))
+
+
+def _device_name(claim: str, number: int) -> str:
+    return f"{claim}-{number}"

@@ -11,7 +11,7 @@ GPU out takes it from no claim: allocated claims stay allocated, and count again
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from mpsd.core.dra import quantities
+from mpsd.core.dra import allocation
 from mpsd.core.dra.allocation import MEMORY, THREADS, device_name
 from mpsd.core.kubernetes.devices import Gpu
 
@@ -130,7 +130,7 @@ def _device(gpu: Gpu, node: Node, steps: Steps) -> dict[str, object] | None:
         "attributes": attributes,
         "capacity": {
             THREADS: _capacity(whole, steps.percent, str),
-            MEMORY: _capacity(memory, steps.mebibytes, quantities.of_mebibytes),
+            MEMORY: _capacity(memory, steps.mebibytes, allocation.quantity_of),
         },
     }
 

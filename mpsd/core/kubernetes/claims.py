@@ -12,8 +12,7 @@ from datetime import datetime
 from typing import Final, NamedTuple, TypeAlias
 
 from mpsd.core.kubernetes import devices, pods
-from mpsd.core.kubernetes.checkpoint import Container
-from mpsd.core.kubernetes.devices import Kind, Numbers
+from mpsd.core.kubernetes.devices import Container, Kind, Numbers
 from mpsd.core.kubernetes.settings import Settings
 
 _LABEL: Final = "kubernetes/"

@@ -4,13 +4,15 @@ A device is the smallest unit of a request, and its id names its GPU. A set of i
 individual numbers have no other meaning, except that no two containers have the same one.
 """
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
-from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequestError
-from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings
+from mpsd.core.containers.cdi import WITHOUT_SHARED_FILES
+from mpsd.core.errors import ConfigurationError, DoesNotFitError, InvalidRequestError, MpsdError
+from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings, SharedMemory
 
 _ID: Final = re.compile(r"([A-Za-z0-9-]{1,80})::([0-9]{1,4})")
 
@@ -189,6 +191,13 @@ def preferred(available: Sequence[str], must: Sequence[str], size: int) -> list[
     return [device_id(gpu, number) for number in [*first, *rest][:size]]
 
 
+def shares_memory(gpu: Gpu, settings: Settings) -> bool:
+    """Tell whether a container gets the machine's /dev/shm."""
+    if settings.shared_memory is SharedMemory.AUTO:
+        return gpu.driver is None or gpu.driver < WITHOUT_SHARED_FILES
+    return settings.shared_memory is SharedMemory.ALWAYS
+
+
 # -- the GPUs to offer -------------------------------------------------------------------------------------------------
 
 
@@ -220,3 +229,85 @@ def decode(text: str) -> Numbers | None:
         return None
     bits = int(text, 16)
     return frozenset(number for number in range(bits.bit_length()) if bits >> number & 1)
+
+
+# -- kubelet's record of them ------------------------------------------------------------------------------------------
+#
+# kubelet's own record of each container's devices. The file belongs to root, and is the only place that has a pod's uid
+# with its devices. kubelet writes it after it has allocated all resources of a container, before the container is
+# created. Its format is not documented and has changed once: until 1.19 a list of ids, since 1.20 lists by NUMA node.
+
+CHECKPOINT = "device-plugins/kubelet_internal_checkpoint"
+"""Its path below kubelet's root directory."""
+
+
+class Container(NamedTuple):
+    """The devices of a container in kubelet's record."""
+
+    pod: str
+    """The uid of its pod."""
+    name: str
+    gpu: str
+    numbers: Mapping[Kind, Numbers]
+    answers: Mapping[Kind, str]
+    """The answer to kubelet's allocation: an encoded ContainerAllocateResponse, in base64."""
+
+    def __str__(self) -> str:
+        """Name the container so that a user can find it."""
+        return f"container {self.name} of pod {self.pod}"
+
+
+def parse_checkpoint(raw: bytes, settings: Settings) -> list[Container]:
+    """Return the containers that have devices of these resources. Raises ValueError for a file of another form."""
+    kinds = {resource_name(kind, settings): kind for kind in KINDS[settings.resources]}
+    found = dict[tuple[str, str], dict[Kind, tuple[list[str], str]]]()
+    try:
+        for entry in _entries(raw):
+            kind = kinds.get(_text(entry["ResourceName"]))
+            if kind is not None:
+                key = _text(entry["PodUID"]), _text(entry["ContainerName"])
+                answer = entry.get("AllocResp")
+                found.setdefault(key, {})[kind] = _ids(entry["DeviceIDs"]), answer if isinstance(answer, str) else ""
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"kubelet's checkpoint has another form: {error!r}") from None
+    containers = []
+    for (pod, name), had in found.items():
+        try:
+            gpus = {kind: by_gpu(ids) for kind, (ids, _) in had.items()}
+        except MpsdError:
+            continue  # devices of another plugin that had this resource name
+        names = {gpu for each in gpus.values() for gpu in each}
+        if len(names) == 1:
+            (gpu,) = names
+            numbers = {kind: each[gpu] for kind, each in gpus.items()}
+            containers.append(Container(pod, name, gpu, numbers, {kind: answer for kind, (_, answer) in had.items()}))
+    return containers
+
+
+def with_devices(containers: Sequence[Container], kind: Kind, gpu: str, numbers: Numbers) -> Container:
+    """Return the container that has these devices. Raises InvalidRequestError where kubelet's record has none."""
+    for each in containers:
+        if each.gpu == gpu and each.numbers.get(kind) == numbers:
+            return each
+    raise InvalidRequestError(
+        f"kubelet starts a container with {len(numbers)} devices of GPU {gpu}, and its checkpoint lists them for none",
+        hint="kubelet tries again; if it stays so, see kubelet_dir and kubelet's log",
+        limit="checkpoint",
+    )
+
+
+def _entries(raw: bytes) -> Sequence[Mapping[str, object]]:
+    document = cast("Mapping[str, Mapping[str, object]]", json.loads(raw))
+    entries = document["Data"]["PodDeviceEntries"]
+    return cast("Sequence[Mapping[str, object]]", entries or [])
+
+
+def _ids(value: object) -> list[str]:
+    lists = value.values() if isinstance(value, dict) else [value]
+    return [_text(each) for one in lists for each in cast("Sequence[object]", one)]
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value

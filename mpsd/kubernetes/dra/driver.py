@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from mpsd.core.dra import allocation, cdi_devices, configuration, prepared
+from mpsd.core.dra import allocation, prepared
 from mpsd.core.dra.prepared import (
     Action,
     Finish,
@@ -38,12 +38,11 @@ from mpsd.core.errors import (
 from mpsd.core.kubernetes.claims import ROOT, user_of
 from mpsd.core.kubernetes.settings import GpuDevices, Settings
 from mpsd.core.units import briefly
-from mpsd.kubernetes import pod_groups
+from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
 from mpsd.kubernetes.board import Board
-from mpsd.kubernetes.dra.pod_events import PodEvents
-from mpsd.kubernetes.dra.prepared_store import PreparedStore
-from mpsd.kubernetes.dra.share_leases import ShareLeases
+from mpsd.kubernetes.dra.prepared_claims import PreparedStore, ShareLeases
+from mpsd.kubernetes.dra.publisher import PodEvents
 from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
 from mpsd.system import clock
@@ -148,7 +147,7 @@ class Driver:
                 )
         self.woken.set()
         return [
-            Prepared(share, [cdi_devices.device_id(uid, number), *self._gpu_device(share)])
+            Prepared(share, [prepared.device_id(uid, number), *self._gpu_device(share)])
             for number, share in enumerate(claim.shares)
         ]
 
@@ -174,7 +173,7 @@ class Driver:
         if wanted := [each.strictness for each in allocated if each.strictness is not None]:
             attach = self._mpsd.attach()
             for each in wanted:
-                configuration.check_strictness(each, attach)
+                allocation.check_strictness(each, attach)
         pods = [PreparedPod(pod, pod_name) for pod, pod_name in allocation.pods(found)]
         claim = PreparedClaim(uid, namespace, name, pods, [each.share for each in allocated])
         self._store.put(claim)
@@ -210,7 +209,7 @@ class Driver:
 
     def _group_of(self, claim: PreparedClaim) -> str | None:
         """Return the control group of a pod of a claim; None where no pod has one."""
-        paths = (pod_groups.path_of(each.uid, self._settings) for each in claim.pods)
+        paths = (kubelet.group_path(each.uid, self._settings) for each in claim.pods)
         return next((each for each in paths if each is not None), None)
 
     def _finish(self, claim: PreparedClaim) -> None:
@@ -247,7 +246,7 @@ class Driver:
         """Do the next action for each claim and each lease. Raises UnreachableError."""
         leases = self._leases.all()  # first: a claim is stored before it has any
         claims = {each.uid: each for each in self._store.all()}
-        actions = prepared.next_actions(claims.values(), leases, pod_groups.is_populated, self._settings.claim_deadline)
+        actions = prepared.next_actions(claims.values(), leases, kubelet.is_populated, self._settings.claim_deadline)
         for uid, claim in claims.items():
             has_device = self._leases.has_device(uid)  # not after a restart of the machine
             if claim.stage is Stage.PREPARED and not has_device and Replace(claim) not in actions:
@@ -339,14 +338,14 @@ class Driver:
         user = self._settings.uid if share.user is None else share.user
         unknown: NotPermittedError | None = None
         for pod in claim.pods:
-            group = pod_groups.path_of(pod.uid, self._settings)
+            group = kubelet.group_path(pod.uid, self._settings)
             if group is None:
                 continue
             uid = gid = user
             if uid is None or gid is None:
                 held_by = None if lease.pod is None else lease.uid
                 try:
-                    found = pod_groups.programs_with(pod.uid, _LEASE, lease.lease, self._settings, held_by)
+                    found = kubelet.programs_with(pod.uid, _LEASE, lease.lease, self._settings, held_by)
                 except NotPermittedError as error:
                     unknown = error
                     continue

@@ -7,13 +7,11 @@ from pathlib import Path
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.kubernetes.settings import Report, Settings
 from mpsd.kubernetes.api_server import ApiServer, Place
-from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.board import Board, GpuFollower
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.dra.endpoint import Endpoint
-from mpsd.kubernetes.dra.pod_events import PodEvents
-from mpsd.kubernetes.dra.prepared_store import PreparedStore
-from mpsd.kubernetes.dra.publisher import Publisher
-from mpsd.kubernetes.gpu_follower import GpuFollower
+from mpsd.kubernetes.dra.prepared_claims import PreparedStore
+from mpsd.kubernetes.dra.publisher import PodEvents, Publisher
 from mpsd.kubernetes.log import Log
 from mpsd.kubernetes.mpsd_client import Mpsd
 from mpsd.kubernetes.node_report import NodeReport

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.dra import cdi_devices, configuration, quantities, slices
-from mpsd.core.dra.objects import Configuration, Opaque
+from mpsd.core.dra import allocation, prepared, slices
+from mpsd.core.dra.allocation import Configuration, Opaque
 from mpsd.core.dra.prepared import request_id, share_of
 from mpsd.core.dra.slices import Node, Steps
 from mpsd.core.errors import InvalidRequestError
@@ -29,18 +29,18 @@ class TestQuantities:
     )
     def test_examples(self, text: str, number: float) -> None:
         """Each form is parsed."""
-        assert quantities.parse(text) == Decimal(str(number))
+        assert allocation.parse_quantity(text) == Decimal(str(number))
 
     @pytest.mark.parametrize("text", ["", "8GiB", "Gi", "1e999", "-", "0x1", "٣", "1 Gi", True, None, [], "9" * 99])
     def test_others(self, text: object) -> None:
         """Any other text is refused."""
         with pytest.raises(InvalidRequestError, match="is not a quantity of Kubernetes"):
-            quantities.parse(text)
+            allocation.parse_quantity(text)
 
     @given(st.integers(0, 2**24))
     def test_written_and_read(self, mebibytes: int) -> None:
         """A written quantity parses to the same value."""
-        assert quantities.mebibytes(quantities.of_mebibytes(mebibytes)) == mebibytes
+        assert allocation.mebibytes_of(allocation.quantity_of(mebibytes)) == mebibytes
 
 
 @given(
@@ -54,9 +54,11 @@ def test_each_published_range_is_one_that_kubernetes_takes(mebibytes: int, perce
     document: Any = slices.document(Node("n", "", "mpsd", "strict"), [gpu], Steps(percent, step), 1)
     for device in document["spec"]["devices"]:
         for capacity in device["capacity"].values():
-            value, policy = quantities.parse(capacity["value"]), capacity["requestPolicy"]
-            least, most, size = (quantities.parse(policy["validRange"][each]) for each in ("min", "max", "step"))
-            default = quantities.parse(policy["default"])
+            value, policy = allocation.parse_quantity(capacity["value"]), capacity["requestPolicy"]
+            least, most, size = (
+                allocation.parse_quantity(policy["validRange"][each]) for each in ("min", "max", "step")
+            )
+            default = allocation.parse_quantity(policy["default"])
             assert 0 < least <= default <= most <= value
             assert least + size <= value
             assert (default - least) % size == (most - least) % size == 0
@@ -82,7 +84,7 @@ def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
     if isinstance(parameters, dict):
         parameters = {"apiVersion": "mpsd/v1", "kind": "Share", **parameters}
     try:
-        configuration.for_request([Configuration(None, Opaque("mpsd", parameters))], "r", "mpsd")
+        allocation.options_for([Configuration(None, Opaque("mpsd", parameters))], "r", "mpsd")
     except InvalidRequestError as refusal:
         said = refusal
     else:
@@ -93,7 +95,7 @@ def test_any_parameters_are_read_or_refused(parameters: Any) -> None:
 def test_a_subrequest_has_the_configuration_of_its_request() -> None:
     """A request that was allocated by one of its alternatives is named together with that alternative."""
     parameters = {"apiVersion": "mpsd/v1", "kind": "Share", "user": 7}
-    found = configuration.for_request([Configuration(["r"], Opaque("mpsd", parameters))], "r/small", "mpsd")
+    found = allocation.options_for([Configuration(["r"], Opaque("mpsd", parameters))], "r/small", "mpsd")
     assert found.user == 7
 
 
@@ -106,14 +108,14 @@ def test_which_leases_count() -> None:
 def test_devices() -> None:
     """The names of devices do not depend on leases, and the hook is present if it was requested."""
     variables = {"MPSD_LEASE": "lease-1", "MPSD_LEASE_TOKEN": "secret", "CUDA_MPS_PIPE_DIRECTORY": "/run/mps/gpu0"}
-    raw = cdi_devices.encoded(
+    raw = prepared.device_document(
         UID, [variables], shared_memory=[True], more=[{"A": "b"}], socket="/run/mpsd.sock", hook="/usr/bin/mpsctl"
     )
     (device,) = json.loads(raw)["devices"]
-    assert cdi_devices.device_id(UID, 0) == f"mpsd/share={device['name']}"
+    assert prepared.device_id(UID, 0) == f"mpsd/share={device['name']}"
     assert "A=b" in device["containerEdits"]["env"]
     (hook,) = device["containerEdits"]["hooks"]
     assert hook["args"][1:] == ["--socket", "/run/mpsd.sock", "container", "hook", "--pod", "lease-1"]
     assert "secret" not in " ".join(hook["args"])
-    plain = cdi_devices.encoded(UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook="")
+    plain = prepared.device_document(UID, [variables], shared_memory=[False], more=[{}], socket="/s", hook="")
     assert "hooks" not in json.loads(plain)["devices"][0]["containerEdits"]

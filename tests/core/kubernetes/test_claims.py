@@ -6,10 +6,9 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.kubernetes import checkpoint, claims, devices, pods
-from mpsd.core.kubernetes.checkpoint import Container
+from mpsd.core.kubernetes import claims, devices, pods
 from mpsd.core.kubernetes.claims import Claimed, Held
-from mpsd.core.kubernetes.devices import Gpu, Kind
+from mpsd.core.kubernetes.devices import Container, Gpu, Kind
 from mpsd.core.kubernetes.settings import Offer, Settings
 
 NOW: Final = datetime(2026, 11, 23, tzinfo=UTC)
@@ -106,7 +105,7 @@ class TestCheckpoint:
     @pytest.mark.parametrize("ids", [["GPU-1::0", "GPU-1::1"], {"-1": ["GPU-1::0"], "1": ["GPU-1::1"]}])
     def test_both_forms(self, ids: Any) -> None:
         """The devices are a list, or by NUMA node since 1.20."""
-        (found,) = checkpoint.parse(written(record(ids)), Settings())
+        (found,) = devices.parse_checkpoint(written(record(ids)), Settings())
         assert found == CONTAINER._replace(answers={Kind.SLICE: "eA=="})
 
     def test_both_resources(self) -> None:
@@ -114,16 +113,16 @@ class TestCheckpoint:
         core, memory = record(["GPU-1::3"], "nvidia.com/mps-core"), record(["GPU-1::4"], "nvidia.com/mps-memory")
         others = record(["nic0"], "example.com/nic")
         settings = Settings(resources=Offer.THREADS_AND_MEMORY)
-        (found,) = checkpoint.parse(written(core, others, memory), settings)
+        (found,) = devices.parse_checkpoint(written(core, others, memory), settings)
         assert found.numbers == {Kind.CORE: frozenset({3}), Kind.MEMORY: frozenset({4})}
 
     def test_of_another_plugin(self) -> None:
         """Devices that an earlier plugin had under the same name do not count as this one's containers."""
-        assert checkpoint.parse(written(record(["gpu-0-slot-1"])), Settings()) == []
+        assert devices.parse_checkpoint(written(record(["gpu-0-slot-1"])), Settings()) == []
 
     def test_empty(self) -> None:
         """A node without pods has no entries."""
-        assert checkpoint.parse(b'{"Data": {"PodDeviceEntries": null}, "Checksum": 1}', Settings()) == []
+        assert devices.parse_checkpoint(b'{"Data": {"PodDeviceEntries": null}, "Checksum": 1}', Settings()) == []
 
     @pytest.mark.parametrize(
         "raw", [b"", b"{", b"[]", b"{}", b'{"Data": []}', b'{"Data": {"PodDeviceEntries": [1]}}', written(record(5))]
@@ -131,7 +130,7 @@ class TestCheckpoint:
     def test_no_record(self, raw: bytes) -> None:
         """A record in another format raises an error that says so, and no other."""
         with pytest.raises(ValueError, match=r"."):
-            checkpoint.parse(raw, Settings())
+            devices.parse_checkpoint(raw, Settings())
 
 
 class TestHealth:

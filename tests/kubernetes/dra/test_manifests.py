@@ -7,8 +7,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from mpsd.core.dra import configuration
-from mpsd.core.dra.objects import Configuration, Opaque
+from mpsd.core.dra import allocation
+from mpsd.core.dra.allocation import Configuration, Opaque
 from tests.container.restricted import forbidden
 
 KUBERNETES = Path(__file__).parents[3] / "container/kubernetes"
@@ -39,7 +39,7 @@ def test_their_parameters_are_understood() -> None:
         configs = spec.get("config", []) + spec.get("spec", {}).get("devices", {}).get("config", [])
         for one in configs:
             given = Configuration(None, Opaque(one["opaque"]["driver"], one["opaque"]["parameters"]))
-            configuration.for_request([given], "share", "mpsd")
+            allocation.options_for([given], "share", "mpsd")
             found += 1
     assert found == 2
 

@@ -8,7 +8,7 @@ import pytest
 
 from mpsd.core.dra.prepared import PreparedClaim
 from mpsd.core.settings import LogFormat
-from mpsd.kubernetes.dra.prepared_store import PreparedStore
+from mpsd.kubernetes.dra.prepared_claims import PreparedStore
 from mpsd.kubernetes.log import Log
 
 CLAIM = PreparedClaim("uid-1", "default", "claim", [], [])

@@ -1,23 +1,94 @@
-"""The leases of the claims' shares, and the CDI devices through which containers get them."""
+"""The claims that kubelet prepared: the driver's record of each, the leases of its shares, and its CDI devices."""
 
+import threading
 from collections.abc import Collection
 from pathlib import Path
+from typing import Final
 
-from mpsd.core.dra import cdi_devices, prepared
-from mpsd.core.dra.prepared import PreparedClaim, PreparedShare, ShareLease
+from mpsd.core.dra import prepared
+from mpsd.core.dra.prepared import VERSION, PreparedClaim, PreparedShare, ShareLease
 from mpsd.core.errors import DaemonNotReadyError, StorageError
-from mpsd.core.kubernetes import claims
+from mpsd.core.kubernetes import claims, devices
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.settings import GpuDevices, Settings
-from mpsd.kubernetes import answers
 from mpsd.kubernetes.board import Board
+from mpsd.kubernetes.log import EventName, Log
 from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
 from mpsd.system import clock
-from mpsd.system.files import cdi_directory
+from mpsd.system.files import cdi_directory, encoding
+from mpsd.system.files.encoding import DamagedError
+
+_SUFFIX: Final = ".json"
+
+
+class PreparedStore:
+    """The prepared claims by uid, on disk: one file for each, in the driver's own directory. Any thread may call.
+
+    Only root can read them. Each is whole or absent, also after a loss of power, because kubelet does not repeat them.
+    """
+
+    def __init__(self, directory: Path, log: Log) -> None:
+        """Read the claims that an earlier process stored. Raises OSError."""
+        self._directory = directory
+        self._lock = threading.Lock()
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        directory.chmod(0o700)
+        self._claims: dict[str, PreparedClaim] = {}
+        for path in sorted(directory.glob(f"*{_SUFFIX}")):
+            try:
+                claim = encoding.read(path, PreparedClaim)
+            except DamagedError as error:
+                log.error(
+                    EventName.CLAIM_UNREADABLE,
+                    file=str(path),
+                    because=str(error),
+                    hint="its leases end with their pods; remove the file",
+                )
+                continue
+            if claim is not None and claim.version == VERSION and path.name == f"{claim.uid}{_SUFFIX}":
+                self._claims[claim.uid] = claim
+
+    def get(self, uid: str) -> PreparedClaim | None:
+        """Return a claim; None where it is not prepared."""
+        return self._claims.get(uid)
+
+    def all(self) -> list[PreparedClaim]:
+        with self._lock:
+            return list(self._claims.values())
+
+    def put(self, claim: PreparedClaim) -> None:
+        """Store a claim; it is on the disk when this returns. Raises StorageError and then changes nothing."""
+        with self._lock:
+            try:
+                encoding.store(self._path(claim.uid), claim, lasting=True)
+            except OSError as error:
+                raise self._failed(error) from None
+            self._claims[claim.uid] = claim
+
+    def remove(self, uid: str) -> None:
+        """Forget a claim. Raises StorageError."""
+        with self._lock:
+            try:
+                self._path(uid).unlink(missing_ok=True)
+            except OSError as error:
+                raise self._failed(error) from None
+            self._claims.pop(uid, None)
+
+    def _path(self, uid: str) -> Path:
+        return self._directory / f"{uid}{_SUFFIX}"
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"what was prepared cannot be stored in {self._directory}: {error.strerror}",
+            hint="see its disk and its permissions; kubelet tries again",
+        )
 
 
 class ShareLeases:
-    """The leases of all shares. mpsd stores them, and no second record here can contradict it."""
+    """The leases of all shares, and the CDI devices through which containers get them.
+
+    mpsd stores the leases, and no second record here can contradict it.
+    """
 
     def __init__(self, settings: Settings, mpsd: Mpsd, board: Board) -> None:
         self._settings = settings
@@ -39,16 +110,16 @@ class ShareLeases:
             self._mpsd.lease(living[number]) if number in living else self._claim(claim, number, share)
             for number, share in enumerate(claim.shares)
         ]
-        content = cdi_devices.encoded(
+        content = prepared.device_document(
             claim.uid,
             [each["env"] for each in leases],
-            shared_memory=[answers.shares_memory(self._gpu(each.gpu), self._settings) for each in claim.shares],
+            shared_memory=[devices.shares_memory(self._gpu(each.gpu), self._settings) for each in claim.shares],
             more=[self._more(each) for each in claim.shares],
             socket=self._settings.socket,
             hook=self._settings.hook,
         )
         try:
-            cdi_directory.put(self._directory, cdi_devices.file_name(claim.uid), content)
+            cdi_directory.put(self._directory, prepared.device_file(claim.uid), content)
         except OSError as error:
             raise StorageError(
                 f"the CDI device cannot be written to {self._directory}: {error.strerror}",
@@ -58,18 +129,18 @@ class ShareLeases:
 
     def has_device(self, claim: str) -> bool:
         """Tell whether the CDI device of a claim exists."""
-        return (self._directory / cdi_devices.file_name(claim)).exists()
+        return (self._directory / prepared.device_file(claim)).exists()
 
     def remove_unknown_devices(self, claims: Collection[str]) -> None:
         """Remove the CDI devices of all other claims: their record was lost, and their leases are released."""
-        for path in sorted(self._directory.glob(cdi_devices.file_name("*"))):
-            if cdi_devices.claim_of(path.name) not in claims:
+        for path in sorted(self._directory.glob(prepared.device_file("*"))):
+            if prepared.claim_of_file(path.name) not in claims:
                 path.unlink(missing_ok=True)
 
     def remove_device(self, claim: str) -> None:
         """Remove the CDI device of a claim, if there is one. Raises StorageError."""
         try:
-            (self._directory / cdi_devices.file_name(claim)).unlink(missing_ok=True)
+            (self._directory / prepared.device_file(claim)).unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(
                 f"the CDI device cannot be removed from {self._directory}: {error.strerror}", hint="see cdi_dir"

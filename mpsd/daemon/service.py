@@ -13,9 +13,8 @@ from functools import partial
 from typing import NamedTuple
 
 from mpsd.core import roles
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.rules import AdmissionRules
-from mpsd.core.admission.usage import Usage
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.users import Usage
 from mpsd.core.errors import ConfigurationError
 from mpsd.core.events import EventName
 from mpsd.core.reload import LiveSettings, ReloadResult
@@ -24,8 +23,8 @@ from mpsd.daemon.accounting.account_store import ACCOUNTS_SCHEMA, AccountStore, 
 from mpsd.daemon.accounting.accountant import Accountant
 from mpsd.daemon.api.server import Api
 from mpsd.daemon.control.pipe_access import NodePipeAccess
-from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.ends.steps import EndStore
 from mpsd.daemon.gpu.compute_modes import ComputeModes
 from mpsd.daemon.gpu.gpus import Gpus
 from mpsd.daemon.leases.ceilings import Ceilings

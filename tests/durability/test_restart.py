@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 
 from mpsd.core.admission.admission import Offer
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.rules import AdmissionRules
-from mpsd.core.admission.usage import Usage
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.users import Usage
 from mpsd.core.model import Client, Known, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import LogFormat, Settings
 from mpsd.daemon.control.pipe_access import NodePipeAccess
-from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.ends.steps import EndStore
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.holder_watch import NamedHolder

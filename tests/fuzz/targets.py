@@ -21,12 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd.cli.render import as_json
 from mpsd.core import holders
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.rules import AdmissionRules
-from mpsd.core.admission.usage import Usage
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.users import Usage
 from mpsd.core.configuration import document
 from mpsd.core.enforcement import drift, violations
-from mpsd.core.enforcement.opened import by_commands, widened
+from mpsd.core.enforcement.ceiling import by_commands, widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.metrics import families

@@ -17,7 +17,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.enforcement.lease_environment import TOKEN
+from mpsd.core.enforcement.attribution import TOKEN
 from mpsd.simulator.devices import set_outlives
 from tests.daemon.caller import calling, needs_root
 from tests.daemon.helpers import event

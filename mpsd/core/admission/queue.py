@@ -27,7 +27,7 @@ from typing import Final, TypeAlias
 
 from mpsd.core.admission.admission import Candidate
 from mpsd.core.admission.room import Reservation, Reservations, Room
-from mpsd.core.admission.usage import Usage
+from mpsd.core.admission.users import Usage
 from mpsd.core.errors import QueueFullError
 from mpsd.core.model import Lease
 

@@ -1,4 +1,4 @@
-"""The room on every GPU: the amounts that are granted there, their users, and the requests that still fit. Pure."""
+"""The room on every GPU: the amounts granted there and used without a lease, and the requests that still fit. Pure."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mpsd.core.admission.admission import (
     NOTHING,
@@ -19,7 +19,8 @@ from mpsd.core.admission.admission import (
     places,
 )
 from mpsd.core.errors import DaemonNotReadyError, DoesNotFitError
-from mpsd.core.model import Lease
+from mpsd.core.model import Client, GpuUsage, Known, Lease, Reading, Share, Unknown
+from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE
 from mpsd.core.settings import Placement
 from mpsd.core.units import format_size
 
@@ -316,3 +317,45 @@ def _count(lease: Lease, move: Callable[[str, int, Amount, Amount], None]) -> Am
         memory += here.memory
         clients += here.clients
     return Amount(threads, memory, clients)
+
+
+# -- clients without a lease -------------------------------------------------------------------------------------------
+
+# What they use of a GPU counts, so that no capacity is granted twice.
+
+LEAST_USE: Final = Amount(threads=1, memory=0, clients=1)
+"""The least that any client counts as: the least threads that MPS knows, and one place."""
+
+
+def part_of_client(lease: Lease, share: Share) -> Amount:
+    """Return the part of each client of a lease on a GPU; it counts on where the lease ends before the client."""
+    clients = places(lease, share.gpu)
+    return Amount(share.threads.tenths // clients, share.memory.bytes // clients, LEAST_USE.clients)
+
+
+def left_behind(part: Amount, pid: int, usage: Reading[GpuUsage] | None) -> Amount:
+    """Return the part that counts for a former client of a lease after a reading of its GPU by NVML.
+
+    Its memory is what NVML reports, or stays where NVML cannot tell. Its threads stay, because it may have set its
+    limits itself, which no environment shows.
+    """
+    if not isinstance(usage, Known):
+        return part
+    on = usage.value.processes.get(pid)
+    if on is None:
+        return structs.replace(part, memory=LEAST_USE.memory)
+    return part if isinstance(on.memory, Unknown) else structs.replace(part, memory=on.memory.value)
+
+
+def unleased(client: Client, usage: Reading[GpuUsage] | None, part: Amount) -> Amount:
+    """Return the amount that counts for a client without a lease: the threads in its environment, and its memory.
+
+    `usage` is the last reading of its GPU by NVML. `part` is what counts at least, because it was a client of a lease.
+    A client counts as the least where its environment cannot be read, or names no threads that MPS accepts: it may be a
+    monitoring tool.
+    """
+    text = client.variable(ACTIVE_THREAD_PERCENTAGE.variable)
+    threads = ACTIVE_THREAD_PERCENTAGE.parse_foreign(text) or LEAST_USE.threads
+    on = usage.value.processes.get(client.identity.pid) if isinstance(usage, Known) else None
+    held = on.memory.value if on is not None and isinstance(on.memory, Known) else LEAST_USE.memory
+    return Amount(max(threads, part.threads), max(held, part.memory), LEAST_USE.clients)

@@ -5,16 +5,37 @@ the family or in the control group of its holder has no part in the lease, and t
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
-from mpsd.core.enforcement import violations
-from mpsd.core.enforcement.lease_environment import TOKEN
-from mpsd.core.enforcement.violations import AttributedClient
-from mpsd.core.model import Client, Lease
+from mpsd.core.model import Client, Lease, Share
 from mpsd.core.mps.limits import LIMITS
+from mpsd.core.sanitize import SECRETS
+
+LEASE: Final = "MPSD_LEASE"
+"""The variable by which a process names its lease. It is no secret."""
+
+(TOKEN,) = SECRETS
+"""The variable that proves it, a secret: only a lease's owner and administrators get it, in answers about that lease
+alone, and it is in no list, event, log or text for display."""
+
+TOKEN_BYTES: Final = 16
+"""Bytes of a token: 128 bits cannot be guessed."""
 
 HasRoom: TypeAlias = Callable[[Lease, str], bool]
 """Tells whether a lease may have one more client on a GPU, by its UUID."""
+
+
+class AttributedClient(NamedTuple):
+    """A client and its lease; `counted` tells whether that lease has room for it."""
+
+    client: Client
+    lease: Lease | None
+    counted: bool
+
+
+def share_on(lease: Lease, daemon: str) -> Share | None:
+    """Return a lease's share of the GPU of a control daemon."""
+    return next((share for share in lease.shares if share.daemon == daemon), None)
 
 
 def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: HasRoom) -> AttributedClient:
@@ -29,9 +50,7 @@ def by_circles(client: Client, circles: Iterable[Iterable[Lease]], has_room: Has
     nearest = None
     for circle in circles:
         there = [
-            lease
-            for lease in circle
-            if lease.owner.uid == client.uid and violations.share_on(lease, client.daemon) is not None
+            lease for lease in circle if lease.owner.uid == client.uid and share_on(lease, client.daemon) is not None
         ]
         for lease in sorted(there, key=lambda each: (not _is_of(client, each), each.arrival)):
             if client.identity in lease.clients_on(client.gpu) or has_room(lease, client.gpu):
@@ -58,7 +77,7 @@ def by_token(client: Client, named: Lease | None, has_room: HasRoom) -> Attribut
     """
     if named is None or not has_token(client, named) or named.owner.uid != client.uid:
         return AttributedClient(client, None, counted=False)
-    if violations.share_on(named, client.daemon) is None or not has_room(named, client.gpu):
+    if share_on(named, client.daemon) is None or not has_room(named, client.gpu):
         return AttributedClient(client, None, counted=False)
     return AttributedClient(client, named, counted=True)
 
@@ -78,7 +97,7 @@ def is_telling(cgroup: str) -> bool:
 
 
 def _is_of(client: Client, lease: Lease) -> bool:
-    share = violations.share_on(lease, client.daemon)
+    share = share_on(lease, client.daemon)
     return share is not None and all(
         client.variable(each.variable) == share.env.get(each.variable, "") for each in LIMITS
     )

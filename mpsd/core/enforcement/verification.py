@@ -7,7 +7,8 @@ from typing import Final
 
 from mpsd.core import holders
 from mpsd.core.enforcement import violations
-from mpsd.core.enforcement.violations import AttributedClient, Violation
+from mpsd.core.enforcement.attribution import AttributedClient
+from mpsd.core.enforcement.violations import Violation
 from mpsd.core.model import (
     Client,
     GpuProcess,

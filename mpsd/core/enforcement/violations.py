@@ -1,18 +1,18 @@
 """The use of GPUs by the processes of leases, as far as it can be known, and the violations in it. Pure.
 
-The use by a client lies between two bounds, because MPS does not say when it adopts limits (`opened`), and because mpsd
-cannot see the changes of a process to its environment. Only proven facts are violations: that a client exists, and the
-memory that NVML reports for the processes of a lease. A client that might use more is `unknown`.
+The use by a client lies between two bounds, because MPS does not say when it adopts limits (`ceiling.opened`), and
+because mpsd cannot see the changes of a process to its environment. Only proven facts are violations: that a client
+exists, and the memory that NVML reports for the processes of a lease. A client that might use more is `unknown`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from mpsd.core import holders
 from mpsd.core.enforcement import ceiling
-from mpsd.core.enforcement.lease_environment import LEASE
-from mpsd.core.enforcement.opened import ANYTHING
+from mpsd.core.enforcement.attribution import LEASE, AttributedClient, share_on
+from mpsd.core.enforcement.ceiling import ANYTHING
 from mpsd.core.model import (
     Client,
     GpuProcess,
@@ -52,14 +52,6 @@ class Violation:
     own: bool = field(default=True, compare=False)
     """Whether the violation is proven and caused by the process itself. mpsd reports any other one, and ends no
     process."""
-
-
-class AttributedClient(NamedTuple):
-    """A client and its lease; `counted` tells whether that lease has room for it."""
-
-    client: Client
-    lease: Lease | None
-    counted: bool
 
 
 class Doubt(NamedTuple):
@@ -203,11 +195,6 @@ def environment_of(lease: Lease) -> str:
 def again(lease: Lease) -> str:
     """Return the remedy for a process that is not under MPS."""
     return f"start it again in the environment of its lease: {environment_of(lease)}"
-
-
-def share_on(lease: Lease, daemon: str) -> Share | None:
-    """Return a lease's share of the GPU of a control daemon."""
-    return next((share for share in lease.shares if share.daemon == daemon), None)
 
 
 # -- what is a violation -----------------------------------------------------------------------------------------------
@@ -375,3 +362,118 @@ def of_outside(lease: Lease, share: Share, outside: Iterable[ProcessIdentity]) -
         )
         hint = again(lease)
         yield Violation(ViolationKind.OUTSIDE, identity, lease.id, share.daemon, because, hint)
+
+
+# -- processes of another user than the owner of their lease -----------------------------------------------------------
+
+# They are in the family of the lease, and not its clients. Entrypoints, cron jobs and prologs do this: root takes out a
+# lease, and becomes the user whose program it starts. That user may not reach the control daemon, so the program runs
+# outside MPS, on the whole GPU, or fails where the GPU is closed.
+
+AS_OTHER_USER: Final = "a lease is for one user's processes, and root starts those of another user: mpsctl run --help"
+
+
+def users_of(lease: Lease) -> frozenset[int]:
+    """Return the uids that a lease's processes may have: its owner's, and those of holders that root named."""
+    named = (each.uid for each in lease.holders if isinstance(each, HoldingProcess))
+    return frozenset({lease.owner.uid, *(uid for uid in named if uid is not None)})
+
+
+def lost_lease(leases: Iterable[Lease], uid: int) -> Lease | None:
+    """Return the lease that a process has lost because it runs as this uid; None if it has none, or one of its own.
+
+    `leases` are those of its ancestors and control groups, the nearest first.
+    """
+    found = [*leases]
+    return None if any(uid in users_of(lease) for lease in found) else next(iter(found), None)
+
+
+def describe_other_user(lease: Lease, identity: ProcessIdentity, uid: int, where: str = "") -> str:
+    """Describe a holder of a lease, or a process in its family, that runs as this uid, and `where` if that is known."""
+    process = f"process {identity.pid} of the family of lease {lease.id}"
+    if identity in holders.processes(lease):
+        process = f"process {identity.pid}, the holder of lease {lease.id},"
+    return (
+        f"{process} runs {where}as uid {uid}, and the lease is uid {lease.owner.uid}'s, so that the process has no part"
+        f" in it: start it, as root, by mpsctl run --user {uid} -- PROGRAM"
+    )
+
+
+def of_changed_holder(lease: Lease, holder: ProcessIdentity, share: Share, uid: int) -> Violation:
+    """Return the violation of a holder that runs as this uid now, wherever it runs."""
+    return _of_other_user(lease, share, holder, describe_other_user(lease, holder, uid))
+
+
+def of_changed_relative(lease: Lease, share: Share, identity: ProcessIdentity, uid: int, *, outside: bool) -> Violation:
+    """Return the violation of a process that runs as this uid on a GPU of the lease; `outside`: not under MPS."""
+    where = f"{'outside MPS, without limits, ' if outside else ''}on the GPU of {share.daemon} "
+    return _of_other_user(lease, share, identity, describe_other_user(lease, identity, uid, where))
+
+
+def _of_other_user(lease: Lease, share: Share, identity: ProcessIdentity, because: str) -> Violation:
+    # The owner of a lease has no right to end the process of another user.
+    return Violation(
+        kind=ViolationKind.USER,
+        process=identity,
+        lease=lease.id,
+        daemon=share.daemon,
+        because=because,
+        hint=AS_OTHER_USER,
+        own=False,
+    )
+
+
+# -- when a finding counts, and when the GPUs are read for it ----------------------------------------------------------
+
+# Some kinds must persist first, because honest programs cause them. A program that replaces itself is there beside its
+# predecessor for as long as the kernel takes down the predecessor. NVML lists a process a moment before a control
+# daemon does, and a moment longer.
+
+_BY_NVML: Final = frozenset({ViolationKind.MEMORY, ViolationKind.OUTSIDE})
+"""The kinds of violation that only a reading of the GPUs shows."""
+
+_MOMENTARY: Final = _BY_NVML | {ViolationKind.PROCESSES}
+"""The kinds of violation that honest programs cause for a moment."""
+
+PERSISTS: Final = 1.0
+"""Seconds for which such a finding must persist before it counts."""
+
+
+def suspected(
+    found: Collection[Violation],
+    counted: Collection[Violation],
+    before: Mapping[Violation, float],
+    now: float,
+    *,
+    read: bool,
+) -> dict[Violation, float]:
+    """Return those of the present findings that do not count yet, each with the time since when it persists.
+
+    `counted` are the findings that count already: they do so until they are no longer found. `before` is what this
+    function returned at the last look, and `now` is in seconds of the same clock. A finding from NVML begins to count
+    with a reading, so `read` tells whether the GPUs were read since the last look.
+    """
+    since = {each: before.get(each, now) for each in found if each.kind in _MOMENTARY and each not in counted}
+    return {each: at for each, at in since.items() if now < at + PERSISTS or (each.kind in _BY_NVML and not read)}
+
+
+def next_reading(suspected: Mapping[Violation, float], found: Iterable[Violation], last: float) -> float | None:
+    """Return when the GPUs must be read again for the sake of findings; None for not at all. A past time means at once.
+
+    `suspected` are the findings that do not count yet, and `found` those that count. A client without a memory limit
+    shows what it holds to NVML alone, so the GPUs are read each second while there is one. `last` is the time of the
+    last such reading: there is at most one a second, since any user can cause findings at any rate.
+    """
+    due = [at + PERSISTS for at in suspected.values()]
+    if any(each.kind is ViolationKind.LIMITS for each in found):
+        due.append(last + PERSISTS)
+    return max(min(due), last + PERSISTS) if due else None
+
+
+def doubts_about(suspected: Iterable[Violation], lease_id: str) -> list[str]:
+    """Describe the findings about a lease that do not count yet: until they do, its state is unknown."""
+    return [
+        f"{each.because}; that is a violation if it lasts for {PERSISTS:g} s"
+        for each in suspected
+        if each.lease == lease_id
+    ]

@@ -14,7 +14,7 @@ import msgspec
 
 from mpsd.core.accounting.accounts import LeaseRecord
 from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Period, Periods, Series
-from mpsd.core.admission.usage import Account
+from mpsd.core.admission.users import Account
 from mpsd.core.errors import StorageError
 from mpsd.core.settings import History
 from mpsd.system import clock

@@ -13,7 +13,7 @@ from typing import Final
 from mpsd.core.accounting.accounts import Accounts, GpuReading
 from mpsd.core.accounting.report import By, Report
 from mpsd.core.accounting.series import HOUR, MINUTE, SECOND, Periods, Rollup, Series
-from mpsd.core.admission.usage import Account
+from mpsd.core.admission.users import Account
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import GpuProcess, GpuUsage, Known, Lease, Reading

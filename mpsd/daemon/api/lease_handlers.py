@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 from mpsd.client import answer_types
 from mpsd.core import health, model
-from mpsd.core.admission import quota
-from mpsd.core.admission.rules import QueuePlace
+from mpsd.core.admission import users
+from mpsd.core.admission.ledger import QueuePlace
 from mpsd.core.containers import cdi
 from mpsd.core.errors import CapacityError, DoesNotFitError, InvalidRequestError, NotPermittedError
 from mpsd.core.model import Lease, LeaseState, Share
@@ -246,7 +246,7 @@ class LeaseHandlers:
         assert isinstance(request.body, bodies.RenewRequest)  # noqa: S101 - the route table says so
         lease = self._theirs(request, act=True)
         self._node.quarantine.check(lease.owner.uid)
-        ttl = quota.time_to_live(quota.quota_of(request.user, self._node.settings.current), request.body.ttl)
+        ttl = users.time_to_live(users.quota_of(request.user, self._node.settings.current), request.body.ttl)
         return rendering.lease(self._node.leases.renew(lease.id, ttl or request.body.ttl))
 
     async def attach(self, request: Request) -> answer_types.Lease:

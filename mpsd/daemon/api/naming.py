@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple, TypeAlias
 
 from mpsd.core import holders
-from mpsd.core.admission import quota
+from mpsd.core.admission import users
 from mpsd.core.errors import InvalidRequestError, NotPermittedError, PeerUnknownError
 from mpsd.core.model import Claim, GroupLife, HoldingProcess, Lease, Owner
 from mpsd.core.roles import UserIdentity
@@ -57,7 +57,7 @@ def of_request(request: Request, body: LeaseRequest, settings: Settings) -> Iter
         return
     group = _group(request, holder.cgroup, holder.unit)
     try:
-        ttl = quota.time_to_live(quota.quota_of(request.user, settings), body.ttl)
+        ttl = users.time_to_live(users.quota_of(request.user, settings), body.ttl)
         _check_group(request, group, is_bounded=ttl is not None)
         uid, gid = _user_of_group(request, group, body.owner)
         yield *_owner(request, body.owner, uid, gid, None), NamedHolder.group(group, GroupLife(holder.life))

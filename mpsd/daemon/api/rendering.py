@@ -7,8 +7,8 @@ from typing import Final
 
 from mpsd.client import answer_types
 from mpsd.core import holders
-from mpsd.core.admission.rules import QueuePlace
-from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
+from mpsd.core.admission.ledger import QueuePlace
+from mpsd.core.enforcement.attribution import LEASE, TOKEN
 from mpsd.core.enforcement.verification import Verdict, VerifiedProcess
 from mpsd.core.enforcement.violations import Violation
 from mpsd.core.health import Reason, drifted, hint_for

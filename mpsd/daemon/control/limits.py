@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from msgspec import Struct, structs
 
 from mpsd.core import health
-from mpsd.core.enforcement import ceiling, drift, opened
+from mpsd.core.enforcement import ceiling, drift
 from mpsd.core.errors import (
     ControlError,
     ControlUnknownCommandError,
@@ -134,7 +134,7 @@ class WantedLimits:
         """
         self._own.follow(daemon)
         is_continued = not fresh and self._observer.control_log.is_continued
-        self._observer.left = opened.any_of(self._own.limits) if is_continued else None
+        self._observer.left = ceiling.any_of(self._own.limits) if is_continued else None
         if self._keeps and (self._in_force is None or self._in_force[0] != daemon):
             await self._note_in_force(daemon, fresh=fresh)
         while True:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
-from mpsd.core.enforcement import drift, opened
+from mpsd.core.enforcement import ceiling, drift
 from mpsd.core.errors import (
     ControlBusyError,
     ControlError,
@@ -460,8 +460,8 @@ class Observer:
         `before` and `found` are the daemon's defaults then and now, with which a server starts.
         """
         last = self._given.get(identity, self.left if before is None else Bounds(before, before))
-        foreign = opened.by_commands(self.control_log.unexplained, server.pid, fresh=identity not in self._given)
-        meanwhile = opened.between(last, server.limits or found, foreign)
+        foreign = ceiling.by_commands(self.control_log.unexplained, server.pid, fresh=identity not in self._given)
+        meanwhile = ceiling.between(last, server.limits or found, foreign)
         given = self.control_log.serving.given.pop(server.pid, None)
         if given is not None and meanwhile is not None and widest_read_back(meanwhile.most, given) != meanwhile.most:
             # The log of an honest server proves which limits apply, but it is unknown whether this server is honest.
@@ -474,7 +474,7 @@ class Observer:
         known = self._opened.get(identity, {})
         started = ((pid, proc.start_ticks(pid)) for pid in server.clients)
         clients = (ProcessIdentity(pid, ticks) for pid, ticks in started if ticks is not None)
-        now = {each: opened.opened(known.get(each), meanwhile, new=each not in known) for each in clients}
+        now = {each: ceiling.opened(known.get(each), meanwhile, new=each not in known) for each in clients}
         self._opened[identity] = now
         return replace(server, opened=now)
 

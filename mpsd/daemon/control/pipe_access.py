@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, Protocol
 
 from msgspec import Struct
 
-from mpsd.core.enforcement import access
+from mpsd.core.enforcement import ceiling
 from mpsd.core.errors import PipeAccessError
 from mpsd.core.events import EventName
 from mpsd.core.model import DaemonProcess, Lease, ProcessIdentity
@@ -310,7 +310,7 @@ class NodePipeAccess:
 
     def _wanted(self, gpu: str) -> Admitted:
         unadmitted, own = self._settings.current.unadmitted, os.geteuid()
-        uids = access.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
+        uids = ceiling.admitted(unadmitted, self._holders(gpu), own, self._quarantine.uids)
         return Admitted(uids, self._canaries.get(gpu))
 
     @contextlib.contextmanager

@@ -13,7 +13,7 @@ from math import inf
 from typing import Final
 
 from mpsd.core import health
-from mpsd.core.enforcement import change_of_user
+from mpsd.core.enforcement import violations
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED, State
 from mpsd.core.model import DaemonProcess, GpuUsage, Known, ProcessIdentity, Reading, StoppedServer
@@ -260,7 +260,7 @@ class StoppedServers:
     def _end_unused(self, identity: ProcessIdentity, usage: Reading[GpuUsage], *, many_users: bool) -> str:
         """End a server if nothing uses it, and say so; otherwise, note what does."""
         server = self._found[identity]
-        leases = {each.id: change_of_user.users(each) for each in self._leases.on(self._name)}
+        leases = {each.id: violations.users_of(each) for each in self._leases.on(self._name)}
         clients = {*self._listed(identity)}
         if isinstance(usage, Known):
             clients |= living_clients(usage.value) - self._observer.canaries

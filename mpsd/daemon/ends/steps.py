@@ -1,8 +1,12 @@
-"""The ending of one process, step by step: `mpsd/core/enforcement/ending.py` decides, and this module acts."""
+"""The ending of one process, step by step: `mpsd/core/enforcement/ending.py` decides, and this module acts.
+
+Its progress is on disk, in a file of its own: the next mpsd continues an ending that has begun.
+"""
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
+from pathlib import Path
 from typing import Final, Protocol
 
 from msgspec import structs
@@ -19,17 +23,68 @@ from mpsd.core.errors import (
     StorageError,
 )
 from mpsd.core.events import EventName
-from mpsd.core.model import ProcessIdentity, Server, Stop
+from mpsd.core.model import Known, ProcessIdentity, Server, Stop, Unknown
 from mpsd.core.mps import commands
 from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
-from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
+from mpsd.system.files import encoding
 from mpsd.system.mps.control_pipe import ControlPipe
 from mpsd.system.mps.lasting_front_end import LongCommand, PendingCommand
 from mpsd.system.processes import proc
 from mpsd.system.processes.process import Process
+
+# -- the progress of each ending, on disk ------------------------------------------------------------------------------
+
+# The files are in the runtime directory, since no process outlives the boot. Beside each is the file into which a
+# front-end prints the server's answer.
+
+
+class EndStore:
+    """The files of the endings in progress."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def load(self) -> Iterator[Ending | Unknown]:
+        """Yield the endings that an earlier mpsd left; `Unknown` stands for a damaged file, which is removed."""
+        for path in sorted(each for each in self._directory.glob("*.json") if each.is_file()):
+            found = encoding.load(path, Ending)
+            if isinstance(found, Known) and path != self._path(found.value.process, "json"):
+                found = Unknown(f"{path} has the end of another process")
+            if isinstance(found, Unknown):
+                path.unlink(missing_ok=True)
+                yield found
+            elif found is not None:
+                yield found.value
+
+    def store(self, ending: Ending) -> None:
+        """Store the progress of an ending. Raises StorageError and then changes nothing."""
+        path = self._path(ending.process, "json")
+        try:
+            encoding.store(path, ending)
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be written: {error.strerror}",
+                hint="free space on the file system of the runtime directory",
+                limit="paths.runtime_dir",
+            ) from error
+
+    def forget(self, process: ProcessIdentity) -> None:
+        """Remove the files of a finished ending."""
+        self._path(process, "json").unlink(missing_ok=True)
+        self._path(process, "answer").unlink(missing_ok=True)
+
+    def answer_to(self, process: ProcessIdentity) -> Path:
+        """Return the file for the server's answer about a process."""
+        return self._path(process, "answer")
+
+    def _path(self, process: ProcessIdentity, suffix: str) -> Path:
+        return self._directory / f"{process.pid}-{process.start_ticks}.{suffix}"
+
+
+# -- ... -------------------------------------------------------------------------------------------------------------
 
 _SIGNALS: Final = {
     Act.SIGTERM_FIRST: (EndStep.SIGTERM_FIRST, signal.SIGTERM),

@@ -1,20 +1,25 @@
-"""The clients of MPS, and the lease that each belongs to."""
+"""The clients of MPS, the lease that each belongs to, and processes of root's leases that became another user."""
 
+import asyncio
+import contextlib
+import itertools
 from collections.abc import Collection, Container, Iterable, Iterator
 from typing import Final
 
 from mpsd.core import holders
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.enforcement import attribution, change_of_user, violations
-from mpsd.core.enforcement.lease_environment import LEASE
-from mpsd.core.enforcement.violations import AttributedClient, Violation
+from mpsd.core.enforcement import attribution, violations
+from mpsd.core.enforcement.attribution import LEASE, AttributedClient
+from mpsd.core.enforcement.violations import Violation
 from mpsd.core.errors import DoesNotFitError, NotFoundError
 from mpsd.core.events import EventName
 from mpsd.core.model import AttachedProcess, Client, HoldingProcess, Lease, ProcessIdentity, Share, Stop, ViolationKind
+from mpsd.core.signal import Signal
 from mpsd.daemon.leases.ceilings import Ceilings
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
 from mpsd.system.processes import proc
+from mpsd.system.processes.process_table import NewProcesses
 
 _BY_ATTRIBUTION: Final = frozenset(
     {ViolationKind.PROCESSES, ViolationKind.LIMITS, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
@@ -105,7 +110,7 @@ class Clients:
             *(lease for lease in own if self._ledger.has_room(lease, client.gpu)),
             *(lease for lease in others if lease.owner.uid != client.uid),
         )
-        return next((lease for lease in near if violations.share_on(lease, client.daemon) is not None), None)
+        return next((lease for lease in near if attribution.share_on(lease, client.daemon) is not None), None)
 
     def _named(self, client: Client) -> Lease | None:
         """Return the lease that the environment of a client names, of whatever user."""
@@ -149,7 +154,7 @@ class Clients:
     def is_near_another(self, lease: Lease, share: Share, pid: int) -> bool:
         """Tell whether a process is also in a family or control group with another lease of its user on the GPU."""
         return any(
-            each.id != lease.id and each.owner.uid == lease.owner.uid and violations.share_on(each, share.daemon)
+            each.id != lease.id and each.owner.uid == lease.owner.uid and attribution.share_on(each, share.daemon)
             for circle in self._circles(pid)
             for each in circle
         )
@@ -196,7 +201,7 @@ class Clients:
                 if isinstance(holder, HoldingProcess):
                     uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
                     if uid is not None and uid != holder.uid:
-                        yield change_of_user.of_holder(lease, holder.identity, lease.shares[0], uid)
+                        yield violations.of_changed_holder(lease, holder.identity, lease.shares[0], uid)
 
     def of_changed_relative(
         self, identity: ProcessIdentity, gpu: str, control_daemons: Collection[ProcessIdentity], *, outside: bool
@@ -211,8 +216,8 @@ class Clients:
             return None
         for lease in (lease for leases in self._circles(identity.pid) for lease in leases):
             share = next((share for share in lease.shares if share.gpu == gpu), None)
-            if share is not None and uid not in change_of_user.users(lease):
-                return change_of_user.on_gpu(lease, share, identity, uid, outside=outside)
+            if share is not None and uid not in violations.users_of(lease):
+                return violations.of_changed_relative(lease, share, identity, uid, outside=outside)
         return None
 
     def _leases_of(self, identity: ProcessIdentity) -> list[Lease]:
@@ -261,3 +266,91 @@ def _no_room(lease: Lease) -> DoesNotFitError:
         hint="end one of them, or take out a lease for more processes",
         limit="processes",
     )
+
+
+# -- processes that became another user --------------------------------------------------------------------------------
+
+# A reading of the GPUs finds those that stay. On a closed GPU they fail within a moment, and are never on the GPU.
+
+_ROOT: Final = 0
+_TICK: Final = 0.2
+"""Seconds between two checks of holders and new processes; a program takes longer to start and to load CUDA."""
+
+_REMEMBERED: Final = 100
+"""Checks for which the examined processes are remembered: as many as repeat a process (`NewProcesses`)."""
+
+
+class ChangedUsers:
+    """The users that processes of root's leases became; each is reported once for each lease."""
+
+    def __init__(self, ledger: Ledger, holder_watch: HolderWatch, group_commit: GroupCommit) -> None:
+        self.noticed = Signal[()]()
+        """Another process is reported: a reading of the GPUs now opens its violation at once."""
+        self._ledger = ledger
+        self._holder_watch = holder_watch
+        self._group_commit = group_commit
+        self._reported: set[tuple[str, int]] = set()
+        """Leases and uids."""
+        self._examined: set[int] = set()
+        """New processes of other users than root; their ancestors are read once, since that is what costs."""
+
+    async def run(self) -> None:
+        """Check the holders of root's leases, and new processes of their families, until cancelled."""
+        while True:
+            await self._holder_watch.has_new.wait()
+            self._holder_watch.has_new.clear()
+            await self._check_while_root_has_leases()
+
+    async def _check_while_root_has_leases(self) -> None:
+        new = None
+        for checks in itertools.count():
+            if checks % _REMEMBERED == 0:
+                self._examined.clear()  # pids come again
+            roots = [lease for lease in self._ledger.leases.values() if lease.owner.uid == _ROOT]
+            self._reported = {each for each in self._reported if each[0] in self._ledger.leases}
+            before = len(self._reported)
+            if not roots:
+                return  # mpsd does not wake for this on a node without leases
+            for lease in roots:
+                self.check(lease)
+            with contextlib.suppress(OSError):  # without a free descriptor, the next check sees them
+                new = new or NewProcesses()
+                for pid in new.look():
+                    self._check_new(pid)
+            if len(self._reported) > before:
+                self.noticed.send()
+            await asyncio.sleep(_TICK)
+
+    def check(self, lease: Lease) -> None:
+        """Report the holders of a lease of root that run as another user, or did so at their end, if not reaped yet.
+
+        A holder that cannot be read, for lack of a descriptor, is not reported now.
+        """
+        for holder in lease.holders if lease.owner.uid == _ROOT else ():
+            if isinstance(holder, HoldingProcess):
+                with contextlib.suppress(OSError):
+                    uid = proc.real_uid_unless(holder.identity, lease.owner.uid)
+                    if uid is not None and uid != holder.uid:
+                        self._report_once(lease, holder.identity, uid)
+
+    def _check_new(self, pid: int) -> None:
+        """Report a new process or thread that has a lease of root by its family or group, and runs as another user."""
+        if pid in self._examined or proc.effective_uid(pid) in {None, _ROOT}:
+            return  # a process of root may still become another user: later checks return it again
+        self._examined.add(pid)
+        uid = proc.real_uid(pid)
+        if uid is None or uid == _ROOT:
+            return
+        pid = proc.process_of_thread(pid) or pid
+        leases = self._ledger.leases
+        around = [leases[each] for circle in self._holder_watch.around(pid) for each in circle if each in leases]
+        lease, ticks = violations.lost_lease(around, uid), proc.start_ticks(pid)
+        if lease is not None and lease.owner.uid == _ROOT and ticks is not None:
+            self._report_once(lease, ProcessIdentity(pid, ticks), uid)
+
+    def _report_once(self, lease: Lease, identity: ProcessIdentity, uid: int) -> None:
+        if (lease.id, uid) not in self._reported:
+            self._reported.add((lease.id, uid))
+            because = violations.describe_other_user(lease, identity, uid)
+            facts = {"pids": [identity.pid], "because": because, "hint": violations.AS_OTHER_USER}
+            self._group_commit.change(lease, EventName.LEASE_USER_CHANGED, **facts)

@@ -13,11 +13,10 @@ from typing import Final, TypeAlias
 
 from mpsd.core import holders
 from mpsd.core.admission.ledger import Ledger
-from mpsd.core.enforcement.lease_environment import TOKEN
+from mpsd.core.enforcement.attribution import TOKEN
 from mpsd.core.model import Holder, HoldingGroup, HoldingProcess, Lease, ProcessIdentity
 from mpsd.core.signal import Signal
-from mpsd.daemon.leases.changed_users import ChangedUsers
-from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.clients import ChangedUsers, Clients
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch
 from mpsd.system.processes import process_table

@@ -14,24 +14,20 @@ from typing import Final, Self
 from msgspec import Struct, structs
 
 from mpsd.core import holders
-from mpsd.core.admission import quota
+from mpsd.core.admission import users
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.request_ids import RequestIds
-from mpsd.core.admission.rules import AdmissionRules, Now
-from mpsd.core.enforcement.lease_environment import TOKEN_BYTES
+from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now, RequestIds
+from mpsd.core.enforcement.attribution import TOKEN_BYTES
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
 from mpsd.core.events import EventName
 from mpsd.core.model import Claim, Lease, LeaseRequest, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnExpiry, Settings
 from mpsd.core.signal import Signal
-from mpsd.daemon.ends.closing import Closing
-from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.ends.endings import Closing, Endings
 from mpsd.daemon.leases.ceilings import Ceilings
-from mpsd.daemon.leases.changed_users import ChangedUsers
 from mpsd.daemon.leases.claims import Claims
-from mpsd.daemon.leases.clients import Clients
+from mpsd.daemon.leases.clients import ChangedUsers, Clients
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.group_commit import GroupCommit
 from mpsd.daemon.leases.holder_watch import HolderWatch, NamedHolder
@@ -398,9 +394,9 @@ class Leases:
         Each is reported once for each of its times to live. An mpsd that has just started reports them again.
         """
         soon: dict[str, float] = {}
-        for lease in self.ledger.expiring(now + quota.LONGEST_NOTICE):
+        for lease in self.ledger.expiring(now + users.LONGEST_NOTICE):
             ttl, ends = lease.ttl or 0.0, lease.expires or 0.0
-            if now < ends - quota.notice(ttl):
+            if now < ends - users.notice(ttl):
                 continue
             soon[lease.id] = ends
             if self._expiring.get(lease.id) != ends:

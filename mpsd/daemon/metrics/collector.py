@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from mpsd import __version__
-from mpsd.core.admission import quota
+from mpsd.core.admission import users
 from mpsd.core.metrics import snapshot
 from mpsd.core.metrics.samples import Samples
 from mpsd.core.metrics.snapshot import NodeSnapshot
@@ -59,7 +59,7 @@ class Collector:
             threads_oversubscription=settings.admission.threads_oversubscription,
             leases=ledger.leases,
             waiting=ledger.waiting,
-            classes=[quota.class_of(UserIdentity(each.uid, frozenset({each.gid})), settings) for each in owners],
+            classes=[users.class_of(UserIdentity(each.uid, frozenset({each.gid})), settings) for each in owners],
             quotas=settings.quota.keys(),
             shown=[lease for lease in ledger.leases.values() if shows is not None and shows(lease)],
             violations=[each.kind for each in node.violation_monitor.violations],

@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec import structs
 
 from mpsd.core import gpus
-from mpsd.core.admission import quota
+from mpsd.core.admission import users
 from mpsd.core.admission.admission import NOTHING, Offer
 from mpsd.core.admission.ledger import Ledger
 from mpsd.core.errors import DaemonNotReadyError, NotPermittedError, QuotaError
@@ -60,12 +60,12 @@ class AdmissionChecks:
         # 1. The quota restricts the GPUs, then the uid must not be quarantined, then the amount must be within the
         #    quota.
         # 2. The uid must reach the control daemons, and the holder must see their directories.
-        limits_of = quota.quota_of(user, self._settings.current)
+        limits_of = users.quota_of(user, self._settings.current)
         if request.gpu != "any" or limits_of.gpus is not None:
             request = structs.replace(request, gpu=self.gpu(request.gpu), among=limits_of.gpus)
         self._quarantine.check(user.uid)
-        if not quota.is_free(limits_of, request):
-            ttl = quota.time_to_live(limits_of, ttl)
+        if not users.is_free(limits_of, request):
+            ttl = users.time_to_live(limits_of, ttl)
             self._check_quota(limits_of, request, user.uid)
         self._check_reach(user.uid)
         return self._visible(request, named, offers), ttl
@@ -90,7 +90,7 @@ class AdmissionChecks:
             self._visible(structs.replace(lease.request, gpu=share.gpu), named, offers)
         if lease.owner.uid == uid:
             return  # the lease has counted against the quota since the claim was made
-        limits_of = quota.quota_of(user, self._settings.current)
+        limits_of = users.quota_of(user, self._settings.current)
         self._check_quota(limits_of, lease.request, uid)
         for share in lease.shares:
             if limits_of.gpus is not None and share.gpu not in limits_of.gpus:
@@ -111,8 +111,8 @@ class AdmissionChecks:
         return named.uuid
 
     def _check_quota(self, limits_of: Quota, request: LeaseRequest, uid: int) -> None:
-        worth = self._ledger.worth(request) if quota.weighs(limits_of) else NOTHING
-        quota.check(limits_of, self._ledger.user(uid), request, worth)
+        worth = self._ledger.worth(request) if users.weighs(limits_of) else NOTHING
+        users.check_quota(limits_of, self._ledger.user(uid), request, worth)
 
     def _check_reach(self, uid: int) -> None:
         """Refuse a uid that cannot have a server, or cannot reach the control sockets. Raises NotPermittedError.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from mpsd.core import gpus, health, mps_facts
-from mpsd.core.admission import quota
+from mpsd.core.admission import users
 from mpsd.core.admission.admission import Offer, Refusal
 from mpsd.core.errors import MpsdError, StorageError
 from mpsd.core.events import EventName
@@ -29,8 +29,7 @@ from mpsd.daemon.node.admission_checks import AdmissionChecks
 from mpsd.daemon.node.control_daemons import ControlDaemons
 from mpsd.daemon.node.unleased import UnleasedClients
 from mpsd.daemon.record.log import Logger
-from mpsd.daemon.violations.client_record import ClientRecord
-from mpsd.daemon.violations.violation_monitor import ViolationMonitor
+from mpsd.daemon.violations.violation_monitor import ClientRecord, ViolationMonitor
 from mpsd.system import clock
 from mpsd.system.files.rundir import RunDir
 from mpsd.system.host import host_environment
@@ -283,7 +282,7 @@ class Node:
         """
         try:
             lease = self.leases.claims.granted(lease_id)
-            ttl = quota.time_to_live(quota.quota_of(user, self.settings.current), lease.ttl)
+            ttl = users.time_to_live(users.quota_of(user, self.settings.current), lease.ttl)
             if lease.claim is None:
                 return await self.leases.claims.taken(lease, named.holder)
             self._checks.check_taker(lease, lease.claim, named, user, self.offers())

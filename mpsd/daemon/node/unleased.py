@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
-from mpsd.core.admission import unleased
+from mpsd.core.admission import room
 from mpsd.core.admission.admission import NOTHING, Amount
-from mpsd.core.enforcement.violations import AttributedClient
+from mpsd.core.enforcement.attribution import AttributedClient
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import Daemon, GpuUsage, Lease, Reading
-from mpsd.daemon.violations.client_record import ClientKey, ClientRecord
+from mpsd.daemon.violations.violation_monitor import ClientKey, ClientRecord
 from mpsd.system.processes import proc
 
 Sums: TypeAlias = Mapping[tuple[str, int | None], Amount]
@@ -36,7 +36,7 @@ class UnleasedClients:
         """
         sums, parts = {**self._sums}, dict[ClientKey, Amount]()
         for share in lease.shares:
-            part, key = unleased.part(lease, share), (share.gpu, lease.owner.uid)
+            part, key = room.part_of_client(lease, share), (share.gpu, lease.owner.uid)
             for client in lease.clients_on(share.gpu):
                 parts[share.daemon, client] = part
                 sums[key] = sums.get(key, NOTHING) + part
@@ -61,7 +61,7 @@ class UnleasedClients:
         if read:
             gpus = {daemon.name: daemon.gpu for daemon in daemons}
             self._parts = {
-                (name, client): unleased.as_read(part, client.pid, usages.get(gpus.get(name, "")))
+                (name, client): room.left_behind(part, client.pid, usages.get(gpus.get(name, "")))
                 for (name, client), part in self._parts.items()
                 if proc.lives(client)
             }
@@ -84,10 +84,10 @@ class UnleasedClients:
             listed.add(key)
             if (lease is None or not counted) and proc.lives(client.identity):
                 part = self._parts.get(key, NOTHING)
-                yield client.gpu, client.uid, unleased.amount(client, usages.get(client.gpu), part)
+                yield client.gpu, client.uid, room.unleased(client, usages.get(client.gpu), part)
         for daemon in daemons:
             for _ in range(sum(server.clients.count(0) for server in daemon.servers)):
-                yield daemon.gpu, None, unleased.LEAST
+                yield daemon.gpu, None, room.LEAST_USE
             if all(server.is_known for server in daemon.servers):
                 continue
             # A server has not named its clients to this mpsd yet, and these were clients.

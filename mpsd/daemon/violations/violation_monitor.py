@@ -2,18 +2,22 @@
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import inf
-from typing import Final
+from pathlib import Path
+from typing import Final, TypeAlias, TypeVar
 
-from mpsd.core.enforcement import persistence, verification, violations
+from msgspec import Struct
+
+from mpsd.core.admission.admission import Amount
+from mpsd.core.enforcement import verification, violations
+from mpsd.core.enforcement.attribution import LEASE, TOKEN, AttributedClient, share_on
+from mpsd.core.enforcement.ceiling import continued
 from mpsd.core.enforcement.ending import EndCause
-from mpsd.core.enforcement.lease_environment import LEASE, TOKEN
-from mpsd.core.enforcement.opened import continued
 from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
-from mpsd.core.enforcement.violations import AttributedClient, Doubt, Violation
+from mpsd.core.enforcement.violations import Doubt, Violation
 from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
@@ -25,6 +29,7 @@ from mpsd.core.model import (
     Known,
     Lease,
     ProcessIdentity,
+    ReadBack,
     Reading,
     Server,
     Share,
@@ -33,6 +38,7 @@ from mpsd.core.model import (
     ViolationKind,
 )
 from mpsd.core.mps_facts import Binds
+from mpsd.core.quantities import Bounds, Opened, Pid
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import OnViolation, Unadmitted
 from mpsd.core.signal import Signal
@@ -40,9 +46,121 @@ from mpsd.daemon.ends.endings import VIOLATION, Endings
 from mpsd.daemon.leases.leases import Leases
 from mpsd.daemon.leases.quarantine import Quarantine
 from mpsd.daemon.record.log import Logger
-from mpsd.daemon.violations.client_record import ClientKey, ClientRecord, KnownClient
+from mpsd.daemon.record.record import Record
 from mpsd.system import clock
 from mpsd.system.processes import proc
+
+# -- the facts about clients that nothing reports later, on disk -------------------------------------------------------
+
+# The next mpsd must know them: the limits that were open to each client, and the parts of the clients that their leases
+# left behind. The file is in the runtime directory, since no client outlives the boot. It is not synchronised to the
+# disk.
+
+T = TypeVar("T")
+
+ClientKey: TypeAlias = tuple[str, ProcessIdentity]
+"""A client: its control daemon, and its process."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownClient:
+    """The facts about a client that no later inspection shows."""
+
+    server: int
+    opened: Opened | None
+    has_context: bool
+    """Whether NVML has listed it, which proves that it has had a context."""
+
+
+class _Row(Struct, forbid_unknown_fields=True):
+    daemon: str
+    process: ProcessIdentity
+    server: Pid
+    has_context: bool
+    connecting: tuple[ReadBack, ReadBack] | None
+    since: tuple[ReadBack, ReadBack] | None
+    later: ReadBack | None
+
+
+class _LeftBehind(Struct, forbid_unknown_fields=True):
+    daemon: str
+    process: ProcessIdentity
+    part: Amount
+
+
+class _Clients(Struct, forbid_unknown_fields=True):
+    clients: tuple[_Row, ...]
+    left_behind: tuple[_LeftBehind, ...] = ()
+
+
+class ClientRecord:
+    """The known clients, in memory and on disk; one that has ended is forgotten at the next write."""
+
+    def __init__(self, path: Path, log: Logger) -> None:
+        """Load the clients that an earlier mpsd knew."""
+        self._record = Record(path, _Clients, log)
+        self._is_stored = True
+        self._clients: dict[ClientKey, KnownClient] = {}
+        self.left_behind: Mapping[ClientKey, Amount] = {}
+        """The part that each client had of its lease, which has ended: at least this counts against capacity."""
+        found = self._record.load()
+        if found is not None:
+            self._clients = {(row.daemon, row.process): _known(row) for row in found.clients}
+            self.left_behind = {(row.daemon, row.process): row.part for row in found.left_behind}
+
+    def of(self, key: ClientKey, server: int) -> KnownClient | None:
+        """Return the facts about a client of a server; None for one that was not seen yet."""
+        known = self._clients.get(key)
+        return known if known is not None and known.server == server else None
+
+    def store(self, clients: Mapping[ClientKey, KnownClient]) -> None:
+        """Store the present facts, if they have changed. Where that fails, this mpsd still knows them, and tries again.
+
+        A client that its server does not list for a while is kept as long as its process lives.
+        """
+        if self._is_stored and clients.items() <= self._clients.items():
+            return
+        others = {each: self._clients[each] for each in self._clients.keys() - clients.keys()}
+        self._clients, self.left_behind = {**_living(others), **clients}, _living(self.left_behind)
+        self._write()
+
+    def leave_behind(self, parts: Mapping[ClientKey, Amount]) -> None:
+        """Store the parts of the clients of a lease that ends, before its end is stored.
+
+        Where that fails, this mpsd still knows them, and tries again with the next change. Those that have exited are
+        forgotten at another time: an end must not fail because a process cannot be read.
+        """
+        self.left_behind = {**self.left_behind, **parts}
+        self._write()
+
+    def _write(self) -> None:
+        clients = tuple(_row(key, known) for key, known in self._clients.items())
+        left = tuple(_LeftBehind(*key, part) for key, part in self.left_behind.items())
+        self._is_stored = self._record.store(_Clients(clients, left))
+
+
+def _living(facts: Mapping[ClientKey, T]) -> dict[ClientKey, T]:
+    return {key: fact for key, fact in facts.items() if proc.lives(key[1])}
+
+
+def _row(key: ClientKey, known: KnownClient) -> _Row:
+    daemon, identity = key
+    opened = known.opened
+    if opened is None:
+        return _Row(daemon, identity, known.server, known.has_context, None, None, None)
+    connecting, since = opened.connecting, opened.since
+    bounds = (connecting.least, connecting.most), (since.least, since.most)
+    return _Row(daemon, identity, known.server, known.has_context, *bounds, opened.later)
+
+
+def _known(row: _Row) -> KnownClient:
+    opened = None
+    if row.connecting is not None and row.since is not None:
+        opened = Opened(Bounds(*row.connecting), Bounds(*row.since), row.later)
+    return KnownClient(row.server, opened, row.has_context)
+
+
+# -- the monitor -------------------------------------------------------------------------------------------------------
 
 _VARIABLES: Final = frozenset({*violations.VARIABLES, LEASE, TOKEN})
 """The variables that are read from a client's environment."""
@@ -109,7 +227,7 @@ class ViolationMonitor:
         self.doubts = tuple(self._doubt())
         found = set(self._find())
         now = clock.monotonic()
-        self._suspected = persistence.suspected(found, self._found, self._suspected, now, read=read)
+        self._suspected = violations.suspected(found, self._found, self._suspected, now, read=read)
         found -= self._suspected.keys()
         for each in found - self._found.keys():
             self._begin(each)
@@ -125,7 +243,7 @@ class ViolationMonitor:
         """Have the GPUs read when findings require it."""
         if self._reading is not None:
             self._reading.cancel()
-        at = persistence.next_reading(self._suspected, self._found, self._read_at)
+        at = violations.next_reading(self._suspected, self._found, self._read_at)
         wait = None if at is None else max(at - now, 0.0)
         self._reading = None if wait is None else asyncio.get_running_loop().call_later(wait, self._read)
 
@@ -221,7 +339,7 @@ class ViolationMonitor:
                 held[each.gpu][each.identity] = process
         memory = all(daemon.has_mem_limit for daemon in self._daemons.values())
         unknown = [each for share in lease.shares for each in self._unknown(share, late)]
-        unknown += persistence.doubts(self._suspected, lease.id)
+        unknown += violations.doubts_about(self._suspected, lease.id)
         return verification.verify(lease, clients, held, self.violations, memory=memory, unknown=unknown)
 
     def _on_gpu(self, client: Client) -> GpuProcess | None:
@@ -277,7 +395,7 @@ class ViolationMonitor:
 
     def _doubt(self) -> Iterator[Doubt]:
         for client, lease, counted in self.attached():
-            share = violations.share_on(lease, client.daemon) if lease is not None and counted else None
+            share = share_on(lease, client.daemon) if lease is not None and counted else None
             if lease is not None and share is not None:
                 has_mem_limit = self._daemons[client.daemon].has_mem_limit
                 if because := violations.unknown(client, lease, share, memory=has_mem_limit):

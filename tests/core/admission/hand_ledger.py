@@ -12,7 +12,7 @@ from typing import TypeAlias
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.rules import AdmissionRules
+from mpsd.core.admission.ledger import AdmissionRules
 from mpsd.core.model import Lease, LeaseRequest, LeaseState, Share
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.settings import Placement

@@ -6,9 +6,8 @@ from itertools import count
 from typing import Any, Final
 
 from mpsd.core.admission.admission import Amount, Offer, Refusal
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.rules import AdmissionRules, Now
-from mpsd.core.admission.usage import Usage
+from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now
+from mpsd.core.admission.users import Usage
 from mpsd.core.model import (
     AttachedProcess,
     HoldingProcess,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.usage import UserTotals
+from mpsd.core.admission.users import UserTotals
 from mpsd.core.errors import (
     DaemonNotReadyError,
     DoesNotFitError,

@@ -19,9 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import Ledger
-from mpsd.core.admission.rules import AdmissionRules
-from mpsd.core.admission.usage import Account, Usage
+from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.users import Account, Usage
 from mpsd.core.errors import (
     CapacityError,
     DaemonNotReadyError,

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpsd.core.admission.admission import Amount
-from mpsd.core.admission.quota import check, is_free, notice, quota_of, time_to_live
-from mpsd.core.admission.usage import UserTotals
+from mpsd.core.admission.users import UserTotals, check_quota, is_free, notice, quota_of, time_to_live
 from mpsd.core.errors import QuotaError
 from mpsd.core.model import LeaseRequest
 from mpsd.core.roles import UserIdentity
@@ -113,7 +112,7 @@ class TestWhose:
 def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words: str) -> None:
     """A request above a quota is refused with the quota's name, the requested amount, and the amount left."""
     with pytest.raises(QuotaError) as refusal:
-        check(quota, has, LeaseRequest(priority=priority), QUARTER)
+        check_quota(quota, has, LeaseRequest(priority=priority), QUARTER)
     assert refusal.value.limit == limit
     assert words in refusal.value.detail
     assert refusal.value.hint
@@ -134,7 +133,7 @@ def test_refused(quota: Quota, has: UserTotals, priority: int, limit: str, words
 )
 def test_within(quota: Quota, has: UserTotals, priority: int) -> None:
     """A quota may be used up completely; where a limit is not set there is none, except for priority."""
-    check(quota, has, LeaseRequest(priority=priority), QUARTER)
+    check_quota(quota, has, LeaseRequest(priority=priority), QUARTER)
 
 
 @pytest.mark.parametrize(
@@ -153,25 +152,25 @@ def test_is_free(quotas: dict[str, Quota], priority: int, *, free: bool) -> None
     quota, request = quota_of(ANN, Settings(quota=quotas, names=NAMES)), LeaseRequest(priority=priority)
     assert is_free(quota, request) is free
     if free:
-        check(quota, UserTotals(10_000, Amount(10**9, 2**60, 10**6)), request, QUARTER)
+        check_quota(quota, UserTotals(10_000, Amount(10**9, 2**60, 10**6)), request, QUARTER)
         assert time_to_live(quota, 1e9) == 1e9
 
 
 def test_any_number_of_processes() -> None:
     """If a quota bounds the clients of a user, a request for any number of them exceeds it."""
     with pytest.raises(QuotaError) as refusal:
-        check(Quota(clients=8), UserTotals(), LeaseRequest(processes=None), QUARTER)
+        check_quota(Quota(clients=8), UserTotals(), LeaseRequest(processes=None), QUARTER)
     assert refusal.value.limit == "quota.clients"
-    check(Quota(threads=100), UserTotals(), LeaseRequest(processes=None), QUARTER)
+    check_quota(Quota(threads=100), UserTotals(), LeaseRequest(processes=None), QUARTER)
 
 
 @given(st.integers(1, 100_000), st.integers(0, 100_000))
 def test_tenths_are_exact(tenths: int, has: int) -> None:
     """A quota in percent is exact in tenths, whatever the float: 16.1 * 10 is not 161.00000000000003."""
     quota = Quota(threads=float(f"{(has + tenths) / 10:.1f}"))
-    check(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths, 1, 1))
+    check_quota(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths, 1, 1))
     with pytest.raises(QuotaError):
-        check(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths + 1, 1, 1))
+        check_quota(quota, UserTotals(1, Amount(has, 1, 1)), LeaseRequest(), Amount(tenths + 1, 1, 1))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from msgspec import structs
 
-from mpsd.core.admission.request_ids import RequestIds
+from mpsd.core.admission.ledger import RequestIds
 from mpsd.core.errors import RequestIdReusedError
 from mpsd.core.model import Claim, Holder, HoldingProcess, Lease, Owner, ProcessIdentity
 from tests.core.admission.scenarios import asked, request

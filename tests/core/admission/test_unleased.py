@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 
-from mpsd.core.admission import unleased
+from mpsd.core.admission import room
 from mpsd.core.admission.admission import NOTHING, Amount
 from mpsd.core.model import Client, GpuProcess, GpuUsage, Known, ProcessIdentity, Reading, Unknown
 from mpsd.core.units import GIB
@@ -29,14 +29,14 @@ def read(memory: Reading[int]) -> Known[GpuUsage]:
 )
 def test_part_as_read(usage: Reading[GpuUsage] | None, memory: int) -> None:
     """The memory of a former part counts until NVML reports what the process holds; the threads count on."""
-    assert unleased.as_read(PART, 7, usage) == Amount(600, memory * GIB, 1)
+    assert room.left_behind(PART, 7, usage) == Amount(600, memory * GIB, 1)
 
 
 @pytest.mark.parametrize(
     ("environment", "part", "memory", "expected"),
     [
-        (Unknown("overwritten"), NOTHING, Known(0), unleased.LEAST),
-        (Known({}), NOTHING, Unknown("not reported"), unleased.LEAST),
+        (Unknown("overwritten"), NOTHING, Known(0), room.LEAST_USE),
+        (Known({}), NOTHING, Unknown("not reported"), room.LEAST_USE),
         (Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}), NOTHING, Known(GIB), Amount(250, GIB, 1)),
         (Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}), PART, Known(GIB), PART),
         (Known({"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"}), PART, Known(61 * GIB), Amount(700, 61 * GIB, 1)),
@@ -45,4 +45,4 @@ def test_part_as_read(usage: Reading[GpuUsage] | None, memory: int) -> None:
 def test_amount(environment: Reading[Mapping[str, str]], part: Amount, memory: Reading[int], expected: Amount) -> None:
     """A client counts with the most of its environment, what it holds, and the part that it had in a lease."""
     client = Client(ProcessIdentity(7, 7), "gpu0", "GPU-0", 5, None, environment, 0)
-    assert unleased.amount(client, read(memory), part) == expected
+    assert room.unleased(client, read(memory), part) == expected

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.admission.usage import Account, Usage
+from mpsd.core.admission.users import Account, Usage
 
 HOUR = 3600.0
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpsd.core.enforcement.ceiling import ANYTHING, by_commands
 from mpsd.core.enforcement.drift import drift, in_force
-from mpsd.core.enforcement.opened import ANYTHING, by_commands
 from mpsd.core.model import Drift, Limits, ReadBack
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, PinnedDeviceMemLimit

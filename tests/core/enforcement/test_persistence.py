@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpsd.core.enforcement.persistence import PERSISTS, doubts, next_reading, suspected
-from mpsd.core.enforcement.violations import Violation
+from mpsd.core.enforcement.violations import PERSISTS, Violation, doubts_about, next_reading, suspected
 from mpsd.core.model import ProcessIdentity, ViolationKind
 
 KINDS: Final = {ViolationKind.PROCESSES, ViolationKind.MEMORY, ViolationKind.OUTSIDE}
@@ -68,5 +67,5 @@ def test_next_reading() -> None:
 def test_doubts() -> None:
     """A finding that does not count yet is a doubt about its lease, and about no other."""
     memory = Violation(ViolationKind.MEMORY, ProcessIdentity(100, 1), "lease-1", "gpu0", "it holds 3GiB", "")
-    assert doubts([memory], "lease-1") == ["it holds 3GiB; that is a violation if it lasts for 1 s"]
-    assert doubts([memory], "lease-2") == []
+    assert doubts_about([memory], "lease-1") == ["it holds 3GiB; that is a violation if it lasts for 1 s"]
+    assert doubts_about([memory], "lease-2") == []

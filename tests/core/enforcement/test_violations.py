@@ -12,10 +12,10 @@ from msgspec import structs
 
 from mpsd.core.admission.admission import Amount, Offer, share
 from mpsd.core.enforcement import attribution
-from mpsd.core.enforcement.opened import ANYTHING, any_of, between, continued, opened, widened
+from mpsd.core.enforcement.attribution import AttributedClient
+from mpsd.core.enforcement.ceiling import ANYTHING, any_of, between, continued, opened, widened
 from mpsd.core.enforcement.verification import Verdict, verify
 from mpsd.core.enforcement.violations import (
-    AttributedClient,
     Violation,
     can_use,
     of_client,

@@ -22,8 +22,8 @@ from mpsd.core.model import ProcessIdentity, Server
 from mpsd.core.mps.limits import NOTHING
 from mpsd.core.reload import LiveSettings
 from mpsd.core.settings import LogFormat, Settings
-from mpsd.daemon.ends.end_store import EndStore
 from mpsd.daemon.ends.endings import Endings
+from mpsd.daemon.ends.steps import EndStore
 from mpsd.daemon.record.log import configure
 from mpsd.system import clock
 from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from mpsd.core.enforcement.lease_environment import TOKEN
+from mpsd.core.enforcement.attribution import TOKEN
 from tests.daemon.caller import calling
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event

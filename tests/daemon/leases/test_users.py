@@ -15,7 +15,7 @@ import click
 import pytest
 
 from mpsd.cli.render import as_here
-from mpsd.core.enforcement import change_of_user
+from mpsd.core.enforcement import violations
 from tests.daemon.caller import NOBODY, calling, needs_root
 from tests.daemon.conftest import Start
 from tests.daemon.helpers import GIB, event
@@ -137,7 +137,7 @@ class TestClosed:
             lease = event(node, "lease_granted", pid=program.pid)["lease"]
             told = event(node, "lease_user_changed", lease=lease)
             assert (told["pids"], told["because"]) == ([program.pid], of_holder(lease, program.pid))
-            assert told["hint"] == change_of_user.HINT
+            assert told["hint"] == violations.AS_OTHER_USER
             go(program)
             self.ended(program)
         event(node, "lease_ended", lease=lease)

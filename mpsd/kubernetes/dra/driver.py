@@ -279,7 +279,7 @@ class Driver(PodLeases):
             has_device=self._devices.exist,
             deadline=self._settings.claim_deadline,
         )
-        self._forget_all_but({uid for uid, _ in actions})
+        self._forget_all_but({uid for uid, _ in actions} | {each.held.lease for each in leases})
         self._pending = {each.lease.held.lease: each for _, each in actions if isinstance(each, Take)}
         for uid, each in actions:
             if not isinstance(each, Take):  # `complete` handles it
@@ -301,7 +301,7 @@ class Driver(PodLeases):
             except MpsdError as error:
                 self._failed(action, claim, error)
             else:
-                self._said.pop(claim, None)
+                self._said.pop(_subject(claim, action), None)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -373,7 +373,7 @@ class Driver(PodLeases):
         self._log.info(EventName.CONTAINER_HOLDS, lease=lease, claim=f"{claim.namespace}/{claim.name}", uid=uid)
 
     def _failed(self, action: Action, uid: str, error: MpsdError) -> None:
-        if self._is_new(uid, error):
+        if self._is_new(_subject(uid, action), error):
             name = EventName.CONTAINER_NOT_HELD if isinstance(action, Take) else EventName.LEASE_NOT_CHANGED
             self._log.error(name, error, claim=uid, action=type(action).__name__)
             claim = self._store.get(uid)
@@ -394,6 +394,11 @@ class Driver(PodLeases):
                 with self._free:
                     self._busy.discard(uid)
                     self._free.notify_all()
+
+
+def _subject(claim: str, action: Action) -> str:
+    """Return what an action is about: a lease, or the whole claim."""
+    return action.lease.held.lease if isinstance(action, Take) else claim
 
 
 def _check_uid(uid: str) -> None:

@@ -148,7 +148,7 @@ class Observer:
     def forget(self) -> None:
         """Forget the answers of a daemon that is gone."""
         self.read_back, self.drift, self._servers, self._priority = None, (), {}, None
-        self.has_client_priority = True  # the next one may be of another driver, which is asked
+        self.has_client_priority = True  # the next one may be of another program, which is asked
 
     # -- the two conversations: set every limit, or only read them ----------------------------------------------------
 

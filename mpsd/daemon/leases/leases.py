@@ -126,7 +126,7 @@ class Leases:
         self._offered: Iterable[Offer] | None = None
         self.group_commit.ending.connect(self._settle_after_ends)
         self.group_commit.unstored.connect(self._end)
-        self.closing.begun.connect(ceilings.follow)
+        self.closing.begun.connect(ceilings.note)
         self.closing.over.connect(self._end)
         self._keepers.gone.connect(self._keeper_gone)
         self._keepers.unborne.connect(self._end)
@@ -212,7 +212,7 @@ class Leases:
             self._end(lease.id, because)
         elif lease.state is not LeaseState.WAITING:
             if lease.claim is None:
-                self.ceilings.follow(lease)
+                self.ceilings.note(lease)
             self.clients.drop_dead_clients(lease)
             self.closing.take_up(lease)
         elif lease.request.request_id is None:
@@ -273,7 +273,7 @@ class Leases:
     def _decided(self, lease: Lease) -> None:
         """Record the decision about a request: its clients are admitted before its caller gets the answer."""
         if lease.shares and lease.claim is None:
-            self.ceilings.follow(lease)
+            self.ceilings.note(lease)
             self.holder_watch.has_new.set()  # the request may have waited
         self.group_commit.note_decision(lease)
 
@@ -460,7 +460,7 @@ class Leases:
         if ended is None:
             return
         self._unsettled = True
-        self.ceilings.follow(ended)
+        self.ceilings.note(ended)
         self._ended[lease_id] = ended
         if len(self._ended) > _MOST_ENDED:
             self._ended.popitem(last=False)

@@ -223,7 +223,7 @@ class ViolationMonitor:
         self._clients.attribute(self._seen.values())
         if read:
             self._attribute_memory()
-        self._follow_faults()
+        self._note_faults()
         self.doubts = tuple(self._doubt())
         found = set(self._find())
         now = clock.monotonic()
@@ -284,7 +284,7 @@ class ViolationMonitor:
             return Client(identity, daemon.name, daemon.gpu, server.pid, opened, environment, uid)
         return replace(known, opened=opened)
 
-    def _follow_faults(self) -> None:
+    def _note_faults(self) -> None:
         """Log each new fatal fault with the clients that it affects, and the end of each fault."""
         faults = {
             (daemon.name, server.pid): server.faulted

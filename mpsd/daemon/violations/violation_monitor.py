@@ -18,7 +18,6 @@ from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.enforcement.server_health import FAULT
 from mpsd.core.enforcement.verification import Verification
 from mpsd.core.enforcement.violations import Doubt, Violation
-from mpsd.core.errors import StorageError
 from mpsd.core.events import EventName
 from mpsd.core.lifecycle import ANSWERED
 from mpsd.core.model import (
@@ -207,8 +206,6 @@ class ViolationMonitor:
         """The open violations, in the order in which they were found."""
         self.doubts: tuple[Doubt, ...] = ()
         """The unknown facts about the limits of leases' clients at present."""
-        self._not_stored = ""
-        """The last logged reasons why endings could not be stored, and so have not begun."""
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -482,13 +479,13 @@ class ViolationMonitor:
         return self._settings.current.on_violation(violation.kind)
 
     def _act(self, violation: Violation) -> None:
-        """Apply the policy, once for a process; where that cannot be stored, the next inspection tries again."""
+        """Apply the policy, once for a process; where its end cannot begin, the next inspection tries again."""
         if self._policy(violation) is OnViolation.REPORT:
             self._endings.let_go(violation.process, _cause(violation))  # the policy may have changed
             return
         lease = self._find_lease(violation.lease) if violation.lease is not None else None
         client = self._seen.get((violation.daemon, violation.process))
-        try:
+        with self._endings.failures_logged():
             self._endings.end(
                 violation.process,
                 EndCause(_cause(violation), violation.because),
@@ -498,12 +495,6 @@ class ViolationMonitor:
                 lost=violation.kind is ViolationKind.LINGERS,
                 uid=client.uid if client is not None else None,
             )
-        except StorageError as error:
-            if self._not_stored != error.detail:
-                self._log.error(EventName.STORE_FULL, because=error.detail)
-            self._not_stored = error.detail
-        else:
-            self._not_stored = ""
 
     def _end(self, violation: Violation) -> None:
         self._log.info(

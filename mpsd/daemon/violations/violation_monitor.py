@@ -459,17 +459,8 @@ class ViolationMonitor:
     # -- acting -------------------------------------------------------------------------------------------------------
 
     def _begin(self, violation: Violation) -> None:
-        policy = self._policy(violation)
-        self._log.warning(
-            EventName.VIOLATION,
-            kind=violation.kind,
-            pid=violation.process.pid,
-            lease=violation.lease,
-            daemon=violation.daemon,
-            policy=policy,
-            because=violation.because,
-            hint=violation.hint,
-        )
+        facts = {"policy": self._policy(violation), "because": violation.because, "hint": violation.hint}
+        self._log.warning(EventName.VIOLATION, **_named(violation), **facts)
         self._found[violation] = None
 
     def _policy(self, violation: Violation) -> OnViolation:
@@ -497,16 +488,16 @@ class ViolationMonitor:
             )
 
     def _end(self, violation: Violation) -> None:
-        self._log.info(
-            EventName.VIOLATION_ENDED,
-            kind=violation.kind,
-            pid=violation.process.pid,
-            lease=violation.lease,
-            daemon=violation.daemon,
-        )
+        self._log.info(EventName.VIOLATION_ENDED, **_named(violation))
         del self._found[violation]
         # An ending that has not begun is cancelled; one that has begun is finished.
         self._endings.let_go(violation.process, _cause(violation))
+
+
+def _named(violation: Violation) -> dict[str, object]:
+    """Return the facts that events name a violation by."""
+    pid = violation.process.pid
+    return {"kind": violation.kind, "pid": pid, "lease": violation.lease, "daemon": violation.daemon}
 
 
 def _cause(violation: Violation) -> str:

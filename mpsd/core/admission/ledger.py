@@ -19,7 +19,7 @@ from mpsd.core.admission.room import NOTHING_RESERVED, Reservations, Room
 from mpsd.core.admission.users import NEWCOMER, Usage, UserTotals
 from mpsd.core.errors import CapacityError, RequestIdReusedError, TooManyLeasesError
 from mpsd.core.model import AttachedProcess, Claim, Holder, Lease, LeaseRequest, LeaseState, Owner, ProcessIdentity
-from mpsd.core.settings import Admission, Placement
+from mpsd.core.settings import Admission
 
 
 class Now(Struct, frozen=True):
@@ -27,25 +27,6 @@ class Now(Struct, frozen=True):
 
     seconds: float
     time: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionRules:
-    """The operator's rules."""
-
-    placement: Placement = Placement.BEST_FIT
-    queue_length: int = 1000
-    leases: int = 10_000
-    patience: float = 300.0
-    """Seconds for which requests of users with a lower recent usage can overtake a request that stands first."""
-    queue_per_uid: int = 128
-
-    @classmethod
-    def of(cls, settings: Admission) -> "AdmissionRules":
-        """Return the rules that the settings contain."""
-        return cls(
-            settings.placement, settings.queue_length, settings.leases, settings.patience, settings.queue_per_uid
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +40,7 @@ class QueuePlace:
 class Ledger:
     """The leases that have not ended, by id: those that hold a share, and those that wait for one."""
 
-    def __init__(self, rules: AdmissionRules, usage: Usage) -> None:
+    def __init__(self, rules: Admission, usage: Usage) -> None:
         self.rules = rules
         self.usage = usage
         self.leases: dict[str, Lease] = {}

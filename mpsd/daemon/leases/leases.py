@@ -16,7 +16,7 @@ from msgspec import Struct, structs
 from mpsd.core import holders
 from mpsd.core.admission import users
 from mpsd.core.admission.admission import Amount, Offer
-from mpsd.core.admission.ledger import AdmissionRules, Ledger, Now, RequestIds
+from mpsd.core.admission.ledger import Ledger, Now, RequestIds
 from mpsd.core.enforcement.attribution import TOKEN_BYTES
 from mpsd.core.enforcement.ending import EndCause
 from mpsd.core.errors import CapacityError, DoesNotFitError, MpsdError, NotFoundError, StoppingError, StorageError
@@ -132,7 +132,7 @@ class Leases:
         settings.follow(self._configure)
 
     def _configure(self, settings: Settings) -> None:
-        self.ledger.rules = AdmissionRules.of(settings.admission)
+        self.ledger.rules = settings.admission
 
     async def run(self) -> None:
         """Watch holders and clocks until cancelled; the leases stay on disk."""

@@ -41,7 +41,6 @@ def gpus(number: int) -> list[Gpu]:
         Gpu(
             f"GPU-{each:08x}-1111-4222-8333-444444444444",
             141 * _GIB,
-            f"gpu{each}",
             f"/run/mpsd/mps/gpu{each}",
             570,
             "",

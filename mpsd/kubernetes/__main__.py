@@ -50,21 +50,21 @@ def cli(*, config: Path | None, socket: str | None, kubelet_dir: str | None, nod
     """
     from mpsd.kubernetes import api_server  # noqa: PLC0415 - the help page does not need gRPC
     from mpsd.kubernetes.log import Log  # noqa: PLC0415
+    from mpsd.kubernetes.parts import program  # noqa: PLC0415
     from mpsd.kubernetes.service import run_plugin  # noqa: PLC0415
 
     options = {"socket": socket, "kubelet_dir": kubelet_dir, "node": node, "resources": "dra" if dra else None}
     found = _settings(config, options)
     settings.check_capabilities(found, capabilities.own_set("CapEff"))
-    log = Log(found.log_format)
+    started = program(found, Log(found.log_format))
     if found.resources is Offer.DRA:
-        place = api_server.place(found.api_server, found.service_account, os.environ)
-        importlib.import_module("mpsd.kubernetes.dra.service").run_driver(found, log, place)
+        place = api_server.place(found, os.environ)
+        importlib.import_module("mpsd.kubernetes.dra.service").run_driver(started, place)
     else:
         reports = found.report is Report.ALWAYS or (
             found.report is Report.AUTO and bool(found.node) and api_server.is_known(found, os.environ)
         )
-        reported_to = api_server.place(found.api_server, found.service_account, os.environ) if reports else None
-        run_plugin(found, log, reported_to)
+        run_plugin(started, api_server.place(found, os.environ) if reports else None)
 
 
 def main() -> None:

@@ -16,19 +16,19 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from mpsd.core.containers.cdi import PIPE_DIRECTORY
-from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError, UnreachableError
+from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError, NotPermittedError
 from mpsd.core.kubernetes import claims, devices
-from mpsd.core.kubernetes.claims import Claimed, Open, Release, Renew
+from mpsd.core.kubernetes.claims import Claimed, Held, Open, Release, Renew
 from mpsd.core.kubernetes.devices import KINDS, Container, Gpu, Kind, Numbers, Part
 from mpsd.core.kubernetes.settings import GpuDevices, Offer, Settings
 from mpsd.core.model import Limits
 from mpsd.core.mps import limits
 from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
-from mpsd.kubernetes import kubelet
-from mpsd.kubernetes.board import Board
-from mpsd.kubernetes.kubelet import Kubelet
-from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
+from mpsd.kubernetes.kubelet import Kubelet, User, group_path, is_populated
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.mpsd_client import LeaseAnswer
+from mpsd.kubernetes.parts import Program
+from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
 from mpsd.system import clock
 
@@ -45,39 +45,21 @@ _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _ANY_THREADS: Final = ActiveThreadPercentage(1000)
 
 
-class Allocations:
-    """The leases of this node's containers. Any thread may call; one at a time decides about leases."""
+class Allocations(PodLeases):
+    """The leases of this node's containers; one thread at a time decides about them."""
 
-    pause: float = 1.0
-    """Seconds between two searches for the programs of containers: each is announced just before it starts."""
+    pause = 1.0  # each container is announced just before it starts
 
-    def __init__(
-        self, settings: Settings, *, mpsd: Mpsd, kubelet: Kubelet, board: Board, log: Log, ended: threading.Event
-    ) -> None:
-        """`ended` is set when this program ends."""
-        self._settings = settings
-        self._mpsd = mpsd
+    def __init__(self, program: Program, kubelet: Kubelet) -> None:
+        super().__init__(program)
         self._kubelet = kubelet
-        self._board = board
-        self._log = log
-        self._ended = ended
         self._lock = threading.Lock()
         self._pending: list[Open] = []
         """The containers without a client yet."""
         self._refused: dict[str, MpsdError] = {}
         """The error with which a claim was not taken, by lease."""
-        self._said: dict[str, str] = {}
-        """Why the user of a container has no lease, as last logged, by lease."""
         self._tried = set[str]()
         """Leases that mpsd refused to hand over since the last reconciliation."""
-        self._unreadable = ""
-        self.woken: Final = threading.Event()
-        """Set when a container is about to start, so that its claim is handled at once."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether the program of a container is not known to have its lease yet."""
-        return bool(self._pending)
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
@@ -89,7 +71,7 @@ class Allocations:
             return _answer(self._half(kind, gpu, len(numbers)), gpu, self._settings)
         part = devices.part_of({kind: len(numbers)}, gpu, self._settings)
         self._free(uuid, {kind: numbers})
-        lease = self._claim(gpu, {kind: numbers}, part)
+        lease = self._claim_for(gpu, {kind: numbers}, part)
         variables = {**lease["env"], _ALLOCATION: secrets.token_hex(8)}
         return _answer(variables, gpu, self._settings)
 
@@ -101,7 +83,7 @@ class Allocations:
         container = devices.with_devices(self._containers(), kind, uuid, numbers)
         counts = {each: len(container.numbers[each]) for each in container.numbers}
         part = devices.part_of(counts, gpu, settings)
-        group = kubelet.group_path(container.pod, settings)
+        group = group_path(container.pod, settings)
         if group is None:
             raise NotPermittedError(
                 f"pod {container.pod} has no control group, which would hold its lease, below {settings.cgroup_root}",
@@ -110,31 +92,21 @@ class Allocations:
             )
         with self._lock:
             found = self._lease_of(container)
-            refusal = None if found is None else self._refused.pop(found.lease, None)
+            refusal = None if found is None else self._refused.pop(found.held.lease, None)
         if refusal is not None and not refusal.retryable:  # reported once: the next attempt may succeed
             raise refusal
         if found is None:
             self._free(uuid, container.numbers, container.pod)
-            lease = self._claim(gpu, container.numbers, part)
+            lease = self._claim_for(gpu, container.numbers, part)
             self._check_same(container, lease)
         self._hold(container, group)
-        self._log.info(
-            EventName.CONTAINER_STARTS,
-            pod=container.pod,
-            container=container.name,
-            name=self._kubelet.name_of(container),
-            gpu=uuid,
-            threads=part.percent,
-            mebibytes=part.mebibytes,
-        )
+        share = {"gpu": uuid, "threads": part.percent, "mebibytes": part.mebibytes}
+        self._log.info(EventName.CONTAINER_STARTS, **self._facts_of(container), **share)
         self.woken.set()
 
     def _gpu(self, uuid: str) -> Gpu:
-        gpus = self._board.gpus
-        devices.check_node(gpus.values(), self._settings)
-        if uuid in gpus:
-            return gpus[uuid]
-        raise DaemonNotReadyError(f"mpsd does not show GPU {uuid}", hint="see mpsctl gpus on the node")
+        devices.check_node(self._board.gpus.values(), self._settings)
+        return self._board.gpu(uuid)
 
     def _half(self, kind: Kind, gpu: Gpu, number: int) -> dict[str, str]:
         """Return the variables of one of two resources: each has its own limit, and no variable belongs to both."""
@@ -164,7 +136,7 @@ class Allocations:
     def _lease_of(self, container: Container) -> Claimed | None:
         """Return the lease of a container; not one that another pod still holds, which will end soon."""
         mine = [each for each in self._mpsd.claimed() if each.is_for(container)]
-        return next((each for each in mine if each.pod in {None, container.pod}), None)
+        return next((each for each in mine if each.held.pod in {None, container.pod}), None)
 
     def _free(self, gpu: str, numbers: Mapping[Kind, Numbers], pod: str | None = None) -> None:
         """End the leases of earlier containers with these devices: kubelet gives no device to two containers.
@@ -176,21 +148,18 @@ class Allocations:
         while True:
             with self._lock:
                 old = [
-                    each
+                    each.held
                     for each in self._mpsd.claimed()
                     if any(each.overlaps(gpu, kind, own) for kind, own in numbers.items())
                 ]
                 alive = [
                     each
                     for each in old
-                    if each.pod is not None
-                    and (each.pod != pod or each.has_clients)
-                    and kubelet.is_populated(each.group)
+                    if each.pod is not None and (each.pod != pod or each.has_clients) and is_populated(each.group)
                 ]
                 for each in old:
                     if each not in alive:
-                        because = "kubelet gives its devices to another container"
-                        self._release(Release(each.lease, is_claim=each.pod is None, because=because))
+                        self._try(Release(each, "kubelet gives its devices to another container"))
             if not alive:
                 return
             if clock.monotonic() > end or self._ended.wait(_PAUSE):
@@ -200,22 +169,10 @@ class Allocations:
                     limit="devices",
                 )
 
-    def _claim(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> LeaseAnswer:
-        settings = self._settings
-        claim: dict[str, object] = {"deadline": settings.claim_deadline}
-        if settings.uid is not None:
-            claim["uid"] = settings.uid
-        request = {
-            "threads": part.percent,
-            "memory": f"{part.mebibytes}MiB",
-            "gpu": gpu.uuid,
-            "processes": "any" if settings.processes is None else settings.processes,
-            "wait": settings.wait,
-            "labels": claims.labels(numbers),
-            "holder": {"claim": claim},
-            "request_id": f"kubernetes-{secrets.token_hex(16)}",
-        }
-        lease = self._mpsd.admit(request, settings.wait)
+    def _claim_for(self, gpu: Gpu, numbers: Mapping[Kind, Numbers], part: Part) -> LeaseAnswer:
+        settings, request = self._settings, f"kubernetes-{secrets.token_hex(16)}"
+        labels = claims.labels(numbers)
+        lease = self._claim(gpu.uuid, part, settings.uid, settings.processes, labels=labels, request_id=request)
         self._log.info(
             EventName.CONTAINER_CLAIMED,
             lease=lease["id"],
@@ -237,8 +194,9 @@ class Allocations:
             given |= _variables_of(encoded)
         for name, value in lease["env"].items():
             if name.startswith("CUDA_") and given.get(name) != value:
-                because = f"{container} was given another {name} than it has"
-                self._release(Release(lease["id"], is_claim=True, because=because))
+                held = claims.held(lease, clock.now())
+                if held is not None:
+                    self._try(Release(held, f"{container} was given another {name} than it has"))
                 raise NotPermittedError(
                     f"{container} was given {name}={given.get(name)!r}, and its lease has {value!r}",
                     hint="delete the pod and create it again: its node, or this plugin's settings, have changed",
@@ -248,150 +206,103 @@ class Allocations:
     # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
 
     def reconcile(self) -> None:
-        """Do the next action for each lease, by kubelet's record and the kernel's facts. Raises UnreachableError."""
         with self._lock:
             containers = self._recorded()
             leases = self._mpsd.claimed()
-            known = {each.lease for each in leases}
+            known = {each.held.lease for each in leases}
             self._refused = {lease: error for lease, error in self._refused.items() if lease in known}
-            self._said = {lease: because for lease, because in self._said.items() if lease in known}
+            self._forget_all_but(known)
             self._tried.clear()
             if containers is None:
                 return
             actions = claims.next_actions(
                 leases,
                 containers,
-                is_populated=kubelet.is_populated,
-                has_group=lambda pod: kubelet.group_path(pod, self._settings) is not None,
+                is_populated=is_populated,
+                has_group=lambda pod: group_path(pod, self._settings) is not None,
                 settings=self._settings,
             )
             self._pending = [each for each in actions if isinstance(each, Open)]
             for each in actions:
-                match each:
-                    case Release():
-                        self._release(each)
-                    case Renew():
-                        self._renew(each)
-                    case Open():
-                        pass  # `complete` handles it
+                if not isinstance(each, Open):  # `complete` handles it
+                    self._try(each)
 
     def complete(self) -> None:
-        """Hand over the leases to the users of the containers' programs, for the programs that run by now."""
         for each in self._pending:
-            self._complete(each)
+            self._complete(each.held, each.container)
 
-    def _complete(self, pending: Open) -> None:
-        container = pending.container
+    def _complete(self, held: Held, container: Container) -> None:
         primary = KINDS[self._settings.resources][-1]
         marker = _variables_of(container.answers.get(primary, "")).get(_ALLOCATION)
         if marker is None:
             return
+        taken_for = None if held.pod is None else held.uid
         try:
-            found = kubelet.programs_with(container.pod, _ALLOCATION, marker, self._settings, pending.uid)
+            found = self._running([container.pod], _ALLOCATION, marker, taken_for)
         except NotPermittedError as error:
-            self._not_held(pending, None, error)
+            self._not_held(held, container, None, error)
             return
-        group = kubelet.group_path(container.pod, self._settings)
-        if not found or group is None:
+        if found is None:
             return
-        uid = self._settings.uid
-        if uid is None:
-            uid = claims.user_of({each.uid for each in found})
-        if uid != pending.uid and pending.lease not in self._tried:
-            gid = next((each.gid for each in found if each.uid == uid), uid)
+        group, user = found
+        if self._settings.uid not in {None, user.uid}:
+            user = User(self._settings.uid, self._settings.uid)
+        if user.uid != taken_for and held.lease not in self._tried:
             with self._lock:
-                if pending in self._pending:
-                    self._take(pending, group, uid, gid)
+                if Open(held, container) in self._pending:
+                    self._hand_over(held, container, group, user)
 
     def _hold(self, container: Container, group: str) -> None:
-        """Hand over a lease to its pod before the container starts, for the most likely user of its program.
-
-        The limits are thus open when the program starts. Raises mpsd's refusal where the user is certain.
-        """
-        uid = self._settings.uid
-        likely = claims.ROOT if uid is None else uid
+        """Hand over a lease to its pod before the container starts."""
         with self._lock:
             found = self._lease_of(container)
-            if found is None or found.pod is not None:
+            if found is None or found.held.pod is not None:
                 return
-            try:
-                self._mpsd.take(found.lease, group, likely, likely)
-            except MpsdError as error:
-                if uid is not None or isinstance(error, UnreachableError):
-                    raise
-                return  # another user may be accepted, once the container's program shows it
-            self._holds(found.lease, container, likely)
+            uid = self._take_before_start(found.held.lease, group, self._settings.uid)
+            if uid is not None:
+                self._holds(found.held.lease, container, uid)
 
-    def _take(self, pending: Open, group: str, uid: int, gid: int) -> None:
-        lease, container = pending.lease, pending.container
+    def _hand_over(self, held: Held, container: Container, group: str, user: User) -> None:
         try:
-            if pending.uid is not None:
-                self._mpsd.renew(lease, self._settings.claim_deadline, uid)
-            self._mpsd.take(lease, group, uid, gid)
+            self._take(held, group, user)
         except MpsdError as error:
-            self._refused[lease] = error
-            self._tried.add(lease)
-            self._not_held(pending, uid, error)
+            self._refused[held.lease] = error
+            self._tried.add(held.lease)
+            self._not_held(held, container, user.uid, error)
             return
-        self._pending = [each for each in self._pending if each.lease != lease]
-        self._holds(lease, container, uid)
+        self._pending = [each for each in self._pending if each.held.lease != held.lease]
+        self._holds(held.lease, container, user.uid)
 
-    def _not_held(self, pending: Open, uid: int | None, error: MpsdError) -> None:
+    def _not_held(self, held: Held, container: Container, uid: int | None, error: MpsdError) -> None:
         """Log once why a container's user has no lease; a `uid` of None is an unknown user."""
-        if self._said.get(pending.lease) == error.detail:
-            return
-        self._said[pending.lease] = error.detail
-        container = pending.container
-        self._log.error(
-            EventName.CONTAINER_NOT_HELD,
-            lease=pending.lease,
-            pod=container.pod,
-            container=container.name,
-            name=self._kubelet.name_of(container),
-            uid=uid,
-            code=error.code,
-            because=error.detail,
-            hint=error.hint,
-        )
+        if self._is_new(held.lease, error):
+            facts = self._facts_of(container)
+            self._log.error(EventName.CONTAINER_NOT_HELD, error, lease=held.lease, **facts, uid=uid)
 
     def _holds(self, lease: str, container: Container, uid: int) -> None:
         self._refused.pop(lease, None)
         self._said.pop(lease, None)
-        self._log.info(
-            EventName.CONTAINER_HOLDS,
-            lease=lease,
-            pod=container.pod,
-            container=container.name,
-            name=self._kubelet.name_of(container),
-            uid=uid,
-        )
+        self._log.info(EventName.CONTAINER_HOLDS, lease=lease, **self._facts_of(container), uid=uid)
 
-    def _release(self, action: Release) -> None:
-        try:
-            self._mpsd.release(action.lease, is_claim=action.is_claim)
-        except MpsdError as error:
-            self._log.warning(EventName.LEASE_NOT_CHANGED, lease=action.lease, code=error.code, because=error.detail)
-            return
-        self._log.info(EventName.LEASE_RELEASED, lease=action.lease, because=action.because)
+    def _facts_of(self, container: Container) -> dict[str, object]:
+        return {"pod": container.pod, "container": container.name, "name": self._kubelet.name_of(container)}
 
-    def _renew(self, action: Renew) -> None:
+    def _try(self, action: Release | Renew) -> None:
+        """Do an action; one that mpsd refuses is decided again by the next reconciliation."""
         try:
-            self._mpsd.renew(action.lease, self._settings.claim_deadline)
+            self._end_or_renew(action)
         except MpsdError as error:
-            self._log.warning(EventName.LEASE_NOT_CHANGED, lease=action.lease, code=error.code, because=error.detail)
-            return
-        self._log.info(EventName.CLAIM_RENEWED, lease=action.lease, seconds=self._settings.claim_deadline)
+            self._log.warning(EventName.LEASE_NOT_CHANGED, error, lease=action.held.lease)
 
     def _recorded(self) -> list[Container] | None:
         """Return kubelet's record, for tasks beside its calls; None where it cannot be read."""
         try:
             found = self._kubelet.containers()
         except (OSError, ValueError) as error:
-            if self._unreadable != str(error):
-                self._unreadable = str(error)
+            if self._log.is_new("checkpoint", str(error)):
                 self._log.error(EventName.CHECKPOINT_UNREADABLE, because=str(error))
             return None
-        self._unreadable = ""
+        self._log.solved("checkpoint")
         return found
 
 

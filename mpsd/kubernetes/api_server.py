@@ -72,13 +72,13 @@ def is_known(settings: Settings, environment: Mapping[str, str]) -> bool:
     return has_token and bool(settings.api_server or environment.get("KUBERNETES_SERVICE_HOST"))
 
 
-def place(url: str, account: str, environment: Mapping[str, str]) -> Place:
+def place(settings: Settings, environment: Mapping[str, str]) -> Place:
     """Return the address of the API server: the configured one, or else the one in each pod's environment.
 
     Raises ConfigurationError.
     """
-    folder = Path(account) if account else ACCOUNT
-    if url:
+    folder = Path(settings.service_account or ACCOUNT)
+    if url := settings.api_server:
         parts = urlsplit(url)
         if parts.scheme != "https" or not parts.hostname or parts.path not in {"", "/"}:
             raise ConfigurationError(

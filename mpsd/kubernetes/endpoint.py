@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
 import grpc
@@ -10,13 +9,13 @@ import grpc
 from mpsd.core.errors import CapacityError, MpsdError, UnreachableError
 from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import Kind
-from mpsd.core.kubernetes.settings import Settings
-from mpsd.kubernetes import kubelet, wire
+from mpsd.kubernetes import wire
 from mpsd.kubernetes.allocations import Allocations
-from mpsd.kubernetes.board import Board
-from mpsd.kubernetes.kubelet import Inode, Kubelet
-from mpsd.kubernetes.log import EventName, Log
+from mpsd.kubernetes.kubelet import Kubelet
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.parts import Part, Program
 from mpsd.kubernetes.protocol import deviceplugin_pb2 as deviceplugin
+from mpsd.kubernetes.wire import Socket
 from mpsd.system import clock
 
 T = TypeVar("T")
@@ -30,52 +29,41 @@ _ALONE: Final = 5.0
 _OPTIONS: Final = deviceplugin.DevicePluginOptions(pre_start_required=True, get_preferred_allocation_available=True)
 
 
-class Endpoint:
+class Endpoint(Part):
     """The device plugin of one resource."""
 
-    def __init__(
-        self, kind: Kind, settings: Settings, *, kubelet: Kubelet, board: Board, allocations: Allocations, log: Log
-    ) -> None:
+    def __init__(self, program: Program, kind: Kind, kubelet: Kubelet, allocations: Allocations) -> None:
+        super().__init__(program)
         self._kind = kind
-        self._settings = settings
         self._kubelet = kubelet
-        self._board = board
         self._allocations = allocations
-        self._log = log
-        self._resource = devices.resource_name(kind, settings)
-        self._path: Path = kubelet.plugins / f"mpsd-{kind}.sock"
-        self._server: grpc.Server | None = None
-        self._own: Inode | None = None
-        self._registered: Inode | None = None
+        self._resource = devices.resource_name(kind, self._settings)
+        self._socket = Socket(kubelet.plugins / f"mpsd-{kind}.sock", self._handlers(), _THREADS)
+        self._registered: wire.Inode | None = None
         """The kubelet that the resource is registered with."""
         self._followers = 0
         """The number of that kubelet's calls that follow the devices."""
         self._followed_at = 0.0
         self._counting = threading.Lock()
-        self._because = ""
 
     def serve(self) -> None:
         """Register with the kubelet that listens now, if necessary: each new kubelet starts with an empty directory."""
         now = self._kubelet.identity()
         if now is None or not self._board.gpus:  # before mpsd's first answer there is nothing to offer
             return
-        is_there = self._own is not None and kubelet.inode(self._path) == self._own
-        if is_there and now == self._registered and self._is_followed():
-            return
         try:
-            if not is_there:
-                self.close()
-                self._server = wire.serve(self._path, self._handlers(), _THREADS)
-                self._own = kubelet.inode(self._path)
-            self._kubelet.register(self._path.name, self._resource, _OPTIONS)
+            if not self._socket.serve() and now == self._registered and self._is_followed():
+                return
+            self._kubelet.register(self._socket.path.name, self._resource, _OPTIONS)
         except (OSError, grpc.RpcError) as error:
+            self._registered = None
             because = wire.because(error) if isinstance(error, grpc.RpcError) else str(error)
-            if because != self._because:
-                self._because = because
+            if self._log.is_new(self._resource, because):
                 self._log.warning(EventName.RESOURCE_NOT_REGISTERED, resource=self._resource, because=because)
             return
-        self._registered, self._because, self._followed_at = now, "", clock.monotonic()
-        self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._path))
+        self._registered, self._followed_at = now, clock.monotonic()
+        self._log.solved(self._resource)
+        self._log.info(EventName.RESOURCE_REGISTERED, resource=self._resource, socket=str(self._socket.path))
 
     def _is_followed(self) -> bool:
         """Tell whether kubelet follows the devices, or may soon do so: after a failed connection it does not retry."""
@@ -86,10 +74,8 @@ class Endpoint:
 
     def close(self) -> None:
         """End the open calls, and stop answering."""
-        if self._server is not None:
-            self._server.stop(None)
-            self._board.wake()
-            self._server = self._own = self._registered = None
+        self._socket.close()
+        self._board.wake()
 
     def _handlers(self) -> wire.Handlers:
         return {
@@ -149,14 +135,7 @@ class Endpoint:
         try:
             return serve(self._kind, ids)
         except MpsdError as error:
-            self._log.warning(
-                EventName.CONTAINER_REFUSED,
-                resource=self._resource,
-                devices=len(ids),
-                code=error.code,
-                because=error.detail,
-                hint=error.hint,
-            )
+            self._log.warning(EventName.CONTAINER_REFUSED, error, resource=self._resource, devices=len(ids))
             self._refuse(context, error)
 
     def _refuse(self, context: grpc.ServicerContext, error: MpsdError) -> NoReturn:

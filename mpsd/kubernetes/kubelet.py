@@ -12,6 +12,7 @@ import grpc
 
 from mpsd.core.errors import InvalidRequestError, NotPermittedError
 from mpsd.core.kubernetes import devices, pods
+from mpsd.core.kubernetes.claims import user_of
 from mpsd.core.kubernetes.devices import Container
 from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.model import Known, Unknown
@@ -29,23 +30,6 @@ _NAMES: Final = 1.0
 """Seconds for kubelet to return a container's name, which is for output only."""
 
 
-class Inode(NamedTuple):
-    """The identity of a file at a path; an inode number alone may be reused."""
-
-    device: int
-    number: int
-    changed: int
-
-
-def inode(path: Path) -> Inode | None:
-    """Return the identity of the file at a path; None where there is none."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return Inode(found.st_dev, found.st_ino, found.st_ctime_ns)
-
-
 class Kubelet:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -54,12 +38,12 @@ class Kubelet:
         self._socket = self.plugins / "kubelet.sock"
         self._pods = root / "pod-resources" / "kubelet.sock"
         self._checkpoint = root / devices.CHECKPOINT
-        self._read: Inode | None = None
+        self._read: wire.Inode | None = None
         self._containers: list[Container] = []
 
-    def identity(self) -> Inode | None:
+    def identity(self) -> wire.Inode | None:
         """Return the identity of the kubelet that listens, since each one makes a new socket. None where none does."""
-        return inode(self._socket)
+        return wire.inode(self._socket)
 
     def register(self, endpoint: str, resource: str, options: deviceplugin.DevicePluginOptions) -> None:
         """Register a plugin's socket, beside kubelet's own, with kubelet. Raises grpc.RpcError."""
@@ -73,7 +57,7 @@ class Kubelet:
 
         Raises OSError and ValueError for a record that cannot be read.
         """
-        found = inode(self._checkpoint)
+        found = wire.inode(self._checkpoint)
         if found is None:
             return None
         if found != self._read:
@@ -112,10 +96,7 @@ _EXECUTES: Final = 1.0
 _UNSEEN: Final = Unknown("a process of the pod is not in the pid namespace of mpsd-kubernetes")
 
 
-class Program(NamedTuple):
-    """A process of a container, and its user."""
-
-    pid: int
+class User(NamedTuple):
     uid: int
     gid: int
 
@@ -157,13 +138,13 @@ def is_populated(path: str) -> bool:
         found.close()
 
 
-def programs_with(pod: str, variable: str, value: str, settings: Settings, held_by: int | None) -> list[Program]:
-    """Return the processes of a pod that were started with a variable of this value.
+def user_of_program(pod: str, variable: str, value: str, settings: Settings, held_by: int | None) -> User | None:
+    """Return the user of the processes of a pod that were started with a variable of this value; None where none was.
 
     Raises NotPermittedError where there is none, but a process of another user than `held_by` may be one: which
     variables it has is unknown.
     """
-    programs: list[Program] = []
+    users: list[User] = []
     because = ""
     with group_of(pod, settings) as found:
         for pid in () if found is None else found.processes():
@@ -171,17 +152,20 @@ def programs_with(pod: str, variable: str, value: str, settings: Settings, held_
                 case Known(variables) if variables.get(variable) == value:
                     user = proc.effective_user(pid)
                     if user is not None:
-                        programs.append(Program(pid, *user))
+                        users.append(User(*user))
                 case Unknown(reason) if not _may_execute(pid) and proc.effective_uid(pid) != held_by:
                     because = reason
-    if because and not programs:
+    if users:
+        uid = user_of({each.uid for each in users})
+        return next(each for each in users if each.uid == uid)
+    if because:
         raise NotPermittedError(
             f"as which user the program of a container in pod {pod} runs is unknown: {because}",
             hint="run mpsd-kubernetes in the host's pid namespace with the capabilities of its manifest, and see its"
             " AppArmor profile; or name the user in advance: `uid`, or `user` in a claim",
             limit="environment",
         )
-    return programs
+    return None
 
 
 def _may_execute(pid: int) -> bool:

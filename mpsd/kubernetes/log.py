@@ -11,6 +11,7 @@ import structlog
 from structlog.processors import add_log_level
 from structlog.typing import EventDict, WrappedLogger
 
+from mpsd.core.errors import MpsdError
 from mpsd.core.sanitize import SECRETS, plain
 from mpsd.core.settings import LogFormat
 from mpsd.system import clock
@@ -55,17 +56,33 @@ class Log:
     def __init__(self, form: LogFormat, stream: TextIO = sys.stderr) -> None:
         processors = (_stamped, add_log_level, _harmless, *log_lines.rendering(form, stream))
         self._log = structlog.wrap_logger(structlog.PrintLogger(stream), processors).bind()
+        self._problems: dict[str, str] = {}
+        """The last logged problem of each subject."""
 
     def info(self, event: EventName, **facts: object) -> None:
         self._log.info(event.value, **facts)
 
-    def warning(self, event: EventName, **facts: object) -> None:
+    def warning(self, event: EventName, error: MpsdError | None = None, **facts: object) -> None:
         """Log a problem that this program handles itself."""
-        self._log.warning(event.value, **facts)
+        self._log.warning(event.value, **facts, **_said_by(error))
 
-    def error(self, event: EventName, **facts: object) -> None:
+    def error(self, event: EventName, error: MpsdError | None = None, **facts: object) -> None:
         """Log a problem that an operator must look into."""
-        self._log.error(event.value, **facts)
+        self._log.error(event.value, **facts, **_said_by(error))
+
+    def is_new(self, subject: str, because: str) -> bool:
+        """Tell whether a problem of a subject is another one than its last, which is logged only once."""
+        before, self._problems[subject] = self._problems.get(subject), because
+        return because != before
+
+    def solved(self, *subjects: str) -> None:
+        """Forget the last problems of subjects."""
+        for each in subjects:
+            self._problems.pop(each, None)
+
+
+def _said_by(error: MpsdError | None) -> dict[str, object]:
+    return {} if error is None else {"code": error.code, "because": error.detail, "hint": error.hint}
 
 
 def _stamped(_: WrappedLogger, __: str, line: EventDict) -> EventDict:

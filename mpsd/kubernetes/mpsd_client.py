@@ -109,11 +109,12 @@ class Mpsd:
         """Request a lease; a repeated request with the same `request_id` returns the same lease."""
         return self._patiently(lambda api: api.admit(request, deadline=wait + _ANSWER))
 
-    def take(self, lease: str, group: str, uid: int, gid: int) -> None:
+    def take(self, lease: str, group: str, user: tuple[int, int]) -> None:
         """Let the control group of a pod take a claim for a user, for as long as the group exists.
 
         The request has the lease's token: the holder of a taken claim may then repeat it, as after a lost answer.
         """
+        uid, gid = user
         holder = {"cgroup": group, "while": "exists", "owner": {"uid": uid, "gid": gid}}
         token = self._patiently(lambda api: api.lease(lease)["env"].get(TOKEN, ""))
         self._patiently(lambda api: api.hold(lease, {**holder, "token": token}, deadline=2 * _ANSWER))
@@ -156,7 +157,6 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
     return Gpu(
         uuid=daemon["gpu"],
         mebibytes=max((gpu["memory_total"] or 0) - gpu["memory_reserved"], 0) // MIB,
-        daemon=daemon["name"],
         pipe_directory=daemon["pipe_directory"],
         driver=None if version is None else gpus.driver_branch(version),
         because=gpu["refused"] or "",
@@ -168,17 +168,7 @@ def _gpu(gpu: "answer_types.Gpu", daemon: "answer_types.Daemon") -> Gpu:
 
 def _claimed(lease: "answer_types.Lease") -> Claimed | None:
     now, granted = clock.now(), lease["granted"]
-    held, numbers = claims.held(lease["holders"], now), claims.devices_of(lease["labels"])
+    held, numbers = claims.held(lease, now), claims.devices_of(lease["labels"])
     if granted is None or held is None or numbers is None:
         return None
-    return Claimed(
-        lease["id"],
-        lease["gpus"][0],
-        numbers,
-        held.pod,
-        held.group,
-        age=(now - datetime.fromisoformat(granted)).total_seconds(),
-        left=held.left,
-        uid=lease["owner"]["uid"],
-        has_clients=bool(lease["clients"]),
-    )
+    return Claimed(held, lease["gpus"][0], numbers, (now - datetime.fromisoformat(granted)).total_seconds())

@@ -5,7 +5,6 @@ thousand writes in that time. Nothing else waits for this thread, and an unavail
 log.
 """
 
-import threading
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -13,12 +12,11 @@ from mpsd.core.errors import MpsdError
 from mpsd.core.kubernetes import node_state, pods
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.node_state import GpuState, ShareState
-from mpsd.core.kubernetes.settings import Settings
 from mpsd.core.units import MIB
 from mpsd.kubernetes.api_server import ApiServer, ConflictError
-from mpsd.kubernetes.board import Board
-from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.mpsd_client import LeaseAnswer
+from mpsd.kubernetes.parts import Part, Program
 from mpsd.system import clock
 
 _LOOK: Final = 1.0
@@ -28,26 +26,16 @@ _AGAIN: Final = 600.0
 """Seconds after which the Node is read again, since others may have changed it."""
 
 
-class NodeReport:
-    """Labels and annotates this node, from `start` until the program ends."""
+class NodeReport(Part):
+    """Labels and annotates this node."""
 
-    def __init__(
-        self, settings: Settings, *, mpsd: Mpsd, api_server: ApiServer, board: Board, log: Log, ended: threading.Event
-    ) -> None:
-        """`ended` is set when this program ends."""
-        self._settings = settings
-        self._mpsd = mpsd
+    def __init__(self, program: Program, api_server: ApiServer) -> None:
+        super().__init__(program)
         self._api_server = api_server
-        self._board = board
-        self._log = log
-        self._ended = ended
         self._written: tuple[dict[str, str | None], str] | None = None
-        self._because = ""
 
-    def start(self) -> None:
-        threading.Thread(target=self._report, name="node", daemon=True).start()
-
-    def _report(self) -> None:
+    def run(self) -> None:
+        """Write until the program ends."""
         next_write = read_at = 0.0
         while not self._ended.wait(_LOOK):
             gpus, now = self._board.gpus, clock.monotonic()
@@ -59,7 +47,10 @@ class NodeReport:
                 if self._look(gpus.values()):
                     next_write = clock.monotonic() + self._settings.report_interval
             except (MpsdError, ConflictError) as error:
-                self._miss(error)
+                if self._log.is_new("node", str(error)):
+                    code = error.code if isinstance(error, MpsdError) else "conflict"
+                    node = self._settings.node
+                    self._log.warning(EventName.NODE_NOT_REPORTED, node=node, code=code, because=str(error))
                 next_write = clock.monotonic() + self._settings.report_interval
 
     def _look(self, gpus: Collection[Gpu]) -> bool:
@@ -75,14 +66,9 @@ class NodeReport:
         if patch is not None:
             self._api_server.patch_node(self._settings.node, patch)
             self._log.info(EventName.NODE_REPORTED, node=self._settings.node, labels=labels)
-        self._written, self._because = wanted, ""
+        self._written = wanted
+        self._log.solved("node")
         return True
-
-    def _miss(self, error: MpsdError | ConflictError) -> None:
-        if str(error) != self._because:
-            self._because = str(error)
-            code = error.code if isinstance(error, MpsdError) else "conflict"
-            self._log.warning(EventName.NODE_NOT_REPORTED, node=self._settings.node, code=code, because=str(error))
 
 
 def _state(gpu: Gpu, leases: Sequence[LeaseAnswer]) -> GpuState:

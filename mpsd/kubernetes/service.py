@@ -6,22 +6,20 @@ kubelet is registered with at once. Further threads follow mpsd and write to the
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 from mpsd.core.errors import MpsdError, UnreachableError
 from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import KINDS
-from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes.allocations import Allocations
 from mpsd.kubernetes.api_server import ApiServer, Place
-from mpsd.kubernetes.board import Board, GpuFollower
 from mpsd.kubernetes.endpoint import Endpoint
 from mpsd.kubernetes.kubelet import Kubelet
-from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.kubernetes.log import EventName
 from mpsd.kubernetes.node_report import NodeReport
+from mpsd.kubernetes.parts import GpuFollower, Part, Program
+from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.system import clock
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -49,77 +47,58 @@ class Serves(Protocol):
         """End the open calls, and stop answering."""
 
 
-class Leases(Protocol):
-    """The leases of this node's containers, in a thread of their own beside kubelet's calls."""
-
-    pause: float
-    """Seconds between two searches for the programs of containers."""
-
-    @property
-    def woken(self) -> threading.Event:
-        """Set when a container is announced, so that its lease is handled at once."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether a container is about to start that must take its lease."""
-
-    def reconcile(self) -> None:
-        """Do the next action for each lease."""
-
-    def complete(self) -> None:
-        """Let pods take the leases of those containers whose program runs by now."""
-
-
-class Service:
+class Service(Part):
     """The threads of the program."""
 
     def __init__(
         self,
-        log: Log,
-        ended: threading.Event,
+        program: Program,
         *,
-        board: Board,
-        gpu_follower: GpuFollower,
         endpoints: Sequence[Serves],
-        leases: Leases,
-        threads: Sequence[Callable[[], None]],
+        leases: PodLeases,
+        threads: Mapping[str, Callable[[], None]],
     ) -> None:
-        """`threads` start further threads; `ended` is set when this program ends."""
-        self._log = log
-        self._ended = ended
-        self._board = board
-        self._gpu_follower = gpu_follower
+        """`threads` are those that write to the API server, by their names."""
+        super().__init__(program)
         self._endpoints = endpoints
         self._leases = leases
-        self._threads = threads
+        self._threads = {"mpsd": GpuFollower(program).run, **threads}
+        self._failure: Exception | None = None
 
     def run(self, **facts: object) -> None:
         """Run until SIGTERM or SIGINT. Raises ConfigurationError for a node that cannot be offered as configured.
 
         `facts` are those of the first line of the log.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads: they end one of the waits below
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in all threads: they end the wait below
         self._log.info(EventName.PLUGIN_STARTED, **facts)
-        self._gpu_follower.start()
-        for start in self._threads:
-            start()
-        with ThreadPoolExecutor(1, "leases") as pool:
-            leases = pool.submit(self._keep_leases)
-            try:
-                while not self._ended.is_set() and not leases.done():
-                    for each in self._endpoints:
-                        each.serve()
-                    if signal.sigtimedwait(_SIGNALS, _LOOK) is not None:
-                        break
-            finally:
-                self._ended.set()
-                self._leases.woken.set()
+        for name, run in self._threads.items():
+            threading.Thread(target=self._run, args=[run], name=name, daemon=True).start()
+        leases = threading.Thread(target=self._run, args=[self._keep_leases], name="leases")
+        leases.start()
+        try:
+            while not self._ended.is_set():
                 for each in self._endpoints:
-                    each.close()
-                self._log.info(EventName.PLUGIN_ENDED)
-        leases.result()  # raises the error of a defect
-        if self._gpu_follower.failure is not None:
-            raise self._gpu_follower.failure
+                    each.serve()
+                if signal.sigtimedwait(_SIGNALS, _LOOK) is not None:
+                    break
+        finally:
+            self._ended.set()
+            self._leases.woken.set()
+            for each in self._endpoints:
+                each.close()
+            leases.join()
+            self._log.info(EventName.PLUGIN_ENDED)
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """Run a thread; where it fails, the program ends with its error."""
+        try:
+            run()
+        except Exception as error:  # noqa: BLE001 - it is raised in the main thread
+            self._failure = error
+            self._ended.set()
 
     def _keep_leases(self) -> None:
         next_reconcile = hurries_until = 0.0
@@ -133,31 +112,21 @@ class Service:
             except UnreachableError:
                 pass  # the thread that follows mpsd logs it
             except MpsdError as error:
-                self._log.error(EventName.LEASE_NOT_CHANGED, code=error.code, because=error.detail, hint=error.hint)
+                self._log.error(EventName.LEASE_NOT_CHANGED, error)
             hurries = self._leases.has_pending and now < hurries_until
             if self._leases.woken.wait(_SOON if hurries else self._leases.pause):
                 self._leases.woken.clear()
                 next_reconcile, hurries_until = 0.0, now + _HURRY
 
 
-def run_plugin(settings: Settings, log: Log, place: Place | None) -> None:
+def run_plugin(program: Program, place: Place | None) -> None:
     """Run the device plugin, as `Service.run`; `place` is the address of the API server, if the node is labelled."""
-    ended, board, kubelet = threading.Event(), Board(), Kubelet(settings)
-    mpsd = Mpsd(settings.socket, ended)
-    allocations = Allocations(settings, mpsd=mpsd, kubelet=kubelet, board=board, log=log, ended=ended)
-    kinds = KINDS[settings.resources]
-    threads = []
-    if place is not None:
-        server = ApiServer(place, ended)
-        threads += [NodeReport(settings, mpsd=mpsd, api_server=server, board=board, log=log, ended=ended).start]
+    kubelet = Kubelet(program.settings)
+    allocations = Allocations(program, kubelet)
+    kinds = KINDS[program.settings.resources]
     Service(
-        log,
-        ended,
-        board=board,
-        gpu_follower=GpuFollower(settings, mpsd=mpsd, board=board, log=log, ended=ended),
-        endpoints=[
-            Endpoint(kind, settings, kubelet=kubelet, board=board, allocations=allocations, log=log) for kind in kinds
-        ],
+        program,
+        endpoints=[Endpoint(program, kind, kubelet, allocations) for kind in kinds],
         leases=allocations,
-        threads=threads,
-    ).run(node=settings.node, resources=[devices.resource_name(kind, settings) for kind in kinds])
+        threads={} if place is None else {"node": NodeReport(program, ApiServer(place, program.ended)).run},
+    ).run(node=program.settings.node, resources=[devices.resource_name(kind, program.settings) for kind in kinds])

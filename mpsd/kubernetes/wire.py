@@ -1,4 +1,4 @@
-"""gRPC over unix sockets: descriptions of the calls, a server for them, and a client.
+"""gRPC over unix sockets: descriptions of the calls, sockets that serve them, and a client.
 
 protoc's plugin for gRPC would generate twice this amount of code, tied to one version of grpcio.
 """
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -121,6 +121,50 @@ def serve(path: Path, handlers: Handlers, threads: int) -> grpc.Server:
     path.chmod(0o600)
     server.start()
     return server
+
+
+class Inode(NamedTuple):
+    """The identity of a file at a path; an inode number alone may be reused."""
+
+    device: int
+    number: int
+    changed: int
+
+
+def inode(path: Path) -> Inode | None:
+    """Return the identity of the file at a path; None where there is none."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Inode(found.st_dev, found.st_ino, found.st_ctime_ns)
+
+
+class Socket:
+    """A socket that is made again if it is removed."""
+
+    def __init__(self, path: Path, handlers: Handlers, threads: int) -> None:
+        self.path: Final = path
+        self._handlers = handlers
+        self._threads = threads
+        self._server: grpc.Server | None = None
+        self._own: Inode | None = None
+
+    def serve(self) -> bool:
+        """Serve, if that is not so already, and return whether that was necessary. Raises OSError."""
+        if self._own is not None and inode(self.path) == self._own:
+            return False
+        self.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+        self._server = serve(self.path, self._handlers, self._threads)
+        self._own = inode(self.path)
+        return True
+
+    def close(self) -> None:
+        """End the open calls, and stop answering."""
+        if self._server is not None:
+            self._server.stop(None)
+            self._server = self._own = None
 
 
 def ask(path: Path, call: Call[Q, A], request: Q, *, deadline: float = DEADLINE) -> A:

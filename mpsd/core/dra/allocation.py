@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct
 
-from mpsd.core.dra.prepared import PreparedShare
+from mpsd.core.dra.prepared import PreparedPod, PreparedShare
 from mpsd.core.errors import DaemonNotReadyError, InvalidRequestError, NotFoundError
 from mpsd.core.model import Stop
 from mpsd.core.settings import Attach
@@ -276,10 +276,10 @@ def device_name(gpu: str) -> str:
     return gpu.lower()
 
 
-def pods(claim: ResourceClaim) -> list[tuple[str, str]]:
-    """Return the uid and name of each pod that a claim is reserved for."""
+def pods(claim: ResourceClaim) -> list[PreparedPod]:
+    """Return the pods that a claim is reserved for."""
     reserved = claim.status.reserved_for if claim.status is not None else None
-    return [(each.uid, each.name) for each in reserved or [] if each.resource == "pods"]
+    return [PreparedPod(each.uid, each.name) for each in reserved or [] if each.resource == "pods"]
 
 
 def shares(claim: ResourceClaim, *, uid: str, driver: str, pool: str, gpus: Iterable[str]) -> list[Allocated]:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from msgspec import Struct, structs
 
 from mpsd.core.containers import cdi
+from mpsd.core.kubernetes.claims import Held, Release, Renew
 
 VERSION: Final = 1
 """The version of the record's format."""
@@ -83,18 +84,10 @@ def request_id(claim: str, number: int) -> str:
 
 
 class ShareLease(NamedTuple):
-    lease: str
+    held: Held
     claim: str
     number: int
     """The number of the share in its claim."""
-    pod: str | None
-    """The uid of the pod whose control group holds it; None while it is a claim of mpsd's."""
-    group: str
-    uid: int
-    """The uid of its owner."""
-    left: float
-    """Seconds until mpsd's claim ends."""
-    has_clients: bool = False
 
 
 def share_of(request: str | None) -> tuple[str, int] | None:
@@ -106,19 +99,6 @@ def share_of(request: str | None) -> tuple[str, int] | None:
 # -- what is next ------------------------------------------------------------------------------------------------------
 
 
-class Release(NamedTuple):
-    """End a lease that belongs to no claim; if it is a claim of mpsd's, only if no holder takes it first."""
-
-    lease: ShareLease
-    because: str
-
-
-class Renew(NamedTuple):
-    """Extend a claim of mpsd's."""
-
-    lease: ShareLease
-
-
 class Take(NamedTuple):
     """Give a lease to a pod of its claim, once there is one, and to the user of the pod's program."""
 
@@ -127,7 +107,7 @@ class Take(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Claim the leases again that a prepared claim has lost."""
+    """Claim the leases again that a prepared claim has lost, and write its CDI device again."""
 
     claim: PreparedClaim
 
@@ -150,41 +130,47 @@ Action: TypeAlias = Release | Renew | Take | Replace | Finish | Forget
 def next_actions(
     claims: Iterable[PreparedClaim],
     leases: Iterable[ShareLease],
+    *,
     is_populated: Callable[[str], bool],
+    has_device: Callable[[str], bool],
     deadline: float,
-) -> list[Action]:
-    """Return the next actions for each claim, and for each lease that belongs to no claim.
+) -> list[tuple[str, Action]]:
+    """Return the next actions for each claim, by its uid, and for each lease that belongs to no claim.
 
     `deadline` is the lifetime of a claim of mpsd's without renewal. kubelet must repeat or end a claim at stage BEGUN;
     until then its leases are not renewed, so that nothing remains where kubelet has forgotten the claim.
     """
     known = {each.uid: each for each in claims}
     had: dict[str, dict[int, ShareLease]] = {uid: {} for uid in known}
-    actions: list[Action] = []
+    actions: list[tuple[str, Action]] = []
     for each in leases:
         owner = known.get(each.claim)
         if owner is not None and each.number < len(owner.shares):
             had[each.claim][each.number] = each
-        elif each.pod is None or not is_populated(each.group):
-            actions.append(Release(each, "no claim is prepared that has it"))
+        elif each.held.pod is None or not is_populated(each.held.group):
+            actions.append((each.claim, Release(each.held, "no claim is prepared that has it")))
     for uid, claim in known.items():
-        actions += _next_of(claim, had[uid].values(), deadline)
+        actions += [(uid, each) for each in _next_of(claim, had[uid].values(), has_device, deadline)]
     return actions
 
 
-def _next_of(claim: PreparedClaim, leases: Collection[ShareLease], deadline: float) -> list[Action]:
+def _next_of(
+    claim: PreparedClaim, leases: Collection[ShareLease], has_device: Callable[[str], bool], deadline: float
+) -> list[Action]:
     # 1. OVER: kubelet has ended the claim, and nothing else is done for it.
     # 2. BEGUN: kubelet repeats or ends the claim. Its leases run out by themselves, and then it is forgotten.
-    # 3. PREPARED: lost leases are claimed again before the others are renewed or taken.
+    # 3. PREPARED: lost leases are claimed again, and a CDI device that a restart of the machine has removed is written
+    #    again, before the other leases are renewed or taken.
     match claim.stage:
         case Stage.OVER:
             return [Finish(claim)]
         case Stage.BEGUN:
             return [] if leases else [Forget(claim)]
         case Stage.PREPARED:
-            replace = [Replace(claim)] if len(leases) < len(claim.shares) else []
-            renew = [Renew(each) for each in leases if each.pod is None and each.left < deadline / 2]
-            return [*replace, *renew, *(Take(each, claim) for each in leases if not each.has_clients)]
+            replace = [Replace(claim)] if len(leases) < len(claim.shares) or not has_device(claim.uid) else []
+            held = [each.held for each in leases]
+            renew = [Renew(each) for each in held if each.pod is None and each.left < deadline / 2]
+            return [*replace, *renew, *(Take(each, claim) for each in leases if not each.held.has_clients)]
 
 
 # -- its CDI devices ---------------------------------------------------------------------------------------------------

@@ -18,22 +18,50 @@ from mpsd.core.kubernetes.settings import Settings
 _LABEL: Final = "kubernetes/"
 
 
-class Claimed(NamedTuple):
-    """A lease for a container."""
+ROOT: Final = 0
+"""The uid of most containers; a lease is held for it until another uid is seen."""
+
+
+class Held(NamedTuple):
+    """A lease, and how it is held."""
 
     lease: str
-    gpu: str
-    numbers: Mapping[Kind, Numbers]
     pod: str | None
     """The uid of the pod whose control group holds it; None while it is a claim."""
     group: str
-    age: float
-    """Seconds since it was granted."""
     left: float
     """Seconds until the claim ends."""
-    uid: int = 0
+    uid: int
     """The uid of its owner."""
-    has_clients: bool = False
+    has_clients: bool
+
+
+def held(lease: Mapping[str, object], now: datetime) -> Held | None:
+    """Return how a lease, as mpsd answers it, is held.
+
+    None for a lease that any user may have made: without a claim or the control group of a pod.
+    """
+    match lease:
+        case {"id": str(name), "owner": {"uid": int(uid)}, "clients": [*clients], "holders": [*holders]}:
+            for each in holders:
+                match each:
+                    case {"kind": "claim", **more}:
+                        deadline = more.get("deadline")
+                        end = datetime.fromisoformat(deadline) if isinstance(deadline, str) else now
+                        return Held(name, None, "", (end - now).total_seconds(), uid, bool(clients))
+                    case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group)) is not None:
+                        return Held(name, pod, group, 0.0, uid, bool(clients))
+    return None
+
+
+class Claimed(NamedTuple):
+    """A lease for a container."""
+
+    held: Held
+    gpu: str
+    numbers: Mapping[Kind, Numbers]
+    age: float
+    """Seconds since it was granted."""
 
     def overlaps(self, gpu: str, kind: Kind, numbers: Numbers) -> bool:
         """Tell whether it is for any of these devices."""
@@ -49,10 +77,6 @@ def labels(numbers: Mapping[Kind, Numbers]) -> dict[str, str]:
     return {f"{_LABEL}{kind}": devices.encode(each) for kind, each in numbers.items()}
 
 
-ROOT: Final = 0
-"""The uid of most containers; a lease is held for it until another uid is seen."""
-
-
 def user_of(uids: Collection[int]) -> int:
     """Return the user of a container's program, from the uids of its processes.
 
@@ -60,32 +84,6 @@ def user_of(uids: Collection[int]) -> int:
     """
     others = {*uids} - {ROOT}
     return min(others) if len(others) == 1 or ROOT not in uids else ROOT
-
-
-class Held(NamedTuple):
-    """How a lease is held."""
-
-    pod: str | None
-    """The uid of the pod whose control group holds it; None while it is a claim."""
-    group: str
-    left: float
-    """Seconds until the claim ends."""
-
-
-def held(holders: Iterable[Mapping[str, object]], now: datetime) -> Held | None:
-    """Return how a lease with these holders, as mpsd answers them, is held.
-
-    None for a lease that any user may have made: without a claim or the control group of a pod.
-    """
-    for each in holders:
-        match each:
-            case {"kind": "claim", "deadline": str(deadline)}:
-                return Held(None, "", (datetime.fromisoformat(deadline) - now).total_seconds())
-            case {"kind": "claim"}:
-                return Held(None, "", 0.0)
-            case {"kind": "cgroup", "cgroup": str(group)} if (pod := pods.pod_of(group)) is not None:
-                return Held(pod, group, 0.0)
-    return None
 
 
 def devices_of(labels: Mapping[str, str]) -> dict[Kind, Numbers] | None:
@@ -101,24 +99,21 @@ def devices_of(labels: Mapping[str, str]) -> dict[Kind, Numbers] | None:
 class Release(NamedTuple):
     """End a lease; if it is a claim, only if no holder takes it first."""
 
-    lease: str
-    is_claim: bool
+    held: Held
     because: str
 
 
 class Renew(NamedTuple):
     """Extend a claim."""
 
-    lease: str
+    held: Held
 
 
 class Open(NamedTuple):
     """Give a lease to the pod of its container, for the user of the container's program, once that runs."""
 
-    lease: str
+    held: Held
     container: Container
-    uid: int | None
-    """The uid for which the pod already holds it; None while it is a claim."""
 
 
 Action: TypeAlias = Release | Renew | Open
@@ -147,14 +142,14 @@ def next_actions(
         #    clients run already.
         # 3. kubelet has given its pod up, and no process of the pod is left: it ends. Otherwise it ends with the pod's
         #    control group, which mpsd sees by itself.
-        if each.pod is None:
+        held = each.held
+        if held.pod is None:
             actions += _of_claim(each, found, has_group, settings)
-        elif own := [container for container in found if container.pod == each.pod]:
-            if settings.uid is None and not each.has_clients:
-                actions += [Open(each.lease, container, each.uid) for container in own]
-        elif not is_populated(each.group):
-            because = f"kubelet has given up pod {each.pod}, and no process of it is left"
-            actions.append(Release(each.lease, is_claim=False, because=because))
+        elif own := [container for container in found if container.pod == held.pod]:
+            if settings.uid is None and not held.has_clients:
+                actions += [Open(held, container) for container in own]
+        elif not is_populated(held.group):
+            actions.append(Release(held, f"kubelet has given up pod {held.pod}, and no process of it is left"))
     return actions
 
 
@@ -166,9 +161,9 @@ def _of_claim(
         because = f"kubelet has not listed its devices for a container within {settings.orphan_grace:g} s"
         if owners:
             because = f"pod {owners[0].pod} has no control group"
-        yield Release(claim.lease, is_claim=True, because=because)
+        yield Release(claim.held, because)
         return
-    if owners and claim.left < settings.claim_deadline / 2:
-        yield Renew(claim.lease)
+    if owners and claim.held.left < settings.claim_deadline / 2:
+        yield Renew(claim.held)
     for owner in owners:
-        yield Open(claim.lease, owner, None)
+        yield Open(claim.held, owner)

@@ -42,7 +42,6 @@ class Gpu(NamedTuple):
     uuid: str
     mebibytes: int
     """The total memory that mpsd grants of it."""
-    daemon: str
     pipe_directory: str
     driver: int | None
     """The branch of its driver."""

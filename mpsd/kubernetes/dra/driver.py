@@ -9,6 +9,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from mpsd.core.dra import allocation, prepared
@@ -17,10 +18,7 @@ from mpsd.core.dra.prepared import (
     Finish,
     Forget,
     PreparedClaim,
-    PreparedPod,
     PreparedShare,
-    Release,
-    Renew,
     Replace,
     ShareLease,
     Stage,
@@ -28,23 +26,27 @@ from mpsd.core.dra.prepared import (
 )
 from mpsd.core.errors import (
     AlreadyClaimedError,
+    ConfigurationError,
     DaemonNotReadyError,
     InvalidRequestError,
     MpsdError,
     NotFoundError,
-    NotPermittedError,
     UnreachableError,
 )
-from mpsd.core.kubernetes.claims import ROOT, user_of
-from mpsd.core.kubernetes.settings import GpuDevices, Settings
+from mpsd.core.kubernetes import claims, devices
+from mpsd.core.kubernetes.claims import Release, Renew
+from mpsd.core.kubernetes.devices import Part
+from mpsd.core.kubernetes.settings import GpuDevices
 from mpsd.core.units import briefly
 from mpsd.kubernetes import kubelet
 from mpsd.kubernetes.api_server import ApiServer
-from mpsd.kubernetes.board import Board
-from mpsd.kubernetes.dra.prepared_claims import PreparedStore, ShareLeases
+from mpsd.kubernetes.dra.prepared_claims import CdiDevices, PreparedStore
 from mpsd.kubernetes.dra.publisher import PodEvents
-from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import LeaseAnswer, Mpsd
+from mpsd.kubernetes.kubelet import User
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.mpsd_client import LeaseAnswer
+from mpsd.kubernetes.parts import Program
+from mpsd.kubernetes.pod_leases import PodLeases
 from mpsd.system import clock
 
 _UID: Final = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -67,52 +69,40 @@ class Prepared(NamedTuple):
     cdi_devices: list[str]
 
 
-class Driver:
-    """The prepared claims of this node, and their leases.
+class Driver(PodLeases):
+    """The prepared claims of this node, and the leases of their shares; one thread at a time works on a claim.
 
-    Any thread may call; one thread at a time works on a claim.
+    mpsd stores the leases, and no second record here can contradict it.
     """
 
-    pause: float = 0.25
-    """Seconds between two searches for the programs of containers: one may start long after its claim was prepared."""
+    pause = 0.25  # a container may start long after its claim was prepared
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        mpsd: Mpsd,
-        api_server: ApiServer,
-        board: Board,
-        store: PreparedStore,
-        events: PodEvents,
-        log: Log,
-        ended: threading.Event,
-    ) -> None:
-        """`ended` is set when this program ends."""
-        self._settings = settings
-        self._mpsd = mpsd
+    def __init__(self, program: Program, api_server: ApiServer, events: PodEvents) -> None:
+        """Read the prepared claims, and remove CDI devices of others. Raises ConfigurationError."""
+        super().__init__(program)
+        settings = self._settings
         self._api_server = api_server
-        self._board = board
-        self._store = store
         self._events = events
-        self._log = log
-        self._ended = ended
-        self._leases = ShareLeases(settings, mpsd, board)
         self._free = threading.Condition()
         self._busy: set[str] = set()
         self._pending: dict[str, Take] = {}
         """Leases that no container has taken yet, by lease."""
         self._gone: dict[str, float] = {}
         """Claims that the API server no longer has, and when to query it again."""
-        self._said: dict[str, str] = {}
-        """The last logged failure by its subject, so that it is not logged again each second."""
-        self.woken: Final = threading.Event()
-        """Set when a claim was prepared, so that its lease is handled at once."""
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether a container is about to start that must take its lease."""
-        return bool(self._pending)
+        directory = Path(settings.kubelet_dir) / "plugins" / settings.driver / "claims"
+        self._devices = CdiDevices(settings.cdi_dir)
+        try:
+            self._store = PreparedStore(directory, self._log)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{directory} cannot be used: {error.strerror or error}", hint="see kubelet_dir, and run it as root"
+            ) from None
+        try:
+            self._devices.remove_all_but({each.uid for each in self._store.all()})
+        except OSError as error:
+            raise ConfigurationError(
+                f"{settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
+            ) from None
 
     # -- kubelet's calls -----------------------------------------------------------------------------------------------
 
@@ -130,8 +120,7 @@ class Driver:
                 claim = None
             if claim is None:
                 claim = self._begin(namespace, name, uid)
-            leases = self._leases.ensure(claim)
-            self._take_known(claim, leases)
+            leases = self._ensure(claim)
             if claim.stage is Stage.BEGUN:
                 self._store.put(claim.at(Stage.PREPARED))
                 self._log.info(
@@ -174,8 +163,7 @@ class Driver:
             attach = self._mpsd.attach()
             for each in wanted:
                 allocation.check_strictness(each, attach)
-        pods = [PreparedPod(pod, pod_name) for pod, pod_name in allocation.pods(found)]
-        claim = PreparedClaim(uid, namespace, name, pods, [each.share for each in allocated])
+        claim = PreparedClaim(uid, namespace, name, allocation.pods(found), [each.share for each in allocated])
         self._store.put(claim)
         return claim
 
@@ -186,26 +174,69 @@ class Driver:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
+    def _share_leases(self) -> list[ShareLease]:
+        """Return the leases of shares that have not ended."""
+        now = clock.now()
+        return [
+            ShareLease(held, *share)
+            for each in self._mpsd.leases()
+            if (share := prepared.share_of(each["request_id"])) and (held := claims.held(each, now))
+        ]
+
+    def _ensure(self, claim: PreparedClaim) -> list[LeaseAnswer]:
+        """Make sure that each share of a claim has a lease, write the CDI device, and return the leases."""
+        settings = self._settings
+        living = {each.number: each.held.lease for each in self._share_leases() if each.claim == claim.uid}
+        leases = [
+            self._mpsd.lease(living[number]) if number in living else self._claim_share(claim, number, share)
+            for number, share in enumerate(claim.shares)
+        ]
+        gpus = [self._board.gpu(each.gpu) for each in claim.shares]
+        by_environment = settings.gpu_devices is GpuDevices.ENVIRONMENT
+        content = prepared.device_document(
+            claim.uid,
+            [each["env"] for each in leases],
+            shared_memory=[devices.shares_memory(each, settings) for each in gpus],
+            more=[{"NVIDIA_VISIBLE_DEVICES": each.uuid} if by_environment else {} for each in gpus],
+            socket=settings.socket,
+            hook=settings.hook,
+        )
+        self._devices.put(claim.uid, content)
+        self._take_known(claim, leases)
+        return leases
+
+    def _claim_share(self, claim: PreparedClaim, number: int, share: PreparedShare) -> LeaseAnswer:
+        """Claim a lease for a share; a repeated call returns the same lease."""
+        optional = {"client_priority": share.client_priority, "stop": share.stop}
+        return self._claim(
+            share.gpu,
+            Part(share.tenths, share.mebibytes),
+            self._user_of(share),
+            self._settings.processes if share.processes is None else share.processes,
+            name=f"{claim.namespace}/{claim.name}"[:128],
+            labels={"kubernetes/claim": claim.uid, "kubernetes/request": share.request[:128]},
+            request_id=prepared.request_id(claim.uid, number),
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+
+    def _user_of(self, share: PreparedShare) -> int | None:
+        """Return the uid of a share's containers; None where it is unknown before they run."""
+        return self._settings.uid if share.user is None else share.user
+
     def _take_known(self, claim: PreparedClaim, leases: list[LeaseAnswer]) -> None:
         """Let a pod take its leases before a container starts, for the known or most likely user of its program.
 
-        Raises mpsd's refusal where the user is certain. A hook, if configured, knows the user and takes the lease
-        itself.
+        A hook, if configured, knows the user and takes the lease itself.
         """
         group = self._group_of(claim)
         for share, lease in zip(claim.shares, leases, strict=True):
-            user = self._settings.uid if share.user is None else share.user
+            user = self._user_of(share)
             is_claim = any(each["kind"] == "claim" for each in lease["holders"])
             if not is_claim or group is None or (user is None and self._settings.hook):
                 continue
-            likely = ROOT if user is None else user
-            try:
-                self._mpsd.take(lease["id"], group, likely, likely)
-            except MpsdError as error:
-                if user is not None or isinstance(error, UnreachableError):
-                    raise
-                continue  # another user may be accepted, once the container's program shows it
-            self._holds(lease["id"], claim, likely)
+            taken_for = self._take_before_start(lease["id"], group, user)
+            if taken_for is not None:
+                self._holds(lease["id"], claim, taken_for)
 
     def _group_of(self, claim: PreparedClaim) -> str | None:
         """Return the control group of a pod of a claim; None where no pod has one."""
@@ -216,7 +247,7 @@ class Driver:
         """End the leases of a claim that is over, and forget it."""
         ended = set[str]()
         deadline = clock.monotonic() + _END_DEADLINE
-        while left := [each for each in self._leases.all() if each.claim == claim.uid]:
+        while left := [each.held for each in self._share_leases() if each.claim == claim.uid]:
             for each in left:
                 if each.pod is not None and each.lease not in ended:
                     self._mpsd.end(each.lease)
@@ -231,40 +262,36 @@ class Driver:
                 )
             if self._ended.wait(_PAUSE):
                 raise UnreachableError("mpsd-kubernetes is being stopped", hint="kubelet tries again")
-        self._leases.remove_device(claim.uid)
+        self._devices.remove(claim.uid)
         self._store.remove(claim.uid)
         self._gone.pop(claim.uid, None)
         self._log.info(EventName.CLAIM_UNPREPARED, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
 
     # -- tasks beside kubelet's calls ----------------------------------------------------------------------------------
 
-    def clean(self) -> None:
-        """Remove leftovers of an earlier process that have no record. Raises OSError."""
-        self._leases.remove_unknown_devices({each.uid for each in self._store.all()})
-
     def reconcile(self) -> None:
-        """Do the next action for each claim and each lease. Raises UnreachableError."""
-        leases = self._leases.all()  # first: a claim is stored before it has any
-        claims = {each.uid: each for each in self._store.all()}
-        actions = prepared.next_actions(claims.values(), leases, kubelet.is_populated, self._settings.claim_deadline)
-        for uid, claim in claims.items():
-            has_device = self._leases.has_device(uid)  # not after a restart of the machine
-            if claim.stage is Stage.PREPARED and not has_device and Replace(claim) not in actions:
-                actions.append(Replace(claim))
-        self._pending = {each.lease.lease: each for each in actions if isinstance(each, Take)}
-        for each in actions:
+        leases = self._share_leases()  # first: a claim is stored before it has any
+        known = self._store.all()
+        actions = prepared.next_actions(
+            known,
+            leases,
+            is_populated=kubelet.is_populated,
+            has_device=self._devices.exist,
+            deadline=self._settings.claim_deadline,
+        )
+        self._forget_all_but({uid for uid, _ in actions} | {each.held.lease for each in leases})
+        self._pending = {each.lease.held.lease: each for _, each in actions if isinstance(each, Take)}
+        for uid, each in actions:
             if not isinstance(each, Take):  # `complete` handles it
-                self._tried(each)
+                self._try(uid, each)
 
     def complete(self) -> None:
-        """Let pods take the leases of those containers whose program runs by now."""
         for each in list(self._pending.values()):
-            self._tried(each)
+            self._try(each.claim.uid, each)
 
-    def _tried(self, action: Action) -> None:
+    def _try(self, claim: str, action: Action) -> None:
         """Do the next action for a claim, unless a call of kubelet is working on it; a failed action is tried again."""
-        about = action.lease.claim if isinstance(action, Release | Renew | Take) else action.claim.uid
-        with self._alone(about, waits=False) as is_alone:
+        with self._alone(claim, waits=False) as is_alone:
             if not is_alone:
                 return
             try:
@@ -272,29 +299,23 @@ class Driver:
             except UnreachableError:
                 raise
             except MpsdError as error:
-                self._failed(action, about, error)
+                self._failed(action, claim, error)
             else:
-                self._said.pop(about, None)
+                self._said.pop(_subject(claim, action), None)
 
     def _do(self, action: Action) -> None:
         match action:
-            case Release(lease, because):
-                self._mpsd.release(lease.lease, is_claim=lease.pod is None)
-                self._log.info(EventName.LEASE_RELEASED, lease=lease.lease, claim=lease.claim, because=because)
-            case Renew(lease):
-                self._mpsd.renew(lease.lease, self._settings.claim_deadline)
-                self._log.info(EventName.CLAIM_RENEWED, lease=lease.lease, seconds=self._settings.claim_deadline)
+            case Release() | Renew():
+                self._end_or_renew(action)
             case Take(lease, claim):
                 if not self._settings.hook:  # the hook takes it itself
-                    self._take(lease, claim)
-            case Replace(claim):
+                    self._take_for_program(lease, claim)
+            case Replace(claim) if self._is_still(claim):
                 self._replace(claim)
-            case Finish(claim):
-                if self._is_still(claim):
-                    self._finish(claim)
-            case Forget(claim):
-                if self._is_still(claim):
-                    self._store.remove(claim.uid)
+            case Finish(claim) if self._is_still(claim):
+                self._finish(claim)
+            case Forget(claim) if self._is_still(claim):
+                self._store.remove(claim.uid)
 
     def _is_still(self, claim: PreparedClaim) -> bool:
         """Tell whether a claim has the same stage as when the action was decided."""
@@ -307,7 +328,7 @@ class Driver:
         In that case its pod was deleted by force. Its share may belong to another pod by now, and kubelet ends the
         claim soon.
         """
-        if not self._is_still(claim) or clock.monotonic() < self._gone.get(claim.uid, 0.0):
+        if clock.monotonic() < self._gone.get(claim.uid, 0.0):
             return
         try:
             found = self._api_server.claim(claim.namespace, claim.name)
@@ -320,10 +341,9 @@ class Driver:
             if found.metadata.uid != claim.uid:
                 self._gone[claim.uid] = clock.monotonic() + _GONE
                 return
-            claim = claim.of_pods([PreparedPod(uid, name) for uid, name in allocation.pods(found)])
+            claim = claim.of_pods(allocation.pods(found))
             self._store.put(claim)
-        leases = self._leases.ensure(claim)
-        self._take_known(claim, leases)
+        leases = self._ensure(claim)
         self._log.warning(
             EventName.CLAIM_REPLACED,
             claim=f"{claim.namespace}/{claim.name}",
@@ -332,55 +352,33 @@ class Driver:
             because="a lease of it had ended, or its CDI device was gone, before the claim was over",
         )
 
-    def _take(self, lease: ShareLease, claim: PreparedClaim) -> None:
+    def _take_for_program(self, lease: ShareLease, claim: PreparedClaim) -> None:
         """Let the pod in which a program runs with a lease hold the lease, for the program's user."""
-        share = claim.shares[lease.number]
-        user = self._settings.uid if share.user is None else share.user
-        unknown: NotPermittedError | None = None
-        for pod in claim.pods:
-            group = kubelet.group_path(pod.uid, self._settings)
-            if group is None:
-                continue
-            uid = gid = user
-            if uid is None or gid is None:
-                held_by = None if lease.pod is None else lease.uid
-                try:
-                    found = kubelet.programs_with(pod.uid, _LEASE, lease.lease, self._settings, held_by)
-                except NotPermittedError as error:
-                    unknown = error
-                    continue
-                if not found:
-                    continue
-                uid = user_of({each.uid for each in found})
-                gid = next((each.gid for each in found if each.uid == uid), uid)
-            if lease.pod is not None:
-                if uid == lease.uid:
-                    return
-                self._mpsd.renew(lease.lease, self._settings.claim_deadline, uid)
-            self._mpsd.take(lease.lease, group, uid, gid)
-            self._holds(lease.lease, claim, uid)
-            return
-        if unknown is not None:
-            raise unknown
+        held, known = lease.held, self._user_of(claim.shares[lease.number])
+        taken_for = None if held.pod is None else held.uid
+        if known is None:
+            found = self._running([each.uid for each in claim.pods], _LEASE, held.lease, taken_for)
+        else:
+            group = self._group_of(claim)
+            found = None if group is None else (group, User(known, known))
+        if found is not None and found[1].uid != taken_for:
+            self._take(held, *found)
+            self._holds(held.lease, claim, found[1].uid)
 
     def _holds(self, lease: str, claim: PreparedClaim, uid: int) -> None:
         pending = self._pending.get(lease)
         if pending is not None:
-            taken = pending.lease._replace(uid=uid, pod=pending.lease.pod or claim.pods[0].uid)
-            self._pending[lease] = pending._replace(lease=taken)
+            held = pending.lease.held._replace(uid=uid, pod=pending.lease.held.pod or claim.pods[0].uid)
+            self._pending[lease] = Take(pending.lease._replace(held=held), claim)
         self._log.info(EventName.CONTAINER_HOLDS, lease=lease, claim=f"{claim.namespace}/{claim.name}", uid=uid)
 
-    def _failed(self, action: Action, about: str, error: MpsdError) -> None:
-        if self._said.get(about) == error.detail:
-            return
-        self._said[about] = error.detail
-        name = EventName.CONTAINER_NOT_HELD if isinstance(action, Take) else EventName.LEASE_NOT_CHANGED
-        self._log.error(
-            name, claim=about, action=type(action).__name__, code=error.code, because=error.detail, hint=error.hint
-        )
-        claim = self._store.get(about)
-        if claim is not None:
-            self._events.warn(claim, f"{error.detail} [{error.code}]; {error.hint}")
+    def _failed(self, action: Action, uid: str, error: MpsdError) -> None:
+        if self._is_new(_subject(uid, action), error):
+            name = EventName.CONTAINER_NOT_HELD if isinstance(action, Take) else EventName.LEASE_NOT_CHANGED
+            self._log.error(name, error, claim=uid, action=type(action).__name__)
+            claim = self._store.get(uid)
+            if claim is not None:
+                self._events.warn(claim, f"{error.detail} [{error.code}]; {error.hint}")
 
     @contextlib.contextmanager
     def _alone(self, uid: str, *, waits: bool = True) -> Iterator[bool]:
@@ -396,6 +394,11 @@ class Driver:
                 with self._free:
                     self._busy.discard(uid)
                     self._free.notify_all()
+
+
+def _subject(claim: str, action: Action) -> str:
+    """Return what an action is about: a lease, or the whole claim."""
+    return action.lease.held.lease if isinstance(action, Take) else claim
 
 
 def _check_uid(uid: str) -> None:

@@ -1,5 +1,6 @@
 """The driver's interface to kubelet: one socket for its calls, and one through which kubelet finds the first."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -8,15 +9,14 @@ import grpc
 
 from mpsd.core.dra.allocation import device_name
 from mpsd.core.errors import MpsdError
-from mpsd.core.kubernetes.settings import Settings
-from mpsd.kubernetes import kubelet, wire
-from mpsd.kubernetes.board import Board
+from mpsd.kubernetes import wire
 from mpsd.kubernetes.dra.driver import Driver
-from mpsd.kubernetes.kubelet import Inode
-from mpsd.kubernetes.log import EventName, Log
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.parts import Part, Program
 from mpsd.kubernetes.protocol import dra_pb2 as dra
 from mpsd.kubernetes.protocol import drahealth_pb2 as drahealth
 from mpsd.kubernetes.protocol import pluginregistration_pb2 as registration
+from mpsd.kubernetes.wire import Socket
 from mpsd.system import clock
 
 _THREADS: Final = 16
@@ -29,53 +29,35 @@ _HEALTH_EVERY: Final = 10.0
 """Seconds; kubelet considers a device unknown that was not reported for 30 s."""
 
 
-class Endpoint:
-    """The two sockets of the driver, which are made again if they are removed."""
+class Endpoint(Part):
+    """The two sockets of the driver."""
 
-    def __init__(
-        self, settings: Settings, *, board: Board, driver: Driver, log: Log, registered: Callable[[], None]
-    ) -> None:
+    def __init__(self, program: Program, driver: Driver, registered: Callable[[], None]) -> None:
         """`registered` is called when a kubelet has accepted this driver; it first deletes the driver's slices."""
-        self._settings = settings
-        self._board = board
+        super().__init__(program)
         self._driver = driver
-        self._log = log
         self._registered = registered
-        root = Path(settings.kubelet_dir)
-        self.directory: Final = root / "plugins" / settings.driver
-        self._socket = self.directory / "dra.sock"
-        self._finder = root / "plugins_registry" / f"{settings.driver}-reg.sock"
-        self._servers: dict[Path, tuple[grpc.Server, Inode | None]] = {}
-        self._because = ""
+        root, name = Path(self._settings.kubelet_dir), self._settings.driver
+        self._socket = Socket(root / "plugins" / name / "dra.sock", self._calls(), _THREADS)
+        self._finder = Socket(root / "plugins_registry" / f"{name}-reg.sock", self._finding(), _THREADS)
 
     def serve(self) -> None:
         """Serve on both sockets, if that is not so already; kubelet searches for them by itself."""
-        for path, handlers in ((self._socket, self._calls), (self._finder, self._finding)):
-            server, own = self._servers.get(path, (None, None))
-            if server is not None and own is not None and kubelet.inode(path) == own:
-                continue
-            try:
-                if server is not None:
-                    server.stop(None)
-                    self._board.wake()
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
-                self._servers[path] = (wire.serve(path, handlers(), _THREADS), kubelet.inode(path))
-            except OSError as error:
-                self._servers.pop(path, None)
-                self._miss(str(error))
-                return
+        try:
+            self._socket.serve()
+            self._finder.serve()
+        except OSError as error:
+            self._miss(str(error))
 
     def close(self) -> None:
         """End the open calls, and remove the sockets, so that kubelet notices the end."""
-        for path, (server, _) in self._servers.items():
-            server.stop(None)
-            path.unlink(missing_ok=True)
-        self._servers.clear()
+        for each in (self._socket, self._finder):
+            each.close()
+            each.path.unlink(missing_ok=True)
         self._board.wake()
 
     def _miss(self, because: str) -> None:
-        if because != self._because:
-            self._because = because
+        if self._log.is_new("driver", because):
             self._log.warning(EventName.DRIVER_NOT_REGISTERED, driver=self._settings.driver, because=because)
 
     # -- registration --------------------------------------------------------------------------------------------------
@@ -87,7 +69,7 @@ class Endpoint:
         return registration.PluginInfo(
             type="DRAPlugin",
             name=self._settings.driver,
-            endpoint=str(self._socket),
+            endpoint=str(self._socket.path),
             supported_versions=_VERSIONS,
         )
 
@@ -95,8 +77,8 @@ class Endpoint:
         self, status: registration.RegistrationStatus, _: grpc.ServicerContext
     ) -> registration.RegistrationStatusResponse:
         if status.plugin_registered:
-            self._because = ""
-            self._log.info(EventName.DRIVER_REGISTERED, driver=self._settings.driver, socket=str(self._socket))
+            self._log.solved("driver")
+            self._log.info(EventName.DRIVER_REGISTERED, driver=self._settings.driver, socket=str(self._socket.path))
             self._registered()
         else:
             self._miss(status.error)
@@ -117,7 +99,7 @@ class Endpoint:
         answer = dra.NodePrepareResourcesResponse()
         for each in request.claims:
             entry = answer.claims[each.uid]
-            try:
+            with self._refusing(each, entry):
                 for share, devices in self._driver.prepare(each.namespace, each.name, each.uid):
                     entry.devices.add(
                         request_names=[share.request.partition("/")[0]],
@@ -126,8 +108,6 @@ class Endpoint:
                         cdi_device_ids=devices,
                         share_id=share.share_id,
                     )
-            except MpsdError as error:
-                entry.error = self._refused(each, error)
         return answer
 
     def _unprepare(
@@ -135,24 +115,20 @@ class Endpoint:
     ) -> dra.NodeUnprepareResourcesResponse:
         answer = dra.NodeUnprepareResourcesResponse()
         for each in request.claims:
-            entry = answer.claims[each.uid]
-            try:
+            with self._refusing(each, answer.claims[each.uid]):
                 self._driver.unprepare(each.uid)
-            except MpsdError as error:
-                entry.error = self._refused(each, error)
         return answer
 
-    def _refused(self, claim: dra.Claim, error: MpsdError) -> str:
-        """Return a refusal in a sentence, which kubelet shows in an event of the pod."""
-        self._log.warning(
-            EventName.CLAIM_REFUSED,
-            claim=f"{claim.namespace}/{claim.name}",
-            uid=claim.uid,
-            code=error.code,
-            because=error.detail,
-            hint=error.hint,
-        )
-        return f"{error.detail} [{error.code}]; {error.hint}"
+    @contextlib.contextmanager
+    def _refusing(
+        self, claim: dra.Claim, entry: dra.NodePrepareResourceResponse | dra.NodeUnprepareResourceResponse
+    ) -> Iterator[None]:
+        """Answer for a claim with a refusal as a sentence, which kubelet shows in an event of the pod."""
+        try:
+            yield
+        except MpsdError as error:
+            self._log.warning(EventName.CLAIM_REFUSED, error, claim=f"{claim.namespace}/{claim.name}", uid=claim.uid)
+            entry.error = f"{error.detail} [{error.code}]; {error.hint}"
 
     def _health(
         self, _: drahealth.NodeWatchResourcesRequest, context: grpc.ServicerContext

@@ -7,17 +7,16 @@ absent for half a minute.
 
 import queue
 import threading
+from math import inf
 from typing import Final
 
 from mpsd.core.dra import slices
 from mpsd.core.dra.prepared import PreparedClaim
 from mpsd.core.dra.slices import Steps
 from mpsd.core.errors import ConfigurationError, MpsdError
-from mpsd.core.kubernetes.settings import Settings
 from mpsd.kubernetes.api_server import ApiServer, ConflictError, Document
-from mpsd.kubernetes.board import Board
-from mpsd.kubernetes.log import EventName, Log
-from mpsd.kubernetes.mpsd_client import Mpsd
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.parts import Part, Program
 from mpsd.system import clock
 
 _LOOK: Final = 60.0
@@ -32,74 +31,47 @@ _PACE: Final = 2.0
 _RETRY: Final = 5.0
 
 
-class Publisher:
-    """Publishes the slice, from `start` until the program ends; the slice then stays, for kubelet to delete."""
+class Publisher(Part):
+    """Publishes the slice, until the program ends; the slice then stays, for kubelet to delete."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        mpsd: Mpsd,
-        api_server: ApiServer,
-        board: Board,
-        log: Log,
-        ended: threading.Event,
-    ) -> None:
-        """`ended` is set when this program ends."""
-        self._settings = settings
-        self._mpsd = mpsd
+    def __init__(self, program: Program, api_server: ApiServer) -> None:
+        super().__init__(program)
         self._api_server = api_server
-        self._board = board
-        self._log = log
-        self._ended = ended
         self._changed = threading.Event()
-        self._lock = threading.Lock()
-        self._looks: list[float] = []
+        self._came_at = self._checked_at = -inf
+        """When a kubelet last registered the driver, and when the slice was last checked."""
         self._uid = ""
         self._attach = ""
-        self._because = ""
-
-    def start(self) -> None:
-        threading.Thread(target=self._watch, name="board", daemon=True).start()
-        threading.Thread(target=self._publish, name="slices", daemon=True).start()
 
     def kubelet_came(self) -> None:
-        """Check the slice soon, several times."""
-        now = clock.monotonic()
-        with self._lock:
-            self._looks = [now + each for each in _SOON]
+        """Check the slice now, and soon, several times."""
+        self._came_at = clock.monotonic()
         self._changed.set()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         for _ in self._board.changes(self._ended.is_set):
             self._changed.set()
 
-    def _publish(self) -> None:
+    def run(self) -> None:
         while not self._ended.is_set():
-            wait = self._until_look()
-            if self._changed.wait(wait):
+            soon = [moment for each in _SOON if (moment := self._came_at + each) > self._checked_at]
+            if self._changed.wait(max(min([self._checked_at + _LOOK, *soon]) - clock.monotonic(), 0)):
                 self._changed.clear()
+            self._checked_at = clock.monotonic()
             if self._ended.is_set() or not self._board.gpus:
                 continue  # before mpsd's first answer there is nothing to publish
             try:
                 self._look()
-                self._because = ""
+                self._log.solved("slice")
                 self._ended.wait(_PACE)
             except ConflictError:
                 self._changed.set()  # another writer changed it meanwhile: check again
                 self._ended.wait(_PACE)
             except MpsdError as error:
-                self._miss(error)
+                if self._log.is_new("slice", error.detail):
+                    self._log.error(EventName.SLICE_NOT_PUBLISHED, error)
                 self._changed.set()
                 self._ended.wait(_LOOK if isinstance(error, ConfigurationError) else _RETRY)
-
-    def _until_look(self) -> float:
-        now = clock.monotonic()
-        with self._lock:
-            while self._looks and self._looks[0] <= now:
-                self._looks.pop(0)
-                self._changed.set()
-            return min(_LOOK, self._looks[0] - now) if self._looks else _LOOK
 
     def _look(self) -> None:
         """Bring the slice up to date. Raises MpsdError and ConflictError."""
@@ -139,11 +111,6 @@ class Publisher:
             self._attach = self._mpsd.attach()  # an unavailable mpsd offers nothing, and must not delay this
         return slices.Node(self._settings.node, self._uid, self._settings.driver, self._attach)
 
-    def _miss(self, error: MpsdError) -> None:
-        if error.detail != self._because:
-            self._because = error.detail
-            self._log.error(EventName.SLICE_NOT_PUBLISHED, code=error.code, because=error.detail, hint=error.hint)
-
 
 def _over(found: Document, wanted: Document) -> Document:
     """Return the wanted slice as the next version of an existing one; a pool cannot be moved to another node."""
@@ -169,19 +136,13 @@ _COMPONENT: Final = "mpsd-kubernetes"
 _STAMP: Final = "%Y-%m-%dT%H:%M:%SZ"
 
 
-class PodEvents:
+class PodEvents(Part):
     """Writes events in a separate thread."""
 
-    def __init__(self, node: str, api_server: ApiServer, log: Log, ended: threading.Event) -> None:
-        """`ended` is set when this program ends."""
-        self._node = node
+    def __init__(self, program: Program, api_server: ApiServer) -> None:
+        super().__init__(program)
         self._api_server = api_server
-        self._log = log
-        self._ended = ended
         self._waiting: queue.Queue[tuple[str, Document]] = queue.Queue(_WAITING)
-
-    def start(self) -> None:
-        threading.Thread(target=self._write, name="events", daemon=True).start()
 
     def warn(self, claim: PreparedClaim, message: str) -> None:
         """Report a problem to each pod of a claim."""
@@ -201,9 +162,9 @@ class PodEvents:
                 "reason": "LeaseNotHeld",
                 "message": message.encode()[:_LONGEST].decode(errors="ignore"),
                 "type": "Warning",
-                "source": {"component": _COMPONENT, "host": self._node},
+                "source": {"component": _COMPONENT, "host": self._settings.node},
                 "reportingComponent": _COMPONENT,
-                "reportingInstance": self._node,
+                "reportingInstance": self._settings.node,
                 "firstTimestamp": stamp,
                 "lastTimestamp": stamp,
                 "count": 1,
@@ -213,7 +174,7 @@ class PodEvents:
             except queue.Full:
                 self._log.warning(EventName.POD_EVENT_LOST, pod=pod.uid, because=f"{_WAITING} events wait already")
 
-    def _write(self) -> None:
+    def run(self) -> None:
         while not self._ended.is_set():
             try:
                 namespace, event = self._waiting.get(timeout=1.0)

@@ -1,52 +1,25 @@
 """The parts of the driver, which `Service` runs."""
 
 import os
-import threading
-from pathlib import Path
 
-from mpsd.core.errors import ConfigurationError
-from mpsd.core.kubernetes.settings import Report, Settings
+from mpsd.core.kubernetes.settings import Report
 from mpsd.kubernetes.api_server import ApiServer, Place
-from mpsd.kubernetes.board import Board, GpuFollower
 from mpsd.kubernetes.dra.driver import Driver
 from mpsd.kubernetes.dra.endpoint import Endpoint
-from mpsd.kubernetes.dra.prepared_claims import PreparedStore
 from mpsd.kubernetes.dra.publisher import PodEvents, Publisher
-from mpsd.kubernetes.log import Log
-from mpsd.kubernetes.mpsd_client import Mpsd
 from mpsd.kubernetes.node_report import NodeReport
+from mpsd.kubernetes.parts import Program
 from mpsd.kubernetes.service import Service
 
 
-def run_driver(settings: Settings, log: Log, place: Place) -> None:
+def run_driver(program: Program, place: Place) -> None:
     """Run the driver, as `Service.run`. Raises ConfigurationError also where its directories cannot be used."""
-    ended, board = threading.Event(), Board()
-    mpsd, server = Mpsd(settings.socket, ended), ApiServer(place, ended)
-    publisher = Publisher(settings, mpsd=mpsd, api_server=server, board=board, log=log, ended=ended)
-    report = NodeReport(settings, mpsd=mpsd, api_server=server, board=board, log=log, ended=ended)
-    events = PodEvents(settings.node, server, log, ended)
-    directory = Path(settings.kubelet_dir) / "plugins" / settings.driver / "claims"
-    try:
-        store = PreparedStore(directory, log)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{directory} cannot be used: {error.strerror or error}", hint="see kubelet_dir, and run it as root"
-        ) from None
-    driver = Driver(
-        settings, mpsd=mpsd, api_server=server, board=board, store=store, events=events, log=log, ended=ended
+    settings, server = program.settings, ApiServer(place, program.ended)
+    publisher, events = Publisher(program, server), PodEvents(program, server)
+    driver = Driver(program, server, events)
+    threads = {"events": events.run, "board": publisher.watch, "slices": publisher.run}
+    if settings.report is not Report.NEVER:
+        threads["node"] = NodeReport(program, server).run
+    Service(program, endpoints=[Endpoint(program, driver, publisher.kubelet_came)], leases=driver, threads=threads).run(
+        node=settings.node, driver=settings.driver, pid=os.getpid()
     )
-    try:
-        driver.clean()
-    except OSError as error:
-        raise ConfigurationError(
-            f"{settings.cdi_dir} cannot be used: {error.strerror or error}", hint="see cdi_dir"
-        ) from None
-    Service(
-        log,
-        ended,
-        board=board,
-        gpu_follower=GpuFollower(settings, mpsd=mpsd, board=board, log=log, ended=ended),
-        endpoints=[Endpoint(settings, board=board, driver=driver, log=log, registered=publisher.kubelet_came)],
-        leases=driver,
-        threads=[events.start, publisher.start, *([report.start] if settings.report is not Report.NEVER else [])],
-    ).run(node=settings.node, driver=settings.driver, pid=os.getpid())

@@ -7,7 +7,7 @@ from typing import Any, Final
 import pytest
 
 from mpsd.core.kubernetes import claims, devices, pods
-from mpsd.core.kubernetes.claims import Claimed, Held
+from mpsd.core.kubernetes.claims import Held
 from mpsd.core.kubernetes.devices import Container, Gpu, Kind
 from mpsd.core.kubernetes.settings import Offer, Settings
 
@@ -16,7 +16,11 @@ POD: Final = "0a1b2c3d-1111-2222-3333-444455556666"
 GROUP: Final = f"/kubepods/burstable/pod{POD}"
 NUMBERS: Final = {Kind.SLICE: frozenset({0, 1})}
 CONTAINER: Final = Container(POD, "main", "GPU-1", NUMBERS, {Kind.SLICE: ""})
-CLAIM: Final = Claimed("lease-1", "GPU-1", NUMBERS, None, "", age=1, left=200)
+
+
+def answered(*holders: dict[str, object]) -> dict[str, object]:
+    """Return a lease as mpsd answers it."""
+    return {"id": "lease-1", "owner": {"uid": 7}, "clients": [], "holders": [*holders]}
 
 
 @pytest.mark.parametrize(
@@ -33,14 +37,15 @@ class TestWhose:
     def test_a_claim(self) -> None:
         """A claim has its remaining time."""
         until = (NOW + timedelta(seconds=200)).isoformat()
-        assert claims.held([{"kind": "claim", "deadline": until}], NOW) == Held(None, "", 200)
-        assert claims.held([{"kind": "claim"}], NOW) == Held(None, "", 0)
+        assert claims.held(answered({"kind": "claim", "deadline": until}), NOW) == Held(
+            "lease-1", None, "", 200, 7, False
+        )
+        assert claims.held(answered({"kind": "claim"}), NOW) == Held("lease-1", None, "", 0, 7, False)
 
     def test_a_pod(self) -> None:
         """The control group that holds the lease names the pod."""
-        assert claims.held([{"kind": "process", "pid": 7}, {"kind": "cgroup", "cgroup": GROUP}], NOW) == Held(
-            POD, GROUP, 0
-        )
+        lease = answered({"kind": "process", "pid": 7}, {"kind": "cgroup", "cgroup": GROUP})
+        assert claims.held(lease, NOW) == Held("lease-1", POD, GROUP, 0, 7, False)
 
     @pytest.mark.parametrize(
         "holder",
@@ -53,7 +58,7 @@ class TestWhose:
     )
     def test_of_others(self, holder: dict[str, object]) -> None:
         """A lease that any user could have made does not count, whatever its labels."""
-        assert claims.held([holder], NOW) is None
+        assert claims.held(answered(holder), NOW) is None
 
     def test_labels(self) -> None:
         """The labels of a lease name its devices."""
@@ -136,7 +141,7 @@ class TestCheckpoint:
 class TestHealth:
     """The health of devices."""
 
-    SEEN: Final = Gpu("GPU-1", 81408, "gpu0", "/run/mpsd/mps/gpu0", 555)
+    SEEN: Final = Gpu("GPU-1", 81408, "/run/mpsd/mps/gpu0", 555)
 
     def test_gone(self) -> None:
         """A GPU that mpsd no longer lists stays, unhealthy: otherwise kubelet would forget its devices."""

@@ -12,7 +12,7 @@ from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import Gpu, Kind, Part
 from mpsd.core.kubernetes.settings import MOST_DEVICES, Offer, Settings
 
-ONE: Final = Gpu("GPU-1", 81408, "gpu0", "/run/mpsd/mps/gpu0", 555)
+ONE: Final = Gpu("GPU-1", 81408, "/run/mpsd/mps/gpu0", 555)
 SLICES: Final = Settings()
 MEMORY: Final = Settings(resources=Offer.MEMORY)
 BOTH: Final = Settings(resources=Offer.THREADS_AND_MEMORY)

@@ -80,6 +80,21 @@ class TestPod:
         assert (event["involvedObject"]["uid"], event["reason"]) == (pod.uid, "LeaseNotHeld")
         assert f"/proc/{container.process.pid}/environ" in event["message"]
 
+    def test_an_unknown_user_beside_a_known_one(self, make_cluster: MakeCluster) -> None:
+        """The log and the event say once why one lease of a claim is not taken, while another of it is."""
+        cluster = make_cluster(settings={"CLAIM_DEADLINE": "2"})
+        cluster.prepare(cluster.claim())  # is renewed, and so shows that time has passed
+        shares = [result(request=each, threads="10") for each in ("a", "b")]
+        pod = cluster.pod(cluster.claim(*shares, config=[opaque(requests=["a"], user=0)]))
+        assert cluster.plugin is not None
+        container = pod.start("main", ("env", "-i", "sleep", "inf"), uid=1234, before=cluster.stop_plugin)
+        wait_until(lambda: os.readlink(f"/proc/{container.process.pid}/exe").endswith("sleep"), what="the program")  # noqa: PTH115
+        cluster.plugin.send_signal(signal.SIGCONT)
+        wait_until(lambda: cluster.log("container_not_held"), what="the log to say so")
+        before = len(cluster.log("claim_renewed"))
+        wait_until(lambda: len(cluster.log("claim_renewed")) > before + 1, what="time to pass", deadline=20)
+        assert len(cluster.log("container_not_held")) == 1
+
 
 class TestConfiguration:
     def test_is_followed(self, cluster: DraCluster) -> None:

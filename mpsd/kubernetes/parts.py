@@ -1,4 +1,4 @@
-"""The current state of the GPUs, for the threads that report it.
+"""What all parts of the program have: settings, mpsd, the board of its GPUs, the log, and the end of the program.
 
 One thread follows mpsd, and writes each change of the GPUs and their control daemons to the board; the others wait for
 changes.
@@ -6,9 +6,9 @@ changes.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
-from mpsd.core.errors import ConfigurationError, MpsdError
+from mpsd.core.errors import ConfigurationError, DaemonNotReadyError, MpsdError
 from mpsd.core.kubernetes import devices
 from mpsd.core.kubernetes.devices import Gpu
 from mpsd.core.kubernetes.settings import Settings
@@ -32,6 +32,12 @@ class Board:
     def gpus(self) -> Mapping[str, Gpu]:
         """The GPUs by UUID; the returned mapping does not change."""
         return self._gpus
+
+    def gpu(self, uuid: str) -> Gpu:
+        """Return a GPU. Raises DaemonNotReadyError."""
+        if uuid in self._gpus:
+            return self._gpus[uuid]
+        raise DaemonNotReadyError(f"mpsd does not show GPU {uuid}", hint="see mpsctl gpus on the node")
 
     def put(self, gpus: Mapping[str, Gpu]) -> bool:
         """Replace the GPUs, and return whether they changed."""
@@ -65,25 +71,39 @@ class Board:
             yield gpus
 
 
-class GpuFollower:
-    """The thread that writes the board, from `start` until the program ends."""
+class Program(NamedTuple):
+    settings: Settings
+    mpsd: Mpsd
+    board: Board
+    log: Log
+    ended: threading.Event
+    """Set when the program ends: all waits then end."""
 
-    def __init__(self, settings: Settings, *, mpsd: Mpsd, board: Board, log: Log, ended: threading.Event) -> None:
-        """`ended` is set when the program ends; this class sets it where the node cannot be offered as configured."""
-        self._settings = settings
-        self._mpsd = mpsd
-        self._board = board
-        self._log = log
-        self._ended = ended
+
+def program(settings: Settings, log: Log) -> Program:
+    ended = threading.Event()
+    return Program(settings, Mpsd(settings.socket, ended), Board(), log, ended)
+
+
+class Part:
+    """A part of the program."""
+
+    def __init__(self, program: Program) -> None:
+        self._settings, self._mpsd, self._board, self._log, self._ended = program
+
+
+class GpuFollower(Part):
+    """The thread that writes the board."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
         self._silent_since: float | None = None
-        self.failure: ConfigurationError | None = None
-        """Why the node cannot be offered as configured."""
 
-    def start(self) -> None:
-        threading.Thread(target=self._follow, name="mpsd", daemon=True).start()
+    def run(self) -> None:
+        """Update the board after each event that mpsd logs, until the program ends.
 
-    def _follow(self) -> None:
-        """Update the board after each event that mpsd logs."""
+        Raises ConfigurationError where the node cannot be offered as configured.
+        """
         after: int | None = None
         while not self._ended.is_set():
             try:
@@ -91,9 +111,8 @@ class GpuFollower:
                     after = self._mpsd.latest_event()
                 self._show()
                 after = self._mpsd.await_change(after)
-            except ConfigurationError as error:
-                self.failure = error
-                self._ended.set()
+            except ConfigurationError:
+                raise
             except MpsdError as error:
                 after = None
                 self._miss(error)
@@ -106,7 +125,7 @@ class GpuFollower:
         except ConfigurationError as error:
             if not self._board.gpus:
                 raise
-            self._log.error(EventName.NODE_NOT_OFFERED, because=error.detail, hint=error.hint)
+            self._log.error(EventName.NODE_NOT_OFFERED, error)
             gpus = {uuid: gpu._replace(because=error.detail) for uuid, gpu in gpus.items()}
         if self._silent_since is not None:
             self._silent_since = None
@@ -117,7 +136,7 @@ class GpuFollower:
         now = clock.monotonic()
         if self._silent_since is None:
             self._silent_since = now
-            self._log.warning(EventName.MPSD_UNREACHABLE, code=error.code, because=error.detail, hint=error.hint)
+            self._log.warning(EventName.MPSD_UNREACHABLE, error)
         if now - self._silent_since >= self._settings.unreachable_grace:
             self._put(devices.unreachable(self._board.gpus, error.detail))
 

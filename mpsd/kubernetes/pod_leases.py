@@ -1,0 +1,119 @@
+"""The leases of pods, as device plugin and driver have them alike: claimed, taken by a pod, renewed and released.
+
+A lease begins as a claim of mpsd's. The pod's control group takes it, for the user of the container's program: before
+the container starts for the user that is known or most likely, and again once the program shows another one.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sized
+
+from mpsd.core.errors import MpsdError, NotPermittedError, UnreachableError
+from mpsd.core.kubernetes.claims import ROOT, Held, Release, Renew
+from mpsd.core.kubernetes.devices import Part as Share
+from mpsd.kubernetes import kubelet
+from mpsd.kubernetes.kubelet import User
+from mpsd.kubernetes.log import EventName
+from mpsd.kubernetes.mpsd_client import LeaseAnswer
+from mpsd.kubernetes.parts import Part, Program
+
+
+class PodLeases(Part, ABC):
+    """The leases of this node's pods. Any thread may call."""
+
+    pause: float
+    """Seconds between two searches for the programs of containers, where none is about to start."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self._pending: Sized = ()
+        self._said: dict[str, str] = {}
+        """The last logged failure by lease or claim, so that it is not logged again each second."""
+        self.woken = threading.Event()
+        """Set when a container is about to start, so that its lease is handled at once."""
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a container has not been seen with its lease yet."""
+        return bool(self._pending)
+
+    @abstractmethod
+    def reconcile(self) -> None:
+        """Do the next action for each lease, by the facts of kubelet and the kernel. Raises UnreachableError."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Let pods take the leases of those containers whose program runs by now."""
+
+    def _claim(
+        self, gpu: str, share: Share, uid: int | None, processes: int | str | None, **more: object
+    ) -> LeaseAnswer:
+        """Claim a lease for a user, if it is known. Raises mpsd's refusal."""
+        settings = self._settings
+        request = {
+            "threads": share.percent,
+            "memory": f"{share.mebibytes}MiB",
+            "gpu": gpu,
+            "processes": "any" if processes is None else processes,
+            "wait": settings.wait,
+            "holder": {"claim": {"deadline": settings.claim_deadline, **({} if uid is None else {"uid": uid})}},
+            **more,
+        }
+        return self._mpsd.admit(request, settings.wait)
+
+    def _take_before_start(self, lease: str, group: str, uid: int | None) -> int | None:
+        """Let a pod take a claim before its container starts, so that the limits are open when its program starts.
+
+        Return the user; None where mpsd refuses a likely one. Raises mpsd's refusal where the user is certain.
+        """
+        likely = ROOT if uid is None else uid
+        try:
+            self._mpsd.take(lease, group, User(likely, likely))
+        except MpsdError as error:
+            if uid is not None or isinstance(error, UnreachableError):
+                raise
+            return None  # another user may be accepted, once the container's program shows it
+        return likely
+
+    def _running(self, pods: Iterable[str], variable: str, value: str, held_by: int | None) -> tuple[str, User] | None:
+        """Return the control group of the pod in which a program runs with a variable, and the program's user.
+
+        Raises NotPermittedError where the user cannot be known.
+        """
+        unknown: NotPermittedError | None = None
+        for pod in pods:
+            group = kubelet.group_path(pod, self._settings)
+            try:
+                user = kubelet.user_of_program(pod, variable, value, self._settings, held_by)
+            except NotPermittedError as error:
+                unknown = error
+            else:
+                if group is not None and user is not None:
+                    return group, user
+        if unknown is not None:
+            raise unknown
+        return None
+
+    def _take(self, held: Held, group: str, user: User) -> None:
+        """Let a pod take a lease for the user of its program, from another user where the pod has it already."""
+        if held.pod is not None:
+            self._mpsd.renew(held.lease, self._settings.claim_deadline, user.uid)
+        self._mpsd.take(held.lease, group, user)
+
+    def _end_or_renew(self, action: Release | Renew) -> None:
+        held = action.held
+        match action:
+            case Release(because=because):
+                self._mpsd.release(held.lease, is_claim=held.pod is None)
+                self._log.info(EventName.LEASE_RELEASED, lease=held.lease, because=because)
+            case Renew():
+                self._mpsd.renew(held.lease, self._settings.claim_deadline)
+                self._log.info(EventName.CLAIM_RENEWED, lease=held.lease, seconds=self._settings.claim_deadline)
+
+    def _is_new(self, about: str, error: MpsdError) -> bool:
+        """Tell whether a failure is another one than the last of this lease or claim."""
+        before, self._said[about] = self._said.get(about), error.detail
+        return error.detail != before
+
+    def _forget_all_but(self, known: Collection[str]) -> None:
+        self._said = {about: because for about, because in self._said.items() if about in known}

@@ -30,7 +30,7 @@ from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonErro
 from mpsd.core.events import EventName
 from mpsd.core.metrics import families
 from mpsd.core.metrics.samples import Samples
-from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack
+from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack, Unknown
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
 from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem_limit
@@ -45,8 +45,7 @@ from mpsd.core.units import GIB, format_size, parse_duration, parse_size
 from mpsd.daemon.api import bodies, lease_handlers
 from mpsd.daemon.api.decoding import body_decoder, query_decoder
 from mpsd.daemon.api.routes import ROUTES
-from mpsd.daemon.control import control_log
-from mpsd.daemon.control.operator_intent import OperatorIntent
+from mpsd.daemon.control import control_log, drainer
 from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.control.process import DaemonRecord, orphans
 from mpsd.daemon.control.state import DeathTally, Ended
@@ -60,6 +59,7 @@ from mpsd.daemon.record.log import configure
 from mpsd.daemon.record.record import Record
 from mpsd.simulator.cuda import Pinned, pinned
 from mpsd.system import clock
+from mpsd.system.files import encoding
 from mpsd.system.files.database import Database
 from mpsd.system.files.encoding import NOT_UNDERSTOOD, to_json
 from mpsd.system.files.rundir import RunDir
@@ -335,15 +335,14 @@ def intention(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "intention"
         path.write_bytes(data)
-        found = OperatorIntent(path)
+        found = drainer.OperatorIntent(path)
         found.load()
-        if found.damaged:
+        if isinstance(encoding.load(path, drainer._File), Unknown):
             assert found.desired.intent is Intent.HOLD
             return
         found.store(found.desired)
-        again = OperatorIntent(path)
+        again = drainer.OperatorIntent(path)
         again.load()
-        assert not again.damaged
         assert (again.desired, again.ended) == (found.desired, found.ended)
         assert len(again.ended) <= 16
 
@@ -363,7 +362,6 @@ def record(data: bytes) -> None:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as stream:
             log = configure(LogFormat.JSON, stream=stream)
             found = DaemonRecord(paths, log)
-            found.load()
             found.find()
             orphans(found)
             found.note(DaemonProcess(ProcessIdentity(9, 1), "x", "y", NOW, many_users=False), {})
@@ -371,7 +369,6 @@ def record(data: bytes) -> None:
             let_in.resume(ProcessIdentity(9, 1))
             quarantine = Quarantine(Path(folder) / "quarantines", LiveSettings(Settings()), log)
             deaths = DeathTally(paths.death_tally, let_in, quarantine, log)
-            deaths.load()
             deaths.count(Ended("it died", "SIGSEGV"), ControlDaemon())
             position = Record(paths.reading, control_log._Reading, log).load()
             if position is not None:

@@ -250,9 +250,9 @@ class Ceilings:
         for share in lease.shares:
             ceiling = self._ceilings.get(share.daemon)
             if ceiling is not None:
-                is_replaced = ceiling.supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
-                trouble = ceiling.supervisor.trouble
-                is_open = is_open and trouble.unanswered_doubts() is None and not trouble.for_clients
+                supervisor = ceiling.supervisor
+                is_replaced = supervisor.replacement.replace_for(lease.owner.uid) or is_replaced
+                is_open = is_open and supervisor.unanswered_doubts() is None and not supervisor.trouble
         if is_replaced:
             return False
         self._pipe_access.open(lease)
@@ -272,7 +272,7 @@ class Ceilings:
             if any(each.expected.expects(lease_id) and not each.expected.is_open_to(lease_id) for each in ceilings):
                 continue
             if doubts is None:
-                found = (ceiling.supervisor.trouble.unanswered_doubts() for ceiling in ceilings)
+                found = (ceiling.supervisor.unanswered_doubts() for ceiling in ceilings)
                 doubts = [each for each in found if each is not None]
             if all(is_answered() for is_answered in doubts):
                 return
@@ -305,7 +305,7 @@ class Ceilings:
         supervisor, patience = ceiling.supervisor, None
         while ceiling.expected.expects(lease_id):
             is_open = ceiling.expected.is_open_to(lease_id)
-            trouble = supervisor.trouble.for_canary if lease_id == _CANARY else supervisor.trouble.for_clients
+            trouble = supervisor.trouble_for_canary if lease_id == _CANARY else supervisor.trouble
             if not trouble:
                 if is_open:
                     return

@@ -30,5 +30,5 @@ def holders(path: Path) -> tuple[ProcessIdentity, ...]:
     files = {f"{major:02x}:{minor:02x}:{found.st_ino}" for major, minor in devices}
     lines = (line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines())
     pids = {int(fields[4]) for fields in lines if len(fields) == _FIELDS and fields[5] in files}
-    ticks = ((pid, proc.start_ticks(pid)) for pid in sorted(pids) if pid > 0)
-    return tuple(ProcessIdentity(pid, started) for pid, started in ticks if started is not None)
+    holding = (proc.identify(pid) for pid in sorted(pids) if pid > 0)
+    return tuple(each for each in holding if each is not None)

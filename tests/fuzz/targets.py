@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mpsd.cli.render import as_json
 from mpsd.core import holders
-from mpsd.core.admission.ledger import AdmissionRules, Ledger
+from mpsd.core.admission.ledger import Ledger
 from mpsd.core.admission.users import Usage
 from mpsd.core.configuration import document
 from mpsd.core.enforcement import drift, violations
@@ -39,7 +39,7 @@ from mpsd.core.mps.log_parser import ForeignCommand, Unaccounted, UnknownLine
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.sanitize import harmless_json, plain, text
-from mpsd.core.settings import ControlDaemon, LogFormat, Settings
+from mpsd.core.settings import Admission, ControlDaemon, LogFormat, Settings
 from mpsd.core.supervision.drain import Intent
 from mpsd.core.units import GIB, format_size, parse_duration, parse_size
 from mpsd.daemon.api import bodies, lease_handlers
@@ -393,7 +393,7 @@ def stored_lease(data: bytes) -> None:
         closing(Database(Path(directory, "leases.db"), LEASES_SCHEMA)) as database,
     ):
         completeness = Completeness(LeaseStore(database), configure(LogFormat.JSON, stream=stream))
-        ledger = Ledger(AdmissionRules(), Usage(60.0, {}))
+        ledger = Ledger(Admission(), Usage(60.0, {}))
         try:
             lease = msgspec.json.decode(text_of(data), type=Lease)
         except NOT_UNDERSTOOD as error:

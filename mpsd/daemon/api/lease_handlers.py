@@ -233,7 +233,7 @@ class LeaseHandlers:
         """End the clients of a lease, and then the lease; stored before the answer."""
         lease = self._theirs(request, act=True)
         await self._see_clients(lease)
-        self._node.leases.closing.close(lease.id, f"uid {request.credentials.uid} ended it")
+        self._node.leases.close(lease.id, f"uid {request.credentials.uid} ended it")
         return rendering.lease(self._node.leases.find(lease.id), None)
 
     async def _see_clients(self, lease: Lease) -> None:

@@ -29,13 +29,13 @@ from mpsd.core.enforcement.ceiling import by_commands, widened
 from mpsd.core.errors import ConfigurationError, ControlError, ForeignDaemonError, InvalidRequestError
 from mpsd.core.events import EventName
 from mpsd.core.metrics import families
-from mpsd.core.metrics.samples import Samples
+from mpsd.core.metrics.families import Samples
 from mpsd.core.model import Client, DaemonProcess, Known, Lease, Limits, ProcessIdentity, ReadBack, Unknown
 from mpsd.core.mps import commands, log_parser
 from mpsd.core.mps.limits import ACTIVE_THREAD_PERCENTAGE as PERCENTAGE
 from mpsd.core.mps.limits import EVERYTHING, NOTHING, Setting, parse_foreign_mem_limit
 from mpsd.core.mps.limits import PINNED_DEVICE_MEM_LIMIT as MEM_LIMIT
-from mpsd.core.mps.log_events import ForeignCommand, Unaccounted, UnknownLine
+from mpsd.core.mps.log_parser import ForeignCommand, Unaccounted, UnknownLine
 from mpsd.core.quantities import ActiveThreadPercentage, Bounds, Opened, PinnedDeviceMemLimit
 from mpsd.core.reload import LiveSettings
 from mpsd.core.sanitize import harmless_json, plain, text
@@ -49,7 +49,7 @@ from mpsd.daemon.control import control_log, drainer
 from mpsd.daemon.control.pipe_access import LetInRecord
 from mpsd.daemon.control.process import DaemonRecord, orphans
 from mpsd.daemon.control.state import DeathTally, Ended
-from mpsd.daemon.http.problems import problem_answer
+from mpsd.daemon.http.message import problem_answer
 from mpsd.daemon.leases.completeness import Completeness
 from mpsd.daemon.leases.lease_store import LEASES_SCHEMA, LeaseStore, UnrestoredLease
 from mpsd.daemon.leases.quarantine import Quarantine

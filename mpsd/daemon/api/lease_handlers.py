@@ -15,7 +15,7 @@ from mpsd.core.quantities import ActiveThreadPercentage, PinnedDeviceMemLimit
 from mpsd.core.units import format_size
 from mpsd.daemon.api import bodies, naming, rendering
 from mpsd.daemon.api.decoding import parameter
-from mpsd.daemon.api.request import Request, RequestQuery, is_own, may_see
+from mpsd.daemon.api.table import Request, RequestQuery, is_own, may_see
 from mpsd.daemon.metrics.collector import Collector
 from mpsd.daemon.node.node import Node
 from mpsd.system import clock

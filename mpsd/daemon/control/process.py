@@ -38,7 +38,7 @@ from mpsd.system.files import rundir
 from mpsd.system.files.rundir import DaemonPaths
 from mpsd.system.mps import log_file
 from mpsd.system.mps.control_pipe import ControlPipe, ControlProgram, variables
-from mpsd.system.processes import file_locks, proc, process, process_table
+from mpsd.system.processes import descriptors, proc, process, process_table
 from mpsd.system.processes.proc import ProcessDetails
 from mpsd.system.processes.process import Process
 from mpsd.system.sockets import sock_diag
@@ -187,7 +187,7 @@ class Instance:
 
     def lock_holder(self) -> str | None:
         """Name the holder of the lock that a control daemon needs to start; None when no process holds it."""
-        for each in file_locks.holders(self._paths.control_lock):
+        for each in descriptors.holders(self._paths.control_lock):
             return f"pid {each.pid} (uid {proc.effective_uid(each.pid)}) holds {self._paths.control_lock}"
         return None
 

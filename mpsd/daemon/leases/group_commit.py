@@ -16,8 +16,8 @@ from mpsd.core.model import Lease, LeaseState, Owner
 from mpsd.core.reload import LiveSettings
 from mpsd.core.signal import Signal
 from mpsd.daemon.leases.lease_store import CommitResult, LeaseEvent, LeaseStore
+from mpsd.daemon.record.bounded import LineShares
 from mpsd.daemon.record.events import Events
-from mpsd.daemon.record.line_shares import LineShares
 from mpsd.daemon.record.log import Logger
 from mpsd.system import clock
 
